@@ -1,11 +1,14 @@
 """One process, and DDP: every process holds the whole model and sums its gradients with the others."""
 
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 
+import torch
 from accelerate.utils import DistributedDataParallelKwargs
 
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.gradient_sync import GradientReduction
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 
 
@@ -17,7 +20,7 @@ class DataParallel:
         self._is_distributed = environment.world > 1 or environment.has_process_group
         self.name = "ddp" if self._is_distributed else "single"
 
-    def accelerator_context(self) -> AbstractContextManager[None]:
+    def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
         """Return nothing special."""
         return nullcontext()
 
@@ -37,6 +40,14 @@ class DataParallel:
         kind = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
         return Expected((kind, "MULTI_XPU", "MULTI_NPU"), self._environment.world, "DistributedDataParallel")
 
-    def init_context(self) -> InitContext:
-        """Return plain construction: DDP needs the whole model everywhere."""
-        return InitContext()
+    def reduction(self) -> GradientReduction:
+        """Return the last: every process holds a whole gradient in any case."""
+        return GradientReduction.LAST
+
+    def init_context(self, device: torch.device) -> InitContext:
+        """Return plain construction: DDP needs the whole model everywhere, and has it straight on the device.
+
+        Each rank maps the weight files, whose pages the ranks of a machine share, so that they are read once there and
+        no rank holds a copy of its own.
+        """
+        return InitContext(device=device)

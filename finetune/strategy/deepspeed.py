@@ -4,8 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 
@@ -13,9 +15,11 @@ from finetune.errors import StrategyError
 from finetune.runtime.optional import require
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.upstream import BuildLockWatcher, clear_build_locks
+from finetune.strategy.cpu_adam import missing_for_cpu_adam
 from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.gradient_sync import GradientReduction
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
-from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config
+from finetune.strategy.reconcile import JobSettings, complete_deepspeed_config, offloads_optimizer
 from finetune.strategy.upstream import gloo_bridge, use_cpu_devices
 
 _SPLIT = {
@@ -34,13 +38,18 @@ class ZeroRedundancy:
         self._stage = environment.zero_stage or 2
         self.name = f"zero{self._stage}"
 
-    def accelerator_context(self) -> AbstractContextManager[None]:
-        """Return the gloo bridge where there is no accelerator; raises MissingPackage without DeepSpeed."""
+    def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
+        """Return the gloo bridge where there is no accelerator; raises MissingPackage without DeepSpeed.
+
+        Raises StrategyError where the optimizer is offloaded and DeepSpeed cannot compile it here.
+        """
         _watch_builds()
         if not self._environment.has_device:
             use_cpu_devices()  # DeepSpeed chooses its device when it is first imported
         require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
-        return nullcontext() if self._environment.has_device else gloo_bridge()
+        if offloads_optimizer(self._environment.deepspeed) and (missing := missing_for_cpu_adam()):
+            raise StrategyError(f"{self.name} with an offloaded optimizer cannot start here: {missing}")
+        return nullcontext() if self._environment.has_device else gloo_bridge(timeout)
 
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin, its DeepSpeed config completed with what the job decides."""
@@ -60,7 +69,11 @@ class ZeroRedundancy:
         """Return DeepSpeed's engine at this stage, over all processes."""
         return Expected(("DEEPSPEED",), self._environment.world, "DeepSpeedEngine", zero_stage=self._stage)
 
-    def init_context(self) -> InitContext:
+    def reduction(self) -> GradientReduction:
+        """Return the last for stage 1, and every for those that shard gradients."""
+        return GradientReduction.LAST if self._stage == 1 else GradientReduction.EVERY
+
+    def init_context(self, device: torch.device) -> InitContext:
         """Return a context in which stage 3 partitions each parameter when it is created (zero.Init)."""
         return InitContext(gather=_gather) if self._stage == 3 else InitContext()
 

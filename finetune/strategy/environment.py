@@ -23,6 +23,7 @@ class LaunchEnvironment:
     precision: str = "no"  # of the accelerate config; `no` leaves it to the job
     fsdp_activation_checkpointing: bool = False
     fsdp_forward_prefetch: bool = False
+    fsdp_offload_params: bool = False
     cpu_ram_efficient_loading: bool = False
     unsupported: tuple[str, ...] = ()  # parallelism that is not supported
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the DeepSpeed config file, as written
@@ -42,6 +43,7 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
         precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
         fsdp_activation_checkpointing=_is_true(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
         fsdp_forward_prefetch=_is_true(variables, "FSDP_FORWARD_PREFETCH"),
+        fsdp_offload_params=_is_true(variables, "FSDP_OFFLOAD_PARAMS"),
         cpu_ram_efficient_loading=_is_true(variables, "FSDP_CPU_RAM_EFFICIENT_LOADING"),
         unsupported=_unsupported(variables),
         deepspeed=deepspeed,

@@ -4,6 +4,7 @@ FSDP2: Zhao et al., 2023 (arXiv:2304.11277) describe FSDP1; FSDP2 is torch's `fu
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 
 import torch
 from accelerate import init_empty_weights
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.gradient_sync import GradientReduction
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobSettings
 from finetune.strategy.upstream import gloo_bridge
@@ -27,9 +29,9 @@ class FullySharded:
         self._precision = job.precision
         self.name = "hsdp" if environment.replicate_size > 1 else f"fsdp{environment.fsdp_version}"
 
-    def accelerator_context(self) -> AbstractContextManager[None]:
+    def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
         """Return the gloo bridge where there is no accelerator."""
-        return nullcontext() if self._environment.has_device else gloo_bridge()
+        return nullcontext() if self._environment.has_device else gloo_bridge(timeout)
 
     def plugin(self) -> PluginSettings:
         """Return Accelerate's own plugin, gradients reduced in fp32 so that precision does not depend on the world."""
@@ -59,7 +61,16 @@ class FullySharded:
             num_copies=self._environment.replicate_size,
         )
 
-    def init_context(self) -> InitContext:
+    def reduction(self) -> GradientReduction:
+        """Return either, but the last for FSDP1 with offloaded parameters.
+
+        There torch replaces the gradient of the microbatches before instead of adding to it (torch 2.13, notes on
+        `no_sync` of FullyShardedDataParallel).
+        """
+        is_replaced = self._environment.fsdp_version == 1 and self._environment.fsdp_offload_params
+        return GradientReduction.LAST if is_replaced else GradientReduction.EITHER
+
+    def init_context(self, device: torch.device) -> InitContext:
         """Return the meta device on every rank but the first, if rank 0's weights will be broadcast."""
         is_broadcast = self._environment.fsdp_version == 2 and self._environment.cpu_ram_efficient_loading
         if not is_broadcast or self._environment.rank == 0:

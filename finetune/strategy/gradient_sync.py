@@ -1,10 +1,73 @@
-"""Gradient accumulation without communication: ranks exchange gradients only in the last microbatch of a step."""
+"""Gradient accumulation: whether ranks exchange gradients after every microbatch, or only after the last of a step.
+
+Exchanging once saves communication. Under FSDP it costs memory: until the exchange, each rank keeps the gradient of
+the whole model, where a shard of it would do (`FSDPParam.unsharded_accumulated_grad` and `FlatParameter.grad` in torch
+2.13). So it is done only where that fits. Under DDP and ZeRO-1 every rank has the whole gradient in any case, and
+ZeRO-2 and -3 exchange at once, into a sharded gradient.
+"""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from accelerate import Accelerator
+
+from finetune.runtime.resources import format_size
+
+
+class GradientReduction(Enum):
+    """After which microbatches of a step a strategy can reduce gradients over the processes."""
+
+    LAST = "last"
+    EVERY = "every"
+    EITHER = "either"
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the gradients of a step's microbatches are accumulated."""
+
+    reduces_every_microbatch: bool
+    unsharded_gradient_bytes: int = 0  # that each rank needs besides its share of the gradient
+    reason: str | None = None  # for the log; None where there was nothing to choose
+
+
+def choose_accumulation(
+    reduction: GradientReduction,
+    *,
+    num_batches: int,
+    num_processes: int,
+    unsharded_bytes: int,
+    free_bytes: int,
+    is_deterministic: bool = False,
+    has_bf16_shards: bool = False,
+) -> Accumulation:
+    """Return how to accumulate `num_batches` microbatches.
+
+    `unsharded_bytes` is the size of the whole gradient, `free_bytes` what the rank with the least memory will have left
+    beside weights, sharded gradients and optimizer state. The gradient may take half of it: the rest is for
+    activations. A deterministic run does not depend on how much is free, since the order of the sum does. Where trained
+    parameters are held in bfloat16, so are the shards of their gradient: their sum over microbatches loses digits, so
+    it is the last resort.
+    """
+    if reduction is not GradientReduction.EITHER or num_batches == 1:
+        is_every = reduction is GradientReduction.EVERY
+        return Accumulation(is_every)
+    whole = f"the whole gradient of {format_size(unsharded_bytes)}"
+    every = f"gradient accumulation: gradients are reduced after each of the {num_batches} microbatches"
+    left = format_size(max(0, free_bytes))
+    if num_processes == 1 and not has_bf16_shards:
+        return Accumulation(True, reason=f"{every}, which takes no communication with one process")
+    if is_deterministic and not has_bf16_shards:
+        return Accumulation(True, reason=f"{every}, so that a deterministic run does not depend on the free memory")
+    if 2 * unsharded_bytes > free_bytes:
+        why = f"since {whole} on each rank would take more than half of the {left} that are left for activations"
+        note = "; their sum is kept in bfloat16, as the weights are" if has_bf16_shards else ""
+        return Accumulation(True, reason=f"{every}, {why}{note}")
+    once = f"gradient accumulation: gradients are reduced once a step; until then each rank keeps {whole}"
+    return Accumulation(False, unsharded_bytes, reason=f"{once}, of the {left} that are left")
 
 
 def fsdp2_plugin(accelerator: Accelerator) -> Any:
@@ -13,13 +76,15 @@ def fsdp2_plugin(accelerator: Accelerator) -> Any:
 
 
 @contextmanager
-def no_gradient_sync(accelerator: Accelerator, model: Any) -> Iterator[None]:
-    """Accumulate gradients locally meanwhile, under each strategy that can (ZeRO-2 and -3 shard them at once).
+def accumulate_gradients(accelerator: Accelerator, model: Any, *, reduces: bool = False) -> Iterator[None]:
+    """Accumulate the gradients of a microbatch that is not the last of its step: reduced, or this rank's own.
 
-    With `fsdp_reshard_after_forward: false`, FSDP2 also keeps the parameters unsharded for the next microbatch, so that
-    each layer is gathered once a step.
+    Reduced ones are summed in the shard of each rank. With `fsdp_reshard_after_forward: false`, FSDP2 also keeps the
+    parameters unsharded for the next microbatch, so that each layer is gathered once a step. HSDP reduces over the
+    copies, too: torch adds up what is not reduced over them by its place in a buffer, which is wrong as soon as a
+    microbatch leaves a parameter without gradient (`partial_reduce_output`, torch 2.13).
     """
-    with accelerator.no_sync(model):
+    with nullcontext() if reduces else accelerator.no_sync(model):
         if not _keeps_unsharded(accelerator):
             yield
             return

@@ -2,10 +2,14 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
+
 from finetune.runtime.parameters import InitContext
+from finetune.strategy.gradient_sync import GradientReduction
 
 
 class Sharded(Enum):
@@ -45,8 +49,8 @@ class Strategy(Protocol):
 
     name: str
 
-    def accelerator_context(self) -> AbstractContextManager[None]:
-        """Return what is entered while the Accelerator is built."""
+    def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
+        """Return what is entered while the Accelerator is built; process groups that it makes get the timeout."""
 
     def plugin(self) -> PluginSettings:
         """Return what `Accelerator()` is given."""
@@ -57,5 +61,8 @@ class Strategy(Protocol):
     def expected(self) -> Expected:
         """Return what must be found after construction: Accelerate can silently build plain DDP instead."""
 
-    def init_context(self) -> InitContext:
-        """Return how the model is brought into memory on this rank."""
+    def reduction(self) -> GradientReduction:
+        """Return after which microbatches of a step gradients can be reduced over the processes."""
+
+    def init_context(self, device: torch.device) -> InitContext:
+        """Return how the model is brought into memory on this rank, which computes on the device."""

@@ -47,6 +47,8 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
             "Set it to false, and model.gradient_checkpointing: true in the job."
         )
+    if environment.fsdp_version and environment.fsdp_offload_params and not environment.has_device:
+        found.append("fsdp_offload_params: true offloads parameters from a GPU, and none was found. Set it to false.")
     if environment.fsdp_version == 1 and job.has_mixed_dtypes:
         found.append(
             "FSDP1 flattens all parameters into one buffer and cannot hold frozen 16-bit weights and float32 adapters. "
@@ -106,7 +108,7 @@ def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
         for kind in ("bf16", "fp16")
         if environment.deepspeed.get(kind, {}).get("enabled") is True and job.precision != kind
     ]
-    if _offloads_optimizer(environment.deepspeed) and job.optimizer != "adamw":
+    if offloads_optimizer(environment.deepspeed) and job.optimizer != "adamw":
         found.append(
             f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam), but the job sets {job.optimizer}. Set adamw."
         )
@@ -119,7 +121,7 @@ def _offload_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list
         f"{key} is not supported with an offloaded optimizer (DeepSpeedCPUAdam). Launch without offload_optimizer, "
         f"or remove {key}."
         for key, is_asked in asked.items()
-        if is_asked and _offloads_optimizer(environment.deepspeed)
+        if is_asked and offloads_optimizer(environment.deepspeed)
     ]
 
 
@@ -165,6 +167,7 @@ def _set_by_job(world: int, job: JobSettings) -> dict[str, Any]:
     }
 
 
-def _offloads_optimizer(config: Mapping[str, Any]) -> bool:
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """Tell whether this DeepSpeed config has the optimizer's state and its step on the CPU."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
     return str(offload.get("device", "none")) != "none"

@@ -7,6 +7,7 @@ necessary and right; a test fails with a newer version, and one for each workaro
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import unset_hf_deepspeed_config
@@ -41,15 +43,15 @@ def use_cpu_devices() -> None:
 
 
 @contextmanager
-def gloo_bridge() -> Iterator[None]:
-    """Have the Accelerator that is built meanwhile run FSDP or DeepSpeed on CPUs, over gloo.
+def gloo_bridge(timeout: timedelta | None = None) -> Iterator[None]:
+    """Have the Accelerator that is built meanwhile run FSDP or DeepSpeed on CPUs, over gloo with this timeout.
 
     With `cpu=True` Accelerate silently builds plain DDP for both, and without it no process group at all: every rank
     would train a copy of its own (`PartialState._prepare_backend`, accelerate 1.15). So the state of the process is
     made first, with gloo for its backend, and called distributed as on GPUs, which is what FSDP asks for.
     """
     use_cpu_devices()
-    state = PartialState(backend="gloo")
+    state = PartialState(backend="gloo", **({} if timeout is None else {"timeout": timeout}))
     if state.distributed_type == DistributedType.NO:
         state.distributed_type = DistributedType.MULTI_GPU
     yield
@@ -109,6 +111,21 @@ def keep_bf16_parameters(accelerator: Accelerator, *, is_wanted: bool) -> Iterat
         state._mixed_precision = precision
 
 
+def widen_unfilled_parameters(accelerator: Accelerator, model: nn.Module) -> None:
+    """Give trained parameters that have no values yet unwritten float32 memory, where Accelerate would cast them.
+
+    Under mixed precision it casts every trained parameter, also on the ranks that are sent their values later
+    (`fsdp2_prepare_model` in 1.15). A cast writes: 4 bytes of real memory per parameter on each of these ranks, 256 GB
+    for 8 billion on 8 of them. Call it on such a rank, just before the model is prepared. What trained parameters have
+    for values is lost: rank 0's are sent.
+    """
+    if fsdp2_plugin(accelerator) is None or accelerator.mixed_precision == "no":
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+
+
 def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
     """Have each layer under FSDP2 ask for the next one's parameters before it computes; the model is prepared.
 
@@ -124,6 +141,21 @@ def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
         if isinstance(layers, nn.ModuleList):
             for layer, following in pairwise(each for each in layers if isinstance(each, FSDPModule)):
                 layer.set_modules_to_forward_prefetch([following])
+
+
+# --- torch: process groups
+
+
+def set_default_group_timeout(timeout: timedelta) -> None:
+    """Give this timeout to every process group that is made without one from now on.
+
+    `new_group` and `init_device_mesh` take a constant then, not the default group's timeout: 10 minutes for NCCL
+    (`_get_default_timeout` in torch/distributed/distributed_c10d.py, 2.11 to 2.13). DeepSpeed reduces gradients over
+    such a group (`_clone_world_group` in utils/groups.py, 0.19), and HSDP over those of its mesh.
+    """
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        _require_internals(distributed_c10d, name, package="torch")
+        setattr(distributed_c10d, name, timeout)
 
 
 # --- torch: DDP
@@ -145,6 +177,17 @@ def warm_up_ddp_buckets(accelerator: Accelerator, model: nn.Module, *, loss: Cal
         accelerator.backward(loss())
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def keep_ddp_buffers_local(model: nn.Module) -> None:
+    """Have DDP leave buffers alone in forward passes: by default it sends rank 0's before each (torch 2.13).
+
+    No model here needs it: the running statistics of batch norms are summed where they are read
+    (`model/batch_norm.py`), and what else is a buffer is constant, as `inv_freq`, or follows from the rank's own batch,
+    as with dynamic rotary embeddings. DDP has sent all of them once when it was built. Other models are left alone.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model.broadcast_buffers = False
 
 
 # --- DeepSpeed
@@ -182,6 +225,32 @@ def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[st
     if stage == 3 and width:
         sizes |= {"stage3_prefetch_bucket_size": int(0.9 * bucket), "stage3_param_persistence_threshold": 10 * width}
     return sizes
+
+
+def reduce_zero_buckets_in_place(accelerator: Accelerator) -> None:
+    """Have ZeRO-1 and -2 all-reduce each bucket where it lies; call it before the model is prepared.
+
+    By default (`reduce_scatter: true`) DeepSpeed copies the whole bucket, all-reduces the copy and copies this rank's
+    share back (`allreduce_and_copy_with_multiple_ranks`, 0.19): nothing less is sent, and another bucket of memory is
+    needed. `prescale_gradients` keeps its order, to divide before it adds up, so that no number changes. A DeepSpeed
+    config that says anything on how gradients are reduced is left alone, and so is an offloaded optimizer.
+    """
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is None:
+        return
+    config = plugin.deepspeed_config
+    zero = config["zero_optimization"]
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    is_plain = zero.get("contiguous_gradients", True) and not _REDUCTION_KEYS & {*config, *zero}
+    if zero["stage"] in (1, 2) and is_plain and not offloads:
+        zero["reduce_scatter"] = False
+        config["prescale_gradients"] = True
+
+
+_REDUCTION_KEYS = {
+    *("reduce_scatter", "use_multi_rank_bucket_allreduce"),
+    *("prescale_gradients", "gradient_predivide_factor"),
+}
 
 
 def drop_not_yet_unfrozen_from_zero_norm(model: Any) -> None:
@@ -244,7 +313,8 @@ def unsharded(accelerator: Accelerator) -> Iterator[None]:
 def _require_internals(owner: object, name: str, *, package: str) -> None:
     """Raise StrategyError where a package no longer has the attribute that a workaround changes."""
     if not hasattr(owner, name):
+        place = getattr(owner, "__name__", type(owner).__name__)
         raise StrategyError(
-            f"{package} {version(package)} is not supported yet: {type(owner).__name__}.{name} is missing. "
+            f"{package} {version(package)} is not supported yet: {place}.{name} is missing. "
             f"Install {package} {CHECKED_WITH[package]}."
         )

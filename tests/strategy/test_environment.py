@@ -22,6 +22,7 @@ def test_fsdp_version_and_hsdp_sizes_are_read():
             "FSDP_VERSION": "2",
             "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
             "FSDP_FORWARD_PREFETCH": "true",
+            "FSDP_OFFLOAD_PARAMS": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
         },
         has_device=True,
@@ -29,6 +30,7 @@ def test_fsdp_version_and_hsdp_sizes_are_read():
     assert (environment.world, environment.rank, environment.fsdp_version, environment.replicate_size) == (4, 3, 2, 2)
     assert environment.cpu_ram_efficient_loading
     assert environment.fsdp_forward_prefetch
+    assert environment.fsdp_offload_params
 
 
 def test_the_zero_stage_comes_from_the_deepspeed_config_file(tmp_path):

@@ -1,15 +1,23 @@
-"""Gradients of the microbatches before the last are added up where they are."""
+"""Gradients of the microbatches before the last: reduced at once, or accumulated where they are if that fits."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
-from finetune.strategy.gradient_sync import no_gradient_sync
+from finetune.strategy.ddp import DataParallel
+from finetune.strategy.deepspeed import ZeroRedundancy
+from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.fsdp import FullySharded
+from finetune.strategy.gradient_sync import GradientReduction, accumulate_gradients, choose_accumulation
+from finetune.strategy.reconcile import JobSettings
+
+GB = 10**9
+JOB = JobSettings(strategy=None, precision="bf16", microbatch_size=1, max_gradient_norm=1.0)
 
 
-class Told:
-    """A model and an accelerator in one, which note what they are told."""
+class RecordedCalls:
+    """A model and an accelerator in one, which note what they are asked."""
 
     def __init__(self, *, is_fsdp2: bool, reshards: bool | None) -> None:
         self.lines: list[str] = []
@@ -28,15 +36,86 @@ class Told:
 
 
 @pytest.mark.parametrize(("is_fsdp2", "reshards"), [(False, None), (True, True), (False, False)])
-def test_the_ranks_do_not_speak(is_fsdp2, reshards):
-    told = Told(is_fsdp2=is_fsdp2, reshards=reshards)
-    with no_gradient_sync(told, told):
-        assert told.lines == ["no sync"]
-    assert told.lines == ["no sync", "sync"]
+def test_the_ranks_do_not_communicate(is_fsdp2, reshards):
+    calls = RecordedCalls(is_fsdp2=is_fsdp2, reshards=reshards)
+    with accumulate_gradients(calls, calls):
+        assert calls.lines == ["no sync"]
+    assert calls.lines == ["no sync", "sync"]
 
 
-def test_where_there_is_room_parameters_stay_whole_until_the_last_microbatch():
-    told = Told(is_fsdp2=True, reshards=False)
-    with no_gradient_sync(told, told):
-        assert told.lines == ["no sync", "reshard False"]
-    assert told.lines == ["no sync", "reshard False", "reshard True", "sync"]
+def test_they_do_where_every_microbatch_is_reduced():
+    calls = RecordedCalls(is_fsdp2=True, reshards=True)
+    with accumulate_gradients(calls, calls, reduces=True):
+        pass
+    assert calls.lines == []
+
+
+@pytest.mark.parametrize(("reduces", "around"), [(False, ["no sync", "sync"]), (True, [])])
+def test_parameters_that_are_not_resharded_stay_whole_until_the_last_microbatch(reduces, around):
+    calls = RecordedCalls(is_fsdp2=True, reshards=False)
+    with accumulate_gradients(calls, calls, reduces=reduces):
+        assert calls.lines == [*around[:1], "reshard False"]
+    assert calls.lines == [*around[:1], "reshard False", "reshard True", *around[1:]]
+
+
+def choose(reduction=GradientReduction.EITHER, **changed):
+    given = {"num_batches": 4, "num_processes": 8, "unsharded_bytes": 32 * GB, "free_bytes": 64 * GB}
+    return choose_accumulation(reduction, **{**given, **changed})
+
+
+def test_a_gradient_that_takes_half_of_what_is_left_is_kept_whole_and_counted():
+    found = choose()
+    assert (found.reduces_every_microbatch, found.unsharded_gradient_bytes) == (False, 32 * GB)
+    assert found.reason == (
+        "gradient accumulation: gradients are reduced once a step; until then each rank keeps the whole gradient of "
+        "32.0 GB, of the 64.0 GB that are left"
+    )
+
+
+def test_one_that_takes_more_is_reduced_after_every_microbatch():
+    found = choose(free_bytes=64 * GB - 1)
+    assert (found.reduces_every_microbatch, found.unsharded_gradient_bytes) == (True, 0)
+    assert found.reason == (
+        "gradient accumulation: gradients are reduced after each of the 4 microbatches, since the whole gradient of "
+        "32.0 GB on each rank would take more than half of the 64.0 GB that are left for activations"
+    )
+
+
+def test_less_than_nothing_is_left_where_the_estimate_is_over_the_memory():
+    assert "half of the 0 B that are left" in choose(free_bytes=-5 * GB).reason
+
+
+def test_one_process_saves_no_communication_and_a_deterministic_run_does_not_look_at_the_memory():
+    assert choose(num_processes=1, free_bytes=10**15).reduces_every_microbatch
+    assert choose(is_deterministic=True, free_bytes=10**15).reduces_every_microbatch
+
+
+def test_a_sum_in_bfloat16_is_the_last_resort():
+    for changed in ({}, {"num_processes": 1}, {"is_deterministic": True}):
+        assert not choose(has_bf16_shards=True, **changed).reduces_every_microbatch
+    found = choose(has_bf16_shards=True, free_bytes=0)
+    assert found.reduces_every_microbatch
+    assert found.reason.endswith("; their sum is kept in bfloat16, as the weights are")
+
+
+def test_nothing_is_chosen_or_logged_without_a_choice():
+    for found in (choose(num_batches=1), choose(GradientReduction.LAST), choose(GradientReduction.EVERY)):
+        assert (found.unsharded_gradient_bytes, found.reason) == (0, None)
+    assert not choose(GradientReduction.LAST, free_bytes=0).reduces_every_microbatch
+    assert choose(GradientReduction.EVERY).reduces_every_microbatch
+
+
+def test_each_strategy_says_after_which_microbatches_it_can_reduce():
+    def of(kind, *job, **environment):
+        return kind(LaunchEnvironment(world=8, **environment), *job).reduction()
+
+    assert of(DataParallel) == GradientReduction.LAST
+    assert of(ZeroRedundancy, JOB, zero_stage=1) == GradientReduction.LAST
+    assert of(ZeroRedundancy, JOB, zero_stage=2) == GradientReduction.EVERY
+    assert of(FullySharded, JOB, fsdp_version=1) == GradientReduction.EITHER
+    assert of(FullySharded, JOB, fsdp_version=2, fsdp_offload_params=True) == GradientReduction.EITHER
+
+
+def test_fsdp1_with_offloaded_parameters_reduces_only_the_last_since_torch_would_drop_the_others():
+    environment = LaunchEnvironment(world=8, fsdp_version=1, fsdp_offload_params=True)
+    assert FullySharded(environment, JOB).reduction() == GradientReduction.LAST

@@ -22,10 +22,13 @@ from finetune.strategy.upstream import (
     drop_not_yet_unfrozen_from_zero_norm,
     gloo_bridge,
     keep_bf16_parameters,
+    keep_ddp_buffers_local,
     prefetch_fsdp2_layers,
+    reduce_zero_buckets_in_place,
     set_zero_bucket_sizes,
     unsharded,
     warm_up_ddp_buckets,
+    widen_unfilled_parameters,
     zero_bucket_sizes,
 )
 
@@ -138,6 +141,63 @@ def test_ddp_still_rebuilds_its_buckets_after_the_first_backward_pass_and_a_warm
     warm_up_ddp_buckets(accelerator, model, loss=lambda: model(rows).sum())
     assert is_rebuilt()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Rotary(nn.Module):
+    """A layer with a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("inv_freq", torch.ones(1), persistent=False)
+
+    def forward(self, rows):
+        return self.layer(rows) * self.inv_freq
+
+
+def num_sent_buffers(model, monkeypatch) -> int:
+    sent = []
+    monkeypatch.setattr(model, "_sync_buffers", lambda: sent.append(1))
+    for _ in range(3):
+        model(torch.ones(3, 2)).sum().backward()
+    return len(sent)
+
+
+def test_ddp_still_sends_buffers_before_every_forward_pass_and_is_kept_from_it(group, monkeypatch):
+    model = DistributedDataParallel(Rotary())
+    assert num_sent_buffers(model, monkeypatch) == 3
+    keep_ddp_buffers_local(model)
+    assert num_sent_buffers(model, monkeypatch) == 0
+
+
+def test_the_buffers_of_other_models_are_left_alone():
+    model = nn.Linear(1, 1)
+    keep_ddp_buffers_local(model)
+    assert not hasattr(model, "broadcast_buffers")
+
+
+def accelerator_with(precision: str, *, fsdp_version: int = 2) -> SimpleNamespace:
+    plugin = SimpleNamespace(fsdp_version=fsdp_version)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    return SimpleNamespace(is_fsdp2=fsdp_version == 2, mixed_precision=precision, state=state)
+
+
+def test_trained_parameters_without_values_are_float32_before_accelerate_casts_them():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    parameters = list(model.parameters())
+    widen_unfilled_parameters(accelerator_with("bf16"), model)
+    assert [each.dtype for each in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert all(
+        one is other for one, other in zip(parameters, model.parameters(), strict=True)
+    )  # the optimizer has them
+
+
+@pytest.mark.parametrize(("precision", "fsdp_version"), [("no", 2), ("bf16", 1)])
+def test_where_accelerate_does_not_cast_nothing_is_widened(precision, fsdp_version):
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    widen_unfilled_parameters(accelerator_with(precision, fsdp_version=fsdp_version), model)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
 def test_transformers_still_reads_from_global_state_how_to_load():
@@ -259,6 +319,30 @@ def test_what_is_left_out_or_auto_is_filled_in_and_what_is_written_stays():
 
 def test_without_deepspeed_nothing_is_filled_in():
     set_zero_bucket_sizes(accelerator_of(None), model_of(4))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_reduces_its_buckets_in_place(stage):
+    accelerator = accelerator_of({"stage": stage, "overlap_comm": True, "contiguous_gradients": True})
+    reduce_zero_buckets_in_place(accelerator)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    assert (config["zero_optimization"]["reduce_scatter"], config["prescale_gradients"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 3},
+        {"stage": 2, "reduce_scatter": True},
+        {"stage": 2, "use_multi_rank_bucket_allreduce": False},
+        {"stage": 2, "contiguous_gradients": False},
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    ],
+)
+def test_a_config_that_says_how_gradients_are_reduced_is_left_alone(zero):
+    accelerator = accelerator_of(dict(zero))
+    reduce_zero_buckets_in_place(accelerator)
+    assert accelerator.state.deepspeed_plugin.deepspeed_config == {"zero_optimization": zero}
 
 
 class Engine(nn.Module):
