@@ -74,6 +74,9 @@ def _relative_entropy(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(one == -torch.inf, 0.0, terms).sum(dim=1)
 
 
+LOGIT_BYTES = 48
+"""Bytes of a chunk that exist at once for each of the student's logits, with the backward pass of any divergence."""
+
 TEACHER_TOKENS, TEACHER_LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
 """Arrays of a sample: the k likeliest tokens at each target, and their k + 1 log-probabilities, target after target."""
 
@@ -170,7 +173,8 @@ class DistillationTask(SftTask):
         """Return the sums over hidden states: loss, cross-entropy, divergence and number correct, [4]."""
         teacher, top_k_ids = teacher_targets
         of_targets = (labels, teacher) if top_k_ids is None else (labels, teacher, top_k_ids)
-        return torch.stack(map_chunks(partial(self._sums, head), head, rows, *of_targets)).sum(dim=0)
+        sums = map_chunks(partial(self._sums, head), head, rows, *of_targets, logit_bytes=LOGIT_BYTES)
+        return torch.stack(sums).sum(dim=0)
 
     def _sums(
         self, head: LmHead, rows: Tensor, labels: Tensor, teacher: Tensor, top_k_ids: Tensor | None = None

@@ -5,7 +5,42 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+
+from finetune.runtime import distributed
+
+TOKENS_BETWEEN_QUESTIONS = 8
+"""After how many tokens ranks that generate together ask whether all of them are done."""
+
+
+@contextmanager
+def asking_rarely(inner: nn.Module, *, max_new_tokens: int) -> Iterator[None]:
+    """Have the ranks on which `generate` runs meanwhile ask every few tokens, and not after each, whether all are done.
+
+    transformers sums a flag over the ranks before each token, on the device, and waits for it
+    (`_has_unfinished_sequences` in generation/utils.py, 5.17 to 5.23). Between two questions a rank that is done runs
+    up to 7 more forward passes whose tokens it drops; all stop together after `max_new_tokens`.
+    """
+    num_passes = 0
+
+    def has_unfinished_sequences(this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        nonlocal num_passes
+        num_done, num_passes = num_passes, num_passes + 1
+        if not synced_gpus:
+            return not this_peer_finished
+        if num_done == 0 or num_done >= max_new_tokens or num_done % TOKENS_BETWEEN_QUESTIONS:
+            return num_done < max_new_tokens
+        return distributed.sum_counts([int(not this_peer_finished)]) != [0]
+
+    inner.__dict__[_ASKS] = has_unfinished_sequences
+    try:
+        yield
+    finally:
+        del inner.__dict__[_ASKS]
+
+
+_ASKS = "_has_unfinished_sequences"
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class WeightedClasses:
     classes: Classes
     weights: tuple[float, ...] | None = None
     counts: tuple[int, ...] = field(default=(), compare=False)  # of each class in the training rows, where counted
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def data_facts(self) -> DataFacts:
@@ -67,8 +68,15 @@ class WeightedClasses:
         return (f"data.train: {len(self.counts)} classes: {', '.join(each)}{f' and {more} more' if more else ''}",)
 
     def weight_tensor(self, device: torch.device) -> Tensor | None:
-        """Return the weights, [classes], on the device."""
-        return None if self.weights is None else torch.tensor(self.weights, dtype=torch.float32, device=device)
+        """Return the weights, [classes], on the device, where they stay: they are copied there once."""
+        if self.weights is None:
+            return None
+        if device not in self._on_device:
+            self._on_device[device] = torch.tensor(self.weights, dtype=torch.float32, device=device)
+        return self._on_device[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_on_device": {}}  # a loader's process has no device
 
 
 def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:

@@ -89,7 +89,7 @@ class TextClassificationTask(BaseTask):
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each row its id, what is right and what is predicted."""
         logits = classifier_logits(model, batch)
-        num_targets = torch.tensor(batch.num_targets, device=logits.device)
+        num_targets = torch.full((), batch.num_targets, device=logits.device)
         sums = {"loss_sum": self.problem_type.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
         if not batch.sample_ids:
             return EvaluationOutput(sums)

@@ -83,13 +83,13 @@ class TokenClassificationTask(BaseTask):
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return the sums, and of each word its sample's id, its class and the likeliest class."""
         logits, labels = classifier_logits(model, batch), batch.labels
-        is_target = labels != IGNORED  # [batch, length]
-        sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": is_target.sum()}
+        sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": (labels != IGNORED).sum()}
         if not batch.sample_ids:
             return EvaluationOutput(sums)
-        ids = torch.tensor(batch.sample_ids, device=labels.device)[:, None].expand_as(labels)
-        columns = [each[is_target].to("cpu", torch.float64) for each in (ids, labels, logits.argmax(dim=-1))]
-        return EvaluationOutput(sums, torch.stack(columns, dim=1))
+        labels, predicted = torch.stack([labels, logits.argmax(dim=-1)]).to("cpu", torch.float64)  # [batch, length]
+        ids = torch.tensor(batch.sample_ids, dtype=torch.float64)[:, None].expand_as(labels)
+        is_target = labels != IGNORED
+        return EvaluationOutput(sums, torch.stack([each[is_target] for each in (ids, labels, predicted)], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `accuracy`, `macro_f1`, and precision, recall and F1 of entities where the tags are such."""

@@ -14,7 +14,7 @@ from finetune.errors import ModelError
 from finetune.runtime import distributed
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
-from finetune.task.upstream import through_wrappers
+from finetune.task.upstream import asking_rarely, through_wrappers
 
 
 @torch.no_grad()
@@ -37,18 +37,16 @@ def generate(
     inner = _require_generator(model)
     is_encoder_decoder, is_prompt_learning = inner.config.is_encoder_decoder, has_prompt_learning(model)
     inputs = _inputs(prompts, pad_id=pad_id, device=device, pads_right=is_encoder_decoder)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(stop_ids) or None,
-        pad_token_id=pad_id,
-        decoder_start_token_id=_decoder_start_id(inner.config, inner.generation_config, pad_id=pad_id),
-        use_cache=not is_prompt_learning,
-    )
+    settings = _greedy(inner, pad_id=pad_id, stop_ids=stop_ids, max_new_tokens=max_new_tokens)
+    settings.use_cache = not is_prompt_learning
     if is_encoder_decoder:
         inputs["encoder_outputs"] = _encode(model, inputs, start_id=settings.decoder_start_token_id)
     dropped = {"position_ids"} if is_prompt_learning else set()  # peft computes its own and warns of others
-    with _without_own_settings(inner), through_wrappers(model, inner, dropped=dropped):
+    with (
+        _without_own_settings(inner),
+        through_wrappers(model, inner, dropped=dropped),
+        asking_rarely(inner, max_new_tokens=max_new_tokens),
+    ):
         sequences = inner.generate(
             **inputs,
             generation_config=settings,
@@ -57,6 +55,16 @@ def generate(
         )
     answers = sequences[: len(prompts), 1 if is_encoder_decoder else inputs["input_ids"].shape[1] :]
     return [_until_stop(row, stop_ids) for row in answers.tolist()]
+
+
+def _greedy(inner: Any, *, pad_id: int, stop_ids: frozenset[int], max_new_tokens: int) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stop_ids) or None,
+        pad_token_id=pad_id,
+        decoder_start_token_id=_decoder_start_id(inner.config, inner.generation_config, pad_id=pad_id),
+    )
 
 
 def has_prompt_learning(model: nn.Module) -> bool:

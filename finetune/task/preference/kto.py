@@ -101,11 +101,12 @@ class KtoTask(AnswerPairsTask):
         """Return of each answer: its sample, whether it is good, its ratio, and that of the one of another prompt."""
         ratio = sequence_log_probabilities(model, batch) - batch.extras[REFERENCE]
         own, other = ratio.double().chunk(2)
-        ids = torch.tensor(batch.sample_ids, dtype=torch.float64, device=own.device)
+        ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
         if not len(ids):
-            return EvaluationOutput({}, own.new_zeros(0, 4))
-        of_each = ids.repeat_interleave(batch.extras[NUM_PAIRS])
-        return EvaluationOutput({}, torch.stack([of_each, batch.extras[IS_GOOD].double(), own, other], dim=1))
+            return EvaluationOutput({}, ids.new_zeros(0, 4))
+        of_each = ids.repeat_interleave(batch.extras[NUM_PAIRS].cpu())
+        columns = torch.stack([batch.extras[IS_GOOD].double(), own, other]).cpu()
+        return EvaluationOutput({}, torch.stack([of_each, *columns], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, `reference_point`, the rewards, and the share of good-bad couples in which the good one wins.

@@ -1,13 +1,18 @@
 """Answers are greedy, whatever wraps the model and whatever its own generation settings say."""
 
+from itertools import zip_longest
+
 import pytest
 import torch
 from torch import nn
 from transformers import GenerationConfig
 
 from finetune.errors import ModelError
+from finetune.model.generation import SamplingParams, generate_batch
 from finetune.task.generation.decoding import generate
 from finetune.task.protocol import GenerationPrompt
+from tests.devices import EVERY_DEVICE
+from tests.model.attention.small_models import tiny_model
 from tests.task.lm_loss.test_at_targets import CAUSAL, OTHERS
 from tests.task.lm_loss.test_at_targets import made as small_model
 
@@ -36,6 +41,33 @@ def likeliest_tokens(model, prompt, *, num_tokens=12):
         target = {"decoder_input_ids": torch.tensor([[start, *tokens]])} if is_pair else {}
         tokens.append(int(model(input_ids=source, use_cache=False, **target).logits[0, -1].argmax()))
     return tokens
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+def test_answers_are_those_of_the_cpu(device, kind, figure):
+    """An evaluation's and `generate`'s, in float32 without TF32, with padded prompts and our attention."""
+    sizes, num_tokens = {}, 12
+    if device == "cuda":
+        num_tokens = 64
+        sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "initializer_range": 0.1}
+    prompts = [[each % 97 for each in prompt] for prompt in PROMPTS]
+    found, precision = {}, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    for place in ("cpu", device):
+        model = tiny_model(kind, **sizes).to(place)
+        asked = [GenerationPrompt(input_ids=tuple(prompt), reference_ids=()) for prompt in prompts]
+        how = {"pad_id": PAD, "stop_ids": frozenset()}
+        evaluated = generate(model, asked, max_new_tokens=num_tokens, device=torch.device(place), **how)
+        sampling = SamplingParams(max_new_tokens=num_tokens)
+        generated = generate_batch(model, prompts, [1, 2, 3], sampling=sampling, **how)
+        found[place] = [*evaluated, *generated]
+    torch.set_float32_matmul_precision(precision)
+    assert len({token for row in found["cpu"] for token in row}) > 2
+    pairs = [each for rows in zip(found["cpu"], found[device], strict=True) for each in zip_longest(*rows)]
+    assert len(pairs) >= 3 * num_tokens
+    figure(f"greedy tokens unlike the CPU's, {kind} ({device})", sum(one != other for one, other in pairs), at_most=0)
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "t5", "bart"])
