@@ -182,12 +182,13 @@ def _tokenizer(saved: SavedModel, *, trust_remote_code: bool) -> Any:
 
 
 def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -> Any:
+    device = local_device()  # chosen first: quantized weights are loaded to the current one
     if adapter is None:
         model = load_saved_model(saved, key="generate", trust_remote_code=trust_remote_code)
     else:
         base = load_saved_base(saved, key="generate", trust_remote_code=trust_remote_code)
         model = attach_adapters(base, {"default": adapter}, key="--adapter")
-    return model.to(local_device())
+    return model.to(device)
 
 
 def local_device() -> torch.device:

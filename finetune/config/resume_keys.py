@@ -76,6 +76,7 @@ COMPARED_BY_CONTENT = (
 
 MAY_DIFFER = (
     "run.deterministic",  # other kernels for the same sums
+    "train.tf32",
     *("run.hang_after_seconds", "run.spot_notice", "run.strategy"),
     "model.gradient_checkpointing",  # computes the same values twice
     "model.activation_offload",  # the same values, stored elsewhere

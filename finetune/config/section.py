@@ -61,8 +61,6 @@ MAX_FACTOR = 1e6
 MAX_MIX_ROWS = 100_000_000
 """Positions of a mix whose order is drawn at once."""
 
-YEAR_SECONDS = 31_536_000.0
-
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 NumRows = Annotated[int, Field(ge=0, le=1_000_000_000_000)]

@@ -3,7 +3,7 @@
 A failed upload is a warning: it fails no training.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,7 @@ def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, pr
 
     An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.
     """
-    loaded, run_folder = context.loaded, context.paths.folder
-    training_data, prepared = built.training_data, built.prepared
+    loaded, run_folder, prepared = context.loaded, context.paths.folder, built.prepared
     is_there = distributed.is_main() and is_exported(run_folder, step=progress.step, section=loaded.config.export)
     if distributed.broadcast_object(is_there):
         reporter(Noted(progress.step, f"{context.paths.final} already holds the model of this step"))
@@ -112,24 +111,38 @@ def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, pr
     fault_point("export.begin", step=progress.step)
     with make_weights(context, prepared).swapped_in():
         weights = gather_weights(prepared.accelerator, prepared.model, trained_only=exports_trained_only(loaded.config))
-    fault_point("export.write", step=progress.step)
-    if distributed.is_main():
-        _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
-        (run_folder / FINAL_RECORD).unlink(missing_ok=True)
-        report = export_model(
-            context.paths.final,
-            model=prepared.unwrapped_model,
-            weights=weights
-            | load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print),
-            preprocessors=export_inputs(training_data.processing),
-            section=resolve_export_section(loaded.config),
-            facts=_card(loaded, progress, head=training_data.task.head),
-        )
-        _record(loaded, report, step=progress.step, reason=reason)
-        tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
-        reporter(Noted(progress.step, f"exported {tensors}, to {context.paths.final}"))
+    with distributed.rank_0_works_alone():
+        fault_point("export.write", step=progress.step)
+        if distributed.is_main():
+            _write_final(context, built, reporter, progress=progress, reason=reason, weights=weights)
     fault_point("export.done", step=progress.step)
-    distributed.barrier()  # no rank exits while rank 0 is still writing
+
+
+def _write_final(
+    context: RunContext,
+    built: BuiltRun,
+    reporter: Reporter,
+    *,
+    progress: Progress,
+    reason: str,
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Export the gathered weights and record the step they are from. Not collective: for rank 0."""
+    loaded, run_folder, training_data = context.loaded, context.paths.folder, built.training_data
+    _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
+    (run_folder / FINAL_RECORD).unlink(missing_ok=True)
+    base = load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print)
+    report = export_model(
+        context.paths.final,
+        model=built.prepared.unwrapped_model,
+        weights={**weights, **base},
+        preprocessors=export_inputs(training_data.processing),
+        section=resolve_export_section(loaded.config),
+        facts=_card(loaded, progress, head=training_data.task.head),
+    )
+    _record(loaded, report, step=progress.step, reason=reason)
+    tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
+    reporter(Noted(progress.step, f"exported {tensors}, to {context.paths.final}"))
 
 
 def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config.load import load_config
+from finetune.run.allocator import use_expandable_segments
 from finetune.run.state.preflight import prefetch_checksums, preflight
 from finetune.runtime.optional import lazily
 
@@ -20,5 +21,6 @@ def start(path: Path, overrides: Sequence[str]) -> int:
     code = preflight(loaded)
     if code is not None:
         return code
+    use_expandable_segments()
     checksums = prefetch_checksums(loaded)
     return train.train_from_config(loaded, checksums)

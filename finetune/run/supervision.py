@@ -12,7 +12,7 @@ from finetune.run.context import RunContext
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher
-from finetune.runtime.resources import disk_errors
+from finetune.runtime.resources import disk_errors, raise_file_limit
 from finetune.runtime.supervision import hang, signals, status
 from finetune.runtime.supervision.exit import ProcessExit, gather_peers, is_broken_collective, kill_children
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
@@ -85,6 +85,8 @@ def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Super
     rank, folder = distributed.rank(), context.paths.folder
     with record_signals() as received, lock_run_folder(folder, log=context.log) if rank == 0 else nullcontext():
         stop_with_launcher()
+        if (warning := raise_file_limit(distributed.world())) is not None:
+            context.log(f"warning: {warning}")
         if rank == 0:
             hang.keep_previous_reports(folder)
         file = open_status_file(folder, rank=rank)

@@ -64,8 +64,13 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
 
     Collective.
     """
-    rate = data.plan.schedule.peak
-    prepared = prepare_model(context, data.training_data, accelerator=accelerator, learning_rate=rate)
+    prepared = prepare_model(
+        context,
+        data.training_data,
+        accelerator=accelerator,
+        learning_rate=data.plan.schedule.peak,
+        plan=data.plan,
+    )
     require_sample_isolation(context, data.training_data, prepared)
     verify_before_training(data.training_data)
     supervision.startup.end("model")

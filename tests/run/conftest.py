@@ -3,7 +3,7 @@
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,9 @@ class Ended:
     def status(self) -> dict:
         return json.loads((self.folder / "status.json").read_text())
 
+    def environment(self) -> dict:
+        return json.loads((self.folder / "environment.json").read_text())
+
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
 
@@ -113,13 +116,13 @@ def launch(job: Path) -> Launch:
         processes: int = 2,
         overrides: Sequence[str] = (),
         faults: str = "",
+        environment: Mapping[str, str] | None = None,
         is_cold: bool = False,
     ) -> Ended:
         folder, log = job.parent / "runs" / name, job.parent / "logs" / f"{name}.log"
         command = command_of(job, strategy, folder=folder, processes=processes, overrides=overrides)
-        code = launching.run(
-            command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={VARIABLE: faults}, is_cold=is_cold
-        )
+        variables = {VARIABLE: faults, **(environment or {})}
+        code = launching.run(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=variables, is_cold=is_cold)
         return Ended(code, log.read_text(errors="replace"), folder)
 
     return start

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from finetune.commands.printing import print_facts
 from finetune.config.load import load_config
 from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
 from finetune.runtime.environment import environment_facts
-from finetune.runtime.resources import format_size, usable_cores
+from finetune.runtime.resources import file_limit, files_needed, format_size, usable_cores
 from finetune.runtime.upstream import ABANDONED, BUILDING, BuildLock, build_locks, extensions_folder
+from finetune.strategy.cpu_adam import missing_for_cpu_adam
 
 FULL_BYTES = 1_000_000_000
 """Free room below which a disk counts as full."""
@@ -23,6 +25,8 @@ SMALL_SHARED_BYTES = 1_000_000_000
 """Shared memory below which loader processes may fail to hand over their batches; a container's default is 64 MB."""
 
 SHARED_MEMORY = Path("/dev/shm")
+_MANY_PROCESSES = 1000
+
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -46,7 +50,8 @@ def examine(path: Path | None, overrides: Sequence[str]) -> bool:
     }
     facts = environment_facts()
     print_facts(_machine_facts(facts, places))
-    findings = list(find_problems(facts, places, locks=build_locks(extensions_folder())))
+    locks = build_locks(extensions_folder())
+    findings = list(find_problems(facts, places, locks=locks, has_deepspeed=find_spec("deepspeed") is not None))
     print()
     for finding in findings:
         print(f"{'FIX' if finding.must_be_fixed else 'note'}: {finding.text}")
@@ -55,7 +60,9 @@ def examine(path: Path | None, overrides: Sequence[str]) -> bool:
     return not any(finding.must_be_fixed for finding in findings)
 
 
-def find_problems(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[BuildLock]) -> Iterator[Finding]:
+def find_problems(
+    facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[BuildLock], has_deepspeed: bool = False
+) -> Iterator[Finding]:
     """Yield what there is to know of the machine."""
     for lock in locks:
         advice = " A launch under DeepSpeed removes it; or delete it." if lock.state == ABANDONED else ""
@@ -75,6 +82,14 @@ def find_problems(facts: dict[str, Any], places: dict[str, Path], *, locks: Sequ
             "container with more (docker: --shm-size=8g), or write data.num_workers: 0.",
             False,
         )
+    if (limit := file_limit()).hard < files_needed(_MANY_PROCESSES):
+        yield Finding(
+            f"a process may have {limit.hard:,} files and sockets open (`ulimit -Hn`): a run of many processes needs 3 "
+            f"for each, {files_needed(_MANY_PROCESSES):,} for {_MANY_PROCESSES:,}. Raise the hard limit for those.",
+            False,
+        )
+    if has_deepspeed and (missing := missing_for_cpu_adam()):
+        yield Finding(f"ZeRO with an offloaded optimizer (zero2_offload, zero3_offload) cannot start: {missing}", False)
     default = facts["accelerate_default_config"]
     if default["exists"]:
         yield Finding(f"`accelerate launch` without --config_file takes {default['path']}: name a file.", False)
@@ -87,6 +102,8 @@ def _machine_facts(facts: dict[str, Any], places: dict[str, Path]) -> Iterator[t
     yield "cores", f"{usable_cores()} may be used of {facts['num_cpus']}"
     memory = psutil.virtual_memory()
     yield "memory", f"{format_size(memory.available)} free of {format_size(memory.total)}"
+    limit = file_limit()
+    yield "open files", f"{limit.soft:,}, which a run raises up to {limit.hard:,} where it needs more"
     for name, place in places.items():
         yield f"{name} folder", f"{place}, {format_size(_free_bytes(place))} free"
 

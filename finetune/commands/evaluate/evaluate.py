@@ -25,6 +25,7 @@ from finetune.run.context import make_context
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.text.library_output import quiet_libraries
+from finetune.strategy.upstream import unsharded
 from finetune.task.generation.evaluation import load_metrics
 from finetune.task.protocol import Task
 
@@ -72,8 +73,9 @@ def measure(target: EvaluationTarget) -> Measurement:
     config, task = target.config, target.task()
     rows = _validation(target, task, log=context.log)
     repair(rows, seconds=None)
-    model = target.initial_model(task)  # unsharded: no Accelerator exists yet that would shard it
-    accelerator = make_accelerator(context)
+    accelerator = make_accelerator(context)  # first: quantized weights are loaded to the device that it chooses
+    with unsharded(accelerator):
+        model = target.initial_model(task)
     model.to(accelerator.device)
     prepared = PreparedModel(accelerator, model, model, None)
     precomputed = precompute_set(context, task, rows, key="data.validation", prepared=prepared)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from finetune.config.section import YEAR_SECONDS, Path, Section, Seed, key
+from finetune.config.section import Path, Section, Seed, key
 
 StrategyName = Literal["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3"]
 
@@ -23,10 +23,10 @@ class RunSection(Section):
     deterministic: bool = key("Use only deterministic kernels: slower, bitwise reproducible on one machine.", False)
     hang_after_seconds: float | None = key(
         "Without progress for this long, write stack traces of every process, name the slowest one and end the run; "
-        "`null` waits forever.",
+        "`null` waits forever. Groups of processes wait longer than this, so that the report comes first.",
         1800.0,
         gt=0.0,
-        le=YEAR_SECONDS,
+        le=20 * 24 * 3600.0,
     )
     spot_notice: Literal["aws", "gcp", "azure"] | None = key(
         "Poll this cloud's metadata service for spot interruption notices; on one, save and stop.", None

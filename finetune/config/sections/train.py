@@ -146,6 +146,12 @@ class TrainSection(Section):
     precision: Literal["fp32", "bf16", "fp16"] = key(
         "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32"
     )
+    tf32: bool | Literal["auto"] = key(
+        "On NVIDIA GPUs, multiply float32 matrices as TensorFloat-32: several times faster, with 10 bits of mantissa "
+        "instead of 23. `auto`: where the GPU has it, except with `run.deterministic`. Rotary positions are exact in "
+        "any case.",
+        "auto",
+    )
     loss_kernel: LossKernel = key(
         "How the token loss is computed. `chunked`: at targets only, in chunks, so that the logits of all "
         "targets never "

@@ -15,10 +15,11 @@ from finetune.data.delivery import DeliveryCheck
 from finetune.data.device_prefetch import prefetch_to_device
 from finetune.data.loader import groups, train_loader
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
-from finetune.report.events import StartedUp
+from finetune.report.events import Noted, StartedUp
 from finetune.report.reporter import Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.build.evaluator import make_evaluator
+from finetune.run.build.memory import peak_line
 from finetune.run.build.prepared_model import BuiltRun, PreparedModel, make_weights
 from finetune.run.context import RunContext
 from finetune.run.samples import record_samples
@@ -49,12 +50,17 @@ class SyncedBatchNormEvaluation:
 
 def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups; asking for the next one ends the step of the one before, for batch norms."""
-    if not any(isinstance(module, GhostBatchNorm) for module in model.modules()):
+    if not _has_ghost_norms(model):
         yield from groups
         return
     for group in groups:
         yield group
         update_running_statistics(model)
+
+
+def _has_ghost_norms(model: nn.Module) -> bool:
+    """Tell whether a recomputed forward pass would count again in a norm's statistics."""
+    return any(isinstance(module, GhostBatchNorm) for module in model.modules())
 
 
 def make_parts(
@@ -74,7 +80,7 @@ def make_parts(
         model=prepared.model,
         optimizer=prepared.optimizer,
         task=training_data.task,
-        groups=partial(_timed_groups, partial(_groups, context, built), startup=startup, report=reporter),
+        groups=partial(_timed_groups, context, built, startup=startup, report=reporter),
         plan=plan,
         deliveries=DeliveryCheck(training_data.training, plan.global_batch_size),
         place=training_data.training.samples.place,
@@ -93,6 +99,8 @@ def make_parts(
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
         before_batch=prepared.before_batch,
+        reduces_every_microbatch=prepared.reduces_every_microbatch,
+        counts_ahead=not _has_ghost_norms(prepared.model),
     )
 
 
@@ -170,11 +178,14 @@ def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
 
 
 def _timed_groups(
-    groups: Callable[..., Iterator[tuple[Batch, ...]]], *, startup: StartupTimer, report: Reporter, first_step: int
+    context: RunContext, built: BuiltRun, *, startup: StartupTimer, report: Reporter, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
-    """Yield the groups; note the first request, and report the start at the second one, when a step is over."""
+    """Yield the groups; report the start at the second request, when a step is over, and the memory at the third.
+
+    The second step is the first with activations and optimizer state at the same time.
+    """
     startup.end("run folder")
-    coming = groups(first_step=first_step)
+    coming = _groups(context, built, first_step=first_step)
     for group in islice(coming, 1):
         yield group
         startup.end("first step")
@@ -186,4 +197,8 @@ def _timed_groups(
                 memory_bytes={phase.name: phase.memory_bytes for phase in startup.phases},
             )
         )
+    for group in islice(coming, 1):
+        yield group
+        if built.prepared.memory is not None:
+            report(Noted(first_step + 2, peak_line(built.prepared.memory)))
     yield from coming

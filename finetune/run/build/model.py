@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.config.run_config import RunConfig
-from finetune.model.activations import offload_activations
+from finetune.config.sections.model import ModelSection
+from finetune.model.activation_offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
@@ -39,6 +40,8 @@ def _build_trainable(
     config: RunConfig, *, task: Task, tokenizer: PreTrainedTokenizerBase | None, init_context: InitContext
 ) -> Any:
     section, seed = config.model, config.run.seed
+    if _computes_from_weights(section):
+        init_context = replace(init_context, device=None)  # on the CPU, so that initial values do not depend on devices
     if section.quantization is not None:
         init_context = replace(
             init_context, context=nullcontext, on_meta_device=False
@@ -71,6 +74,13 @@ def _build_trainable(
     freeze(model, section.freeze)
     train_only(model, section.train_only)
     return model
+
+
+def _computes_from_weights(section: ModelSection) -> bool:
+    """Tell whether initial values are computed from the loaded ones."""
+    lora = section.lora
+    has_factors_of_weights = lora is not None and (lora.dora or lora.init not in ("default", "gaussian"))
+    return has_factors_of_weights or section.new_tokens is not None or section.prompt_tuning is not None
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:

@@ -104,9 +104,8 @@ def make_scorer(context: RunContext, task: Task, prepared: PreparedModel) -> Sco
         load = cache(partial(load_unsharded_teacher, context, task, prepared.accelerator))
         teacher = {"teacher": teacher_identity(context), "dtype": distillation.teacher_dtype}
         return Scorer(load, teacher, nullcontext)
-    distributed.open_background_group()  # its timeout allows for reading hundreds of gigabytes
     describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.unwrapped_model, log=log)
-    identity = run_on_rank_0(describe, group=distributed.Group.BACKGROUND)
+    identity = run_on_rank_0(describe)
     return Scorer(lambda: prepared.model, identity, partial(reference_mode, prepared.unwrapped_model, section))
 
 

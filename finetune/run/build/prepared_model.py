@@ -15,43 +15,43 @@ from finetune.checkpoint.sharding.access import build_access
 from finetune.config.rules.model import adapter_of
 from finetune.data.batch import Batch
 from finetune.data.features import Features
+from finetune.data.order.dataset_view import DatasetView
 from finetune.model.attention.implementation import check_isolation, require_position_ids
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
 from finetune.model.processing import check_image_shape
-from finetune.model.size import (
-    AVERAGE_BYTES,
-    MemoryEstimate,
-    ModelSize,
-    estimate_memory,
-    measure_model,
-    optimizer_state_bytes,
-    precision_warnings,
-)
+from finetune.model.size import MemoryEstimate, measure_model, precision_warnings
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
+from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
+from finetune.run.build.memory import memory_estimate, step_memory
 from finetune.run.build.model import build_model
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
+from finetune.run.build.tf32 import set_tf32
 from finetune.run.context import RunContext
-from finetune.runtime import seeds
+from finetune.runtime import distributed, seeds
 from finetune.runtime.resources import resident_bytes
-from finetune.strategy.protocol import Sharded
+from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
     drop_not_yet_unfrozen_from_zero_norm,
     keep_bf16_parameters,
+    keep_ddp_buffers_local,
     prefetch_fsdp2_layers,
+    reduce_zero_buckets_in_place,
     set_zero_bucket_sizes,
+    widen_unfilled_parameters,
 )
-from finetune.task.lm_loss.head import fallback_warning
+from finetune.task.lm_loss.fallback import fallback_warning
+from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
 from finetune.task.protocol import Task
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
-from finetune.train.optim.optimizers import build_optimizer
+from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
 from finetune.train.parts import no_op
 from finetune.train.plan import Plan
@@ -66,6 +66,8 @@ class PreparedModel:
     model: Any
     optimizer: Any
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
+    reduces_every_microbatch: bool = False
+    memory: MemoryEstimate | None = None  # of this rank
 
 
 @dataclass(frozen=True)
@@ -82,44 +84,103 @@ def make_accelerator(context: RunContext) -> Accelerator:
     config = context.config
     if config.run.deterministic:
         seeds.use_deterministic_kernels()
-    return build_accelerator(context.strategy, precision=config.train.precision)
+    timeout = distributed.group_timeout(config.run.hang_after_seconds)
+    accelerator = build_accelerator(context.strategy, precision=config.train.precision, timeout=timeout)
+    for line in set_tf32(
+        None if config.train.tf32 == "auto" else config.train.tf32,
+        accelerator.device,
+        is_deterministic=config.run.deterministic,
+        is_float32=config.train.precision == "fp32",
+    ):
+        context.log(line)
+    return accelerator
 
 
 def prepare_model(
-    context: RunContext, training_data: TrainingData, *, accelerator: Accelerator, learning_rate: float
+    context: RunContext,
+    training_data: TrainingData,
+    *,
+    accelerator: Accelerator,
+    learning_rate: float,
+    plan: Plan | None = None,
 ) -> PreparedModel:
-    """Return the prepared model and optimizer, checked to be what was launched. Collective."""
+    """Return the prepared model and optimizer, checked to be what was launched. Collective.
+
+    Without a plan, nothing is going to be trained.
+    """
     config, strategy, log = context.config, context.strategy, context.log
     process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
-    plain = build_model(
-        config, task=training_data.task, tokenizer=training_data.tokenizer, init_context=strategy.init_context()
-    )
+    init_context = strategy.init_context(accelerator.device)
+    plain = build_model(config, task=training_data.task, tokenizer=training_data.tokenizer, init_context=init_context)
+    distributed.barrier()  # the first collective over tensors begins when the slowest rank has its weights
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
-    size = measure_model(plain)
-    for line in (*size.lines, *_memory(context, size, process_bytes=process_bytes).lines[-1:]):
-        log(line)
+    accumulation, memory = _log_size(
+        context, plain, accelerator, training=training_data.training, plan=plan, process_bytes=process_bytes
+    )
     _warn(context)
     optimizer = _optimizer(context, list_parameters(plain), learning_rate=learning_rate)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(context, unwrap_model(plain))
-    held = keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding)
+    model, prepared = _prepare(context, accelerator, plain, optimizer)
+    kernel, _ = resolve_kernel(config.train.loss_kernel)
+    if (warning := fallback_warning(model, training_data.task.head, kernel)) is not None:
+        log(warning)
+    if config.train.unfreeze:
+        drop_not_yet_unfrozen_from_zero_norm(model)
+    every = accumulation.reduces_every_microbatch
+    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory)
+
+
+def _prepare(
+    context: RunContext, accelerator: Accelerator, plain: Any, optimizer: torch.optim.Optimizer
+) -> tuple[Any, Any]:
+    """Return model and optimizer as Accelerate prepares them, checked to be what was launched. Collective."""
+    config, strategy = context.config, context.strategy
     with (
         expose_hidden_size(plain.config),
         head_as_one_unit(unwrap_model(plain)),
         broadcast_rank_0_buffers(accelerator, plain),
-        held,
+        keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding),
     ):
         set_zero_bucket_sizes(accelerator, plain)
+        reduce_zero_buckets_in_place(accelerator)
+        if strategy.init_context(accelerator.device).on_meta_device and config.model.quantization is None:
+            widen_unfilled_parameters(accelerator, plain)
         model, prepared = accelerator.prepare(plain, optimizer)
     check_prepared(model, strategy.expected(), strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, model)
-    if (warning := fallback_warning(model)) is not None:
-        log(warning)
-    if config.train.unfreeze:
-        drop_not_yet_unfrozen_from_zero_norm(model)
-    return PreparedModel(accelerator, plain, model, prepared, before_batch)
+    keep_ddp_buffers_local(model)
+    return model, prepared
+
+
+def _log_size(
+    context: RunContext,
+    model: nn.Module,
+    accelerator: Accelerator,
+    *,
+    training: DatasetView,
+    plan: Plan | None,
+    process_bytes: int,
+) -> tuple[Accumulation, MemoryEstimate]:
+    """Log the model's size and the memory that a rank needs; return how it accumulates gradients. Collective."""
+    size = measure_model(model)
+    estimate = partial(memory_estimate, context, size, process_bytes=process_bytes)
+    accumulation = plan_accumulation(
+        context,
+        accelerator.device,
+        num_trained=size.num_trained,
+        num_batches=plan.num_batches if plan else 1,
+        planned_bytes=estimate().total_bytes,
+    )
+    step_parts = (
+        step_memory(context, model, size, training=training, plan=plan, device=accelerator.device) if plan else None
+    )
+    whole = estimate(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes, step_parts=step_parts)
+    for line in (*size.lines, whole.lines[-1]):
+        context.log(line)
+    return accumulation, whole
 
 
 def _compile(context: RunContext, model: Any) -> None:
@@ -148,31 +209,9 @@ def _optimizer(context: RunContext, named: list[NamedParameter], *, learning_rat
     )
     for line in describe_groups(optimizer.param_groups, named):
         context.log(line)
+    if (warning := slow_update_warning(optimizer)) is not None:
+        context.log(warning)
     return optimizer
-
-
-def _memory(context: RunContext, size: ModelSize, *, process_bytes: int) -> MemoryEstimate:
-    config, strategy = context.config, context.strategy
-    sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
-    trained = sum(size.trained_bytes_by_dtype.values())
-    is_master = strategy.name.startswith("zero")  # its optimizer holds float32 copies
-    state = optimizer_state_bytes(
-        train.optimizer.name,
-        train.optimizer.state_dtype,
-        num_trained=size.num_trained,
-        trained_bytes=max(trained, 4 * size.num_trained) if is_master else trained,
-    )
-    return estimate_memory(
-        weights_bytes=sum(size.bytes_by_dtype.values()),
-        gradients_bytes=size.largest_trained_bytes if train.optimizer.in_backward else trained,
-        optimizer_bytes=state + (AVERAGE_BYTES * size.num_trained if train.average else 0),
-        has_teacher=distillation is not None and not distillation.cache,
-        process_bytes=process_bytes,
-        shards=strategy.expected().num_shards,
-        shards_weights=Sharded.PARAMETERS in sharded,
-        shards_gradients=Sharded.GRADIENTS in sharded,
-        shards_optimizer=Sharded.OPTIMIZER in sharded,
-    )
 
 
 def _warn(context: RunContext) -> None:
@@ -192,6 +231,11 @@ def _warn(context: RunContext) -> None:
     )
     if missing and config.model.attention == "auto":
         log(f"warning: {missing}")
+    if config.model.activation_offload and config.model.gradient_checkpointing == "selective":
+        log(
+            "warning: model.activation_offload: only the inputs of layers are offloaded, because "
+            "`gradient_checkpointing: selective` keeps what it saves on the device. Write `true` or `false` instead."
+        )
     note = base_mismatch_warning(config.model.adapter, name=config.model.name) if config.model.adapter else None
     if note:
         log(note)

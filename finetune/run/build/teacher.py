@@ -6,7 +6,6 @@ from torch import nn
 from finetune.model.frozen_models import check_teacher_tokenizer, load_teacher, teacher_digest
 from finetune.model.size import measure_model
 from finetune.run.context import RunContext
-from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.strategy.upstream import unsharded
 from finetune.task.distillation import DistillationTask
@@ -38,8 +37,5 @@ def teacher_identity(context: RunContext) -> str | None:
     section = config.task.distillation
     if section is None:
         return None
-    distributed.open_background_group()  # its time limit allows for reading hundreds of gigabytes
-    digest: str = run_on_rank_0(
-        lambda: teacher_digest(section, model=config.model, log=context.log), group=distributed.Group.BACKGROUND
-    )
+    digest: str = run_on_rank_0(lambda: teacher_digest(section, model=config.model, log=context.log))
     return digest

@@ -20,12 +20,11 @@ def make_fingerprint(context: RunContext, training_data: TrainingData, *, model:
     `model` is the model as it was built; its config knows the commit that a hub model came from.
     """
     config = context.config
-    distributed.open_background_group()  # its timeout allows for reading hundreds of gigabytes
     precomputed = training_data.task.precomputed
     is_reference = precomputed is not None and precomputed.scorer == "reference"
     digest = partial(base_digest, config.model, model=model, is_reference=is_reference, log=context.log)
-    base = run_on_rank_0(digest, group=distributed.Group.BACKGROUND)
-    adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter), group=distributed.Group.BACKGROUND)
+    base = run_on_rank_0(digest)
+    adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter))
     return fingerprint_with(context, training_data, base=base, adapter=adapter, teacher=teacher_identity(context))
 
 

@@ -8,6 +8,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from finetune import __version__  # also where the package runs from its source, without being installed
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import Manifest, RunFingerprint, read_manifest_of_step
 from finetune.checkpoint.read.changes import check_changes, differences, refuse_existing_checkpoint
@@ -128,7 +129,7 @@ def _is_unchanged(config: RunConfig, manifest: Manifest) -> bool:
     try:
         record = read_record(Path(config.run.folder)) or {}
         stamps = input_stamps(config, before=float("inf"))
-        packages = {name: version(name) for name in manifest.versions}
+        packages = {name: __version__ if name == "finetune" else version(name) for name in manifest.versions}
     except (OSError, ValueError, PackageNotFoundError):
         return False
     return stamps is not None and record.get("inputs") == stamps and packages == dict(manifest.versions)

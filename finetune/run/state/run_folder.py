@@ -144,18 +144,19 @@ SECRETS_REMOVED = "# As written, except for values that look like secrets: they 
 
 
 def open_run_folder(context: RunContext, built: BuiltRun) -> Reporter:
-    """Write config, environment, inputs and audit of the run to its folder, and return its reporter."""
+    """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective."""
     loaded, log, folder, training_data = context.loaded, context.log, context.paths.folder, built.training_data
     resources = machine_resources()
     loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.samples.loading_cost)
     if sentence := format_loader_settings(loaded.config.data, loading, resources=resources):
         log(sentence)
-    if distributed.is_main():
-        atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
-        atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
-        atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
-        save_run_inputs(folder, training_data.processing, training_data.task.data_facts.values)
-        write_audit(folder, loaded.config, training_data, log=log)
+    with distributed.rank_0_works_alone():
+        if distributed.is_main():
+            atomic.write_text(folder / "config.yaml", config_copy(loaded.text))
+            atomic.write_text(folder / "resolved.yaml", resolved_yaml(loaded))
+            atomic.write_json(folder / "environment.json", environment_facts() | {"loading": asdict(loading)})
+            save_run_inputs(folder, training_data.processing, training_data.task.data_facts.values)
+            write_audit(folder, loaded.config, training_data, log=log)
     return build_reporter(
         loaded.config.report,
         run_folder=folder,

@@ -17,6 +17,7 @@ from finetune.commands.doctor.doctor import examine, find_problems
 from finetune.commands.doctor.loader_speed import LoaderMeasurement, LoaderRun, settings_to_try
 from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.data.workers import LoaderSettings, MachineResources
+from finetune.runtime.resources import FileLimit
 from finetune.runtime.upstream import ABANDONED, BuildLock
 
 NO_DEFAULT = {"accelerate_default_config": {"path": "/nowhere", "exists": False}}
@@ -130,3 +131,23 @@ train: {global_batch_size: 4, microbatch_size: 2, steps: 2, learning_rate: 1e-3}
     assert next(line for line in lines if "num_workers" in line).split()[:2] == ["num_workers", "prefetch_factor"]
     assert "has no run to tell" in said
     assert "Write in job.yaml:\n\ndata:\n  num_workers: " in said
+
+
+def test_what_deepspeed_lacks_for_an_offloaded_optimizer_is_said_where_it_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "missing_for_cpu_adam", lambda: "there is no C++ compiler. Run `apt-get install g++`.")
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "no driver")
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "no shared memory")
+    (found,) = find_problems(NO_DEFAULT, {"run": tmp_path}, locks=[], has_deepspeed=True)
+    assert found.text.startswith(
+        "ZeRO with an offloaded optimizer (zero2_offload, zero3_offload) cannot start: there is"
+    )
+    assert not found.must_be_fixed
+    assert list(find_problems(NO_DEFAULT, {"run": tmp_path}, locks=[])) == []
+
+
+def test_a_machine_on_which_many_ranks_could_not_connect_is_told_of_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("finetune.commands.doctor.doctor.file_limit", lambda: FileLimit(soft=1024, hard=2048))
+    (found,) = find_problems(NO_DEFAULT, {"run": tmp_path}, locks=[])
+    assert not found.must_be_fixed
+    assert found.text.startswith("a process may have 2,048 files and sockets open (`ulimit -Hn`)")
+    assert "3,512 for 1,000" in found.text

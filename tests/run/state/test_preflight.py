@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 import pytest
 
@@ -43,6 +44,17 @@ def test_a_run_that_is_over_is_said_to_be_so(finished, capsys):
     folder = loaded.config.run.folder
     assert capsys.readouterr().out == f"nothing to do: finished at step 4, and the model is in {folder}/final\n"
     assert (status(loaded)["state"], status(loaded)["step"], status(loaded)["exit_code"]) == ("finished", 4, 0)
+
+
+def test_a_package_that_runs_from_its_source_knows_its_version(finished, monkeypatch, capsys):
+    def version_of(name):
+        if name == "finetune":
+            raise metadata.PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr("finetune.run.state.preflight.version", version_of)
+    assert preflight(finished()) == 0
+    assert "nothing to do" in capsys.readouterr().out
 
 
 def test_what_is_listed_only_is_said_as_the_start_says_it(finished, capsys):
