@@ -29,7 +29,7 @@ from finetune.run.build.strategy import launched_strategy
 from finetune.run.context import RunContext, make_context
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
-from finetune.train import loop, step
+from finetune.train import counted_groups, loop, step
 
 PHASES: Mapping[str, str] = {"forward": "forward", "backward": "backward", "update.after": "update"}
 """Points of a step, and the phases that end there."""
@@ -43,12 +43,12 @@ def observed(
     phase: Callable[[str], object] = lambda name: None,
 ) -> Iterator[None]:
     """Have every step call `begin` when its data has come, `phase` when a phase ends, and `end` with its record."""
-    of_loop, of_step, take_step = loop.fault_point, step.fault_point, loop.take_step
+    of_data, of_step, take_step = counted_groups.fault_point, step.fault_point, loop.take_step
 
     def data_point(point: str, **where: Any) -> bool:
         if point == "data":
             begin()
-        return of_loop(point, **where)
+        return of_data(point, **where)
 
     def phase_point(point: str, **where: Any) -> bool:
         if point in PHASES:
@@ -61,7 +61,7 @@ def observed(
         return record
 
     with (
-        patch.object(loop, "fault_point", data_point),
+        patch.object(counted_groups, "fault_point", data_point),
         patch.object(step, "fault_point", phase_point),
         patch.object(loop, "take_step", taking),
     ):

@@ -1,6 +1,7 @@
 """The bare loop on a GPU: written by hand, with everything a loop of one page can have."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ PAD, IGNORED = 1, -100
 LEARNING_RATE = 1e-5
 
 
-def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer) -> None:
-    """Train the case's steps."""
+def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer, *, folder: Path) -> None:
+    """Train the case's steps; nothing is written."""
+    del folder
     model = build(shape, dtype=case.dtype, device=timer.device, lora=case.lora)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, LEARNING_RATE, weight_decay=0.0, fused=True)

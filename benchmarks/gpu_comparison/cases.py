@@ -16,16 +16,19 @@ class Case:
     """One competitor on one shape: `rows` documents a step, of `length` tokens each or of lengths up to that."""
 
     name: str
-    competitor: str  # ours, bare, trainer, trl
+    competitor: str  # ours, bare, trainer, trl; `weights` writes a model's files, from which `start` cases start
     shape: str
     length: int = 4096
     rows: int = 2
     varies: bool = False
     lora: bool = False
     dtype: str = "float32"  # of the weights; the arithmetic is bf16
-    seconds: float = 14.0  # that it is expected to take
+    strategy: str = ""  # a file of accelerate_configs, with one rank; none: one process alone
+    is_start: bool = False  # measured from the start of a process to the end of its first step
+    seconds: float = 16.0  # that it is expected to take
     least_gib: float = 0.0  # of GPU memory
-    needs: str = ""  # a package that the case needs
+    needs: tuple[str, ...] = ()  # packages beside those that every case needs
+    after: str = ""  # the case that must have been measured before
     overrides: Mapping[str, Any] = field(default_factory=dict)  # ours: keys of the job; others: their settings
 
     @property
@@ -38,22 +41,37 @@ class Case:
         """Tell whether a step is one row of as many documents as fit."""
         return "packing" in self.overrides or self.overrides.get("data.batching.by") == "packs"
 
+    @property
+    def has_steps(self) -> bool:
+        """Tell whether its steps are timed."""
+        return not self.is_start and self.competitor != "weights"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Return the packages without which it cannot run."""
+        return (*(OURS_NEEDS if self.competitor == "ours" else ()), *self.needs)
+
     def record(self) -> dict[str, Any]:
         """Return it as JSON."""
         return asdict(self)
 
 
+OURS_NEEDS = ("pydantic", "ruamel.yaml")
+TRL_NEEDS = ("trl", "datasets")
 COMPILED = {"model.compile": "regional"}
 WHOLE_UPDATE = {"train.optimizer.stochastic_rounding": True, "train.optimizer.state_dtype": "bfloat16"}
 END_TO_END = {"data.batching.padding_free": True}
 PADDED = {"data.batching.padding_free": False}
 VARYING: dict[str, Any] = {"shape": "qwen3-0.6b", "varies": True, "rows": 8}
-LORA: dict[str, Any] = {"shape": "llama-8b", "rows": 1, "lora": True, "dtype": "bfloat16", "seconds": 20.0}
+LORA: dict[str, Any] = {"shape": "llama-8b", "rows": 1, "lora": True, "dtype": "bfloat16", "seconds": 22.0}
+ONE_B: dict[str, Any] = {"shape": "llama-1b", "rows": 4}
+THREE_B: dict[str, Any] = {"shape": "llama-3b", "seconds": 20.0}
+HALVES: dict[str, Any] = {"dtype": "bfloat16"}
 
 
 def cases() -> list[Case]:
-    """Return all cases, those with thresholds first."""
-    return [*_thresholds(), *_peers(), *_switches()]
+    """Return all cases, those with thresholds first; a case stands behind the one that it needs."""
+    return [*_thresholds(), *_starts(), *_second_chances(), *_peers(), *_switches()]
 
 
 def one_of_each() -> list[Case]:
@@ -65,72 +83,92 @@ ONE_OF_EACH = frozenset(
     {
         *("8B LoRA, ours", "8B LoRA, bare", "8B LoRA, Trainer", "1B full, ours compiled", "varying, Trainer"),
         *("varying, ours", "varying, ours packs", "varying, TRL packing", "varying, ours rows on flash"),
-        *("3B full bf16 weights, ours", "1B full, bare", "1B full, ours selective"),
+        *("3B full bf16 weights, ours", "1B full, bare", "1B full, ours", "1B full, ours selective"),
+        *("1B full, ours under fsdp2", "1B full, ours under zero2", "1B full, ours under zero3"),
+        *("8B files", "8B start, Trainer", "8B start, ours"),
     }
 )
 
 
 def _thresholds() -> list[Case]:
-    halves: dict[str, Any] = {"dtype": "bfloat16"}
-    compiled_halves = {**COMPILED, **WHOLE_UPDATE}
+    packing = {"packing": True, "packing_strategy": "bfd"}
+    zero: dict[str, Any] = {**ONE_B, "needs": ("deepspeed",), "seconds": 22.0}
     return [
         Case("8B LoRA, ours", "ours", **LORA),
-        Case("1B full, ours", "ours", "llama-1b"),
-        Case(
-            "1B full bf16 weights, ours compiled", "ours", "llama-1b", **halves, overrides=compiled_halves, seconds=40
-        ),
+        Case("1B full, ours", "ours", **ONE_B),
+        Case("3B full, ours", "ours", **THREE_B, least_gib=100),
         Case("varying, Trainer", "trainer", **VARYING),
         Case("varying, ours", "ours", **VARYING, overrides=END_TO_END),
+        Case("varying, TRL packing", "trl", **VARYING, needs=TRL_NEEDS, overrides=packing),
         Case("varying, ours packs", "ours", **VARYING, overrides=packs(4096)),
+        Case("1B full, ours under fsdp2", "ours", **ONE_B, strategy="fsdp2"),
+        Case("1B full, ours under zero2", "ours", **zero, strategy="zero2"),
+        Case("1B full, ours under zero3", "ours", **zero, strategy="zero3"),
+        Case("1B full, ours compiled", "ours", **ONE_B, overrides=COMPILED, seconds=40),
+        Case("3B full, ours compiled", "ours", **{**THREE_B, "seconds": 45}, overrides=COMPILED, least_gib=100),
+    ]
+
+
+def _starts() -> list[Case]:
+    """Return the starts from local files, which are written once."""
+    start: dict[str, Any] = {**LORA, "is_start": True, "seconds": 40.0, "after": "8B files"}
+    return [
+        Case("8B files", "weights", "llama-8b", dtype="bfloat16", seconds=40),
+        Case("8B start, Trainer", "trainer", **start),
+        Case("8B start, ours", "ours", **start),
+    ]
+
+
+def _second_chances() -> list[Case]:
+    """Return other ways to the same thresholds: weights in bf16; the starts once more."""
+    compiled_halves = {**COMPILED, **WHOLE_UPDATE}
+    start: dict[str, Any] = {**LORA, "is_start": True, "seconds": 35.0, "after": "8B files"}
+    return [
+        Case("3B full bf16 weights, ours", "ours", **THREE_B, **HALVES, overrides=WHOLE_UPDATE),
+        Case("1B full bf16 weights, ours", "ours", **ONE_B, **HALVES, overrides=WHOLE_UPDATE),
         Case(
-            "varying, TRL packing",
-            "trl",
-            **VARYING,
-            needs="trl",
-            overrides={"packing": True, "packing_strategy": "bfd"},
+            *("3B full bf16 weights, ours compiled", "ours"),
+            **{**THREE_B, **HALVES, "seconds": 45.0},
+            overrides=compiled_halves,
         ),
-        Case("3B full bf16 weights, ours", "ours", "llama-3b", **halves, overrides=WHOLE_UPDATE),
         Case(
-            "3B full bf16 weights, ours compiled", "ours", "llama-3b", **halves, overrides=compiled_halves, seconds=45
+            *("1B full bf16 weights, ours compiled", "ours"), **ONE_B, **HALVES, overrides=compiled_halves, seconds=40
         ),
-        Case("1B full bf16 weights, ours", "ours", "llama-1b", **halves, overrides=WHOLE_UPDATE),
-        Case("1B full, ours compiled", "ours", "llama-1b", overrides=COMPILED, seconds=40),
-        Case("3B full, ours", "ours", "llama-3b", least_gib=100),
+        Case("8B start again, ours", "ours", **start),
+        Case("8B start again, Trainer", "trainer", **start),
         Case("8B LoRA, ours compiled", "ours", **{**LORA, "seconds": 45.0}, overrides=COMPILED),
     ]
 
 
 def _peers() -> list[Case]:
+    by_length = {"train_sampling_strategy": "group_by_length"}
     return [
-        Case("1B full, bare", "bare", "llama-1b"),
-        Case("1B full, Trainer", "trainer", "llama-1b"),
+        Case("1B full, bare", "bare", **ONE_B),
+        Case("1B full, Trainer", "trainer", **ONE_B),
         Case("8B LoRA, bare", "bare", **LORA),
         Case("8B LoRA, Trainer", "trainer", **LORA),
         Case("varying, bare", "bare", **VARYING),
-        Case(
-            "varying, Trainer grouped", "trainer", **VARYING, overrides={"train_sampling_strategy": "group_by_length"}
-        ),
+        Case("varying, Trainer grouped", "trainer", **VARYING, overrides=by_length),
     ]
 
 
 def _switches() -> list[Case]:
     """Return ours with one setting changed at a time."""
-    one = {"competitor": "ours", "shape": "llama-1b"}
+    flash = {**END_TO_END, "model.attention": "flash_attention_2"}
     return [
         Case("varying, ours padded", "ours", **VARYING, overrides=PADDED),
         Case("varying, ours rows on sdpa", "ours", **VARYING, overrides={**END_TO_END, "model.attention": "sdpa"}),
+        Case("varying, ours rows on flash", "ours", **VARYING, needs=("flash_attn",), overrides=flash),
+        Case("1B full, ours plain loss", "ours", **ONE_B, overrides={"train.loss_kernel": "plain"}),
         Case(
-            "varying, ours rows on flash",
-            "ours",
-            **VARYING,
-            needs="flash_attn",
-            overrides={**END_TO_END, "model.attention": "flash_attention_2"},
+            *("1B full, ours Liger loss", "ours"),
+            **ONE_B,
+            needs=("liger_kernel",),
+            overrides={"train.loss_kernel": "liger"},
         ),
-        Case("1B full, ours plain loss", **one, overrides={"train.loss_kernel": "plain"}),
-        Case("1B full, ours Liger loss", **one, needs="liger_kernel", overrides={"train.loss_kernel": "liger"}),
-        Case("1B full, ours checkpointing", **one, overrides={"model.gradient_checkpointing": True}),
-        Case("1B full, ours selective", **one, overrides={"model.gradient_checkpointing": "selective"}),
-        Case("1B full, ours 4 rows", **one, rows=4),
+        Case("1B full, ours checkpointing", "ours", **ONE_B, overrides={"model.gradient_checkpointing": True}),
+        Case("1B full, ours selective", "ours", **ONE_B, overrides={"model.gradient_checkpointing": "selective"}),
+        Case("1B full, ours 2 rows", "ours", "llama-1b", rows=2),
         Case("varying, ours compiled", "ours", **VARYING, overrides={**END_TO_END, **COMPILED}, seconds=60),
         Case("0.6B full, ours", "ours", "qwen3-0.6b"),
     ]

@@ -1,18 +1,31 @@
 """Ours on a GPU: `train_from_config` on a job file, timed, and otherwise as it is."""
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
+
+import torch
 
 from finetune.config.load import load_config
+from finetune.model.loading import load
 from finetune.run.train import train_from_config
+from finetune.runtime.parameters import InitContext
+from finetune.runtime.processes import free_port
+from finetune.strategy.ddp import DataParallel
+from finetune.strategy.deepspeed import ZeroRedundancy
+from finetune.strategy.fsdp import FullySharded
 
+from comparison.competitors import launch
 from comparison.product import observed
 from gpu_comparison.by_hand import LEARNING_RATE
 from gpu_comparison.cases import LOG_EVERY, Case
 from gpu_comparison.documents import write_text, write_tokenizer
 from gpu_comparison.shapes import Shape
 from gpu_comparison.step_timer import StepTimer
-from gpu_comparison.weights import LORA_ALPHA, LORA_RANK, product_on
+from gpu_comparison.weights import LORA_ALPHA, LORA_RANK, created_on, draw
 
 JOB = """\
 run: {{folder: {folder}/run, seed: 1}}
@@ -46,10 +59,42 @@ def train(case: Case, shape: Shape, rows: list[list[int]], timer: StepTimer, *, 
     job = _write_job(case, shape, place, tokenizer=write_tokenizer(folder, vocabulary=shape.vocabulary))
     overrides = [f"{key}={json.dumps(value)}" for key, value in case.overrides.items()]
     with (
-        product_on(timer.device),
+        _one_rank(case.strategy) if case.strategy else nullcontext(),
+        _built_on(timer.device),
         observed(begin=timer.step, phase=timer.mark, end=lambda record: timer.count(record.num_tokens)),
     ):
         train_from_config(load_config(job, overrides))
+
+
+@contextmanager
+def _one_rank(strategy: str) -> Iterator[None]:
+    """Set what `accelerate launch` would for one process under the strategy."""
+    os.chdir(launch.ROOT)  # a config of DeepSpeed is named relative to it
+    os.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with launch.environment_of(strategy):
+        yield
+
+
+@contextmanager
+def _built_on(device: torch.device) -> Iterator[None]:
+    """Have the model built on the device, with weights drawn there, under every strategy."""
+    plain = DataParallel.init_context, FullySharded.init_context, ZeroRedundancy.init_context
+
+    def on_device(build_context: object) -> object:
+        def init_context(strategy: object, device: torch.device) -> InitContext:
+            gather = build_context(strategy, device).gather  # type: ignore[operator]
+            return InitContext(context=lambda: created_on(device), gather=gather)
+
+        return init_context
+
+    with (
+        patch.object(DataParallel, "init_context", on_device(plain[0])),
+        patch.object(FullySharded, "init_context", on_device(plain[1])),
+        patch.object(ZeroRedundancy, "init_context", on_device(plain[2])),
+        patch.object(load, "initialize_weights", lambda model, *, gather, **_: draw(model, gather)),
+    ):
+        yield
 
 
 def _write_job(case: Case, shape: Shape, place: Path, *, tokenizer: Path) -> Path:

@@ -3,17 +3,27 @@
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from finetune.model.attention import implementation
+from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 from comparison.data import padded
 from gpu_comparison.by_hand import LEARNING_RATE, PAD
 from gpu_comparison.cases import LOG_EVERY, Case
+from gpu_comparison.documents import write_tokenizer
 from gpu_comparison.shapes import Shape
 from gpu_comparison.step_timer import StepTimer
 from gpu_comparison.weights import build
@@ -82,7 +92,7 @@ def _trainer(case: Case, model: Any, rows: list[list[int]], *, folder: Path, set
 
 def _trl(case: Case, model: Any, rows: list[list[int]], *, folder: Path, settings: dict[str, Any]) -> Any:
     trl, datasets, transformers = (import_module(name) for name in ("trl", "datasets", "transformers"))
-    tokenizer = next(folder.glob("tokenizer-*"))
+    tokenizer = write_tokenizer(folder, vocabulary=model.config.vocab_size)
     if settings.get("packing"):
         settings["per_device_train_batch_size"] = 1
         model.set_attn_implementation(packing_attention())
@@ -97,9 +107,28 @@ def _trl(case: Case, model: Any, rows: list[list[int]], *, folder: Path, setting
     )
 
 
+PACKED = "benchmark_packed"
+
+
 def packing_attention() -> str:
-    """Return the attention that keeps TRL's packs apart: flash where it is installed, else the one that is there."""
-    return "flash_attention_2" if find_spec("flash_attn") and torch.cuda.is_available() else "sdpa"
+    """Return the attention that keeps TRL's packs apart: our kernel, so that kernels are not what is compared.
+
+    TRL gives the edges of the documents as flash attention takes them.
+    """
+    implementation.register_per_sample()
+    AttentionInterface.register(PACKED, _attend)
+    AttentionMaskInterface.register(PACKED, _no_mask)
+    return PACKED
+
+
+def _attend(module: Any, *qkv: Any, cu_seq_lens_q: Tensor, max_length_q: Any, **others: Any) -> Any:
+    sizes = [] if cu_seq_lens_q.is_cuda else cu_seq_lens_q.diff().tolist()  # without a kernel: document by document
+    given = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": int(max_length_q), SAMPLE_LENGTHS: SampleLengths(sizes)}
+    return implementation.per_sample_attention(module, *qkv, **{**others, **given})
+
+
+def _no_mask(**_: Any) -> None:
+    return None
 
 
 def _count(trainer: Any, timer: StepTimer) -> None:

@@ -1,15 +1,16 @@
 """From the cases' records to a table, and to the results of topic 8."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from comparison.results import PartResults, Result, Spread, Table
+from comparison.results import PartResults, Table
 from gpu_comparison.cases import Case
-from gpu_comparison.shapes import SHAPES, Shape, tiny, weight_flops
+from gpu_comparison.kernels import table as profile_table
+from gpu_comparison.rates import Records, rates, shares
+from gpu_comparison.thresholds import thresholds
 
-TOPIC = 8
 FORMULA = (
     "MFU = tokens/s x k N / peak, with k = 6 in full (forward 2, backward 4) and k = 4 with frozen weights (their own "
     "gradient is left out), N = all weights, tied ones once, and `peak` the dense bf16 rate of the datasheet; `+attn` "
@@ -17,23 +18,23 @@ FORMULA = (
 )
 HEADER = ("case", "tokens/s", "ms/step", "MFU", "+attn", "peak GiB", "forward", "backward", "update", "rest", "waits")
 
-Records = Mapping[str, dict[str, Any]]
-
 
 def measured(cases: Sequence[Case], records: Records, *, peak: float | None, is_tiny: bool) -> PartResults:
     """Return the table of all cases and the results."""
     rows = [row(case, records[case.name], peak=peak, is_tiny=is_tiny) for case in cases if case.name in records]
-    results, missing = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
+    judged, missing = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
     table = Table(
         "One GPU", HEADER, rows, FORMULA + " Waits: host-device synchronisations per step between log points."
     )
-    return PartResults(results, [table], dict(records), missing)
+    return PartResults([each.result for each in judged], [table], dict(records), missing)
 
 
 def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool) -> list[str]:
     """Return the case's line."""
     if "error" in record:
         return [case.name, record["error"][:110], *[""] * (len(HEADER) - 2)]
+    if not case.has_steps:
+        return [case.name, _without_steps(record), *[""] * (len(HEADER) - 2)]
     phases, waits = record["phases"], record["waits_per_step"]
     parts = [f"{1000 * phases[name]:.1f}" if name in phases else "-" for name in ("forward", "backward", "update")]
     plain, whole = (shares(case, record, peak=peak, is_tiny=is_tiny, with_attention=each) for each in (False, True))
@@ -50,99 +51,35 @@ def row(case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool
     ]
 
 
-def rates(record: dict[str, Any]) -> list[float]:
-    """Return tokens per second, step by step."""
-    return [tokens / seconds for tokens, seconds in zip(record["step_tokens"], record["step_seconds"], strict=True)]
+def _without_steps(record: dict[str, Any]) -> str:
+    if "start_seconds" not in record:
+        return f"{record['bytes'] / 1e9:.2f} GB written in {record['seconds']:.1f} s"
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record["start_phases"].items())
+    return f"{record['start_seconds']:.1f} s ({phases})"
 
 
-def shares(
-    case: Case, record: dict[str, Any], *, peak: float | None, is_tiny: bool, with_attention: bool
-) -> list[float]:
-    """Return the share of the device's peak, step by step; nothing where the peak is not known."""
-    if peak is None:
-        return []
-    shape: Shape = tiny(SHAPES[case.shape]) if is_tiny else SHAPES[case.shape]
-    flops = weight_flops(shape.num_parameters, is_lora=case.lora)
-    if with_attention:
-        flops += shape.attention_flops(record["mean_length"])
-    return [rate * flops / peak for rate in rates(record)]
+def page(
+    heading: str, cases: Sequence[Case], records: Records, *, found: PartResults, peak: float | None, is_tiny: bool
+) -> str:
+    """Return everything as a section of RESULTS.md: thresholds, cases, and the profile of what was missed."""
+    lines = ["## One GPU", "", heading, ""]
+    lines += ["| what | measured (quartiles) | threshold | |", "|---|---|---|---|"]
+    for each in found.results:
+        lines.append(f"| {each.what} | {each.value_text} | {each.threshold_text} | {each.verdict} |")
+    lines += ["", *(f"- not measured: {line}" for line in found.missing), ""]
+    for table in found.tables:
+        lines += [f"| {' | '.join(table.header)} |", f"|{'---|' * len(table.header)}"]
+        lines += [f"| {' | '.join(map(str, each))} |" for each in table.rows]
+        lines += ["", table.note, ""]
+    judged, _ = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
+    for name in dict.fromkeys(name for each in judged if not each.result.is_met for name in each.cases):
+        lines += ["", *_explained(name, records[name])]
+    return "\n".join(lines) + "\n"
 
 
-def thresholds(
-    cases: Sequence[Case], records: Records, *, peak: float | None, is_tiny: bool
-) -> tuple[list[Result], list[str]]:
-    """Return the results, and what could not be measured."""
-    by_name = {case.name: case for case in cases}
-    parts = (
-        _throughput(records),
-        _shares_of_peak(by_name, records, peak=peak, is_tiny=is_tiny),
-        _ratios(records),
-        _waits(by_name, records),
-    )
-    return [each for results, _ in parts for each in results], [each for _, missing in parts for each in missing]
-
-
-Found = tuple[list[Result], list[str]]
-
-
-def _throughput(records: Records) -> Found:
-    name = "8B LoRA, ours"
-    if error := _error(records, name):
-        return [], [f"tokens/s: {name}: {error}"]
-    return [
-        Result(TOPIC, "8B LoRA at 4k, eager", Spread.of(rates(records[name])), 13_400, "higher", unit="tokens/s")
-    ], []
-
-
-def _shares_of_peak(by_name: Mapping[str, Case], records: Records, *, peak: float | None, is_tiny: bool) -> Found:
-    results, missing = [], []
-    for what, (names, limit) in MFU_LIMITS.items():
-        found = {name: records[name] for name in names if _error(records, name) is None}
-        if not found or not peak:
-            errors = "; ".join(f"{name}: {_error(records, name)}" for name in names)
-            missing.append(f"MFU of {what}: {errors if not found else 'give --peak-tflops'}")
-            continue
-        best = max(found, key=lambda name: float(np.median(rates(found[name]))))
-        share = shares(by_name[best], found[best], peak=peak, is_tiny=is_tiny, with_attention=False)
-        results.append(Result(TOPIC, f"{what}: MFU", Spread.of(share), limit, "higher", note=best))
-    return results, missing
-
-
-def _ratios(records: Records) -> Found:
-    results, missing = [], []
-    for ours, other, limit in RATIOS:
-        errors = [f"{name}: {error}" for name in (ours, other) if (error := _error(records, name))]
-        if errors:
-            missing.append(f"varying lengths: {'; '.join(errors)}")
-            continue
-        ratio = Spread.of_ratios(rates(records[ours]), rates(records[other]))
-        note = records[ours]["lengths"]
-        results.append(Result(TOPIC, f"{ours} / {other}: tokens/s", ratio, limit, "higher", note=note))
-    return results, missing
-
-
-def _waits(by_name: Mapping[str, Case], records: Records) -> Found:
-    names = [name for name in records if by_name[name].competitor == "ours" and _error(records, name) is None]
-    waits = [records[name]["waits_per_step"] for name in names]
-    if not waits or None in waits:
-        return [], ["waits for the device: none of our cases was profiled on a GPU"]
-    return [Result(TOPIC, "waits for the device a step, between log points", Spread.of(waits), 0, "lower")], []
-
-
-def _error(records: Records, name: str) -> str | None:
-    error: str | None = records.get(name, {"error": "not run"}).get("error")
-    return error
-
-
-MFU_LIMITS = {
-    "1B full": (("1B full, ours", "1B full bf16 weights, ours", "1B full, ours 4 rows"), 0.45),
-    "1B full, compiled": (("1B full, ours compiled", "1B full bf16 weights, ours compiled"), 0.52),
-    "3B full": (("3B full, ours", "3B full bf16 weights, ours"), 0.45),
-    "3B full, compiled": (("3B full bf16 weights, ours compiled",), 0.52),
-}
-"""The best of these cases counts: weights in float32 beside bf16 arithmetic, or in bf16 with stochastic rounding."""
-
-RATIOS = (
-    ("varying, ours", "varying, Trainer", 2.0),
-    ("varying, ours packs", "varying, TRL packing", 1.5),
-)
+def _explained(name: str, record: dict[str, Any]) -> list[str]:
+    """Return why a case is as fast as it is, as Markdown."""
+    if "profile" not in record:
+        return [f"### Phases of {name}", "", _without_steps(record)]
+    memory = ", ".join(f"{what} {value:.1f}" for what, value in record["memory"].items()) or "not measured"
+    return [f"### Profile of {name}", "", f"Memory, GiB: {memory}.", "", *profile_table(record["profile"])]

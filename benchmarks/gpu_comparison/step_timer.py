@@ -11,11 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpu_comparison.cases import PROFILED, TIMED, WARM_UP
-
-WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "hipDeviceSynchronize")
-"""Calls in which the host waits for the device."""
-BLOCKING = "cudaMemcpy"
-"""A copy that waits; `cudaMemcpyAsync` does not, and where it must, a synchronisation follows it."""
+from gpu_comparison.kernels import RANGE, read_profile
 
 
 @dataclass
@@ -99,17 +95,26 @@ class StepTimer:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         self._profile = profile(activities=kinds)
         self._profile.start()
-        self._range = record_function("profiled steps")
+        self._range = record_function(RANGE)
         self._range.__enter__()
 
     def _end_profile(self) -> None:
         self._range.__exit__(None, None, None)
         self._profile.stop()
-        events = self._profile.events()
-        profiled = next(event.time_range for event in events if event.name == "profiled steps")
-        inside = [event.name for event in events if profiled.start <= event.time_range.start <= profiled.end]
-        waits = Counter(name for name in inside if name in WAITS or name == BLOCKING)
-        self._record["waits"] = dict(waits)
-        self._record["waits_per_step"] = sum(waits.values()) / PROFILED if self.device.type == "cuda" else None
-        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-        self._record["profile"] = self._profile.key_averages().table(sort_by=by, row_limit=14, max_name_column_width=60)
+        events = self._profile.profiler.kineto_results.events()
+        found = read_profile(events, num_steps=PROFILED, is_on_device=self.device.type == "cuda")
+        self._record["waits"] = found["waits"]
+        self._record["waits_per_step"] = sum(found["waits"].values()) / PROFILED if self.device.type == "cuda" else None
+        self._record["profile"] = found
+        self._record["memory"] = self._memory()
+
+    def _memory(self) -> dict[str, float]:
+        """Return in GiB what the process has and had at most, and how often the allocator had to give back."""
+        if self.device.type != "cuda":
+            return {}
+        found = torch.cuda.memory_stats()
+        named = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
+        return {
+            **{name.replace("_bytes.all.", " "): found.get(name, 0) / 2**30 for name in named},
+            "retries": found.get("num_alloc_retries", 0),
+        }

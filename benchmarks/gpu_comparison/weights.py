@@ -1,18 +1,13 @@
 """Models with random weights that are created on the device: on a CPU, 8 billion of them take minutes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from finetune.model.loading import load
-from finetune.runtime.parameters import InitContext
-from finetune.strategy.ddp import DataParallel
 
 from gpu_comparison.shapes import Shape
 
@@ -33,17 +28,6 @@ def build(shape: Shape, *, dtype: str, device: torch.device, lora: bool) -> Any:
 
 
 @contextmanager
-def product_on(device: torch.device) -> Iterator[None]:
-    """Have the product build its model on the device, with weights drawn there."""
-    context = InitContext(context=lambda: created_on(device))
-    with (
-        patch.object(DataParallel, "init_context", lambda _: context),
-        patch.object(load, "initialize_weights", lambda model, **_: draw(model)),
-    ):
-        yield
-
-
-@contextmanager
 def created_on(device: torch.device) -> Iterator[None]:
     """Create modules on the device without drawing their weights, which `draw` does."""
     skipped = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
@@ -59,13 +43,21 @@ def created_on(device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw(model: nn.Module) -> None:
-    """Fill the weights on their device: matrices at random, the scales of norms with ones, biases with zeros."""
+def draw(
+    model: nn.Module, gather: Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]] = nullcontext
+) -> None:
+    """Fill the weights on their device; `gather` makes those whole that a strategy has split."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=SCALE)
-        else:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        with gather([parameter]):
+            fill(name, parameter)
+
+
+def fill(name: str, weight: torch.Tensor) -> None:
+    """Fill a matrix at random, the scale of a norm with ones, a bias with zeros."""
+    if weight.dim() > 1:
+        weight.normal_(std=SCALE)
+    else:
+        weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _adapted(model: Any) -> Any:
