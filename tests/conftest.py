@@ -12,6 +12,8 @@ import pytest
 
 from tests.launching import ADDRESS, OWNER, SETTINGS
 
+pytest_plugins = ["tests.gpu", "tests.figures"]
+
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))  # for started processes
 
@@ -55,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Divide a run of whole folders among processes; a file that is named is run in this one."""
     return 0 if _names_files(config) else min(os.cpu_count() or 1, MOST_WORKERS)
@@ -63,9 +66,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the whole proof out unless it is asked for; what starts processes comes first, as it takes longest."""
     if not config.getoption("--all") and not _names_files(config):
-        left_out = [item for item in items if item.get_closest_marker("full")]
+        left_out = [item for item in items if item.get_closest_marker("full") and not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
 
 

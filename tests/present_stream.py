@@ -18,8 +18,8 @@ class _PresentStream:
 
 
 def log_to_present_stream() -> None:
-    """Redirect every handler that keeps a stream of its own; handlers of files stay."""
+    """Redirect every handler that keeps a stream of its own; handlers of files stay, and those that have none yet."""
     loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     for handler in (handler for logger in (logging.root, *loggers) for handler in logger.handlers):
-        if "stream" in vars(handler) and not isinstance(handler, logging.FileHandler):
+        if vars(handler).get("stream") is not None and not isinstance(handler, logging.FileHandler):
             handler.stream = _PresentStream()  # type: ignore[attr-defined]

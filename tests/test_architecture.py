@@ -150,7 +150,7 @@ REFUSED_NAMES = {
     "held": "by what it holds",
     "weights_as_held": "keep_bf16_parameters",
     "apart": "unsharded",
-    "adding_up": "no_gradient_sync",
+    "adding_up": "accumulate_gradients",
     "fill_buckets": "set_zero_bucket_sizes",
     "behind": "background",
     "open_line_behind": "open_background_group",

@@ -153,7 +153,7 @@ WRITTEN = [
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
     (TemplateCheck, "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused "
      "differences notes"),
-    (HangReport, "rank host pid point step silent_seconds where"),
+    (HangReport, "rank host pid point step silent_seconds where called"),
     (Peer, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),
     (SamplingParams, "max_new_tokens temperature top_p"),

@@ -9,7 +9,8 @@ A program finds what a fresh interpreter would give it: arguments, environment, 
 `__main__`, and no descriptors but the standard streams. `accelerate launch` and `torchrun` run as they are, with their
 agent and rendezvous; only where they would start the interpreter for a rank they fork, too. Two things differ from a
 fresh process: libraries are imported already, so that variables which they read then cannot be set (`FIXED`), and all
-processes share one seed of string hashes. The server itself starts no thread, process group or device.
+processes share one seed of string hashes. The server itself starts no thread, process group or device; where a library
+has one looked at that cannot be used in a fork, the program gets a fresh interpreter after all.
 """
 
 import atexit
@@ -50,7 +51,7 @@ MODULES = (
 )
 """What is imported before the first fork; what a machine lacks is left out."""
 
-FIXED = ("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "OMP_")
+FIXED = ("PYTHON", "HF_", "TRANSFORMERS_", "LC_", "LANG", "TORCH_", "TORCHDYNAMO_", "OMP_", "PYTORCH_", "CUDA_VISIBLE_")
 """How the names of variables begin that are read when the interpreter starts or a library is imported."""
 
 _HEADER_BYTES = 1 << 20
@@ -132,9 +133,17 @@ def become(
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+        if _has_lost_its_device():
+            os.execve(command[0], list(command), dict(environment))
         code = _run(list(command[1:]))
     finally:
         os._exit(code)
+
+
+def _has_lost_its_device() -> bool:
+    """Tell whether the process that forked this one has looked at a GPU so that no fork can use it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()
 
 
 def _run(words: list[str]) -> int:

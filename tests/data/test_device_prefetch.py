@@ -7,6 +7,7 @@ import torch
 
 from finetune.data.batch import Batch
 from finetune.data.device_prefetch import SideStream, prefetch, prefetch_to_device
+from tests.devices import EVERY_DEVICE
 
 CPU = torch.device("cpu")
 
@@ -55,13 +56,13 @@ def test_an_error_of_the_loader_reaches_whoever_asks_for_the_group_before_it_was
         next(handed)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_copies_on_a_side_stream_hold_what_was_to_be_copied():
-    device = torch.device("cuda")
-    groups = (tuple(batch.pin_memory() for batch in group_of(number)) for number in range(50))
+@EVERY_DEVICE
+def test_copies_on_a_side_stream_hold_what_was_to_be_copied(device):
+    is_gpu, place = device == "cuda", torch.device(device)
+    groups = (tuple(batch.pin_memory() if is_gpu else batch for batch in group_of(number)) for number in range(50))
     found = []
-    for group in prefetch(groups, device, line=SideStream(device)):
-        torch.cuda._sleep(100_000)  # what is computed lags behind the host
+    for group in prefetch(groups, place, line=SideStream(place) if is_gpu else Diary()):
+        if is_gpu:
+            torch.cuda._sleep(100_000)  # what is computed lags behind the host
         found.append(group[0].inputs["input_ids"].sum())
     assert torch.stack(found).tolist() == [2 * number for number in range(50)]

@@ -2,11 +2,12 @@
 
 import json
 
-import datasets
 import huggingface_hub
 import pytest
 
 from finetune.data.upstream import set_datasets_offline, truncating, unrestricted_backend
+
+datasets = pytest.importorskip("datasets")
 
 
 def test_datasets_still_keeps_its_own_copy_of_the_offline_flag(monkeypatch):

@@ -88,3 +88,13 @@ def test_one_process_tokenises_for_all_so_it_may_take_the_machine():
     assert num_prepare_workers(section(prepare_workers="auto"), resources=SERVER) == 63
     assert num_prepare_workers(section(prepare_workers="auto"), resources=LAPTOP) == 0
     assert num_prepare_workers(section(prepare_workers=3), resources=LAPTOP) == 3
+
+
+def test_the_defaults_are_automatic_and_leave_each_of_several_ranks_a_core_to_train_with():
+    default = section()
+    assert (default.num_workers, default.pin_memory) == ("auto", "auto")
+    for local_world in (1, 2, 4, 8, 16):
+        room = MachineResources(num_cores=16, local_world=local_world, has_device=True)
+        settings = loader_settings(default, resources=room)
+        assert settings.pin_memory
+        assert local_world * (settings.num_workers + 1) <= max(16, local_world)

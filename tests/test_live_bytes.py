@@ -1,0 +1,59 @@
+"""What the memory tests of a CPU stand on: live bytes are those of the tensors that one can still reach."""
+
+import gc
+
+import torch
+
+from tests.devices import EVERY_DEVICE
+from tests.live_bytes import LiveBytes, peak_memory
+
+MEGABYTE = 1 << 20
+
+
+def ones(megabytes: int, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(megabytes * MEGABYTE // 4, device=device)
+
+
+def test_what_nothing_refers_to_any_more_counts_no_longer():
+    with LiveBytes() as live:
+        first = ones(2)
+        second = first + 1
+        assert live.now == live.peak == 4 * MEGABYTE
+        del first
+        gc.collect()
+        third = second.view(2, -1).t()
+        del second
+        assert (live.now, live.peak) == (2 * MEGABYTE, 4 * MEGABYTE)
+        del third
+        assert live.now == 0
+        live.reset_peak()
+        assert live.peak == 0
+
+
+def test_views_and_changes_in_place_of_what_was_there_before_cost_nothing():
+    before = ones(2)
+    with LiveBytes() as live:
+        before.view(2, -1).add_(1).mul_(2)
+        torch.add(before, 1, out=before)
+        assert live.peak == 0
+
+
+def test_a_storage_that_is_emptied_and_filled_again_counts_as_long_as_it_is_full():
+    with LiveBytes() as live:
+        shard = ones(2)
+        shard.untyped_storage().resize_(0)
+        assert live.now == 0
+        shard.untyped_storage().resize_(MEGABYTE)
+        assert live.now == MEGABYTE
+        del shard
+        assert live.now == 0
+
+
+@EVERY_DEVICE
+def test_a_backward_pass_holds_what_it_has_saved_and_the_gradients(device):
+    weight = ones(4, device).requires_grad_()
+    with peak_memory(device) as memory:
+        (weight.exp() * 2).sum().backward()
+    megabytes = memory.peak / MEGABYTE
+    assert 8 <= megabytes <= 17  # the exponential, twice it and their gradients at most
+    assert weight.grad is not None
