@@ -25,6 +25,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts
 from finetune.export.push import push_folder
+from finetune.export.files_beside import read_sentence_files
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
@@ -145,7 +146,7 @@ def _export(
         request.folder,
         model=model,
         weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
-        preprocessors=export_inputs(run_inputs.processing),
+        preprocessors=export_inputs(run_inputs.processing, task, model),
         section=resolve_export_section(config),
         facts=_card(request, loaded=loaded, checkpoint=checkpoint, head=task.head),
     )
@@ -277,7 +278,9 @@ def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Preprocessors:
     processing = processing_in(saved, trust_remote_code=trust_remote_code)
     tokenizer = processing.tokenizer
     return Preprocessors(
-        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer)), processing.processor
+        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer)),
+        processing.processor,
+        read_sentence_files(saved.folder),
     )
 
 

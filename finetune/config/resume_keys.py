@@ -48,6 +48,9 @@ MUST_MATCH = (
     *("task.distillation.cross_entropy_weight", "task.distillation.top_k"),
     *("task.masked_lm.fraction", "task.masked_lm.random_fraction", "task.masked_lm.kept_fraction"),
     "task.masked_lm.whole_words",
+    *("task.embedding.loss", "task.embedding.temperature", "task.embedding.symmetric"),
+    *("task.embedding.matryoshka_dims", "task.embedding.pooling", "task.embedding.normalize"),
+    *("task.embedding.prompts.query", "task.embedding.prompts.passage", "task.reranking.loss"),
     *("train.global_batch_size", "train.precision", "train.max_gradient_norm"),
     *("train.steps", "train.epochs", "train.tokens"),  # the budget determines the schedule
     *("train.learning_rate", "train.learning_rate_scaling"),
@@ -112,23 +115,34 @@ MAY_DIFFER = (
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
 )
 
+LEFT_OUT_AT_DEFAULT = (
+    *("task.embedding.loss", "task.embedding.temperature", "task.embedding.symmetric"),
+    *("task.embedding.matryoshka_dims", "task.embedding.pooling", "task.embedding.normalize"),
+    *("task.embedding.prompts.query", "task.embedding.prompts.passage", "task.reranking.loss"),
+)
+"""Keys that must match and are newer than some checkpoints, which do not have them: recorded unless at their default."""
+
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 
 
 def keys_that_must_match(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that a resume must match, with their values as JSON."""
     others = {*COMPARED_BY_CONTENT, *MAY_DIFFER, *NOT_RECORDED}
-    return {key: text for key, text in _flat(config) if key not in others}
+    return {
+        key: text
+        for key, text, is_default in _flat(config)
+        if key not in others and not (is_default and key in LEFT_OUT_AT_DEFAULT)
+    }
 
 
 def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that may differ between starts, with their values as JSON."""
     recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
-    return {key: redacted_text(text) for key, text in _flat(config) if key in recorded}
+    return {key: redacted_text(text) for key, text, _ in _flat(config) if key in recorded}
 
 
-def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key with its value; an optional section is `null` or `written`, followed by its keys.
+def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
+    """Yield every key with its value and whether that is its default; an optional section is `null` or `written`, followed by its keys.
 
     Secrets are left out, and so are signatures of URLs: a URL with a new signature is the same.
     """
@@ -136,10 +150,11 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
         key, value = join_key(prefix, name), getattr(section, name)
         if not isinstance(value, Section):
             plain = json.loads(json.dumps(value, default=_plain))
-            yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)
+            text = json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)
+            yield key, text, value == field.get_default(call_default_factory=True)
             continue
         if field.annotation is not type(value):
-            yield key, "written"
+            yield key, "written", False
         yield from _flat(value, prefix=key)
 
 

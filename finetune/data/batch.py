@@ -57,6 +57,8 @@ class Batch:
     checksums: tuple[int, ...] = ()  # of the contents of those samples (`data/token_cache/integrity.py`)
     partner_ids: tuple[int, ...] = ()  # of samples that others are mixed with
     partner_checksums: tuple[int, ...] = ()
+    text_ids: tuple[int, ...] = ()  # digests of the sequences, where equal ones matter
+    group_sizes: tuple[int, ...] = ()  # sequences of each sample, where a sample has several
 
     @property
     def positions(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ PIPELINES: Mapping[str, str] = {
     "token_classification": "token-classification",
     "image_classification": "image-classification",
     "image_text_to_text": "image-text-to-text",
+    "embedding": "sentence-similarity",
 }
 """The hub's pipeline tag of each head."""
 

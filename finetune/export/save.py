@@ -1,7 +1,8 @@
 """Writes the trained model: complete, checked, and loadable without this package."""
 
+import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,23 @@ class TextPreprocessor:
 
 @dataclass(frozen=True)
 class Preprocessors:
-    """What the model's inputs are prepared with; without text if only images are used, without processor for text."""
+    """What the model's inputs are prepared with; without text if only images are used, without processor for text.
+
+    `files` are JSON files that another library reads beside the model, by relative path.
+    """
 
     text: TextPreprocessor | None
     processor: Any = None
+    files: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer and processor into the folder, so that transformers loads them from there."""
+        """Write tokenizer, processor and files into the folder, so that libraries load them from there."""
         for part in (self.text.tokenizer if self.text else None, self.processor):
             if part is not None:
                 part.save_pretrained(folder)
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def generation_config(original: GenerationConfig, text: TextPreprocessor) -> GenerationConfig:

@@ -64,8 +64,19 @@ _VISION_TOWER = "vision_tower"
 _MODULES_AFTER_LAYERS = ("post_layernorm", "layernorm", "head")
 
 
+POOLER = "pooler"
+"""BERT's layer over the first token, which only some heads read."""
+
+
 def unused_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of modules after the last layer of the image encoder that the model uses; usually none."""
+    """Return the names of modules whose output is not read; usually none.
+
+    They are those after the last layer of the image encoder that the model uses, and the pooler of a model without a
+    head, whose hidden states are read.
+    """
+    has_head = getattr(model, "base_model", None) is not model
+    if not has_head and isinstance(getattr(model, POOLER, None), nn.Module):
+        return (POOLER,)
     read = getattr(getattr(model, "config", None), FEATURE_LAYER_KEY, None)
     if read is None:
         return ()

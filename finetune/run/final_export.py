@@ -136,7 +136,7 @@ def _write_final(
         context.paths.final,
         model=built.prepared.unwrapped_model,
         weights={**weights, **base},
-        preprocessors=export_inputs(training_data.processing),
+        preprocessors=export_inputs(training_data.processing, training_data.task, built.prepared.unwrapped_model),
         section=resolve_export_section(loaded.config),
         facts=_card(loaded, progress, head=training_data.task.head),
     )
@@ -157,11 +157,11 @@ def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: s
         )
 
 
-def export_inputs(processing: Processing) -> Preprocessors:
-    """Return the tokenizer and processor that are exported beside the weights."""
+def export_inputs(processing: Processing, task: Task, model: Any) -> Preprocessors:
+    """Return the tokenizer, the processor and the task's files that are exported beside the model's weights."""
     tokenizer = processing.tokenizer
     language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer))
-    return Preprocessors(language, processing.processor)
+    return Preprocessors(language, processing.processor, task.export_files(model.config))
 
 
 def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:

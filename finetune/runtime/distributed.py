@@ -95,6 +95,21 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def gather_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return every rank's tensor, in rank order; `sizes` are their first dimensions, the others are equal. Collective.
+
+    No gradient flows through it.
+    """
+    own = tensor.detach()
+    if not is_distributed():
+        return [own]
+    padded = own.new_zeros((max(sizes), *own.shape[1:]))
+    padded[: len(own)] = own
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded)
+    return [each[:size] for each, size in zip(found, sizes, strict=True)]
+
+
 def gather_objects(value: T, *, group: Group = Group.HOST) -> list[T]:
     """Return every rank's value, in rank order, on every rank. Collective."""
     if not is_distributed():

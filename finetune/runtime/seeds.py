@@ -3,7 +3,8 @@
 import hashlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -23,6 +24,18 @@ def seed_everything(*parts: int | str) -> None:
     np.random.seed(seed % 2**32)
     for seed_one in _torch_seeders():
         seed_one(seed)
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Draw torch's random numbers in this context again behind it: its generators are put back, this device's too."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        with torch.random.fork_rng(devices=()):
+            yield
+        return
+    with torch.random.fork_rng(devices=(torch.accelerator.current_device_index(),), device_type=device.type):
+        yield
 
 
 def use_deterministic_kernels() -> None:

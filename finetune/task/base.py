@@ -43,6 +43,10 @@ class BaseTask:
         """Return None: a sample needs nothing but its row."""
         return None
 
+    def export_files(self, config: Any) -> Mapping[str, Any]:
+        """Return nothing: transformers needs no other files."""
+        return {}
+
     @recorded_as("task.base.BaseTask.encode")
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the features of each row, None where there is nothing to train on, or the error of the row."""

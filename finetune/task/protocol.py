@@ -47,6 +47,7 @@ ModelHead = Literal[
     "token_classification",
     "image_classification",
     "image_text_to_text",
+    "embedding",
 ]
 """Which head the model gets; the model wing maps it to an Auto class of transformers."""
 
@@ -131,6 +132,9 @@ class Task(Protocol):
     @property
     def precomputed(self) -> Precomputed | None:
         """Return what a frozen model must compute for each sample before training; None for nothing."""
+
+    def export_files(self, config: Any) -> Mapping[str, Any]:
+        """Return JSON files to write beside the exported model of this config, by relative path."""
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded and stacked as one microbatch.

@@ -9,6 +9,8 @@ from finetune.task.classification.image_classification import ImageClassificatio
 from finetune.task.classification.text_classification import TextClassificationTask
 from finetune.task.classification.token_classification import TokenClassificationTask
 from finetune.task.distillation import DistillationTask
+from finetune.task.embedding.embedding import EmbeddingTask
+from finetune.task.embedding.reranking import RerankingTask
 from finetune.task.masked_lm import MaskedLmTask
 from finetune.task.preference.dpo import PreferenceTask
 from finetune.task.preference.kto import KtoTask
@@ -37,6 +39,8 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
     "reward": RewardTask,
     "image_classification": ImageClassificationTask,
     "vision_language_sft": VisionLanguageSftTask,
+    "embedding": EmbeddingTask,
+    "reranking": RerankingTask,
 }
 
 INPUT_KINDS: Mapping[TaskName, InputKind] = {"image_classification": "images", "vision_language_sft": "both"}

@@ -10,7 +10,7 @@ from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES,
 from finetune.config.rules.evaluate import EVALUATION_RULES
 from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
 from finetune.config.rules.sources import SOURCE_RULES, STREAM_RULES
-from finetune.config.rules.task import PREFERENCE_RULES, TASK_RULES
+from finetune.config.rules.task import PAIR_RULES, PREFERENCE_RULES, TASK_RULES
 from finetune.config.rules.train import BATCH_RULES, TRAINING_RULES
 from finetune.config.rules.unused_keys import no_unused_keys
 from finetune.config.run_config import RunConfig
@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
     *TASK_RULES,
     *PREFERENCE_RULES,
+    *PAIR_RULES,
     *IMAGE_RULES,
     *TRAINING_RULES,
     no_unused_keys,

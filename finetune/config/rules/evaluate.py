@@ -15,6 +15,7 @@ GOALS: Mapping[str, str] = {
     **dict.fromkeys(("cross_entropy", "divergence"), "minimize"),
     "masked_accuracy": "maximize",
     **dict.fromkeys(("preference_accuracy", "reward_margin"), "maximize"),
+    **dict.fromkeys(("recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"), "maximize"),
 }
 """The goal of each built-in metric."""
 
@@ -30,6 +31,10 @@ METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
 }
 """Metrics of each task, apart from those of generated answers; TOKEN_METRICS for tasks that are not listed."""
+
+_RANKING_METRICS = ("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10")
+
+_SCORE_METRICS = ("loss", "mse", "pearson", "spearman")
 
 METRICS_OF_CLASSIFICATION: Mapping[str, tuple[str, ...]] = {
     "single_label": ("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),
@@ -47,6 +52,9 @@ def metrics_of(config: RunConfig) -> tuple[str, ...]:
         is_kto = config.task.preference.loss == "kto"
         more = ("reference_point",) if is_kto else ("log_probability_chosen", "log_probability_rejected")
         return (*_PAIR_METRICS, *more)
+    if config.task.name in ("embedding", "reranking"):
+        is_ranking = config.task.embedding.loss == "infonce" and config.task.reranking.loss in ("listwise", "pairwise")
+        return _RANKING_METRICS if is_ranking else _SCORE_METRICS
     return METRICS_OF_TASK.get(config.task.name, TOKEN_METRICS)
 
 

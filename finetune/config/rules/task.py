@@ -22,6 +22,8 @@ FORMATS_OF_TASK: Mapping[TaskName, tuple[Format, ...]] = {
     "token_classification": ("tagged",),
     "image_classification": ("image_label",),
     "vision_language_sft": _CHAT_FORMATS,
+    "embedding": ("pairs", "retrieval", "scored_pairs"),
+    "reranking": ("retrieval", "pairs", "scored_pairs"),
 }
 """The formats that each task reads."""
 
@@ -36,7 +38,10 @@ CLASSIFICATION_TASKS: tuple[TaskName, ...] = ("text_classification", "token_clas
 PADDED_TASKS: tuple[TaskName, ...] = tuple(name for name in FORMATS_OF_TASK if name not in ("sft", "pretrain"))
 """Tasks whose samples are padded and cannot be packed."""
 
-WHOLE_ROW_TASKS: tuple[TaskName, ...] = ("seq2seq", "text_classification", "preference", "reward")
+WHOLE_ROW_TASKS: tuple[TaskName, ...] = (
+    *("seq2seq", "text_classification", "preference", "reward"),
+    *("embedding", "reranking"),
+)
 """Tasks that need whole rows: windows of a row would each have its label, or no answer to compare."""
 
 TASKS_WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
@@ -185,3 +190,46 @@ def precomputed_needs_stored_rows(config: RunConfig) -> Iterator[Problem]:
 
 
 PREFERENCE_RULES = (robust_loss_has_label_smoothing, judged_format_needs_kto, precomputed_needs_stored_rows)
+
+
+_SCORED_LOSSES = ("cosent", "cosine_mse", "bce", "mse")
+"""Losses of pairs with a score."""
+
+_SCORED_LOSSES_OF_TASK: Mapping[TaskName, str] = {
+    "embedding": "`task.embedding.loss: cosent` or `cosine_mse`",
+    "reranking": "`task.reranking.loss: bce` or `mse`",
+}
+
+
+def pair_format_fits_the_loss(config: RunConfig) -> Iterator[Problem]:
+    """Losses of scored pairs have rows with scores, all others rows with a positive."""
+    task = config.task.name
+    if task not in _SCORED_LOSSES_OF_TASK:
+        return
+    loss = config.task.embedding.loss if task == "embedding" else config.task.reranking.loss
+    for key, source in row_sources(config):
+        if source.format == "scored_pairs" and loss not in _SCORED_LOSSES:
+            instead = f"Write {_SCORED_LOSSES_OF_TASK[task]}, or another format."
+            yield Problem(f"{key}.format", f"`task.{task}.loss: {loss}` reads no scores. {instead}")
+        if source.format in ("pairs", "retrieval") and loss in _SCORED_LOSSES:
+            message = f"`task.{task}.loss: {loss}` needs a score for each pair. Write `scored_pairs`, or another loss."
+            yield Problem(f"{key}.format", message)
+
+
+def matryoshka_dims_differ(config: RunConfig) -> Iterator[Problem]:
+    """Each size is written once."""
+    dims = config.task.embedding.matryoshka_dims
+    if len(set(dims)) < len(dims):
+        yield Problem("task.embedding.matryoshka_dims", "a size is listed twice. Write each size once.")
+
+
+def step_has_rows_to_compare(config: RunConfig) -> Iterator[Problem]:
+    """A loss over the whole global batch has something to compare."""
+    if config.task.name != "embedding" or config.task.embedding.loss == "cosine_mse":
+        return
+    if config.train.global_batch_size < 2:
+        message = "the loss compares the rows of a step with each other, and there is one. Write at least 2."
+        yield Problem("train.global_batch_size", message)
+
+
+PAIR_RULES = (pair_format_fits_the_loss, matryoshka_dims_differ, step_has_rows_to_compare)

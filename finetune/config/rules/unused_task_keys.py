@@ -13,8 +13,11 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import ImagesSection, SourceSection, TrainedSourceSection
 from finetune.config.sections.task import (
     ClassificationSection,
+    EmbeddingSection,
     MaskedLmSection,
     PreferenceSection,
+    PromptsSection,
+    RerankingSection,
     RewardSection,
     Seq2SeqSection,
 )
@@ -119,6 +122,9 @@ def _keys_of_task() -> Iterator[ConditionalKey]:
         ("reward", RewardSection, ("reward",)),
         ("seq2seq", Seq2SeqSection, ("seq2seq",)),
         ("masked_lm", MaskedLmSection, ("masked_lm",)),
+        ("embedding", EmbeddingSection, ("embedding",)),
+        ("embedding.prompts", PromptsSection, ("embedding",)),
+        ("reranking", RerankingSection, ("reranking",)),
     )
     for name, section, tasks in sections:
         yield from (_for_tasks(f"task.{name}.{key}", tasks) for key in section.model_fields)
@@ -126,6 +132,10 @@ def _keys_of_task() -> Iterator[ConditionalKey]:
     yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` has a mixture")
     yield ConditionalKey("task.classification.kind", _is_text_task, "for words and images there is exactly one class")
     yield ConditionalKey("task.classification.class_weights", _has_classes, "a regression has no classes")
+    is_infonce = partial(_embedding_loss_is, losses=("infonce",))
+    yield ConditionalKey("task.embedding.symmetric", is_infonce, "only `loss: infonce` has anchors and positives")
+    is_scaled = partial(_embedding_loss_is, losses=("infonce", "cosent"))
+    yield ConditionalKey("task.embedding.temperature", is_scaled, "`loss: cosine_mse` has no temperature")
     for key, losses in _KEYS_OF_LOSSES.items():
         needs = f"only {' and '.join(f'`loss: {loss}`' for loss in losses)} read it"
         yield ConditionalKey(f"task.preference.{key}", partial(_preference_loss_is, losses=losses), needs)
@@ -189,6 +199,10 @@ def _is_smoothed(config: RunConfig) -> bool:
 
 def _preference_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
     return config.task.preference.loss in losses
+
+
+def _embedding_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
+    return config.task.embedding.loss in losses
 
 
 def _has_tokens(config: RunConfig) -> bool:

@@ -24,7 +24,8 @@ from finetune.config.section import (
 )
 
 ChatFormat = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "judged"]
-Format = Literal[ChatFormat, "labelled", "tagged", "image_label", "text"]
+PairFormat = Literal["pairs", "retrieval", "scored_pairs"]
+Format = Literal[ChatFormat, "labelled", "tagged", "image_label", "text", PairFormat]
 
 REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -37,6 +38,9 @@ REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "labelled": ("text", "label"),
     "tagged": ("tokens", "tags"),
     "text": ("text",),
+    "pairs": ("anchor", "positive"),
+    "retrieval": ("query", "positive"),
+    "scored_pairs": ("sentence1", "sentence2", "score"),
 }
 """The columns that a row of the format must have; where the format is unset, the first matching one is used."""
 
@@ -48,6 +52,8 @@ OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
     "labelled": ("text_pair",),
     "prompt_completion": ("tools", "images"),
     "instruction": ("input", "system", "images"),
+    "pairs": ("negative", "negatives"),
+    "retrieval": ("negative", "negatives"),
 }
 """The columns that a row of the format may have."""
 
@@ -72,8 +78,9 @@ class SourceSection(Section):
         "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, ...), "
         "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
         "(prompt/chosen/rejected), `judged` (prompt/completion and whether it is good), `labelled` (text/label), "
-        "`tagged` (words and tags), `image_label` (image/label) or `text`. Unset, the first row's columns decide, "
-        "and the choice is printed.",
+        "`tagged` (words and tags), `image_label` (image/label), `pairs` (anchor/positive, and `negative` or a list of "
+        "`negatives`), `retrieval` (query/positive, ...), `scored_pairs` (sentence1/sentence2/score) or `text`. Unset, "
+        "the first row's columns decide, and the choice is printed.",
         None,
     )
     columns: dict[str, str] = key("From the format's column name to yours: `{prompt: question, output: answer}`.", {})

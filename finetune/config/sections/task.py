@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.section import MAX_FACTOR, Factor, Fraction, Length, NameOrPath, Positive, Section, Strings, key
+from finetune.config.section import (
+    MAX_FACTOR,
+    Factor,
+    Fraction,
+    Length,
+    NameOrPath,
+    Positive,
+    Section,
+    Strings,
+    Width,
+    key,
+)
 
 TaskName = Literal[
     "sft",
@@ -18,6 +29,8 @@ TaskName = Literal[
     "token_classification",
     "image_classification",
     "vision_language_sft",
+    "embedding",
+    "reranking",
 ]
 
 Weights = Annotated[tuple[Factor, ...], Field(strict=False)]
@@ -122,6 +135,60 @@ class MaskedLmSection(Section):
     whole_words: bool = key("Mask all tokens of a word together.", False)
 
 
+class PromptsSection(Section):
+    """Texts that are put before the texts to embed, as E5 and others ask for them."""
+
+    query: str = key("Text before every anchor or query, and before the first text of a scored pair.", "")
+    passage: str = key("Text before every positive and negative, and before the second text of a scored pair.", "")
+
+
+Dimensions = Annotated[tuple[Width, ...], Field(strict=False)]
+
+
+class EmbeddingSection(Section):
+    """One vector for each text. The loss is that of the whole global batch, however it is cut."""
+
+    loss: Literal["infonce", "cosent", "cosine_mse"] = key(
+        "Of rows with an anchor and a positive: `infonce` (van den Oord et al., 2018, arXiv:1807.03748), where all "
+        "passages of the global batch are candidates. Of scored pairs: `cosent` (Su, 2022, "
+        "https://kexue.fm/archives/8847), which compares every two pairs of the global batch, or `cosine_mse`: the "
+        "squared difference of similarity and score.",
+        "infonce",
+    )
+    temperature: float = key(
+        "Divides the similarities in the softmax of `infonce`, and their differences in `cosent`.",
+        0.05,
+        gt=0.0,
+        le=MAX_FACTOR,
+    )
+    symmetric: bool = key(
+        "Of `infonce`, the mean of two losses: find the positive of each anchor, and the anchor of each positive.", False
+    )
+    matryoshka_dims: Dimensions = key(
+        "Also train the first so many numbers of each vector as a vector of its own (Kusupati et al., 2022, "
+        "arXiv:2205.13147): the mean of the losses at these sizes, such as `[384, 128, 64]`.",
+        (),
+    )
+    pooling: Literal["mean", "cls", "last_token"] = key(
+        "The vector of a text: the mean over its tokens, its first token, or its last one, which is end-of-sequence "
+        "(for decoders).",
+        "mean",
+    )
+    normalize: bool = key("Scale vectors to length 1: similarities are cosines. Off, they are dot products.", True)
+    prompts: PromptsSection = key("Texts before the texts to embed; exported with the model.", PromptsSection())
+
+
+class RerankingSection(Section):
+    """One score for a query and a passage that are read together (a cross-encoder)."""
+
+    loss: Literal["listwise", "pairwise", "bce", "mse"] = key(
+        "Of rows with negatives: `listwise`, the softmax over a row's passages (Gao et al., 2021, arXiv:2101.08751), or "
+        "`pairwise`, the positive against each negative (RankNet; Burges et al., 2005). Of scored pairs: `bce`, the "
+        "binary cross-entropy with a score from 0 to 1, or `mse`.",
+        "listwise",
+    )
+
+
 class TaskSection(Section):
     """What the model is trained to do with a row."""
 
@@ -129,7 +196,8 @@ class TaskSection(Section):
         "`sft`: predict the assistant's turns, end-of-turn included. `pretrain`: predict every token of a text. "
         "`seq2seq`: an encoder-decoder writes the answer. `masked_lm`: predict masked tokens. `preference`, `reward`: "
         "from pairs of answers. `distillation`: `sft` from a teacher's probabilities. `text_classification`, "
-        "`token_classification`, `image_classification`: name the class. `vision_language_sft`: `sft` with images."
+        "`token_classification`, `image_classification`: name the class. `vision_language_sft`: `sft` with images. "
+        "`embedding`: a vector for each text. `reranking`: a score for a query and a passage."
     )
     label_smoothing: Share = key(
         "Fraction of the probability that is spread evenly over all classes or tokens (Szegedy et al., 2015, "
@@ -152,3 +220,5 @@ class TaskSection(Section):
     distillation: DistillationSection | None = key("The teacher, and the divergence from it.", None)
     seq2seq: Seq2SeqSection = key("Sources and targets.", Seq2SeqSection())
     masked_lm: MaskedLmSection = key("Which tokens are masked.", MaskedLmSection())
+    embedding: EmbeddingSection = key("Vectors of texts, and the loss on their similarities.", EmbeddingSection())
+    reranking: RerankingSection = key("The loss on the scores of queries and passages.", RerankingSection())

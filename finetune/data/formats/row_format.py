@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
 from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
 from finetune.data.formats.images import attach_images, read_image_label
+from finetune.data.formats.text_pairs import read_pairs, read_retrieval, read_scored_pairs
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
@@ -270,4 +271,7 @@ _READERS: Mapping[Format, Callable[[Columns], Row]] = {
     "tagged": read_tagged,
     "image_label": read_image_label,
     "text": _read_text,
+    "pairs": read_pairs,
+    "retrieval": read_retrieval,
+    "scored_pairs": read_scored_pairs,
 }

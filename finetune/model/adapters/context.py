@@ -68,6 +68,7 @@ TASK_TYPES = {
     "seq2seq_lm": "SEQ_2_SEQ_LM",
     "sequence_classification": "SEQ_CLS",
     "token_classification": "TOKEN_CLS",
+    "embedding": "FEATURE_EXTRACTION",
 }
 """peft's task types of heads; it has none for other heads."""
 

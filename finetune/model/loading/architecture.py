@@ -16,6 +16,7 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForImageTextToText,
@@ -42,6 +43,7 @@ HEADS: Mapping[str, Any] = {
     "token_classification": AutoModelForTokenClassification,
     "image_classification": AutoModelForImageClassification,
     "image_text_to_text": AutoModelForImageTextToText,
+    "embedding": AutoModel,
 }
 
 NEW_HEADS = frozenset({"sequence_classification", "token_classification", "image_classification"})

@@ -17,7 +17,7 @@ from finetune.errors import ModelError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.attention.implementation import default_attention, requested_attention
 from finetune.model.attention.positions import keep_positions_exact
-from finetune.model.freeze import freeze_unused
+from finetune.model.freeze import freeze_unused, unused_modules
 from finetune.model.loading.architecture import (
     HEADS,
     NEW_HEADS,
@@ -181,7 +181,10 @@ def _load_pretrained(
     if quantization is not None:
         disable_cpu_repacking(model)
     absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
-    new = frozenset(name for name in absent if may_be_new and is_head_parameter(name, model))
+    unused = tuple(f"{name}." for name in unused_modules(model))
+    new = frozenset(
+        name for name in absent if name.startswith(unused) or (may_be_new and is_head_parameter(name, model))
+    )
     missing = sorted(absent - new)
     if missing:
         raise ModelError(

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
 from finetune.model.attention.positions import keep_positions_exact
+from finetune.model.freeze import unused_modules
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.pretrained import (
@@ -37,7 +38,11 @@ CONFIG_FOLDER = "config"
 A config.json next to adapter_config.json would make transformers look for a whole model there.
 """
 
-_HEADS_BY_TASK_TYPE = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
+_HEADS_BY_TASK_TYPE = {
+    "SEQ_CLS": "sequence_classification",
+    "TOKEN_CLS": "token_classification",
+    "FEATURE_EXTRACTION": "embedding",
+}
 _HEADS_BY_PRIORITY = (
     "sequence_classification",
     "token_classification",
@@ -46,6 +51,7 @@ _HEADS_BY_PRIORITY = (
     "seq2seq_lm",
     "masked_lm",
     "causal_lm",
+    "embedding",
 )
 _EMBEDDING_NAME = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|shared|lm_head)\.(base_layer\.)?weight$")
 _CLASSIFIER_NAME = re.compile(r"\.(score|classifier|classification_head)(\.\w+)*\.weight$")
@@ -133,6 +139,8 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
             **_local_files_only(saved.base),
         )
         if not brings_head:
+            unused = tuple(f"{name}." for name in unused_modules(model))
+            loading["missing_keys"] = [name for name in loading["missing_keys"] if not name.startswith(unused)]
             check_no_missing_weights(loading, saved.base, key=key)
     with loading_errors(str(saved.folder), key=key):
         size = 0 if saved.adapter is None else _num_embeddings(saved.folder, saved.adapter)

@@ -1,0 +1,200 @@
+"""Embedding: a vector for each text, near those of texts that belong to it.
+
+The loss is that of the global batch. A step of several microbatches computes each of them twice: without gradients for
+the vectors that the loss needs, and with gradients for its own share. Both passes draw the same random numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.config.sections.task import EmbeddingSection
+from finetune.data.batch import Batch
+from finetune.data.encoding.labelled_text import Truncation
+from finetune.data.encoding.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit, append_eos
+from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
+from finetune.runtime.seeds import same_random_numbers
+from finetune.task.base import BaseTask
+from finetune.task.classification.classes import TextPadding
+from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_among
+from finetune.task.embedding.sentence_files import embedding_files
+from finetune.task.embedding.similarity_losses import InfoNce, Similarity
+from finetune.task.embedding.step_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors
+from finetune.task.embedding.text_batches import collate_groups, pooled_vectors
+from finetune.task.metrics import regression_metrics
+from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext
+
+GRADIENT, LOSS, MASKED = "cached_gradient", "cached_loss", "cached_masked"
+ANCHOR, POSITIVE, NEGATIVE = range(3)
+_SCORES: Mapping[str, tuple[float, float]] = {"cosent": (-1e38, 1e38), "cosine_mse": (-1.0, 1.0)}
+"""The lowest and the highest score that a loss of scored pairs accepts."""
+
+
+class EmbeddingTask(BaseTask):
+    """Bring the vectors of texts that belong together near each other. One row is one target."""
+
+    head: ModelHead = "embedding"
+
+    def __init__(self, context: TaskContext) -> None:
+        self.section, self.data = context.section.embedding, context.data
+        if self.section.pooling == "last_token":
+            append_eos(context.tokenizer)
+        self.padding = TextPadding(context.tokenizer)
+        self.similarity = Similarity(self.section.normalize, self.section.matryoshka_dims)
+        self.loss = _loss_of_step(self.section, self.similarity)
+        is_cut = self.data.over_length == "truncate"
+        prompts = self.section.prompts
+        self._encoder = TextGroupsEncoder(
+            context.tokenizer,
+            contents=_contents(self.section),
+            task="task `embedding`",
+            prompts=Prompts(prompts.query, prompts.passage),
+            scores=_SCORES.get(self.section.loss),
+            cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
+            allow_special_tokens=self.data.allow_special_tokens,
+        )
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return the padding token."""
+        return self.padding.head_values
+
+    @property
+    def samples(self) -> SampleSpec:
+        """Return samples of which each text is limited by `data.max_length`."""
+        limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
+        prompts = self.section.prompts
+        identity = {"contents": _contents(self.section), "prompts": [prompts.query, prompts.passage]}
+        return replace(super().samples, length_limit=limit, identity=identity)
+
+    def export_files(self, config: Any) -> Mapping[str, Any]:
+        """Return what sentence-transformers reads beside the model: pooling, prompts and the longest text."""
+        return embedding_files(self.section, dimension=config.get_text_config().hidden_size, max_length=self.data.longest)
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return all anchors, below them all positives, then all negatives, padded on the right."""
+        return collate_groups(features, self.padding)
+
+    def label_text(self, features: Features) -> str:
+        """Return the score, or how many texts stand end to end in the sample."""
+        if SCORE in features.arrays:
+            return f"score {features.arrays[SCORE][0]:g}"
+        lengths = features.arrays[LENGTHS_OF_SEQUENCES].tolist()
+        negatives = f", negatives of {', '.join(map(str, lengths[2:]))}" if lengths[2:] else ""
+        return f"anchor of {lengths[0]} tokens, positive of {lengths[1]}{negatives}"
+
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the batches with the loss of the step and the gradients of their vectors. Collective.
+
+        A single microbatch needs no pass of its own: `loss_sums` then does the same.
+        """
+        if self.loss is None or len(batches) == 1:
+            return batches
+        with torch.no_grad(), same_random_numbers():
+            vectors = torch.cat([self._vectors(model, batch) for batch in batches])
+        own = OwnVectors(vectors, batches)
+        step = self.loss(own)
+        masked = vectors.new_full((), step.num_masked / len(batches))
+        cached = own.by_batch(step.row_losses, step.gradient)
+        return [
+            replace(batch, extras={**batch.extras, LOSS: loss, GRADIENT: gradient, MASKED: masked})
+            for batch, (loss, gradient) in zip(batches, cached, strict=True)
+        ]
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the sum of the losses of the rows, and of the passages that are left out as duplicates.
+
+        The value is that of the whole step's loss, and the gradient its exact gradient. A batch without `prepare_step`
+        is taken for this rank's only one; this is collective then.
+        """
+        vectors = self._vectors(model, batch)
+        if self.loss is None:
+            found = self.similarity.of_pairs(*vectors.chunk(2)) - batch.labels[:, None]
+            return {"loss_sum": found.square().mean(dim=1).sum()}
+        if GRADIENT not in batch.extras:
+            step = self.loss(OwnVectors(vectors.detach(), [batch]))
+            loss, gradient = step.row_losses.sum(), step.gradient
+            masked = vectors.new_full((), step.num_masked)
+        else:
+            loss, gradient, masked = (batch.extras[name] for name in (LOSS, GRADIENT, MASKED))
+        product = (vectors * gradient).sum()
+        sums = {"loss_sum": loss + (product - product.detach())}
+        return {**sums, "masked_duplicates": masked} if self.section.loss == "infonce" else sums
+
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
+        """Return of each text its sample, role, digest and vector; of scored pairs the score and the similarities."""
+        vectors = self._vectors(model, batch)
+        if not batch.sample_ids:
+            return EvaluationOutput({})
+        ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
+        if self.section.loss != "infonce":
+            found = self.similarity.of_pairs(*vectors.chunk(2))
+            columns = torch.cat([batch.labels[:, None].double(), found.double()], dim=1).cpu()
+            return EvaluationOutput({}, torch.cat([ids[:, None], columns], dim=1))
+        num_negatives = torch.tensor(batch.group_sizes) - 2
+        of_each = torch.cat([ids, ids, ids.repeat_interleave(num_negatives)])
+        roles = torch.full((len(of_each),), float(NEGATIVE), dtype=torch.float64)
+        roles[: 2 * len(ids)] = torch.tensor([ANCHOR, POSITIVE], dtype=torch.float64).repeat_interleave(len(ids))
+        digests = torch.tensor(batch.text_ids, dtype=torch.float64)
+        keys = torch.stack([of_each, roles, digests], dim=1)
+        return EvaluationOutput({}, torch.cat([keys, vectors.to("cpu", torch.float64)], dim=1))
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss`, that of one step over all rows, and how well the texts are found or the scores are met."""
+        assert records is not None, "there are no rows to evaluate on"
+        if self.section.loss == "infonce":
+            return self._retrieval_metrics(records)
+        scores, similarities = records[:, 1], records[:, 2:]
+        if isinstance(self.loss, CosentOfStep):
+            loss = self.loss.of_similarities(similarities, scores)
+        else:
+            loss = (similarities - scores[:, None]).square().mean()
+        return {"loss": float(loss), **regression_metrics(scores[:, None], similarities[:, :1])}
+
+    def _retrieval_metrics(self, records: Tensor) -> dict[str, float]:
+        """Return the metrics of finding each anchor's positives among all positives and negatives, each text once."""
+        assert isinstance(self.loss, InfoNceOfStep)
+        roles, order = records[:, 1].sort(stable=True)
+        num_rows = int((roles == ANCHOR).sum())
+        vectors = records[order, 3:].float()
+        ids = records[order, 2].long().numpy()
+        found = {"loss": float(self.loss.of_all(vectors, ids, num_rows=num_rows).mean())}
+        queries, corpus, right = _unique_texts(ids, num_rows=num_rows)
+        chosen = (vectors[torch.from_numpy(queries)], vectors[torch.from_numpy(corpus)])
+        for number, (anchors, passages) in enumerate(self.similarity.views(*chosen)):
+            measured = ranking_metrics(ranks_among(anchors, passages, right))
+            suffix = f"_dim_{anchors.shape[1]}" if number else ""
+            found |= {f"{name}{suffix}": value for name, value in measured.items()}
+        return found
+
+    def _vectors(self, model: nn.Module, batch: Batch) -> Tensor:
+        return pooled_vectors(model, batch, self.section.pooling)
+
+
+def _contents(section: EmbeddingSection) -> Contents:
+    return "passages" if section.loss == "infonce" else "scores"
+
+
+def _loss_of_step(section: EmbeddingSection, similarity: Similarity) -> LossOfStep | None:
+    """Return the loss in which all rows of a step meet; None where each row has its own."""
+    if section.loss == "infonce":
+        return InfoNceOfStep(InfoNce(similarity, section.temperature, section.symmetric))
+    return CosentOfStep(similarity, section.temperature) if section.loss == "cosent" else None
+
+
+def _unique_texts(ids: np.ndarray, *, num_rows: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
+    """Return the places of the anchors and of the passages, each text once, and what is right for each anchor.
+
+    `ids` are digests of the anchors, below them of the positives in the same order, then of the negatives.
+    """
+    anchor_ids, passage_ids = ids[:num_rows], ids[num_rows:]
+    _, queries, query_of_row = np.unique(anchor_ids, return_index=True, return_inverse=True)
+    _, corpus, place_of_passage = np.unique(passage_ids, return_index=True, return_inverse=True)
+    right: list[set[int]] = [set() for _ in queries]
+    for query, place in zip(query_of_row.tolist(), place_of_passage[:num_rows].tolist(), strict=True):
+        right[query].add(place)
+    return queries, num_rows + corpus, [sorted(each) for each in right]

@@ -1,0 +1,134 @@
+"""Reranking: a cross-encoder reads a query and a passage together and gives them one score."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from finetune.data.batch import Batch
+from finetune.data.encoding.labelled_text import Truncation
+from finetune.data.encoding.text_groups import SCORE, TextGroupsEncoder, TextsLengthLimit
+from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
+from finetune.task.base import BaseTask
+from finetune.task.classification.classes import TextPadding
+from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_in
+from finetune.task.embedding.sentence_files import activation_of, reranking_files
+from finetune.task.embedding.text_batches import collate_groups
+from finetune.task.metrics import regression_metrics
+from finetune.task.model_inputs import forward_logits
+from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext
+
+GROUP = "group_of_sequence"
+_SCORES = {"bce": (0.0, 1.0), "mse": (-1e38, 1e38)}
+"""The lowest and the highest score that a loss of scored pairs accepts."""
+
+
+class RerankingTask(BaseTask):
+    """Score the right passage of a query above the others, or as a row says. One row is one target."""
+
+    head: ModelHead = "sequence_classification"
+
+    def __init__(self, context: TaskContext) -> None:
+        self.section, self.data = context.section.reranking, context.data
+        self.padding = TextPadding(context.tokenizer)
+        is_cut = self.data.over_length == "truncate"
+        self._encoder = TextGroupsEncoder(
+            context.tokenizer,
+            contents="scores" if self._is_scored else "passages",
+            task="task `reranking`",
+            joint=True,
+            scores=_SCORES.get(self.section.loss),
+            cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
+            allow_special_tokens=self.data.allow_special_tokens,
+        )
+
+    @property
+    def _is_scored(self) -> bool:
+        return self.section.loss in _SCORES
+
+    @property
+    def head_values(self) -> Mapping[str, Any]:
+        """Return that there is one score, what sentence-transformers makes of it, and the padding token."""
+        activation = {"activation_fn": activation_of(self.section)}
+        return {"num_labels": 1, "sentence_transformers": activation, **self.padding.head_values}
+
+    @property
+    def samples(self) -> SampleSpec:
+        """Return samples of which each query with a passage is limited by `data.max_length`."""
+        limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
+        scored = {"scores": list(_SCORES[self.section.loss])} if self._is_scored else {}
+        return replace(super().samples, length_limit=limit, identity={"is_scored": self._is_scored, **scored})
+
+    def export_files(self, config: Any) -> Mapping[str, Any]:
+        """Return what sentence-transformers' `CrossEncoder` reads beside the model."""
+        return reranking_files(self.section, max_length=self.data.longest)
+
+    def collate(self, features: Sequence[Features]) -> Batch:
+        """Return each query with its positive, below them all others of each sample, padded on the right."""
+        batch = collate_groups(features, self.padding)
+        num, sizes = len(features), np.array(batch.group_sizes)
+        first = np.arange(num)
+        second = first[sizes > 1]
+        groups = np.concatenate([first, second, np.repeat(first, np.maximum(sizes - 2, 0))])
+        return replace(batch, extras={GROUP: torch.from_numpy(groups)})
+
+    def label_text(self, features: Features) -> str:
+        """Return the score, or how many passages there are."""
+        if SCORE in features.arrays:
+            return f"score {features.arrays[SCORE][0]:g}"
+        lengths = features.arrays[LENGTHS_OF_SEQUENCES].tolist()
+        others = ", ".join(map(str, lengths[1:]))
+        return f"with the positive: {lengths[0]} tokens; with the negatives: {others}"
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the sum of the losses of the rows."""
+        return {"loss_sum": self._losses(_scores(model, batch), batch).sum()}
+
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
+        """Return of each row its loss, score and prediction, or of each pair its row and score, the positive first."""
+        scores = _scores(model, batch)
+        if not batch.sample_ids:
+            return EvaluationOutput({})
+        ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
+        sums = {"loss_sum": self._losses(scores, batch).sum(), "num_rows": scores.new_full((), len(ids))}
+        if self._is_scored:
+            predicted = scores.sigmoid() if self.section.loss == "bce" else scores
+            columns = torch.stack([batch.labels, predicted], dim=1).to("cpu", torch.float64)
+            return EvaluationOutput(sums, torch.cat([ids[:, None], columns], dim=1))
+        of_each = ids[batch.extras[GROUP].cpu()]
+        return EvaluationOutput(sums, torch.stack([of_each, scores.to("cpu", torch.float64)], dim=1))
+
+    def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
+        """Return `loss` and the metrics of the scores, or of the rankings of each row's own passages."""
+        assert records is not None, "there are no rows to evaluate on"
+        loss = {"loss": sums["loss_sum"] / sums["num_rows"]}
+        if self._is_scored:
+            return {**loss, **regression_metrics(records[:, 1:2], records[:, 2:3])}
+        _, sizes = records[:, 0].unique_consecutive(return_counts=True)
+        groups = [each.flip(0) for each in records[:, 1].split(sizes.tolist())]  # the positive is behind its equals
+        return {**loss, **ranking_metrics(ranks_in(each, [len(each) - 1]) for each in groups)}
+
+    def _losses(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of each row, float32 [rows]."""
+        if self.section.loss == "bce":
+            return functional.binary_cross_entropy_with_logits(scores, batch.labels, reduction="none")
+        if self.section.loss == "mse":
+            return (scores - batch.labels).square()
+        num, groups = len(batch.group_sizes), batch.extras[GROUP]
+        positives = scores[:num]
+        if self.section.loss == "listwise":
+            highest = torch.full_like(positives, -torch.inf).scatter_reduce(0, groups, scores.detach(), "amax")
+            total = torch.zeros_like(positives).index_add(0, groups, (scores - highest[groups]).exp())
+            return total.log() + highest - positives
+        each = functional.softplus(scores[num:] - positives[groups[num:]])
+        num_negatives = torch.zeros_like(positives).index_add(0, groups[num:], torch.ones_like(each))
+        return torch.zeros_like(positives).index_add(0, groups[num:], each) / num_negatives
+
+
+def _scores(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the score of each query with a passage, float32 [sequences]."""
+    return forward_logits(model, batch).squeeze(-1).float()
