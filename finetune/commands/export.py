@@ -24,8 +24,8 @@ from finetune.config.sections.train import TrainSection
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts
-from finetune.export.push import push_folder
 from finetune.export.files_beside import read_sentence_files
+from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing

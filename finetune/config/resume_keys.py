@@ -120,7 +120,7 @@ LEFT_OUT_AT_DEFAULT = (
     *("task.embedding.matryoshka_dims", "task.embedding.pooling", "task.embedding.normalize"),
     *("task.embedding.prompts.query", "task.embedding.prompts.passage", "task.reranking.loss"),
 )
-"""Keys that must match and are newer than some checkpoints, which do not have them: recorded unless at their default."""
+"""Keys that must match but are missing in older checkpoints: not recorded while they have their default."""
 
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 
@@ -142,8 +142,9 @@ def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
 
 
 def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
-    """Yield every key with its value and whether that is its default; an optional section is `null` or `written`, followed by its keys.
+    """Yield every key, its value, and whether that is its default.
 
+    An optional section is `null` or `written`, followed by its keys.
     Secrets are left out, and so are signatures of URLs: a URL with a new signature is the same.
     """
     for name, field in type(section).model_fields.items():

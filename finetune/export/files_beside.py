@@ -12,4 +12,6 @@ def read_sentence_files(folder: Path) -> dict[str, Any]:
     """Return the files of the folder by relative path; none where sentence-transformers does not know the model."""
     if not (folder / _MODULES).is_file():
         return {}
-    return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in _FILES if (folder / name).is_file()}
+    return {
+        name: json.loads((folder / name).read_text(encoding="utf-8")) for name in _FILES if (folder / name).is_file()
+    }

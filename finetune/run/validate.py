@@ -1,6 +1,9 @@
 """All that can be refused before data or weights are touched: strategy, adapters, export, and a model from values."""
 
 from finetune.config.load import LoadedConfig
+from finetune.config.run_config import RunConfig
+from finetune.errors import ModelError
+from finetune.model.loading.architecture import load_model_config
 from finetune.run.build.model import require_buildable
 from finetune.run.build.strategy import launched_strategy, require_supported_by_strategy
 from finetune.run.context import RunContext, make_context
@@ -17,6 +20,7 @@ def validate(loaded: LoadedConfig) -> RunContext:
     context = make_context(loaded, launched_strategy(loaded))
     require_supported_by_strategy(context.config, context.strategy.name)
     require_mergeable(context.config, strategy=context.strategy.name)
+    _require_vector_sizes(context.config)
     return context
 
 
@@ -24,3 +28,17 @@ def validate_model(context: RunContext) -> None:
     """Raise ModelError where the values of `model.from_config` give no model; on rank 0, with which all others exit."""
     if context.config.model.from_config is not None and distributed.is_main():
         require_buildable(context.config)
+
+
+def _require_vector_sizes(config: RunConfig) -> None:
+    """Raise ModelError where vectors are to be cut to a size that they do not have."""
+    sizes = config.task.embedding.matryoshka_dims
+    if not sizes:
+        return
+    whole = load_model_config(config.model).get_text_config().hidden_size
+    too_large = [size for size in sizes if size > whole]
+    if too_large:
+        raise ModelError(
+            f"task.embedding.matryoshka_dims: {too_large[0]} is more than the {whole} numbers of this model's vectors. "
+            "Remove it, or write a smaller one."
+        )

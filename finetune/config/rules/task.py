@@ -223,6 +223,25 @@ def matryoshka_dims_differ(config: RunConfig) -> Iterator[Problem]:
         yield Problem("task.embedding.matryoshka_dims", "a size is listed twice. Write each size once.")
 
 
+def scored_pairs_are_compared_by_cosine(config: RunConfig) -> Iterator[Problem]:
+    """Losses of scored pairs are those of cosines."""
+    section = config.task.embedding
+    if config.task.name == "embedding" and section.loss != "infonce" and not section.normalize:
+        yield Problem(
+            "task.embedding.normalize", f"`loss: {section.loss}` compares cosines. Remove it, or write `true`."
+        )
+
+
+def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem]:
+    """Vectors of texts are not taken from learned prompts, which sentence-transformers does not load."""
+    if config.task.name not in ("embedding", "reranking"):
+        return
+    for name in ("prompt_tuning", "prefix_tuning"):
+        if getattr(config.model, name) is not None:
+            message = f"`task.name: {config.task.name}` has no place for virtual tokens. Use `model.lora`."
+            yield Problem(f"model.{name}", message)
+
+
 def step_has_rows_to_compare(config: RunConfig) -> Iterator[Problem]:
     """A loss over the whole global batch has something to compare."""
     if config.task.name != "embedding" or config.task.embedding.loss == "cosine_mse":
@@ -232,4 +251,10 @@ def step_has_rows_to_compare(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.global_batch_size", message)
 
 
-PAIR_RULES = (pair_format_fits_the_loss, matryoshka_dims_differ, step_has_rows_to_compare)
+PAIR_RULES = (
+    pair_format_fits_the_loss,
+    matryoshka_dims_differ,
+    scored_pairs_are_compared_by_cosine,
+    texts_are_read_without_virtual_tokens,
+    step_has_rows_to_compare,
+)

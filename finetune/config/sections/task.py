@@ -162,7 +162,8 @@ class EmbeddingSection(Section):
         le=MAX_FACTOR,
     )
     symmetric: bool = key(
-        "Of `infonce`, the mean of two losses: find the positive of each anchor, and the anchor of each positive.", False
+        "Of `infonce`, the mean of two losses: find the positive of each anchor, and the anchor of each positive.",
+        False,
     )
     matryoshka_dims: Dimensions = key(
         "Also train the first so many numbers of each vector as a vector of its own (Kusupati et al., 2022, "
@@ -182,8 +183,8 @@ class RerankingSection(Section):
     """One score for a query and a passage that are read together (a cross-encoder)."""
 
     loss: Literal["listwise", "pairwise", "bce", "mse"] = key(
-        "Of rows with negatives: `listwise`, the softmax over a row's passages (Gao et al., 2021, arXiv:2101.08751), or "
-        "`pairwise`, the positive against each negative (RankNet; Burges et al., 2005). Of scored pairs: `bce`, the "
+        "Of rows with negatives: `listwise`, the softmax over a row's passages (Gao et al., 2021, arXiv:2101.08751), "
+        "or `pairwise`, the positive against each negative (RankNet; Burges et al., 2005). Of scored pairs: `bce`, the "
         "binary cross-entropy with a score from 0 to 1, or `mse`.",
         "listwise",
     )

@@ -154,7 +154,9 @@ def _joined(sequences: Sequence[tuple[Mapping[str, np.ndarray], int]], score: fl
     together = {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
     lengths = np.array([len(each["input_ids"]) for each in arrays], np.int32)
     scored = {} if score is None else {SCORE: np.array([score], np.float32)}
-    return Features({**together, LENGTHS_OF_SEQUENCES: lengths, **scored}, cut_tokens=sum(lost for _, lost in sequences))
+    return Features(
+        {**together, LENGTHS_OF_SEQUENCES: lengths, **scored}, cut_tokens=sum(lost for _, lost in sequences)
+    )
 
 
 def append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -179,7 +181,7 @@ def append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends_with_eos(tokenizer):
         raise DataError(
             f"task.embedding.pooling: `last_token` reads the end-of-sequence token, and this tokenizer "
-            f"({type(tokenizer).__name__}) cannot be made to write it. Use a tokenizer with a tokenizer.json, or `mean`."
+            f"({type(tokenizer).__name__}) cannot be made to write it. Use one with a tokenizer.json, or `mean`."
         )
 
 

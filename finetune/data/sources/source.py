@@ -216,7 +216,8 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _texts(row: Row) -> Iterator[str]:
-    yield from (row[name] for name in ("text", "text_pair") if name in row)
+    yield from (row[name] for name in ("text", "text_pair", "anchor", "positive") if name in row)
+    yield from row.get("negatives", ())
     if "tokens" in row:
         yield " ".join(row["tokens"])
     turns = chain.from_iterable(row.get(part, ()) for part in ("messages", "prompt", "chosen", "rejected"))

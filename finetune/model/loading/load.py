@@ -181,10 +181,7 @@ def _load_pretrained(
     if quantization is not None:
         disable_cpu_repacking(model)
     absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
-    unused = tuple(f"{name}." for name in unused_modules(model))
-    new = frozenset(
-        name for name in absent if name.startswith(unused) or (may_be_new and is_head_parameter(name, model))
-    )
+    new = frozenset(name for name in absent if _may_be_new(name, model, has_new_head=may_be_new))
     missing = sorted(absent - new)
     if missing:
         raise ModelError(
@@ -192,6 +189,12 @@ def _load_pretrained(
             f"({', '.join(missing[:3])}, ...), which would be random. Use a model that was saved with this head."
         )
     return _LoadedModel(model, new)
+
+
+def _may_be_new(name: str, model: PreTrainedModel, *, has_new_head: bool) -> bool:
+    """Tell whether the weights may lack a parameter: that of a new head, or one that nothing reads."""
+    unused = tuple(f"{module}." for module in unused_modules(model))
+    return name.startswith(unused) or (has_new_head and is_head_parameter(name, model))
 
 
 def _placement(init_context: InitContext, quantization: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Equal texts in a step: a passage that is right for an anchor must not count as wrong because it occurs twice."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +39,9 @@ def masked_passages(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range
     """
     positives = passage_ids[: len(anchor_ids)]
     right = _partners(anchor_ids, positives)
-    return _pairs(anchor_ids, passage_ids, rows, right=right, may_have=_occurs_twice(anchor_ids, positives, passage_ids))
+    return _pairs(
+        anchor_ids, passage_ids, rows, right=right, may_have=_occurs_twice(anchor_ids, positives, passage_ids)
+    )
 
 
 def masked_anchors(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range) -> MaskedPairs:
@@ -58,7 +60,8 @@ def _partners(ids: np.ndarray, others: np.ndarray) -> Mapping[int, set[int]]:
 
 def _occurs_twice(anchor_ids: np.ndarray, positives: np.ndarray, passage_ids: np.ndarray) -> np.ndarray:
     """Return of each row whether its anchor or its positive occurs again: no other row has a pair."""
-    return _counts(anchor_ids, anchor_ids) + _counts(positives, passage_ids) > 2
+    occurs: np.ndarray = _counts(anchor_ids, anchor_ids) + _counts(positives, passage_ids) > 2
+    return occurs
 
 
 def _counts(ids: np.ndarray, among: np.ndarray) -> np.ndarray:
@@ -81,8 +84,3 @@ def _pairs(
             found.extend((row, place) for place in sorted(same))
     pairs = np.array(found, np.int64).reshape(-1, 2)
     return MaskedPairs(pairs[:, 0], pairs[:, 1])
-
-
-def joined_ids(ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the digests of all ranks, int64."""
-    return np.concatenate([each.astype(np.int64) for each in ids])

@@ -73,7 +73,9 @@ class EmbeddingTask(BaseTask):
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
         """Return what sentence-transformers reads beside the model: pooling, prompts and the longest text."""
-        return embedding_files(self.section, dimension=config.get_text_config().hidden_size, max_length=self.data.longest)
+        return embedding_files(
+            self.section, dimension=config.get_text_config().hidden_size, max_length=self.data.longest
+        )
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return all anchors, below them all positives, then all negatives, padded on the right."""

@@ -108,8 +108,9 @@ class RerankingTask(BaseTask):
         loss = {"loss": sums["loss_sum"] / sums["num_rows"]}
         if self._is_scored:
             return {**loss, **regression_metrics(records[:, 1:2], records[:, 2:3])}
-        _, sizes = records[:, 0].unique_consecutive(return_counts=True)
-        groups = [each.flip(0) for each in records[:, 1].split(sizes.tolist())]  # the positive is behind its equals
+        _, sizes = torch.unique_consecutive(records[:, 0], return_counts=True)
+        # Flipped, the positive stands behind all others: it does not win where scores are equal.
+        groups = [each.flip(0) for each in torch.split(records[:, 1], sizes.tolist())]
         return {**loss, **ranking_metrics(ranks_in(each, [len(each) - 1]) for each in groups)}
 
     def _losses(self, scores: Tensor, batch: Batch) -> Tensor:

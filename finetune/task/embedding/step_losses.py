@@ -1,7 +1,8 @@
 """The loss of a whole step and its gradient with respect to this rank's vectors.
 
-GradCache (Gao et al., 2021, arXiv:2101.06983): the loss is computed once from the vectors of all microbatches and ranks.
-Each microbatch is then computed again, and the product of its vectors and their gradient has the loss's own gradient.
+GradCache (Gao et al., 2021, arXiv:2101.06983): the loss is computed once from the vectors of all microbatches and
+ranks. Each microbatch is then computed again, and the product of its vectors and their gradient has the loss's own
+gradient.
 """
 
 from collections.abc import Sequence
@@ -32,20 +33,24 @@ class OwnVectors:
 
     def by_role(self, vectors: Tensor) -> Tensor:
         """Return the vectors with the anchors of all microbatches first, then all positives, then all negatives."""
-        each = vectors.split([len(batch.text_ids) for batch in self.batches])
+        each = torch.split(vectors, [len(batch.text_ids) for batch in self.batches])
         parts = [_bounds(batch) for batch in self.batches]
         return torch.cat([each[n][slice(*parts[n][role])] for role in range(3) for n in range(len(parts))])
 
     def ids_by_role(self) -> np.ndarray:
         """Return the digests of the texts in the same order."""
         bounds = [_bounds(batch) for batch in self.batches]
-        ids = [batch.text_ids[slice(*each[role])] for role in range(3) for batch, each in zip(self.batches, bounds)]
+        ids = [
+            batch.text_ids[slice(*each[role])]
+            for role in range(3)
+            for batch, each in zip(self.batches, bounds, strict=True)
+        ]
         return np.array([one for each in ids for one in each], np.int64)
 
     def by_batch(self, row_losses: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return of each microbatch its loss, summed over its rows, and the gradient of its vectors."""
-        losses = row_losses.split([len(batch.group_sizes) for batch in self.batches])
-        gradients = gradient.split([len(batch.text_ids) for batch in self.batches])
+        losses = torch.split(row_losses, [len(batch.group_sizes) for batch in self.batches])
+        gradients = torch.split(gradient, [len(batch.text_ids) for batch in self.batches])
         return [(loss.sum(), each) for loss, each in zip(losses, gradients, strict=True)]
 
 

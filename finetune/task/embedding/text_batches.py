@@ -64,7 +64,7 @@ def text_id(sequence: Features) -> int:
 
 def pooled_vectors(model: nn.Module, batch: Batch, pooling: Pooling) -> Tensor:
     """Return one vector for each sequence, float32 [sequences, dimensions], not scaled."""
-    states = model(**forward_inputs(model, batch)).last_hidden_state  # [sequences, length, dimensions]
+    states: Tensor = model(**forward_inputs(model, batch)).last_hidden_state  # [sequences, length, dimensions]
     mask = batch.inputs["attention_mask"]
     if pooling == "mean":
         weights = mask.to(torch.float32)[..., None]
