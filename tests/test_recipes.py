@@ -28,6 +28,7 @@ def test_all_recipes_were_found():
     assert NAMES == [
         "distillation",
         "dpo",
+        "embedding",
         "image-cifar10",
         "image-digits",
         "kto",
@@ -36,6 +37,7 @@ def test_all_recipes_were_found():
         "pretrain",
         "qlora",
         "quickstart",
+        "reranking",
         "reward",
         "seq2seq",
         "sft-full",

@@ -14,10 +14,10 @@ from tests.task_cases.case import Case
 from tests.task_cases.classification import BERT, LLAMA, WORDS, exported, held_out, job
 
 
-def write(folder: Path, *, kind: str) -> None:
+def write(folder: Path, *, kind: str, num_rows: int = 60) -> None:
     """Write rows; some anchors and passages occur twice."""
     chance = random.Random(5)
-    for name, count in (("train.jsonl", 60), ("held_out.jsonl", 21)):
+    for name, count in (("train.jsonl", num_rows), ("held_out.jsonl", 21)):
         rows = [_row(chance, kind) for _ in range(count)]
         (folder / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
 

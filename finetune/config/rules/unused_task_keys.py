@@ -94,6 +94,9 @@ _TOKEN_KEYS = (
     "train_on",
     "allow_special_tokens",
 )
+_SECTIONS = ("prompts",)
+"""Sections in a section of a task, whose keys are named one by one."""
+
 _SMOOTHED_LOSSES = ("sigmoid", "robust", "cpo")
 _TASKS_WITH_EMBEDDINGS = (
     *("sft", "pretrain", "seq2seq", "masked_lm", "distillation"),
@@ -127,7 +130,8 @@ def _keys_of_task() -> Iterator[ConditionalKey]:
         ("reranking", RerankingSection, ("reranking",)),
     )
     for name, section, tasks in sections:
-        yield from (_for_tasks(f"task.{name}.{key}", tasks) for key in section.model_fields)
+        keys = [key for key in section.model_fields if key not in _SECTIONS]
+        yield from (_for_tasks(f"task.{name}.{key}", tasks) for key in keys)
     yield _for_tasks("task.distillation", ("distillation",))
     yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` has a mixture")
     yield ConditionalKey("task.classification.kind", _is_text_task, "for words and images there is exactly one class")

@@ -7,6 +7,7 @@ from finetune.config.rules.unused_task_keys import conditional_task_keys
 EVALUATION = ("data.validation={path: rows.jsonl}",)
 IMAGES = ("task.name=image_classification", "data.max_length=null", "model.tokenizer=null")
 
+COSENT = ["task.name=embedding", "task.embedding.loss=cosent"]
 IDLE = [
     (["task.classification.kind=multi_label"], "task.classification.kind", "`task.name: text_classification`"),
     (
@@ -81,6 +82,20 @@ IDLE = [
         "evaluate.generate.batch_size",
         "generated one by one",
     ),
+    *(
+        ([f"task.embedding.{name}={value}"], f"task.embedding.{name}", "only `task.name: embedding` reads it")
+        for name, value in (
+            *(("loss", "cosent"), ("matryoshka_dims", "[8]"), ("pooling", "cls"), ("normalize", "true")),
+            *(("prompts.query", "q"), ("prompts.passage", "p")),
+        )
+    ),
+    ([*COSENT, "task.embedding.symmetric=true"], "task.embedding.symmetric", "only `loss: infonce` has anchors"),
+    (
+        ["task.name=embedding", "task.embedding={loss: cosine_mse, temperature: 0.1}"],
+        "task.embedding.temperature",
+        "has no temperature",
+    ),
+    (["task.reranking.loss=bce"], "task.reranking.loss", "only `task.name: reranking` reads it"),
 ]
 
 
@@ -95,6 +110,20 @@ def test_every_key_that_can_be_idle_has_a_row_in_the_table():
 
 
 WRONG = [
+    ([*COSENT, "data.train.format=pairs"], "data.train.format", "needs a score for each pair"),
+    (["task.name=embedding", "data.train.format=scored_pairs"], "data.train.format", "infonce` reads no scores"),
+    (["task.name=reranking", "data.train.format=scored_pairs"], "data.train.format", "`task.reranking.loss: bce`"),
+    (["task.name=embedding", "data.train.format=text"], "data.train.format", "`pairs`, `retrieval` or `scored_pairs`"),
+    (["task.name=embedding", "task.embedding.matryoshka_dims=[8, 8]"], "task.embedding.matryoshka_dims", "twice"),
+    ([*COSENT, "task.embedding.normalize=false"], "task.embedding.normalize", "compares cosines"),
+    (["task.name=embedding", "model.prompt_tuning={num_tokens: 2}"], "model.prompt_tuning", "virtual tokens"),
+    (
+        ["task.name=embedding", "train.global_batch_size=1", "train.microbatch_size=1"],
+        "train.global_batch_size",
+        "Write at least 2",
+    ),
+    (["task.name=embedding", "data.over_length=split"], "data.over_length", "needs whole rows"),
+    (["task.name=reranking", "data.batching={by: packs}"], "data.batching.by", "pads its samples"),
     (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` does not support `task.z_loss`"),
     (["data.max_length=null"], "data.max_length", "the maximum length of a sample in tokens"),
     (["task.name=distillation"], "task.distillation", "there is no teacher"),
