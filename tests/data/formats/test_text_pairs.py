@@ -1,0 +1,55 @@
+"""Anchors with passages and pairs with scores, as people's columns hold them."""
+
+import pytest
+
+from finetune.errors import DataError
+from tests.data.formats.test_row_format import read
+
+GROUP = {"anchor": "a", "positive": "p", "negatives": []}
+ROWS = {
+    "pair": ({"anchor": "a", "positive": "p"}, GROUP),
+    "triplet": ({"anchor": "a", "positive": "p", "negative": "n"}, {**GROUP, "negatives": ["n"]}),
+    "query": ({"query": "a", "positive": "p", "negatives": ["n", "m"]}, {**GROUP, "negatives": ["n", "m"]}),
+    "both": (
+        {"query": "a", "positive": "p", "negative": "n", "negatives": '["m"]'},
+        {**GROUP, "negatives": ["n", "m"]},
+    ),
+    "filled up": (
+        {"anchor": "a", "positive": "p", "negative": None, "negatives": ["n", None, " "]},
+        {**GROUP, "negatives": ["n"]},
+    ),
+    "none": ({"anchor": "a", "positive": "p", "negative": "", "negatives": ""}, GROUP),
+    "scored": (
+        {"sentence1": "a", "sentence2": "b", "score": "0.5"},
+        {"text": "a", "text_pair": "b", "score": 0.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_columns_decide(name):
+    row, expected = ROWS[name]
+    assert read(row) == expected
+
+
+def test_other_names_are_mapped():
+    assert read({"question": "a", "answer": "p"}, columns={"anchor": "question", "positive": "answer"}) == GROUP
+    template = {"negatives": "{{ [hard_1, hard_2] | tojson }}"}
+    assert read({"query": "a", "positive": "p", "hard_1": "n", "hard_2": "m"}, template=template)["negatives"] == [
+        "n",
+        "m",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"anchor": "a", "positive": "p", "negatives": [1]}, "column `negatives` must be a list of texts"),
+        ({"anchor": "a", "positive": "p", "negatives": {"a": 1}}, "is or holds an object"),
+        ({"anchor": "a", "positive": 3}, "column `positive` must be text"),
+        ({"sentence1": "a", "sentence2": "b", "score": "high"}, "column `score` must be a number"),
+    ],
+)
+def test_what_is_wrong_is_named(row, message):
+    with pytest.raises(DataError, match=message):
+        read(row)

@@ -1,0 +1,33 @@
+"""Which passages are left out, against the definition, on all small steps that Hypothesis thinks of."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.task.embedding.duplicates import masked_anchors, masked_passages
+
+TEXTS = st.integers(0, 5)
+STEPS = st.tuples(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=8), st.lists(TEXTS, max_size=5))
+
+
+@settings(max_examples=200, deadline=None)
+@given(step=STEPS, first=st.integers(0, 3), count=st.integers(0, 8))
+def test_right_is_what_is_the_positive_of_an_equal_anchor(step, first, count):
+    pairs, negatives = step
+    anchors, positives = (np.array(each) for each in zip(*pairs, strict=True))
+    passages = np.concatenate([positives, np.array(negatives, np.int64)])
+    rows = range(min(first, len(pairs)), min(first + count, len(pairs)))
+    right = set(pairs)
+    found = masked_passages(anchors, passages, rows)
+    expected = [(i, j) for i in rows for j in range(len(passages)) if j != i and (anchors[i], passages[j]) in right]
+    assert list(zip(found.rows.tolist(), found.candidates.tolist(), strict=True)) == expected
+    back = masked_anchors(anchors, passages, rows)
+    expected = [(i, j) for i in rows for j in range(len(pairs)) if j != i and (anchors[j], positives[i]) in right]
+    assert list(zip(back.rows.tolist(), back.candidates.tolist(), strict=True)) == expected
+
+
+def test_of_a_step_without_duplicates_nothing_is_left_out():
+    found = masked_passages(np.arange(4), np.arange(10, 18), range(4))
+    assert len(found) == 0
+    assert found.places(range(4), device=torch.device("cpu")) is None
