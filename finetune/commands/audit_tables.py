@@ -54,6 +54,7 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
     return (
         *(line for each in _shown(audit) if each.key != "total" for line in _source_lines(each)),
         *class_lines(audit.classes),
+        *sequence_lines(audit),
         *(_spread_lines(audit.total) if draws and audit.total.counts.has_tokens else ()),
         *(() if audit.padding is None else padding_lines(audit.padding)),
         *(f"LIMIT {each}" for each in audit.exceeded),
@@ -97,6 +98,13 @@ def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
     if absent:
         more = ", ..." if len(absent) > _MOST_NAMED else ""
         yield f"classes without a sample: {', '.join(absent[:_MOST_NAMED])}{more}"
+
+
+def sequence_lines(audit: Audit) -> Iterator[str]:
+    """Yield how many texts there are where a sample has several."""
+    if audit.num_sequences:
+        each = audit.num_sequences / max(1, audit.total.counts.samples)
+        yield f"texts that the model reads: {audit.num_sequences:,}, {each:.1f} per sample"
 
 
 def sparkline(found: Histogram) -> str:

@@ -66,11 +66,22 @@ def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
         _summary(facts, base),
         _metrics(facts.metrics),
         f"## Load\n\n```python\n{_loader(facts.head, _adapter(base))}```",
+        _SENTENCES if facts.head == "embedding" else "",
         "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if facts.head == "causal_lm" else "",
         f"## Config\n\n```yaml\n{facts.config_text.rstrip()}\n```" if facts.config_text else "",
         _software(facts.software),
     )
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+_SENTENCES = """## Embed
+
+```
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("PATH_OF_THIS_FOLDER")
+vectors = model.encode_document(["a text"])
+```"""
 
 
 def _adapter(base: CardBase | None) -> CardBase | None:

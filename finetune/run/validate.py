@@ -4,6 +4,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
+from finetune.model.loading.sentence_modules import pooling_warning
 from finetune.run.build.model import require_buildable
 from finetune.run.build.strategy import launched_strategy, require_supported_by_strategy
 from finetune.run.context import RunContext, make_context
@@ -21,6 +22,7 @@ def validate(loaded: LoadedConfig) -> RunContext:
     require_supported_by_strategy(context.config, context.strategy.name)
     require_mergeable(context.config, strategy=context.strategy.name)
     _require_vector_sizes(context.config)
+    _warn_of_other_pooling(context)
     return context
 
 
@@ -42,3 +44,11 @@ def _require_vector_sizes(config: RunConfig) -> None:
             f"task.embedding.matryoshka_dims: {too_large[0]} is more than the {whole} numbers of this model's vectors. "
             "Remove it, or write a smaller one."
         )
+
+
+def _warn_of_other_pooling(context: RunContext) -> None:
+    """Log a warning where the model of an embedding job was trained with another pooling."""
+    if context.config.task.name == "embedding" and distributed.is_main():
+        warning = pooling_warning(context.config.model, context.config.task.embedding.pooling)
+        if warning is not None:
+            context.log(warning)

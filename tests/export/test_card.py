@@ -9,6 +9,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
+    BertModel,
     CLIPImageProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -123,6 +124,7 @@ def plain(head, tokenizer, build):
         "masked_lm": BertForMaskedLM,
         "sequence_classification": BertForSequenceClassification,
         "token_classification": BertForTokenClassification,
+        "embedding": BertModel,
     }
     return kinds[head](BertConfig(**BERT, **({} if head == "masked_lm" else CLASSES))), inputs
 

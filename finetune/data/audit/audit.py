@@ -134,12 +134,15 @@ class Audit:
     template: TemplateCheck | None  # None where nothing is rendered
     exceeded: tuple[Exceeded, ...]
     classes: Mapping[str, int] = field(default_factory=dict)  # training samples of each, where a sample has one
+    num_sequences: int = 0  # of training samples of several texts
 
     def as_json(self) -> dict[str, Any]:
         """Return the audit as plain values, what follows from others (masked tokens, shares) included."""
         plain = {"version": VERSION, **asdict(self)}
         plain["sources"] = [_plain(source) for source in self.sources]
         plain["total"] = _plain(self.total)
+        if not self.num_sequences:
+            del plain["num_sequences"]
         plain["validation"] = _plain(self.validation) if self.validation else None
         if self.padding:
             plain["padding"] |= {"share": self.padding.share, "plain_share": self.padding.plain_share}
@@ -154,6 +157,7 @@ def audit_sources(
     padding: Padding | None = None,
     template: TemplateCheck | None = None,
     classes: Mapping[str, int] | None = None,
+    num_sequences: int = 0,
 ) -> Audit:
     """Return the audit of the training sources, by their places in the job YAML and in their order."""
     prepared = {key: each for key, each in sources.items() if not isinstance(each, Streamed)}
@@ -171,6 +175,7 @@ def audit_sources(
         template=template,
         exceeded=tuple(exceeded(audits, limits)) if limits is not None else (),
         classes=dict(classes or {}),
+        num_sequences=num_sequences,
     )
 
 

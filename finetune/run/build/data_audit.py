@@ -11,6 +11,7 @@ from finetune.data.audit.audit import Audit, audit_sources
 from finetune.data.audit.padding import Padding, measure_padding
 from finetune.data.audit.template_check import TemplateCheck, check_template
 from finetune.data.encoding.labelled_images import LABEL
+from finetune.data.features import LENGTHS_OF_SEQUENCES
 from finetune.data.order.grouping import tokens_per_position
 from finetune.data.token_cache.store import PreparedSet
 from finetune.report.run_log import RunLog
@@ -32,6 +33,7 @@ def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit
         padding=_padding(config, training_data),
         template=check_template(training_data.tokenizer, config.data) if config.task.name in CHAT_TASKS else None,
         classes=_classes(training_data) if config.task.name == "image_classification" else None,
+        num_sequences=_num_sequences(training_data) if config.task.name in ("embedding", "reranking") else 0,
     )
 
 
@@ -65,6 +67,12 @@ def _classes(training_data: TrainingData) -> dict[str, int]:
     prepared = [each for each in training_data.sources.values() if isinstance(each, PreparedSet)]
     counts = sum((np.bincount(each.values(LABEL), minlength=len(names)) for each in prepared), np.zeros(len(names)))
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def _num_sequences(training_data: TrainingData) -> int:
+    """Return the texts of all training samples; those of streams are not there yet."""
+    prepared = [each for each in training_data.sources.values() if isinstance(each, PreparedSet)]
+    return sum(len(each.values(LENGTHS_OF_SEQUENCES)) for each in prepared)
 
 
 def _notices(audit: Audit) -> Iterator[str]:
