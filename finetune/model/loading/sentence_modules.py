@@ -25,8 +25,8 @@ def pooling_warning(section: ModelSection, pooling: str) -> str | None:
     if usual is None or usual == pooling:
         return None
     return (
-        f"warning: task.embedding.pooling: `{section.name}` was trained with `{usual}` pooling (its {_POOLING_FILE}), and "
-        f"this job pools by `{pooling}`, with which its vectors are worse at the start: write `pooling: {usual}`."
+        f"warning: task.embedding.pooling: `{section.name}` was trained with `{usual}` pooling, as its {_POOLING_FILE} "
+        f"says, and this job pools by `{pooling}`. To go on from its vectors, write `pooling: {usual}`."
     )
 
 
