@@ -21,6 +21,7 @@ from finetune.data.encoding.labelled_text import LabelledTextEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
 from finetune.data.encoding.tagged_words import TaggedWordsEncoder
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
+from finetune.data.encoding.text_groups import TextGroupsEncoder
 from finetune.data.precomputed import PrecomputedManifest as KnownManifest
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.arrays import ArrayFacts
@@ -61,6 +62,7 @@ ENCODERS = {
     TextEncoder: ("data.encoding.text.TextEncoder", "79d58aa44808d66ed1d46a0fd00efc07"),
     ImageConversationEncoder: ("data.encoding.pictures.PicturedEncoder", "8408b530f5a2bdd321a57b4b764421c5"),
     ConversationEncoder: ("data.encoding.encode.ConversationEncoder", "0d9d829e44910683ba55c6a4e290161b"),
+    TextGroupsEncoder: ("data.encoding.text_groups.TextGroupsEncoder", "816b2c30f3e9e00a4cb7b1c10f516458"),
     BaseTask: ("task.base.BaseTask.encode", "74c59ad65d40384f0dd95ddf3d6f4400"),
 }
 
@@ -144,7 +146,7 @@ WRITTEN = [
     (Counts, "rows samples tokens targets truncated_rows truncated_tokens truncated_targets long_rows "
      "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
      "control_rows turn_mark_rows longest longest_place first_without_target"),
-    (Audit, "sources total validation padding template exceeded classes"),
+    (Audit, "sources total validation padding template exceeded classes num_sequences"),
     (SourceAudit, "key counts is_streamed duplicates in_validation length_quantiles lengths target_shares"),
     (Exceeded, "key share"),
     (Share, "name what num among limit"),
