@@ -70,6 +70,7 @@ COMPARED_BY_CONTENT = (
     *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
     *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
     *("data.allow_special_tokens", "data.train.image_root"),
+    *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
     *("task.seq2seq.max_target_length", "task.seq2seq.source_prefix"),
     *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
 )
@@ -103,7 +104,8 @@ MAY_DIFFER = (
     *("evaluate.generate.metrics", "evaluate.generate.batch_size"),
     *("data.validation", "data.validation.path", "data.validation.name", "data.validation.config"),
     *("data.validation.revision", "data.validation.split", "data.validation.format", "data.validation.columns"),
-    *("data.validation.skip", "data.validation.take"),
+    *("data.validation.skip", "data.validation.take", "data.validation.delimiter", "data.validation.quotes"),
+    *("data.validation.encoding", "data.validation.records"),
     *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
     *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),

@@ -72,7 +72,8 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
         known = [name for form, names in COLUMNS.items() if source.format in (None, form) for name in names]
         for where, columns in (("columns", source.columns), ("template", source.template)):
             for column, yours in columns.items():
-                if column not in known:
+                is_position = where == "columns" and column.isdecimal()
+                if column not in known and not is_position:
                     who = f"format `{source.format}`" if source.format else "any format"
                     hint = did_you_mean(column, known) or f"It has {format_list(dict.fromkeys(known))}."
                     if where == "columns" and yours in known:

@@ -70,6 +70,10 @@ class AlreadyRead:
 ALREADY_READ = AlreadyRead()
 
 
+class UnknownFormat(DataError):
+    """The columns of the first row are those of no format."""
+
+
 @dataclass(frozen=True)
 class ColumnFormat:
     """A format with the names and templates that lead to the user's columns."""
@@ -123,7 +127,7 @@ def choose_format(
     if section.format is None:
         log(f"{key}.format is not set: the columns {quoted_list(_available(section, row))} are read as `{name}`")
     expected = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
-    for where, columns in (("columns", section.columns), ("template", section.template)):
+    for where, columns in (("columns", section.column_names), ("template", section.template)):
         for column in columns:
             if column not in expected:
                 raise DataError(
@@ -135,10 +139,10 @@ def choose_format(
         log(f"{key}: unused columns: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
-        yours = section.columns.get(column, column)
+        yours = section.column_names.get(column, column)
         shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    return ColumnFormat(ColumnNames(name, dict(section.columns), dict(section.template), key, classes, image_root))
+    return ColumnFormat(ColumnNames(name, section.column_names, dict(section.template), key, classes, image_root))
 
 
 def _classes(
@@ -148,7 +152,7 @@ def _classes(
     column = _LABELS.get(name)
     if column is None or column in section.template:
         return {}
-    names = class_names().get(section.columns.get(column, column))
+    names = class_names().get(section.column_names.get(column, column))
     return {column: names} if names else {}
 
 
@@ -156,11 +160,11 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
     available = _available(section, first.parse())
     for name, required in REQUIRED_COLUMNS.items():
         expected = required + OPTIONAL_COLUMNS.get(name, ())
-        is_there = all(section.columns.get(column, column) in available for column in required)
-        if is_there and all(column in expected for column in (*section.columns, *section.template)):
+        is_there = all(section.column_names.get(column, column) in available for column in required)
+        if is_there and all(column in expected for column in (*section.column_names, *section.template)):
             return name
     choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
-    raise DataError(
+    raise UnknownFormat(
         f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
         f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
         f"{key}.template. Formats are {choices}."
@@ -176,7 +180,7 @@ def _unread(section: SourceSection, row: Row, expected: tuple[str, ...]) -> list
     by_template = {name for written in section.template.values() for name in columns_used(written)}
     if WHOLE_ROW in by_template:
         return []
-    by_name = {section.columns.get(column, column) for column in expected if column not in section.template}
+    by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
     return [name for name in row if name not in by_template | by_name]
 
 

@@ -14,13 +14,15 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.formats.row_format import ALREADY_READ, RowFormat, choose_format
+from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.order.stream_plan import excerpt
 from finetune.data.rows import RawRow, Row
-from finetune.data.sources.files import Origin
+from finetune.data.sources.files import Files, Origin
+from finetune.data.sources.hints import column_hint, require_columns, require_positions
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
+from finetune.data.sources.options import read_options
 from finetune.data.sources.remote import find_remote
 from finetune.data.sources.slices import (
     ContentSplit,
@@ -157,7 +159,14 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
     root = image_root(section, origin.image_folders(), key=key)
-    form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
+    kind = origin.kind if isinstance(origin, Files) else ""
+    if section.has_positions:
+        require_positions(section, first, key=key)
+    try:
+        form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
+    except UnknownFormat as error:
+        raise DataError(f"{error}{column_hint(section, first.parse(), kind=kind)}") from error
+    require_columns(section, form, first, key=key, kind=kind)
     return replace(unread, format=form)
 
 
@@ -178,11 +187,15 @@ def _find(section: SourceSection, *, key: str, log: Log) -> Origin:
         finder = find_remote if "://" in section.path else find_local
         place, find = f"{key}.path", partial(finder, key=key, log=log)
     try:
-        return find(section)
+        origin = find(section)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     except OSError as error:
         raise DataError(f"{place}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
+    if isinstance(origin, Files):
+        return replace(origin, options=read_options(section, origin.kinds, key=key))
+    read_options(section, ["a folder of images" if section.path else "a hub dataset"], key=key)
+    return origin
 
 
 def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
