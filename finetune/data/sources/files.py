@@ -98,6 +98,11 @@ class DataFile:
             content = _decompressed(stream, compression)
             yield from rows_of(content, kind, origin=self.name, options=self.options, start=start)
 
+    def beginning(self, num_bytes: int) -> bytes:
+        """Return its first bytes, decompressed; raises DataError where it cannot be read."""
+        with _readable(self.place), self.place.open() as stream:
+            return _decompressed(stream, kind_of(self.name)[1]).read(num_bytes)
+
     def num_rows(self, at_most: int) -> int:
         """Return how many rows it has, or `at_most`."""
         kind, compression = kind_of(self.name)
@@ -116,7 +121,7 @@ class Files:
     options: ReadOptions = DEFAULT_OPTIONS
 
     @property
-    def kinds(self) -> frozenset[str]:
+    def endings(self) -> frozenset[str]:
         """Return the endings of the files."""
         return frozenset(kind_of(place.name)[0] for place in self.places)
 

@@ -33,9 +33,9 @@ class ReadOptions:
 DEFAULT_OPTIONS = ReadOptions()
 
 
-def read_options(section: SourceSection, kinds: Iterable[str], *, key: str) -> ReadOptions:
+def read_options(section: SourceSection, endings: Iterable[str], *, key: str) -> ReadOptions:
     """Return how files of these kinds are read; raises DataError for a key that their kind does not have."""
-    found = set(kinds)
+    found = set(endings)
     if section.has_positions:
         _require_kind(found, KINDS_WITH_POSITIONS, key=f"{key}.columns", what="columns by position are")
     for name, allowed in KINDS_OF_KEYS.items():

@@ -141,7 +141,7 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
     """Yield every text of the sources' rows as their formats read them: what a tokenizer is trained on."""
     for source in sources:
         for raw in source.excerpt():
-            yield from _texts(source.format.read(raw))
+            yield from texts_of(source.format.read(raw))
 
 
 def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
@@ -152,7 +152,7 @@ def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
 
 
 def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
-    origin = _find(section, key=key, log=log)
+    origin = find_origin(section, key=key, log=log)
     unread = SourceSlice(section, origin, ALREADY_READ)
     first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
     if first is None:
@@ -180,7 +180,8 @@ def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> 
     return ImageRoot((root,), key, section.follow_links, counts_from=root)
 
 
-def _find(section: SourceSection, *, key: str, log: Log) -> Origin:
+def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
+    """Return where the section's rows come from; raises DataError, which names the key, where there is nothing."""
     if section.path is None:
         place, find = f"{key}.name", load_hub_dataset
     else:
@@ -193,7 +194,7 @@ def _find(section: SourceSection, *, key: str, log: Log) -> Origin:
     except OSError as error:
         raise DataError(f"{place}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
     if isinstance(origin, Files):
-        return replace(origin, options=read_options(section, origin.kinds, key=key))
+        return replace(origin, options=read_options(section, origin.endings, key=key))
     read_options(section, ["a folder of images" if section.path else "a hub dataset"], key=key)
     return origin
 
@@ -228,7 +229,8 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return parts[0] if len(parts) == 1 else {"parts": parts}
 
 
-def _texts(row: Row) -> Iterator[str]:
+def texts_of(row: Row) -> Iterator[str]:
+    """Yield every text of a row as its format reads it."""
     yield from (row[name] for name in ("text", "text_pair") if name in row)
     if "tokens" in row:
         yield " ".join(row["tokens"])
