@@ -23,7 +23,7 @@ MUST_MATCH = (
     "model.batch_norm",
     "model.train_only",
     "model.attention",  # the same function, but attention dropout draws different numbers
-    *("model.from_config", "model.from_config.model_type", "model.from_config.values"),
+    *("model.config", "model.from_config", "model.from_config.model_type", "model.from_config.values"),
     *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
     *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
     *("model.lora.init", "model.lora.layers", "model.lora.rank_pattern", "model.lora.alpha_pattern"),
@@ -114,6 +114,13 @@ MAY_DIFFER = (
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
 )
 
+RECORDED_UNLESS_DEFAULT = (
+    "model.config",
+    *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
+    *("data.validation.delimiter", "data.validation.quotes", "data.validation.encoding", "data.validation.records"),
+)
+"""Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
+
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 
 
@@ -136,6 +143,8 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
     """
     for name, field in type(section).model_fields.items():
         key, value = join_key(prefix, name), getattr(section, name)
+        if key in RECORDED_UNLESS_DEFAULT and value == field.default:
+            continue
         if not isinstance(value, Section):
             plain = json.loads(json.dumps(value, default=_plain))
             yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)
@@ -146,5 +155,10 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _plain(section: Section) -> dict[str, Any]:
-    """Return a section in a list as plain JSON types."""
-    return section.model_dump()
+    """Return a section in a list, which is one of `data.train.mix`, as plain JSON types."""
+    fields = type(section).model_fields
+    return {
+        name: value
+        for name, value in section.model_dump().items()
+        if f"data.train.{name}" not in RECORDED_UNLESS_DEFAULT or value != fields[name].default
+    }

@@ -21,6 +21,10 @@ def validate(loaded: LoadedConfig) -> RunContext:
 
 
 def validate_model(context: RunContext) -> None:
-    """Raise ModelError where the values of `model.from_config` give no model; on rank 0, with which all others exit."""
-    if context.config.model.from_config is not None and distributed.is_main():
-        require_buildable(context.config)
+    """Raise ModelError where the values of `model.from_config` or `model.config` give no model.
+
+    On rank 0, with which all others exit.
+    """
+    section = context.config.model
+    if (section.from_config is not None or section.config) and distributed.is_main():
+        require_buildable(context.loaded)

@@ -223,7 +223,8 @@ def _no_format(keys: Keys, row: Row) -> str:
     place = ".".join([keys["records"], *inner]) if "records" in keys and inner else None
     deeper = f"`records: {place}` makes rows of the lists in each.\n" if place is not None else ""
     return (
-        f"{deeper}No format has the columns {quoted_list(row)}. Map them with `columns`, or make them with a `template`:\n\n"
+        f"{deeper}No format has the columns {quoted_list(row)}. Map them with `columns`, or make them with a "
+        "`template`:\n\n"
         f"data:\n  train:\n{block}\n    format: FORMAT\n    columns: {{COLUMN OF THE FORMAT: YOURS}}\n\n"
         f"Formats and their columns:\n{formats}"
     )

@@ -1,13 +1,17 @@
 """The model that a job names: weights, adapters, and which of its parameters are trained."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
+from finetune.config.section import parent_keys
 from finetune.config.sections.model import ModelSection
+from finetune.errors import ModelError
 from finetune.model.activation_offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.batch_norm import set_batch_norm
@@ -87,6 +91,20 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
     return SpecialTokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
 
 
-def require_buildable(config: RunConfig) -> None:
-    """Raise ModelError where the job's model cannot be built, or not be asked anything. Takes no memory for weights."""
-    dry_run_model(config.model, head=model_head(config.task.name))
+_KEY = re.compile(r"model\.(?:from_config|config)(?:\.\w+)*")
+
+
+def require_buildable(loaded: LoadedConfig) -> None:
+    """Raise ModelError, with the line of its key, where the job's model cannot be built, or not be asked anything.
+
+    Takes no memory for weights.
+    """
+    try:
+        dry_run_model(loaded.config.model, head=model_head(loaded.config.task.name))
+    except ModelError as error:
+        named = _KEY.match(str(error))
+        keys = () if named is None else (named.group(), *parent_keys(named.group()))
+        place = next((loaded.sources[key] for key in keys if key in loaded.sources), None)
+        if place is None:
+            raise
+        raise ModelError(f"{place}, {error}") from error
