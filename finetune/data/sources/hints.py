@@ -36,8 +36,9 @@ def column_hint(section: SourceSection, row: Row, *, kind: str) -> str:
             f" The header is one column with `{delimiter if delimiter != chr(9) else 'tabs'}` in it: if that separates "
             f"the columns, write `delimiter: {shown}` beside the path."
         )
-    required = REQUIRED_COLUMNS[section.format or "labelled"]
-    positions = ", ".join(f"{column}: {place}" for place, column in enumerate(reversed(required)))
+    form = section.format or "labelled"
+    required = ("label", "text") if form == "labelled" else REQUIRED_COLUMNS[form]
+    positions = ", ".join(f"{column}: {place}" for place, column in enumerate(required))
     return (
         " If the file has no header and its first row is data, map positions beside its path: "
         f"`columns: {{{positions}}}`."

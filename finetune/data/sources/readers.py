@@ -58,9 +58,7 @@ def _json_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) ->
 def _plain_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     for number, line in _lines(stream, origin, keep_blanks_around=True):
         if line.startswith(b"\0") and not line.strip(b"\0"):
-            raise DataError(
-                f"{origin}, line {number}: holds nothing but zero bytes: the file was not written to its end."
-            )
+            raise DataError(f"{origin}, line {number}: has only zero bytes: the file was not written to its end.")
         yield RawRow(origin, number, {"text": decode_line(line, origin=origin, number=number)})
 
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.errors import ModelError
 from finetune.model.loading.config_names import ROPE_VALUES, known_names, sub_configs
@@ -142,6 +143,9 @@ def _scaled(
     new.setdefault("rope_type", "default")
     if replaces and given and "rope_type" not in given and "type" not in given:
         raise ModelError(f"{key}: `rope_type` is missing. Write `rope_type: yarn` (or `linear`, `llama3`, ...) in it.")
+    if new["rope_type"] not in (*ROPE_INIT_FUNCTIONS, "default", old.get("rope_type")):
+        hint = suggestion(str(new["rope_type"]), sorted(ROPE_INIT_FUNCTIONS))
+        raise ModelError(f"{key}: transformers has no `rope_type: {new['rope_type']}`.{hint}")
     if new["rope_type"] in _ROPE_TYPES_WITH_ORIGIN:
         origin = old.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
         new.setdefault("original_max_position_embeddings", origin)
@@ -171,7 +175,7 @@ def _config_errors(kind: str, values: Mapping[str, Any]) -> Iterator[None]:
 def _key_in(text: str, values: Mapping[str, Any]) -> str:
     """Return the key that an error of transformers is about; the section where that cannot be seen."""
     names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
-    if not names and _ROPE in text:
+    if not names and "rope" in text:
         names = [name for name in values if name == _ROPE or name in ROPE_VALUES]
     return f"{CONFIG_KEY}.{names[0]}" if names else CONFIG_KEY
 
