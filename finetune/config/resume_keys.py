@@ -26,6 +26,7 @@ MUST_MATCH = (
     *("model.from_config", "model.from_config.model_type", "model.from_config.values"),
     *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
     *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
+    *("model.lora.experts", "model.lora.router"),
     *("model.lora.init", "model.lora.layers", "model.lora.rank_pattern", "model.lora.alpha_pattern"),
     *("model.ia3", "model.ia3.target_modules", "model.ia3.feedforward_modules"),
     *("model.oft", "model.oft.block_size", "model.oft.dropout", "model.oft.target_modules"),
@@ -112,6 +113,9 @@ MAY_DIFFER = (
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
 )
 
+RECORDED_UNLESS_DEFAULT = ("model.lora.experts", "model.lora.router")
+"""Keys of MUST_MATCH that older checkpoints do not have; with its default, such a key changes nothing in a run."""
+
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 
 
@@ -134,6 +138,8 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
     """
     for name, field in type(section).model_fields.items():
         key, value = join_key(prefix, name), getattr(section, name)
+        if key in RECORDED_UNLESS_DEFAULT and value == field.default:
+            continue
         if not isinstance(value, Section):
             plain = json.loads(json.dumps(value, default=_plain))
             yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)
