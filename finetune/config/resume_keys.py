@@ -114,7 +114,7 @@ MAY_DIFFER = (
 )
 
 RECORDED_UNLESS_DEFAULT = ("model.lora.experts", "model.lora.router")
-"""Keys of MUST_MATCH that older checkpoints do not have; with its default, such a key changes nothing in a run."""
+"""Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
 
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 

@@ -178,7 +178,8 @@ def _largest_part(meta_model: PeftModel) -> int:
     """Return the largest number of elements that are merged at once."""
     layers = (each for each in meta_model.modules() if isinstance(each, BaseTunerLayer))
     largest = (sum(each.numel() for each in layer.parameters()) for layer in layers)
-    return max(0, *largest, *(each.numel() for each in meta_model.parameters()))
+    most: int = max(0, *largest, *(each.numel() for each in meta_model.parameters()))
+    return most
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:

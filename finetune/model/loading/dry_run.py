@@ -55,8 +55,8 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
             raise confirmed
 
 
-def build_without_weights(section: ModelSection, *, head: str) -> PreTrainedModel:
-    """Return the model on the meta device; raises ModelError where it cannot be built."""
+def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
+    """Return the model on the meta device: its modules, without values; raises ModelError."""
     trial = _DryRun(section, head)
     with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
         config = trial.config()

@@ -22,7 +22,7 @@ from finetune.model.adapters.context import AdapterContext, adapter_config, has_
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
-from finetune.model.loading.dry_run import build_without_weights, dry_run_model, may_have_experts
+from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
 from finetune.model.loading.load import load_model
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.quantize import unquantized_weights_folder
@@ -158,7 +158,7 @@ def require_adaptable(loaded: LoadedConfig) -> None:
     names_experts = wanted.experts is not None or wanted.router
     if not names_experts and not (_computes_from_weights(section) and may_have_experts(section)):
         return
-    model = build_without_weights(section, head=model_head(loaded.config.task.name))
+    model = meta_model(section, head=model_head(loaded.config.task.name))
     problems = targets.target_problems(model, wanted)
     if problems:
         raise ConfigError([with_location(each, loaded.sources) for each in problems], loaded.path.name)
