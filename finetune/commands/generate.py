@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from finetune.commands.export import processing_in
+from finetune.commands.source import use_written_arguments
 from finetune.config.sections.data import SourceSection
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, read_prompt
 from finetune.data.rows import RawRow, Row
@@ -121,6 +122,7 @@ def generate_file(
     top_p: float,
     seed: int,
     system: str | None,
+    template_arguments: Sequence[str] = (),
     trust_remote_code: bool,
 ) -> int:
     """Write each row with its `answer` to the output, which appears whole; return the exit code.
@@ -135,11 +137,13 @@ def generate_file(
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=_no_log)
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
+    about |= {"template_arguments": list(template_arguments)} if template_arguments else {}
     distributed.init_cpu_process_group()
     parts = PartialAnswers.open(
         output, about | {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
     )
     tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
+    use_written_arguments(tokenizer, template_arguments)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     speaker = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
