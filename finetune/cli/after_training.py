@@ -10,11 +10,12 @@ from finetune.cli.options import (
     Dtype,
     NewTokens,
     Overrides,
+    SamplingSeed,
     Source,
     Step,
     System,
-    TemplateArguments,
     Temperature,
+    TemplateArguments,
     Trust,
 )
 from finetune.errors import UserError
@@ -125,9 +126,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of sampling. A row's answer does not depend on the number of processes.")
-    ] = 0,
+    seed: SamplingSeed = 0,
     system: System = None,
     template_argument: TemplateArguments = None,
     trust_remote_code: Trust = False,

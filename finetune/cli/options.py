@@ -38,4 +38,7 @@ TemplateArguments = Annotated[
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="System message for conversations that have none of their own.")
 ]
+SamplingSeed = Annotated[
+    int, typer.Option(min=0, help="Seed of sampling. A row's answer does not depend on the number of processes.")
+]
 ConfigsFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the accelerate configs.")]

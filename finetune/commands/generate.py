@@ -137,13 +137,9 @@ def generate_file(
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=_no_log)
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
-    about |= {"template_arguments": list(template_arguments)} if template_arguments else {}
     distributed.init_cpu_process_group()
-    parts = PartialAnswers.open(
-        output, about | {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
-    )
-    tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
-    use_written_arguments(tokenizer, template_arguments)
+    parts = PartialAnswers.open(output, about | _about_model(saved, adapter, template_arguments))
+    tokenizer = _tokenizer(saved, template_arguments, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     speaker = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
@@ -153,6 +149,11 @@ def generate_file(
         parts.join([each.parse() for each in raw])
         print(f"{len(raw):,} answers in {output}")
     return distributed.shut_down(0)
+
+
+def _about_model(saved: SavedModel, adapter: Path | None, template_arguments: Sequence[str]) -> dict[str, Any]:
+    about = {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
+    return about | ({"template_arguments": list(template_arguments)} if template_arguments else {})
 
 
 def _weight_files(folder: Path | None) -> Any:
@@ -176,12 +177,13 @@ def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
         raise UserError(f"--output {output} already exists. Name another file, or delete it.")
 
 
-def _tokenizer(saved: SavedModel, *, trust_remote_code: bool) -> Any:
+def _tokenizer(saved: SavedModel, template_arguments: Sequence[str], *, trust_remote_code: bool) -> Any:
     tokenizer = processing_in(saved, trust_remote_code=trust_remote_code).tokenizer
     if tokenizer is None:
         raise UserError(
             f"{saved.folder}: has no tokenizer, and neither has its base. Copy the files of a tokenizer there."
         )
+    use_written_arguments(tokenizer, template_arguments)
     return tokenizer
 
 

@@ -44,11 +44,9 @@ def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
     if not written:
         return
     arguments = dict(map(_parse_argument, written))
-    problems = unread_problems(tokenizer, arguments, key="--template-argument")
+    problems = unread_problems(tokenizer, arguments, key="")
     if problems:
-        raise UserError(
-            "\n".join(f"--template-argument {problem.key.partition('.')[2]}: {problem.message}" for problem in problems)
-        )
+        raise UserError("\n".join(f"--template-argument {problem.key}: {problem.message}" for problem in problems))
     set_template_arguments(tokenizer, {**arguments_of(tokenizer), **arguments})
 
 

@@ -148,9 +148,8 @@ def choose_format(
         yours = section.columns.get(column, column)
         shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    has_arguments = ARGUMENTS in expected and ARGUMENTS in row
-    names_of_columns = dict(section.columns), dict(section.template)
-    return ColumnFormat(ColumnNames(name, *names_of_columns, key, classes, image_root, has_arguments))
+    mapped, has_arguments = (dict(section.columns), dict(section.template)), ARGUMENTS in expected and ARGUMENTS in row
+    return ColumnFormat(ColumnNames(name, *mapped, key, classes, image_root, has_arguments))
 
 
 def _classes(

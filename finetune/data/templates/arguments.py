@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 
-from finetune.config.section import KeyLocations, with_location
+from finetune.config.section import KeyLocations, join_key, with_location
 from finetune.data.templates.sandbox import run_sandboxed
 from finetune.data.templates.static_check import is_bounded, without_markers
 from finetune.errors import DataError, Problem
@@ -62,9 +62,9 @@ def use_arguments(
 
 def unread_problems(tokenizer: PreTrainedTokenizerBase, arguments: Arguments, *, key: str) -> list[Problem]:
     """Return a problem for each argument that the tokenizer's chat template does not read; `key` is theirs."""
-    known = readable_names(tokenizer)
-    unread = [name for name in arguments if name not in known]
-    return [Problem(f"{key}.{name}", _describe_unread(name, known)) for name in unread]
+    readable = readable_names(tokenizer)
+    unread = [name for name in arguments if name not in readable]
+    return [Problem(join_key(key, name), _describe_unread(name, readable)) for name in unread]
 
 
 def readable_names(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
@@ -75,29 +75,29 @@ def readable_names(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     return frozenset(named) - RESERVED - _GLOBALS - set(tokenizer.special_tokens_map)
 
 
-def own_arguments(value: Arguments, known: frozenset[str]) -> Arguments:
-    """Return a row's arguments without those that are absent; raises DataError for one that is not among the known.
+def own_arguments(value: Arguments, readable: frozenset[str]) -> Arguments:
+    """Return a row's arguments without those that are absent; raises DataError for one that is not readable.
 
     A table has every column in every row: null is an absent argument, and so is an empty one that nothing reads.
     """
     kept = {name: each for name, each in value.items() if each is not None}
-    unread = [name for name, each in kept.items() if name not in known and each not in _EMPTY]
+    unread = [name for name, each in kept.items() if name not in readable and each not in _EMPTY]
     if unread:
         raise DataError(
-            f"`chat_template_kwargs`: {unread[0]}: {_describe_unread(unread[0], known)} If it does not matter, leave "
-            "the column out with `template: {chat_template_kwargs: '{}'}` beside `path`."
+            f"`chat_template_kwargs`: {unread[0]}: {_describe_unread(unread[0], readable)} If it does not matter, "
+            "leave the column out with `template: {chat_template_kwargs: '{}'}` beside `path`."
         )
-    return {name: each for name, each in kept.items() if name in known}
+    return {name: each for name, each in kept.items() if name in readable}
 
 
 _EMPTY: tuple[Any, ...] = ("", [], {})
 _GLOBALS = frozenset(("raise_exception", "strftime_now"))
 
 
-def _describe_unread(name: str, known: Iterable[str]) -> str:
+def _describe_unread(name: str, readable: Iterable[str]) -> str:
     if name in RESERVED:
         return "this is no argument: it is given to the template from the row, or by `finetune` itself. Remove it."
-    names = ", ".join(f"`{each}`" for each in sorted(known))
+    names = ", ".join(f"`{each}`" for each in sorted(readable))
     reads = f"It reads {names}." if names else "It takes no arguments."
     return f"the chat template never reads it. {reads}"
 
