@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
 from finetune.data.encoding.dropped_content import DroppedContentCheck, role_hint
+from finetune.data.encoding.reasoning import split_reasoning
 from finetune.data.encoding.target_spans import RenderedChat, TargetFinder, TrainOn
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import Features, Outcome, result_or_error
@@ -84,6 +85,8 @@ class ConversationEncoder:
             chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if arguments else row, dropped)
         else:
             stood_in = {**row, **_named(*self._control.with_stand_ins(texts))}
+            if not self._finder.train_on_reasoning:
+                _require_same_reasoning(row["messages"], stood_in["messages"])
             chat = self._plain_rendered_chat(stood_in, dropped)
             chat = chat and replace(chat, has_control_names=True)
             self._check_same_rendering({**row, **_named(*texts)}, stood_in)
@@ -165,6 +168,17 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
             return each
     samples = tuple(each for each in outcomes if isinstance(each, Features))
     return samples or None
+
+
+def _require_same_reasoning(turns: Sequence[Turn], stood_in: Sequence[Turn]) -> None:
+    """Raise DataError where reasoning in the content is not found any more once names of control tokens are text."""
+    for number, (turn, other) in enumerate(zip(turns, stood_in, strict=True), start=1):
+        if split_reasoning(turn)[0] and not split_reasoning(other)[0]:
+            raise DataError(
+                f"the markers of reasoning in the content of turn {number} are special tokens of this tokenizer, and "
+                "names of special tokens in rows are text: the reasoning cannot be left out of the targets. Give it as "
+                "`reasoning_content`, or set data.allow_special_tokens: true."
+            )
 
 
 def _named(messages: Any, tools: Any, arguments: Any) -> dict[str, Any]:

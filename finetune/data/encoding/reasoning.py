@@ -72,7 +72,6 @@ def find_marks(render_answer: RenderAnswer) -> ReasoningMarks:
     A template that renders no reasoning has no marks but those that content may hold.
     """
     answers = {(has, calls): render_answer(_answer(has, calls)) for has in (True, False) for calls in (True, False)}
-    inline_openings = tuple(opening for opening, _ in INLINE)
     inline_closings = tuple(f"{closing}\n\n" for _, closing in INLINE)
     openings, closings, absent = {""}, set(), set()
     said, called = (answers[True, calls].partition(_THOUGHT) for calls in (False, True))
@@ -85,6 +84,7 @@ def find_marks(render_answer: RenderAnswer) -> ReasoningMarks:
     if said[1] or called[1]:
         before_content = answers[False, False].partition(_SAID)[0]
         absent |= {before_content, _common_beginning(before_content, answers[False, True])}
+    inline_openings = tuple(before + opening for before in ("", *absent) for opening, _ in INLINE)
     return ReasoningMarks(
         (*_longest_first(openings), *inline_openings),
         tuple(each for each in (*_longest_first(closings), *inline_closings) if each.strip()),

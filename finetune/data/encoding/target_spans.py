@@ -94,7 +94,8 @@ class TargetFinder:
         return self._marks[known]
 
     def _rendered_answer(self, turn: Turn, arguments: Arguments | None) -> str:
-        plain = replace(self, train_on="last_assistant", train_on_reasoning=True)
+        train_on = self.train_on if self.train_on in LAST_ALONE else "last_assistant"
+        plain = replace(self, train_on=train_on, train_on_reasoning=True)
         try:
             chat = plain.rendered_chat([{"role": "user", "content": "a"}, turn], arguments=arguments)
         except DataError:
@@ -148,10 +149,37 @@ class _Conversation:
     turns: Sequence[Turn]
     tools: Tools | None
     arguments: Arguments | None = None
+    given: Rendering | None = None  # the whole, where it is put together
 
     def rendered_chat(self, targets: Sequence[int]) -> RenderedChat:
         """Return what the template marks of these turns; the turns as they are rendered where it marks none."""
-        marked = self._marked(targets)
+        if self.finder.train_on == "each_assistant":
+            return self._as_asked()._chat([len(self.turns) - 1], marked=None)
+        return self._chat(targets, marked=self._marked(targets))
+
+    def _as_asked(self) -> "_Conversation":
+        """Return the conversation with the prompt of its last answer as it is asked for, whatever the answer changes.
+
+        Raises DataError where the answer, as the template renders it when it is last, does not begin as the prompt
+        ends.
+        """
+        place = len(self.turns) - 1
+        prompt = self._render(place, generation_prompt=True).text
+        if self.whole.text.startswith(prompt):
+            return self
+        cue = prompt.removeprefix(self._render(place).text)
+        other = render(
+            self.finder.tokenizer,
+            [*self.turns[:place], {"role": "assistant", "content": _ANOTHER}],
+            tools=self.tools,
+            arguments=self.arguments,
+        ).text
+        begins = -1 if cue == prompt else self.whole.text.rfind(cue, 0, _num_same(self.whole.text, other))
+        if begins < 0:
+            raise self._difference(prompt, what=f"the prompt of turn {place + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
+        return replace(self, given=Rendering(prompt + self.whole.text[begins + len(cue) :]))
+
+    def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
         spans = [self._answer(place) for place in targets] if marked is None else marked
         dropped = self._drops_reasoning(spans, targets)
         if not self.finder.train_on_reasoning:
@@ -193,7 +221,7 @@ class _Conversation:
 
     @cached_property
     def whole(self) -> Rendering:
-        return self._render(len(self.turns))
+        return self.given or self._render(len(self.turns))
 
     def _marked(self, targets: Sequence[int]) -> list[Span] | None:
         """Return the marked spans that belong to the turns, each through its end-of-turn; None where unclear."""
@@ -235,11 +263,15 @@ class _Conversation:
         without_end = self.finder.end_of_turn.without_final(beginning)
         if not generation_prompt and without_end is not None and self.whole.text.startswith(without_end):
             return len(without_end)
+        is_last = generation_prompt and num_turns == len(self.turns) - 1
+        is_cue = is_last and self.whole.text.startswith(self._render(num_turns).text)
+        raise self._difference(beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_cue else REMEDY)
+
+    def _difference(self, beginning: str, *, what: str, remedy: str) -> DataError:
         alone, within = first_difference(beginning, self.whole.text)
-        raise DataError(
+        return DataError(
             f"the chat template ({self.finder.template}) renders {what} differently when the conversation stops there "
-            f"({alone}) and when it continues ({within}), so the targets cannot be determined. "
-            + (REMEDY_OF_GENERATION_PROMPT if generation_prompt and num_turns == len(self.turns) - 1 else REMEDY)
+            f"({alone}) and when it continues ({within}), so the targets cannot be determined. {remedy}"
         )
 
     def _render(self, num_turns: int, *, generation_prompt: bool = False) -> Rendering:
@@ -252,6 +284,7 @@ class _Conversation:
         )
 
 
+_ANOTHER = "Xyzzy"
 REMEDY = (
     "Set data.train_on: each_assistant, which makes each answer a sample of its own, rendered as the model will be "
     "asked; or last_assistant, which trains on the last answer alone; or data.chat_template to `chatml` or to a Jinja "
@@ -259,15 +292,15 @@ REMEDY = (
 )
 REMEDY_OF_GENERATION_PROMPT = (
     "The prompt at inference would differ from training. Give the turn what the generation prompt begins (such as its "
-    "reasoning_content); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
+    "reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: {enable_thinking: "
+    "...}); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
     "{% generation %} (the `_training` variants that TRL ships do)."
 )
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
     """Return short excerpts of both texts around the first character in which they differ."""
-    same = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    place = min(len(one), len(other)) if same is None else same
+    place = _num_same(one, other)
     start = max(0, place - 16)
     lead = "..." if start else ""
 
@@ -275,6 +308,12 @@ def first_difference(one: str, other: str) -> tuple[str, str]:
         return repr(lead + text[start : place + 32] + ("..." if place + 32 < len(text) else ""))
 
     return excerpt(one), excerpt(other)
+
+
+def _num_same(one: str, other: str) -> int:
+    """Return how many characters both texts begin with alike."""
+    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
 
 
 def text_of(turn: Mapping[str, Any]) -> str:
