@@ -67,7 +67,7 @@ COMPARED_BY_CONTENT = (
     *("data.train.format", "data.train.columns", "data.train.template", "data.train.skip", "data.train.take"),
     *("data.train.mix", "data.train.until", "data.train.stream", "data.train.stream.window_rows"),
     *("data.validation.fraction", "data.validation.hash_fraction", "data.validation.exclude_from_train"),
-    *("data.truncate_side", "data.train_on"),
+    *("data.truncate_side", "data.train_on", "data.train_on_reasoning", "data.chat_template_arguments"),
     *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
     *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
     *("data.allow_special_tokens", "data.train.image_root"),

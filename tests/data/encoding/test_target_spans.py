@@ -92,7 +92,7 @@ def test_the_last_answer_is_learnt_with_a_template_that_rewrites_earlier_turns()
     assert "(the tokenizer's own) renders turn 2 differently when the conversation stops there " in said
     assert "stops there ('...tart|>assist" in said
     assert "and when it continues ('...tart|>assistant\\nFour.<|im_end|>" in said
-    assert "Set data.train_on: last_assistant" in said
+    assert "Set data.train_on: each_assistant, which makes each answer a sample of its own" in said
     assert "`_training` variants" in said
     assert learnt(TALK, shipped_templates()["qwen3"], train_on="last_assistant") == [
         f"<think>\n\n</think>\n\nSix.{END}"
