@@ -87,6 +87,7 @@ data:
 task: {{name: preference, preference: {{loss: sigmoid}}}}
 """,
 }
+SIDES = ("chosen", "rejected")
 SIZES = {"classification": (32, 32), "masked_lm": (32, 16), "dpo": (16, 8)}
 
 
@@ -180,7 +181,10 @@ def rows(name: str, data: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(data / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt") as lines:
         pairs = [json.loads(line) for line in lines]
     if name == "dpo":
-        yield from pairs
+        for pair in pairs:
+            (prompt, _, chosen), (own, _, rejected) = (pair[side].rpartition("\n\nAssistant:") for side in SIDES)
+            if prompt == own and chosen.strip() and rejected.strip():
+                yield {"prompt": prompt.strip(), "chosen": chosen.strip(), "rejected": rejected.strip()}
         return
     draw = random.Random(0)
     words = " ".join(pair["chosen"] for pair in pairs).split()
