@@ -12,6 +12,7 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.preference import MARGIN
 from finetune.data.features import Features
 from finetune.task.model_inputs import forward_logits
+from finetune.task.pooling import sample_logits
 from finetune.task.preference.answer_pairs import PAIR_WEIGHTS, AnswerPairsTask, pair_metrics, pair_sums
 from finetune.task.preference.losses import bradley_terry
 from finetune.task.protocol import ModelHead, TaskContext
@@ -61,4 +62,5 @@ class RewardTask(AnswerPairsTask):
 
 def scores(model: nn.Module, batch: Batch) -> Tensor:
     """Return the model's score of each sequence, float32 [sequences]."""
-    return forward_logits(model, batch).squeeze(-1).float()
+    logits = forward_logits(model, batch) if batch.cumulative_lengths is None else sample_logits(model, batch)
+    return logits.squeeze(-1).float()

@@ -1,0 +1,39 @@
+"""Padded and end to end, every task has the same losses, norms and metrics under every strategy."""
+
+from dataclasses import replace
+
+import pytest
+
+from finetune.report.jsonl import read_events
+from tests.task_cases import CASES
+from tests.task_cases.runs import launch, prepare
+
+pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(900)]
+
+TASKS = ("text_classification", "decoder_classification", "token_classification", "masked_lm", "reward", "dpo", "kto")
+LAYOUTS = {"padded": ("data.batching.padding_free=false",), "rows": ("data.batching.padding_free=true",)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_a_layout_changes_no_loss(folder, strategy):
+    cases = [replace(case, variants=LAYOUTS) for case in CASES if case.name in TASKS]
+    assert len(cases) == len(TASKS)
+    prepare([case for case in cases if not (folder / case.name).exists()], folder)
+    left = launch(strategy, [(case, layout) for case in cases for layout in LAYOUTS], folder)
+    for case in cases:
+        padded, rows = (left[case.name, layout] for layout in LAYOUTS)
+        assert rows.error is None and padded.error is None, rows.error or padded.error
+        assert len(rows.losses) >= 4
+        assert rows.losses == pytest.approx(padded.losses, rel=1e-5), case.name
+        assert norms_of(rows) == pytest.approx(norms_of(padded), rel=1e-4), case.name
+        assert rows.metrics == pytest.approx(padded.metrics, rel=1e-5, abs=1e-6), case.name
+
+
+def norms_of(left):
+    events = read_events(left.folder / "events.jsonl")
+    return [float(event["gradient_norm"]) for event in events if event["event"] == "StepTaken"]
