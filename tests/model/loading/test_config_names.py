@@ -72,9 +72,7 @@ def test_what_is_read_is_found_as_a_plain_search_of_the_source_finds_it():
     for kind in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt2", "bert", "phi3"):
         config_class = CONFIG_MAPPING[kind]
         module = Path(inspect.getsourcefile(config_class).replace("configuration_", "modeling_"))
-        code = ast.unparse(
-            ast.parse(module.read_text(encoding="utf-8"))
-        )  # without comments; docstrings name classes, not values
+        code = ast.unparse(ast.parse(module.read_text(encoding="utf-8")))
         names = set(re.findall(r"\bconfig\.(\w+)(?!\w*\()", code))
         names |= set(re.findall(r"getattr\((?:self\.)?config, '(\w+)'", code))
         for name in names:
