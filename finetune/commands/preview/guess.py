@@ -17,6 +17,7 @@ from finetune.data.sources.readers import record_places
 
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_LINES = 50
+_MOST_JSON_BYTES = 256 << 20
 _NAME_LENGTH = 40
 _LABEL_LENGTH = 40
 _DEFAULTS = {".csv": ",", ".tsv": "\t"}
@@ -96,9 +97,11 @@ def _records(file: DataFile, content: bytes, encoding: str | None) -> str | None
     if not _text(content[:4096], encoding).lstrip().startswith("{"):
         return None
     try:
-        value = json.loads(_text(file.beginning(1 << 34), encoding))
+        value = json.loads(_text(file.beginning(_MOST_JSON_BYTES), encoding))
     except (ValueError, RecursionError):
-        return None  # JSON lines, or damaged, which is told where the rows are read
+        return None  # JSON lines, damaged, which is told where the rows are read, or too large to look at
+    if any(all(column in value for column in required) for required in REQUIRED_COLUMNS.values()):
+        return None  # it is a row itself
     places = record_places(value)
     return places[0] if places else None
 

@@ -40,6 +40,7 @@ FILES = {
     "array.json": (json.dumps(ITEMS).encode(), LABELLED),
     "nested.json": (json.dumps({"info": {"n": 3}, "data": {"items": ITEMS}}, indent=1).encode(), LABELLED),
     "rows.conll": ("\n\n".join("\n".join(f"{w} O" for w in text.split()) for _, text in REVIEWS).encode(), WORDS),
+    "one_row.json": (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', None),
     "questions.jsonl": (b'{"question": "2 + 2?", "answer": "4"}\n', None),
 }
 
