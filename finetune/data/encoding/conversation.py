@@ -117,7 +117,7 @@ class ConversationEncoder:
             chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
         except DataError as error:
             hint = role_hint(self._finder, turns)
-            raise (DataError(f"{error}. {hint}") if hint else error) from error.__cause__
+            raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
             require_valid_unicode(chat.text)
             dropped.check(turns, tools, arguments)

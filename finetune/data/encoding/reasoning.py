@@ -72,24 +72,29 @@ def find_marks(render_answer: RenderAnswer) -> ReasoningMarks:
     A template that renders no reasoning has no marks but those that content may hold.
     """
     answers = {(has, calls): render_answer(_answer(has, calls)) for has in (True, False) for calls in (True, False)}
-    inline_closings = tuple(f"{closing}\n\n" for _, closing in INLINE)
     openings, closings, absent = {""}, set(), set()
     said, called = (answers[True, calls].partition(_THOUGHT) for calls in (False, True))
     openings |= {before for before, found, _ in (said, called) if found}
     if said[1]:
-        before_content = said[2].partition(_SAID)[0]
+        before_content = _before_content(said[2])
         closings |= {before_content, _common_beginning(before_content, called[2])}
     elif called[1]:
         closings.add(_inserted(called[2], answers[False, True]))
+    lead = _before_content(answers[False, False])
     if said[1] or called[1]:
-        before_content = answers[False, False].partition(_SAID)[0]
-        absent |= {before_content, _common_beginning(before_content, answers[False, True])}
-    inline_openings = tuple(before + opening for before in ("", *absent) for opening, _ in INLINE)
+        absent |= {lead, _common_beginning(lead, answers[False, True])}
+    inline_openings = {before + opening for before in ("", lead, *absent) for opening, _ in INLINE}
+    inline_closings = {f"{closing}\n\n" for _, closing in INLINE}
     return ReasoningMarks(
-        (*_longest_first(openings), *inline_openings),
-        tuple(each for each in (*_longest_first(closings), *inline_closings) if each.strip()),
+        tuple(_longest_first(openings | inline_openings)),
+        tuple(each for each in (*_longest_first(closings), *_longest_first(inline_closings)) if each.strip()),
         tuple(each for each in _longest_first(absent) if each.strip()),
     )
+
+
+def _before_content(rendered: str) -> str:
+    before, found, _ = rendered.partition(_SAID)
+    return before if found else ""
 
 
 _THOUGHT, _SAID = "Xyzzy plugh", "Fee fie foe"
