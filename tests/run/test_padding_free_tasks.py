@@ -31,7 +31,7 @@ def test_a_layout_changes_no_loss(folder, strategy):
         assert len(rows.losses) >= 4
         assert rows.losses == pytest.approx(padded.losses, rel=1e-5), case.name
         assert norms_of(rows) == pytest.approx(norms_of(padded), rel=1e-4), case.name
-        assert rows.metrics == pytest.approx(padded.metrics, rel=1e-5, abs=1e-6), case.name
+        assert rows.metrics == pytest.approx(padded.metrics, rel=1e-4, abs=1e-6), case.name
 
 
 def norms_of(left):
