@@ -21,7 +21,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from finetune.errors import ModelError
-from finetune.model.attention.bidirectional import is_bidirectional, sample_attention, supports_packed_encoders
+from finetune.model.attention.bidirectional import (
+    is_bidirectional,
+    padded_attention,
+    sample_attention,
+    supports_packed_encoders,
+)
 from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, softcapped_attention
 from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
 from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
@@ -86,6 +91,8 @@ def per_sample_attention(
         kernel = varlen_kernel(qkv, settings)
         if kernel is not None:
             return kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings), None
+        if not is_causal and query.device.type != "cpu":
+            return padded_attention(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings), None
         return attend_sample_by_sample(qkv, lengths, settings), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise ModelError(

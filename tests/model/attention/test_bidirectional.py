@@ -9,14 +9,21 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
 from finetune.data.features import Features
-from finetune.model.attention.bidirectional import PACKING_ENCODER_TYPES, bidirectional_attention, is_bidirectional
+from finetune.model.attention.bidirectional import (
+    PACKING_ENCODER_TYPES,
+    bidirectional_attention,
+    is_bidirectional,
+    padded_attention,
+)
 from finetune.model.attention.causal import MAX_QUERY_BLOCK, AttentionSettings, QueryKeyValue
 from finetune.model.attention.implementation import (
     PACKING_MODEL_TYPES,
+    attend_sample_by_sample,
     default_attention,
     register_per_sample,
     supports_packed_samples,
 )
+from finetune.runtime.packed_rows import SampleLengths
 from finetune.task.model_inputs import collate_row, forward_logits
 from finetune.task.pooling import sample_logits
 from tests.model.attention.small_models import LENGTHS, tiny_config
@@ -186,6 +193,25 @@ def test_a_window_reaches_to_both_sides(length, window, softcap):
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     expected = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ qkv.repeated.value
     assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_as_one_padded_batch_the_samples_of_a_row_are_what_they_are_one_by_one(window, softcap):
+    torch.manual_seed(0)
+    settings = AttentionSettings(softcap=softcap, window=window, is_causal=False)
+    qkv = [torch.randn(1, heads, sum(LENGTHS), 8, requires_grad=True) for heads in (4, 2, 2)]
+    edges = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    found = []
+    for attend in (
+        lambda each: padded_attention(each, edges, max(LENGTHS), settings),
+        lambda each: attend_sample_by_sample(each, SampleLengths(LENGTHS), settings),
+    ):
+        output = attend(QueryKeyValue(*qkv))
+        weights = torch.arange(output.numel()).view(output.shape).sin()
+        found.append([output, *torch.autograd.grad((output * weights).sum(), qkv)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_a_layer_says_whether_it_is_causal_and_an_argument_overrides_it():
