@@ -64,6 +64,7 @@ def bidirectional_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> 
     return torch.cat(outputs, dim=1)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be recompiled for every longest sample
 def padded_attention(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
     """Return bidirectional attention of the samples of a row, [1, tokens, heads, width], as one padded batch.
 
