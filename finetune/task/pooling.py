@@ -4,8 +4,7 @@ The body of the model computes the row. Its output is handed to the model's own 
 batch, so that whatever the head does (first token, mean, last token that is no padding) it does as in such a batch.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +64,7 @@ def _body_computes_row(model: Any, inputs: Mapping[str, Any], batch: Batch) -> I
             output.pooler_output = _pooled(body, output.last_hidden_state)
         return output
 
-    attributes["forward"] = _uncompiled(forward)
+    attributes["forward"] = forward
     try:
         yield
     finally:
@@ -83,11 +82,3 @@ def _pooled(body: Any, hidden: Tensor) -> Tensor:
     else:
         pooled = body.pooler(hidden)
     return pooled
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude the function from compilation where torch.compile is loaded: it differs between forward passes."""
-    if "torch._dynamo" not in sys.modules:
-        return function
-    uncompiled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return uncompiled

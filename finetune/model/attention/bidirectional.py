@@ -64,6 +64,26 @@ def bidirectional_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> 
     return torch.cat(outputs, dim=1)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be recompiled for every longest sample
+def padded_attention(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
+    """Return bidirectional attention of the samples of a row, [1, tokens, heads, width], as one padded batch.
+
+    For a GPU without a kernel for such rows: one call, where each sample by itself would be one. `edges` are where
+    samples begin, and the row's end.
+    """
+    starts, places = edges[:-1, None].long(), torch.arange(longest, device=edges.device)
+    is_token = places < edges.diff()[:, None]  # [samples, longest]
+    index = torch.where(is_token, starts + places, 0)
+    batch = QueryKeyValue(*(each[0].transpose(0, 1)[index].transpose(1, 2) for each in qkv))
+    mask = is_token[:, None, None]
+    if settings.window is not None:
+        mask = mask & ((places[:, None] - places).abs() < settings.window)
+        mask = mask | ~is_token[:, None, :, None]  # padding attends to all: a row without any key would be NaN
+    tokens = torch.arange(qkv.query.shape[2], device=edges.device)
+    sample = torch.searchsorted(edges[1:].contiguous(), tokens, right=True)
+    return _attend(batch, mask, settings)[sample, tokens - edges[sample]][None]
+
+
 def _blocks(query: Tensor) -> list[tuple[int, Tensor]]:
     """Return blocks of queries and the place of the first of each: memory grows with length x window."""
     blocks = torch.split(query, MAX_QUERY_BLOCK, dim=2)

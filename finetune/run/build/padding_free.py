@@ -45,7 +45,8 @@ def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]
         return ()
     if data.batching.padding_free is True:
         return ("padding-free batches: the model keeps the samples of a row apart",)
-    return ("samples are padded: this model or its attention is not known to keep packed samples apart",)
+    how = ", and sorted by length within each step" if data.batching.length_window_steps == 1 else ""
+    return (f"samples are padded{how}: this model or its attention is not known to keep packed samples apart",)
 
 
 def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:

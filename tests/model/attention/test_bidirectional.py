@@ -9,14 +9,24 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
 from finetune.data.features import Features
-from finetune.model.attention.bidirectional import PACKING_ENCODER_TYPES, bidirectional_attention, is_bidirectional
+from finetune.errors import ModelError
+from finetune.model.attention.bidirectional import (
+    PACKING_ENCODER_TYPES,
+    bidirectional_attention,
+    is_bidirectional,
+    padded_attention,
+)
 from finetune.model.attention.causal import MAX_QUERY_BLOCK, AttentionSettings, QueryKeyValue
 from finetune.model.attention.implementation import (
     PACKING_MODEL_TYPES,
+    attend_sample_by_sample,
+    check_isolation,
     default_attention,
     register_per_sample,
     supports_packed_samples,
 )
+from finetune.runtime.packed_rows import SampleLengths
+from finetune.task import model_inputs
 from finetune.task.model_inputs import collate_row, forward_logits
 from finetune.task.pooling import sample_logits
 from tests.model.attention.small_models import LENGTHS, tiny_config
@@ -188,9 +198,63 @@ def test_a_window_reaches_to_both_sides(length, window, softcap):
     assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_as_one_padded_batch_the_samples_of_a_row_are_what_they_are_one_by_one(window, softcap):
+    torch.manual_seed(0)
+    settings = AttentionSettings(softcap=softcap, window=window, is_causal=False)
+    qkv = [torch.randn(1, heads, sum(LENGTHS), 8, requires_grad=True) for heads in (4, 2, 2)]
+    edges = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    found = []
+    for attend in (
+        lambda each: padded_attention(each, edges, max(LENGTHS), settings),
+        lambda each: attend_sample_by_sample(each, SampleLengths(LENGTHS), settings),
+    ):
+        output = attend(QueryKeyValue(*qkv))
+        weights = torch.arange(output.numel()).view(output.shape).sin()
+        found.append([output, *torch.autograd.grad((output * weights).sum(), qkv)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
 def test_a_layer_says_whether_it_is_causal_and_an_argument_overrides_it():
     layer = torch.nn.Module()
     assert not is_bidirectional(layer, {})
     layer.is_causal = False
     assert is_bidirectional(layer, {})
     assert not is_bidirectional(layer, {"is_causal": True})
+
+
+def prove(model, *, is_half=False):
+    """Check the model as a run does before its first step."""
+
+    def of_row(row):
+        return torch.stack(logits_of(model, [Features({"input_ids": np.array(ids, np.uint32)}) for ids in row]))
+
+    def alone(ids):
+        return model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits
+
+    settings = {"config": model.config, "vocabulary_size": 97, "is_half": is_half}
+    check_isolation(of_row, **settings, logits_alone=alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "llama"])
+def test_a_classifier_of_one_score_passes_the_check_of_a_start_however_small_its_scores(kind):
+    for seed in range(5):
+        model, _ = models(kind, AutoModelForSequenceClassification, num_labels=1)
+        torch.manual_seed(seed)
+        list(model.parameters())[-1 if kind == "llama" else -2].normal_(std=0.01)  # the weight of the last layer
+        prove(model)
+        prove(model.bfloat16(), is_half=True)
+
+
+@torch.no_grad()
+def test_a_classifier_that_mixes_texts_or_counts_positions_otherwise_is_refused(monkeypatch):
+    _, mixing = models("bert", AutoModelForSequenceClassification)  # transformers' own attention, told nothing
+    with pytest.raises(ModelError, match="depends on others"):
+        prove(mixing)
+    shifted, _ = models("roberta", AutoModelForSequenceClassification)
+    monkeypatch.setattr(model_inputs, "_positions", lambda *_: {})
+    with pytest.raises(ModelError, match="in a batch of its own"):
+        prove(shifted)
