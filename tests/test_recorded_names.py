@@ -15,13 +15,13 @@ from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
 from finetune.data.audit.template_check import PromptMismatch, TemplateCheck
 from finetune.data.encoding.conversation import ConversationEncoder
+from finetune.data.encoding.groups.text_groups import TextGroupsEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder
 from finetune.data.encoding.labelled_images import LabelledImageEncoder
 from finetune.data.encoding.labelled_text import LabelledTextEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
 from finetune.data.encoding.tagged_words import TaggedWordsEncoder
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
-from finetune.data.encoding.text_groups import TextGroupsEncoder
 from finetune.data.precomputed import PrecomputedManifest as KnownManifest
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.arrays import ArrayFacts
@@ -145,7 +145,8 @@ WRITTEN = [
     (FileChecksum, "size_bytes sha256"),
     (Counts, "rows samples tokens targets truncated_rows truncated_tokens truncated_targets long_rows "
      "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
-     "control_rows turn_mark_rows longest longest_place first_without_target"),
+     "control_rows turn_mark_rows longest longest_place first_without_target answers long_answers repeated_tokens "
+     "argument_rows override_rows dropped_reasoning_rows cut_answer_rows lost_answer_rows"),
     (Audit, "sources total validation padding template exceeded classes num_sequences"),
     (SourceAudit, "key counts is_streamed duplicates in_validation length_quantiles lengths target_shares"),
     (Exceeded, "key share"),
@@ -154,7 +155,7 @@ WRITTEN = [
     (Histogram, "edges bars"),
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
     (TemplateCheck, "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused "
-     "differences notes"),
+     "differences notes arguments"),
     (HangReport, "rank host pid point step silent_seconds where called"),
     (Peer, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from finetune.config.sections.task import EmbeddingSection
 from finetune.data.batch import Batch
+from finetune.data.encoding.groups.eos import append_eos
+from finetune.data.encoding.groups.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.encoding.labelled_text import Truncation
-from finetune.data.encoding.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit, append_eos
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.runtime.seeds import same_random_numbers
 from finetune.task.base import BaseTask

@@ -1,0 +1,1 @@
+"""Samples of several texts that belong together."""
