@@ -128,7 +128,7 @@ WRONG = [
         "Write at least 2",
     ),
     (["task.name=embedding", "data.over_length=split"], "data.over_length", "needs whole rows"),
-    (["task.name=reranking", "data.batching={by: packs}"], "data.batching.by", "pads its samples"),
+    (["task.name=reranking", "data.batching={by: packs}"], "data.batching.by", "is not trained on packs"),
     (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` does not support `task.z_loss`"),
     (["data.max_length=null"], "data.max_length", "the maximum length of a sample in tokens"),
     (["task.name=distillation"], "task.distillation", "there is no teacher"),
