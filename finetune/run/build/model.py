@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
-from finetune.config.section import parent_keys
+from finetune.config.section import parent_keys, with_location
 from finetune.config.sections.model import ModelSection
-from finetune.errors import ModelError
+from finetune.errors import ConfigError, ModelError, Problem
 from finetune.model.activation_offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.batch_norm import set_batch_norm
@@ -91,20 +91,21 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
     return SpecialTokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
 
 
-_KEY = re.compile(r"model\.(?:from_config|config)(?:\.\w+)*")
+_KEY = re.compile(r"(model\.(?:from_config|config)(?:\.\w+)*): (.*)", re.DOTALL)
 
 
 def require_buildable(loaded: LoadedConfig) -> None:
-    """Raise ModelError, with the line of its key, where the job's model cannot be built, or not be asked anything.
+    """Raise ModelError where the job's model cannot be built, or not be asked anything; takes no memory for weights.
 
-    Takes no memory for weights.
+    Where a value of `model.from_config` or `model.config` is the reason, it is a ConfigError with its line.
     """
     try:
         dry_run_model(loaded.config.model, head=model_head(loaded.config.task.name))
     except ModelError as error:
-        named = _KEY.match(str(error))
-        keys = () if named is None else (named.group(), *parent_keys(named.group()))
-        place = next((loaded.sources[key] for key in keys if key in loaded.sources), None)
-        if place is None:
+        named = _KEY.fullmatch(str(error))
+        if named is None:
             raise
-        raise ModelError(f"{place}, {error}") from error
+        key, message = named.groups()
+        written = next((each for each in (key, *parent_keys(key)) if each in loaded.sources), key)
+        text = message if written == key else f"{key.removeprefix(written).lstrip('.')}: {message}"
+        raise ConfigError([with_location(Problem(written, text), loaded.sources)], loaded.path.name) from error
