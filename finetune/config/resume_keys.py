@@ -26,6 +26,7 @@ MUST_MATCH = (
     *("model.config", "model.from_config", "model.from_config.model_type", "model.from_config.values"),
     *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
     *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
+    *("model.lora.experts", "model.lora.router"),
     *("model.lora.init", "model.lora.layers", "model.lora.rank_pattern", "model.lora.alpha_pattern"),
     *("model.ia3", "model.ia3.target_modules", "model.ia3.feedforward_modules"),
     *("model.oft", "model.oft.block_size", "model.oft.dropout", "model.oft.target_modules"),
@@ -66,7 +67,7 @@ COMPARED_BY_CONTENT = (
     *("data.train.format", "data.train.columns", "data.train.template", "data.train.skip", "data.train.take"),
     *("data.train.mix", "data.train.until", "data.train.stream", "data.train.stream.window_rows"),
     *("data.validation.fraction", "data.validation.hash_fraction", "data.validation.exclude_from_train"),
-    *("data.truncate_side", "data.train_on"),
+    *("data.truncate_side", "data.train_on", "data.train_on_reasoning", "data.chat_template_arguments"),
     *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
     *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
     *("data.allow_special_tokens", "data.train.image_root"),
@@ -115,7 +116,7 @@ MAY_DIFFER = (
 )
 
 RECORDED_UNLESS_DEFAULT = (
-    "model.config",
+    *("model.config", "model.lora.experts", "model.lora.router"),
     *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
     *("data.validation.delimiter", "data.validation.quotes", "data.validation.encoding", "data.validation.records"),
 )

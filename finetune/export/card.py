@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
+from finetune.runtime.text.terminal import format_json
 
 PIPELINES: Mapping[str, str] = {
     "causal_lm": "text-generation",
@@ -56,7 +58,9 @@ class CardBase:
         return None if self.name is None or self.name.startswith((".", "/", "~")) else self.name
 
 
-def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
+def write_card(
+    facts: CardFacts, *, base: CardBase | None, template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> str:
     """Return the card as Markdown with the hub's metadata; `base` is None for a model trained from random weights.
 
     No license is stated: it depends on base and data.
@@ -68,6 +72,7 @@ def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
         _metrics(facts.metrics),
         f"## Load\n\n```python\n{_loader(facts.head, _adapter(base))}```",
         "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if facts.head == "causal_lm" else "",
+        _template_arguments(template_arguments),
         f"## Config\n\n```yaml\n{facts.config_text.rstrip()}\n```" if facts.config_text else "",
         _software(facts.software),
     )
@@ -141,6 +146,19 @@ def _adapter_lines(auto: str, adapter: CardBase) -> list[str]:
     if adapter.num_embeddings is not None:
         lines.append(f"base.resize_token_embeddings({adapter.num_embeddings}, mean_resizing=False)")
     return [*lines, "model = PeftModel.from_pretrained(base, folder)"]
+
+
+def _template_arguments(arguments: Mapping[str, Any]) -> str:
+    if not arguments:
+        return ""
+    keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    body = format_json({"messages": ["..."], "chat_template_kwargs": dict(arguments)})
+    return (
+        "## Chat template\n\nTrained with these arguments of the chat template. `finetune chat` and `generate` "
+        "pass them, other programs have to be told:\n\n"
+        f"```python\ntokenizer.apply_chat_template(messages, add_generation_prompt=True, {keywords})\n```\n\n"
+        f"In requests to vLLM or SGLang:\n\n```json\n{body}\n```"
+    )
 
 
 def _software(software: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class TextPreprocessor:
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Collection[int]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # that conversations were rendered with
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ def export_model(
             counts = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
         preprocessors.save(staging)
         base = card_base(model, is_merged=section.merge, facts=facts)
-        (staging / "README.md").write_text(printable(write_card(facts, base=base)), encoding="utf-8")
+        arguments = preprocessors.text.template_arguments if preprocessors.text else {}
+        card = write_card(facts, base=base, template_arguments=arguments)
+        (staging / "README.md").write_text(printable(card), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
 

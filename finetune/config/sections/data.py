@@ -43,13 +43,13 @@ REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
 """The columns that a row of the format must have; where the format is unset, the first matching one is used."""
 
 OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("tools", "images"),
-    "conversations": ("system", "tools", "images"),
-    "preference": ("prompt", "tools", "margin"),
-    "judged": ("tools",),
+    "messages": ("tools", "images", "chat_template_kwargs"),
+    "conversations": ("system", "tools", "images", "chat_template_kwargs"),
+    "preference": ("prompt", "tools", "margin", "chat_template_kwargs"),
+    "judged": ("tools", "chat_template_kwargs"),
     "labelled": ("text_pair",),
-    "prompt_completion": ("tools", "images"),
-    "instruction": ("input", "system", "images"),
+    "prompt_completion": ("tools", "images", "chat_template_kwargs"),
+    "instruction": ("input", "system", "images", "chat_template_kwargs"),
 }
 """The columns that a row of the format may have."""
 
@@ -209,11 +209,16 @@ class BatchingSection(Section):
         "the task and the model are known to support it. Packs are never padded.",
         "auto",
     )
-    length_window_steps: Count = key(
-        "Sort by length within this many steps, for less padding. 1 changes no step; more gives steps of similar "
-        "lengths.",
-        0,
+    length_window_steps: Count | Auto = key(
+        "Sort by length within this many steps, for less padding. 1 changes no step's set of samples, more gives "
+        "steps of similar lengths. `auto`: 1 where samples are padded.",
+        "auto",
     )
+
+    @property
+    def num_sorted_steps(self) -> int:
+        """Return the most steps that are sorted together."""
+        return 1 if self.length_window_steps == "auto" else self.length_window_steps
 
     @property
     def unit(self) -> str:
@@ -275,13 +280,24 @@ class DataSection(Section):
     )
     truncate_side: Literal["end", "start"] = key("The side that `over_length: truncate` cuts off.", "end")
     no_target: Literal["refuse", "drop"] = key("What happens to a row without a single target.", "refuse")
-    train_on: Literal["assistant", "last_assistant", "all", "per_message"] = key(
-        "Which turns are targets: the assistant's, only its last, every turn, or those whose `weight` in the row is 1.",
+    train_on: Literal["assistant", "last_assistant", "each_assistant", "all", "per_message"] = key(
+        "Which turns are targets: the assistant's, only its last, each of the assistant's in a sample of its own (for "
+        "templates that change earlier turns), every turn, or those whose `weight` in the row is 1.",
         "assistant",
+    )
+    train_on_reasoning: bool = key(
+        "Whether the reasoning of target turns (`reasoning_content`, `<think>` in the content) is a target. If not, "
+        "it is context, with the markers that the chat template writes around it.",
+        True,
     )
     chat_template: NameOrPath | None = key(
         "`chatml`, `gemma`, `llama3`, `mistral`, `qwen`, `zephyr`, or a Jinja file that begins with `.`, `/`, `~`. "
         "Unset, the tokenizer's own template.",
+        None,
+    )
+    chat_template_arguments: dict[str, Any] | None = key(
+        "Arguments of the chat template: `{enable_thinking: false}`, `{reasoning_effort: low}`. A row's own are in "
+        "its column `chat_template_kwargs`. Unset, those that the tokenizer was trained with by `finetune`, if any.",
         None,
     )
     system_prompt: str | None = key("System message for rows without one.", None)

@@ -60,8 +60,13 @@ class LoraSection(Section):
     )
     dropout: float = key("Dropout on the adapters' input.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key(
-        "Names of the modules that get an adapter; `all-linear`: every linear layer but the head.", "all-linear"
+        "Names of the modules that get an adapter; `all-linear`: every linear layer but the head, and routed experts.",
+        "all-linear",
     )
+    experts: bool | None = key(
+        "Adapt the matrices of routed experts; unset, where `target_modules` is `all-linear`. Without dropout.", None
+    )
+    router: bool = key("Adapt the router of a mixture of experts.", False)
     modules_to_save: Strings = key("Modules that are fully trained and saved with the adapter.", ())
     rslora: bool = key("Rank-stabilised scaling (Kalajdzievski, 2023, arXiv:2312.03732).", False)
     dora: bool = key("Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", False)

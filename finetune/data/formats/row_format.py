@@ -11,7 +11,14 @@ from finetune.data.formats.images import attach_images, read_image_label
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
-from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
+from finetune.data.turns import (
+    ARGUMENTS,
+    Turn,
+    read_sharegpt_turns,
+    read_template_arguments,
+    read_tools,
+    read_turns,
+)
 from finetune.errors import DataError
 
 
@@ -102,6 +109,8 @@ class ColumnFormat:
         parts: list[Any] = [self.name, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
         if names.image_root is not None and names.image_root.counts_from is not None:
             parts.append(str(names.image_root.counts_from))
+        if names.has_arguments:
+            parts.append(ARGUMENTS)
         return [*parts, {column: list(each) for column, each in names.classes.items()}] if names.classes else parts
 
 
@@ -124,9 +133,11 @@ def choose_format(
         check_row_template(written, key=f"{key}.template.{column}")
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
-    if section.format is None:
-        log(f"{key}.format is not set: the columns {quoted_list(_available(section, row))} are read as `{name}`")
     expected = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
+    unread = _unread(section, row, expected)
+    if section.format is None:
+        used = [column for column in _available(section, row) if column not in unread]
+        log(f"{key}.format is not set: the columns {quoted_list(used)} are read as `{name}`")
     for where, columns in (("columns", section.column_names), ("template", section.template)):
         for column in columns:
             if column not in expected:
@@ -134,7 +145,6 @@ def choose_format(
                     f"{key}.{where}: format `{name}` has no column `{column}`; it has {quoted_list(expected)}. "
                     "Write the format's name first, then yours: {completion: answer}."
                 )
-    unread = _unread(section, row, expected)
     if unread:
         log(f"{key}: unused columns: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
@@ -142,7 +152,8 @@ def choose_format(
         yours = section.column_names.get(column, column)
         shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    return ColumnFormat(ColumnNames(name, section.column_names, dict(section.template), key, classes, image_root))
+    mapped, has_arguments = (section.column_names, dict(section.template)), ARGUMENTS in expected and ARGUMENTS in row
+    return ColumnFormat(ColumnNames(name, *mapped, key, classes, image_root, has_arguments))
 
 
 def _classes(
@@ -210,7 +221,7 @@ def _read_instruction(columns: Columns) -> Row:
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     value = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
     turns = [*_system(columns), *value]
-    return attach_images({"messages": turns}, columns)
+    return _with_arguments(attach_images({"messages": turns}, columns), columns)
 
 
 def _read_preference(columns: Columns) -> Row:
@@ -258,9 +269,16 @@ def _system(columns: Columns) -> list[Turn]:
 
 def _with_tools(row: Mapping[str, Any], columns: Columns) -> Row:
     if not columns.optional("tools"):
-        return row
+        return _with_arguments(row, columns)
     tools = read_tools(columns.json_value("tools"), title=columns.title("tools"))
-    return {**row, "tools": tools} if tools else row
+    return _with_arguments({**row, "tools": tools} if tools else row, columns)
+
+
+def _with_arguments(row: Mapping[str, Any], columns: Columns) -> Row:
+    if not columns.optional(ARGUMENTS):
+        return row
+    arguments = read_template_arguments(columns.optional(ARGUMENTS), title=columns.title(ARGUMENTS))
+    return {**row, ARGUMENTS: arguments} if arguments else row
 
 
 _READERS: Mapping[Format, Callable[[Columns], Row]] = {

@@ -83,6 +83,20 @@ def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     return {name: each.shape for name, each in model.named_parameters()}
 
 
+def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
+    """Return the model on the meta device: its modules, without values; raises ModelError."""
+    trial = _DryRun(section, head)
+    with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
+        config = trial.config()
+        with torch.device("meta"):
+            return trial.model(config)
+
+
+def may_have_experts(section: ModelSection) -> bool:
+    """Tell whether the model's config has values about experts, as that of every mixture of experts has."""
+    return any("expert" in name for name in _DryRun(section, "causal_lm").config().get_text_config().to_dict())
+
+
 @dataclass(frozen=True)
 class _DryRun:
     """The section and head to build."""
