@@ -178,8 +178,9 @@ def _largest_microbatch(config: RunConfig, training: DatasetView, plan: Plan) ->
         return num * budget, budget
     available = min(_SEEN_MICROBATCHES * num, plan.num_positions or num)
     ids = training.order.samples(0, available)
-    lengths = training.samples.lengths_of(ids).clip(max=config.data.longest)
+    lengths = training.samples.lengths_of(ids)
     batches = [lengths[start : start + num] for start in range(0, len(lengths), num)]
+    longest = [min(int(each.max()), config.data.longest) for each in batches]  # a sequence: samples may have several
     if is_padding_free(resolve_padding_free(config).batching):
-        return max((int(each.sum()), int(each.max())) for each in batches)
-    return max((num * int(each.max()), int(each.max())) for each in batches)
+        return max((int(each.sum()), length) for each, length in zip(batches, longest, strict=True))
+    return max((num * length, length) for length in longest)
