@@ -29,4 +29,4 @@ def validate_model(context: RunContext) -> None:
         return
     if context.config.model.from_config is not None:
         require_buildable(context.config)
-    require_adaptable(context.loaded)
+    require_adaptable(context.loaded, strategy=context.strategy.name)
