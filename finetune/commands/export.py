@@ -21,6 +21,7 @@ from finetune.config.load import LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.train import TrainSection
+from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts
@@ -162,6 +163,7 @@ def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenC
         config_text=loaded.text,
         software=checkpoint.found.manifest.versions,
         head=head,
+        config_values=loaded.config.model.config,
     )
 
 
@@ -278,7 +280,8 @@ def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Preprocessors:
     processing = processing_in(saved, trust_remote_code=trust_remote_code)
     tokenizer = processing.tokenizer
     return Preprocessors(
-        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer)), processing.processor
+        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer), arguments_of(tokenizer)),
+        processing.processor,
     )
 
 

@@ -21,12 +21,13 @@ def validate(loaded: LoadedConfig) -> RunContext:
 
 
 def validate_model(context: RunContext) -> None:
-    """Raise an error where the values of `model.from_config` give no model, or the model does not take the adapters.
+    """Raise an error where the values of `model.from_config` or `model.config` give no model.
 
-    On rank 0, with which all others exit.
+    And where the model does not take the adapters. On rank 0, with which all others exit.
     """
     if not distributed.is_main():
         return
-    if context.config.model.from_config is not None:
-        require_buildable(context.config)
+    section = context.config.model
+    if section.from_config is not None or section.config:
+        require_buildable(context.loaded)
     require_adaptable(context.loaded, strategy=context.strategy.name)

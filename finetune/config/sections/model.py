@@ -150,6 +150,11 @@ class ModelSection(Section):
         "Hub name, or a folder when it begins with `.`, `/` or `~`. Exactly one of `name` and `from_config`.", None
     )
     revision: str | None = key("Branch, tag or commit on the hub.", None)
+    config: dict[str, Any] = key(
+        "Values in the place of those in the config of `name`, such as `{attention_dropout: 0.1}` or "
+        "`{rope_scaling: {rope_type: yarn, factor: 4.0}}`. None that changes the shapes of weights.",
+        {},
+    )
     from_config: FromConfigSection | None = key(
         "Build the model from its config with random weights drawn from `run.seed`.", None
     )

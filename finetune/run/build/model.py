@@ -1,5 +1,6 @@
 """The model that a job names: weights, adapters, and which of its parameters are trained."""
 
+import re
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,9 +15,9 @@ from finetune.checkpoint.format.metadata import read_metadata
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.run_config import RunConfig
-from finetune.config.section import with_location
+from finetune.config.section import parent_keys, with_location
 from finetune.config.sections.model import ModelSection
-from finetune.errors import CheckpointError, ConfigError, Problem
+from finetune.errors import CheckpointError, ConfigError, ModelError, Problem
 from finetune.model.activation_offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config, has_adapter
 from finetune.model.batch_norm import set_batch_norm
@@ -146,9 +147,23 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
     return SpecialTokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
 
 
-def require_buildable(config: RunConfig) -> None:
-    """Raise ModelError where the job's model cannot be built, or not be asked anything. Takes no memory for weights."""
-    dry_run_model(config.model, head=model_head(config.task.name))
+_KEY = re.compile(r"model\.(?:from_config|config)(?:\.\w+)*")
+
+
+def require_buildable(loaded: LoadedConfig) -> None:
+    """Raise ModelError, with the line of its key, where the job's model cannot be built, or not be asked anything.
+
+    Takes no memory for weights.
+    """
+    try:
+        dry_run_model(loaded.config.model, head=model_head(loaded.config.task.name))
+    except ModelError as error:
+        named = _KEY.match(str(error))
+        keys = () if named is None else (named.group(), *parent_keys(named.group()))
+        place = next((loaded.sources[key] for key in keys if key in loaded.sources), None)
+        if place is None:
+            raise
+        raise ModelError(f"{place}, {error}") from error
 
 
 def require_adaptable(loaded: LoadedConfig, *, strategy: str = "") -> None:
