@@ -1,7 +1,7 @@
 """The model that a job names: weights, adapters, and which of its parameters are trained."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
 from finetune.model.loading.load import load_model
+from finetune.model.loading.pretrained import read_saved_adapter_config
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.quantize import unquantized_weights_folder
 from finetune.runtime.distributed import run_on_rank_0
@@ -166,15 +167,34 @@ def require_buildable(loaded: LoadedConfig) -> None:
         raise ConfigError([with_location(Problem(written, text), loaded.sources)], loaded.path.name) from error
 
 
-def require_adaptable(loaded: LoadedConfig) -> None:
+def require_adaptable(loaded: LoadedConfig, *, strategy: str = "") -> None:
     """Raise ConfigError where LoRA cannot be had as asked on this model's experts and router. Reads no weights."""
-    section, wanted = loaded.config.model, loaded.config.model.lora
+    problems = [with_location(each, loaded.sources) for each in _adapter_problems(loaded.config, strategy)]
+    if problems:
+        raise ConfigError(problems, loaded.path.name)
+
+
+def _adapter_problems(config: RunConfig, strategy: str) -> Iterator[Problem]:
+    section, wanted, is_fsdp1 = config.model, config.model.lora, strategy == "fsdp1"
+    if section.adapter is not None and is_fsdp1:
+        if read_saved_adapter_config(Path(section.adapter)).get("target_parameters"):
+            yield Problem("model.adapter", f"{_NO_PARAMETERS}.")
+        return
     if wanted is None:
         return
     names_experts = wanted.experts is not None or wanted.router
-    if not names_experts and not (_computes_from_weights(section) and may_have_experts(section)):
+    if not names_experts and not ((is_fsdp1 or _computes_from_weights(section)) and may_have_experts(section)):
         return
-    model = meta_model(section, head=model_head(loaded.config.task.name))
-    problems = targets.target_problems(model, wanted)
-    if problems:
-        raise ConfigError([with_location(each, loaded.sources) for each in problems], loaded.path.name)
+    model = meta_model(section, head=model_head(config.task.name))
+    yield from targets.target_problems(model, wanted)
+    if is_fsdp1 and targets.adapts_parameters(model, wanted):
+        keys = [*(["experts"] if targets.adapts_experts(wanted) else []), *(["router"] if wanted.router else [])]
+        instead = " and ".join(f"`{key}: false`" for key in keys)
+        yield Problem(f"model.lora.{keys[0]}", f"{_NO_PARAMETERS}, or write {instead}.")
+
+
+_NO_PARAMETERS = (
+    "adapters of routed experts and routers do not work under fsdp1, which replaces parameters by plain tensors in the "
+    "forward pass, where peft looks for parameters (ParamWrapper in peft 0.21). Launch with "
+    "accelerate_configs/fsdp2.yaml"
+)
