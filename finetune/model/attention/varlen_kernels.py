@@ -41,7 +41,7 @@ def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | N
     is_there = _available.is_capable and qkv.query.device.type == _available.device_type
     if not is_there or _attention_dtype(qkv) not in HALF_DTYPES:
         return None
-    if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM:
+    if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM or settings.sinks is not None:
         return None
     if _available.flash is not None and (_available.is_flash_repeatable or not _wants_determinism()):
         return _flash_varlen

@@ -17,6 +17,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView
 from finetune.model.attention.implementation import check_isolation, require_position_ids
+from finetune.model.attention.supported_models import carries_state
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
@@ -252,11 +253,11 @@ def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeig
 
 def require_sample_isolation(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
-    config = context.config
-    if not is_padding_free(config.data.batching):
-        return
-    model = prepared.model
+    config, model = context.config, prepared.model
     inner = unwrap_model(prepared.unwrapped_model)
+    is_row = is_padding_free(resolve_padding_free(config).batching)
+    if not is_padding_free(config.data.batching) and not (is_row and carries_state(inner.config)):
+        return
     require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()
