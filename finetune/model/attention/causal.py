@@ -55,7 +55,7 @@ def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
 def softcapped_attention(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
     """Return attention with soft-capped scores, as transformers' eager attention; `mask` is added to the scores."""
     query, key, value = qkv.repeated
-    scaling = query.shape[-1] ** -0.5 if settings.scaling is None else settings.scaling
+    scaling = _scaling(qkv, settings)
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if settings.softcap is not None:
         weights = torch.tanh(weights / settings.softcap) * settings.softcap
@@ -116,7 +116,7 @@ def _with_sink_key(qkv: QueryKeyValue, settings: AttentionSettings) -> QueryKeyV
     query, key, value = qkv.repeated
     batch, heads, _, width = query.shape
     query = torch.cat([query, _marked(query)], dim=-1)
-    score = settings.sinks.to(key.dtype) / _scaled(qkv, settings).scaling
+    score = settings.sinks.to(key.dtype) / _scaling(qkv, settings)
     sink = pad(score[None, :, None, None], (width, _SINK_WIDTH - 1)).expand(batch, heads, 1, -1)
     key = torch.cat([sink, pad(key, (0, _SINK_WIDTH))], dim=2)
     return QueryKeyValue(query, key, pad(value, (0, query.shape[-1] - value.shape[-1], 1, 0)))
@@ -129,7 +129,11 @@ def _marked(query: Tensor) -> Tensor:
 
 def _scaled(qkv: QueryKeyValue, settings: AttentionSettings) -> AttentionSettings:
     """Return the settings with the scaling of the heads as they were, before they are widened."""
-    return replace(settings, scaling=settings.scaling or qkv.query.shape[-1] ** -0.5)
+    return replace(settings, scaling=_scaling(qkv, settings))
+
+
+def _scaling(qkv: QueryKeyValue, settings: AttentionSettings) -> float:
+    return qkv.query.shape[-1] ** -0.5 if settings.scaling is None else settings.scaling
 
 
 def _band_mask(num_queries: int, num_keys: int, *, back: int, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ from finetune.model.attention.causal import (
     softcapped_attention,
 )
 from finetune.model.attention.supported_models import carries_state, supports_packed_samples
-from finetune.model.attention.upstream import retune_queries, tell_row_functions
+from finetune.model.attention.upstream import patch_row_functions, retune_queries
 from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
 from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
 
@@ -88,15 +88,21 @@ def _attend_row(
     """Return the attention of each sample of a row, [1, tokens, heads, width of the values]."""
     chunk, width = _chunk_size(module), qkv.value.shape[-1]
     qkv = qkv._replace(query=retune_queries(module, qkv.query, others.get("cu_seq_lens_q"), lengths))
-    if chunk is not None and max(lengths.values) > chunk:
-        chunks = [min(chunk, each - start) for each in lengths.values for start in range(0, each, chunk)]
-        return attend_sample_by_sample(qkv, SampleLengths(chunks), settings)
     if width < qkv.query.shape[-1]:  # latent attention: kernels want one width
         qkv = qkv._replace(value=pad(qkv.value, (0, qkv.query.shape[-1] - width)))
-    kernel = varlen_kernel(qkv, settings)
+    kernel: Callable[..., Tensor] | None = varlen_kernel(qkv, settings)
+    if chunk is not None and max(lengths.values) > chunk:
+        lengths, kernel = _in_chunks(lengths, chunk), None
     if kernel is not None:
-        return kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings)[..., :width]
-    return attend_sample_by_sample(qkv, lengths, settings)[..., :width]
+        output = kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings)
+    else:
+        output = attend_sample_by_sample(qkv, lengths, settings)
+    return output.narrow(-1, 0, width)
+
+
+def _in_chunks(lengths: SampleLengths, size: int) -> SampleLengths:
+    """Return the lengths of chunks of at most this size, which begin anew with each sample."""
+    return SampleLengths([min(size, each - start) for each in lengths.values for start in range(0, each, size)])
 
 
 def _chunk_size(module: nn.Module) -> int | None:
@@ -150,7 +156,7 @@ def default_attention(config: Any) -> str | None:
     if not supports_packed_samples(config):
         return None
     register_per_sample()
-    tell_row_functions(config)
+    patch_row_functions(config)
     return PER_SAMPLE_ATTENTION
 
 
@@ -190,11 +196,11 @@ def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
 
     A model of recurrent layers alone needs none where its layers are told the lengths.
     """
-    if "position_ids" not in arguments and not (is_told_lengths(config) and carries_state(config)):
+    if "position_ids" not in arguments and not (receives_lengths(config) and carries_state(config)):
         raise _isolation_error(config, "it has no `position_ids` argument, which separates the samples")
 
 
-def is_told_lengths(config: Any) -> bool:
+def receives_lengths(config: Any) -> bool:
     """Tell whether the model was built with our attention, so that its forward is given sample lengths."""
     return getattr(config, "_attn_implementation", None) == PER_SAMPLE_ATTENTION
 

@@ -55,7 +55,8 @@ def scan_samples(
     scan: Scan, lengths: SampleLengths, inputs: ScanInputs, args: Sequence[Any], named: Mapping[str, Any]
 ) -> Any:
     """Return the scan of every sample of a row; samples of similar length are a batch."""
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **named}
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(named)
     along = {key: each for key, each in given.items() if key in inputs.sequences and isinstance(each, Tensor)}
     parts = {key: torch.split(each, lengths.values, dim=inputs.dimension) for key, each in along.items()}
     outputs: list[Tensor | None] = [None] * len(lengths.values)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.errors import MissingPackage
 from finetune.model.attention.packed_scans import ScanInputs, convolve_samples, scan_samples
 from finetune.runtime.optional import require
 from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
@@ -76,11 +77,11 @@ def modeling_file(config: Any) -> ModuleType | None:
 def _module(name: str) -> ModuleType | None:
     try:
         return require(name, extra="flash", purpose="a row of several samples")
-    except ImportError:
+    except (ImportError, MissingPackage):
         return None
 
 
-def tell_row_functions(config: Any) -> None:
+def patch_row_functions(config: Any) -> None:
     """Have the functions of this model's file that mix positions keep the samples of a packed row apart."""
     file = modeling_file(config)
     if file is None:
@@ -96,7 +97,11 @@ def tell_row_functions(config: Any) -> None:
 
 
 def _separating(original: Callable[..., Any], function: RowFunction) -> Callable[..., Any]:
-    """Return the function; where sample lengths are among its arguments, it keeps samples apart."""
+    """Return the function; where sample lengths are among its arguments, it keeps samples apart.
+
+    Only a function that transformers decorates calls a kernel: LFM3's convolution is always torch's.
+    """
+    calls_kernel = hasattr(original, "__wrapped__")
 
     @wraps(original)
     def separate(*args: Any, **named: Any) -> Any:
@@ -104,8 +109,8 @@ def _separating(original: Callable[..., Any], function: RowFunction) -> Callable
         if lengths is None:
             return original(*args, **named)
         others = {name: each for name, each in named.items() if name not in ("cu_seqlens", "seq_idx")}
-        if args[0].is_cuda and _takes(*function.kernel, function.boundaries):
-            edges = named.get("cu_seqlens", named.get("cu_seq_lens_q"))
+        if calls_kernel and args[0].is_cuda and _takes(*function.kernel, function.boundaries):
+            edges: Any = named.get("cu_seqlens", named.get("cu_seq_lens_q"))
             told = edges if function.boundaries == "cu_seqlens" else sample_index(edges, lengths)
             return original(*args, **others, **{function.boundaries: told})
         return function.by_sample(original, lengths, *args, **others)
@@ -141,7 +146,8 @@ def retune_queries(module: Any, query: Tensor, edges: Any, lengths: SampleLength
         torch.log1p(torch.floor((each.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
         for each in (places, own)
     )
-    return (query * (of_sample / of_row)[:, None]).to(query.dtype)
+    retuned: Tensor = query * (of_sample / of_row)[:, None]
+    return retuned.to(query.dtype)
 
 
 _row: ContextVar[Mapping[str, Any]] = ContextVar("row", default=MappingProxyType({}))

@@ -24,7 +24,7 @@ ATTENTION_WITHOUT_MASK = ("auto", "flash_attention_2", "flash_attention_3")
 """Values of `model.attention` that are told where samples begin and need no mask of the whole row."""
 
 LAYOUT, PADDING_FREE = "batches", "padding-free"
-"""What a checkpoint records where `auto` packs samples that older versions padded."""
+"""What a checkpoint records where samples share rows that older versions padded."""
 
 
 def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> DataSection:
@@ -82,10 +82,10 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
 
 def recorded_layout(config: RunConfig) -> Mapping[str, str]:
     """Return what checkpoints of this run record about its layout; nothing where every version has the same."""
-    batching = config.data.batching
-    if batching.padding_free != "auto" or batching.by == "packs" or not can_share_rows(config):
+    batching = resolve_padding_free(config).batching
+    if batching.padding_free is not True or not was_once_padded(load_model_config(config.model)):
         return {}
-    return {LAYOUT: PADDING_FREE} if was_once_padded(load_model_config(config.model)) else {}
+    return {LAYOUT: PADDING_FREE}
 
 
 def _resumes_padded(config: RunConfig) -> bool:

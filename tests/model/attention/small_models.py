@@ -6,7 +6,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from finetune.model.attention.implementation import register_per_sample
-from finetune.model.attention.upstream import tell_row_functions
+from finetune.model.attention.upstream import patch_row_functions
 from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 WINDOW, LENGTHS = 6, (11, 3, 17, 2, 1, 8)
@@ -83,18 +83,22 @@ VALUES_OF = {
 """What some kinds need beside `VALUES`, so that every kind of layer they have is in them."""
 
 
-def tiny_config(kind, **others):
-    others = {**VALUES_OF.get(kind, {}), **others}
+def small_values(kind):
+    """Return the values that the kind's config has, by name."""
     config_class = CONFIG_MAPPING[kind]
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
     known |= set(getattr(config_class, "__dataclass_fields__", ()))
-    return AutoConfig.for_model(kind, **{**{key: value for key, value in VALUES.items() if key in known}, **others})
+    return {**{key: value for key, value in VALUES.items() if key in known}, **VALUES_OF.get(kind, {})}
+
+
+def tiny_config(kind, **others):
+    return AutoConfig.for_model(kind, **{**small_values(kind), **others})
 
 
 def tiny_model(kind, attention="per_sample", **others):
     config = tiny_config(kind, **others)
     register_per_sample()
-    tell_row_functions(config)
+    patch_row_functions(config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     assert model.config._attn_implementation == attention
