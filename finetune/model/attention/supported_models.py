@@ -81,6 +81,11 @@ def needs_own_attention(config: Any) -> bool:
     return text_config(config).model_type not in PLAIN_MODEL_TYPES
 
 
+def has_sinks(config: Any) -> bool:
+    """Tell whether layers of this model have attention sinks."""
+    return text_config(config).model_type in SINK_MODEL_TYPES
+
+
 def carries_state(config: Any) -> bool:
     """Tell whether layers of this model carry a state along the row."""
     return text_config(config).model_type in HYBRID_MODEL_TYPES
@@ -97,6 +102,8 @@ def padding_reason(config: Any) -> str | None:
     kind, layers = config.model_type, set(getattr(config, "layer_types", None) or ())
     if not type(config).__module__.startswith("transformers.models."):
         return f"`{kind}` brings its own code"
+    if kind not in PACKING_MODEL_TYPES and "vision_config" in (getattr(config, "sub_configs", None) or ()):
+        return f"`{kind}` is built with its image part, which is not known to keep packed samples apart"
     if kind not in PACKING_MODEL_TYPES:
         return f"`{kind}`: {_REASONS.get(kind, 'it is not known to keep packed samples apart')}"
     unknown = layers - LAYER_TYPES_OF.get(kind, SUPPORTED_LAYER_TYPES)

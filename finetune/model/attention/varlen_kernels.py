@@ -49,7 +49,7 @@ def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | N
     return _torch_varlen if is_plain and _available.torch_varlen is not None else None
 
 
-def missing_kernel_warning(*, is_half: bool) -> str | None:
+def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False) -> str | None:
     """Return a warning if a GPU computes rows sample by sample because a kernel is missing; else None."""
     if not torch.cuda.is_available() or not is_half:
         return None  # no such kernel supports float32
@@ -64,6 +64,8 @@ def missing_kernel_warning(*, is_half: bool) -> str | None:
             "installed, and "
             "this torch has no varlen kernel. Install `flash-attn`, or torch 2.11 or newer."
         )
+    if has_sinks:
+        return "attention: packed rows are computed sample by sample: no varlen kernel supports attention sinks."
     return None
 
 

@@ -17,7 +17,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView
 from finetune.model.attention.implementation import check_isolation, require_position_ids
-from finetune.model.attention.supported_models import carries_state
+from finetune.model.attention.supported_models import carries_state, has_sinks
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
@@ -119,7 +119,7 @@ def prepare_model(
     accumulation, memory = _log_size(
         context, plain, accelerator, training=training_data.training, plan=plan, process_bytes=process_bytes
     )
-    _warn(context)
+    _warn(context, plain)
     optimizer = _optimizer(context, list_parameters(plain), learning_rate=learning_rate)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
@@ -215,7 +215,7 @@ def _optimizer(context: RunContext, named: list[NamedParameter], *, learning_rat
     return optimizer
 
 
-def _warn(context: RunContext) -> None:
+def _warn(context: RunContext, model: Any) -> None:
     config, log = context.config, context.log
     lora = config.model.lora
     for warning in precision_warnings(
@@ -228,7 +228,9 @@ def _warn(context: RunContext) -> None:
         log(f"warning: {warning}")
     is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
     missing = (
-        missing_kernel_warning(is_half=is_half) if is_padding_free(resolve_padding_free(config).batching) else None
+        missing_kernel_warning(is_half=is_half, has_sinks=has_sinks(unwrap_model(model).config))
+        if is_padding_free(resolve_padding_free(config).batching)
+        else None
     )
     if missing and config.model.attention == "auto":
         log(f"warning: {missing}")

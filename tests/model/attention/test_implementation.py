@@ -253,6 +253,9 @@ def test_a_gpu_without_a_kernel_for_rows_is_told_of(monkeypatch, found, said):
     warning = varlen_kernels.missing_kernel_warning(is_half=True)
     assert warning is None if said is None else said in warning
     assert varlen_kernels.missing_kernel_warning(is_half=False) is None
+    of_sinks = varlen_kernels.missing_kernel_warning(is_half=True, has_sinks=True)
+    assert of_sinks is not None
+    assert said is not None or "no varlen kernel supports attention sinks" in of_sinks
 
 
 SMALL = {

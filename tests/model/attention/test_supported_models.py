@@ -141,3 +141,7 @@ def test_a_transformers_without_the_functions_that_are_told_the_lengths_pads(mon
     config = tiny_config("lfm2")
     monkeypatch.setattr("finetune.model.attention.supported_models.modeling_file", lambda _: object())
     assert padding_reason(config) == "`lfm2`: this transformers has no `causal_conv1d_fn`"
+
+
+def test_a_model_that_is_built_with_its_image_part_says_so():
+    assert "is built with its image part" in padding_reason(AutoConfig.for_model("gemma3"))
