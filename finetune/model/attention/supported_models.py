@@ -45,7 +45,8 @@ HYBRID_MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 """Those with layers that carry a state along the row, and transformers' functions that must be told the lengths."""
 
-PACKING_MODEL_TYPES = PLAIN_MODEL_TYPES | SINK_MODEL_TYPES | {"llama4_text"} | frozenset(HYBRID_MODEL_TYPES)
+OWN_ATTENTION_TYPES = SINK_MODEL_TYPES | {"llama4_text"} | frozenset(HYBRID_MODEL_TYPES)
+PACKING_MODEL_TYPES = PLAIN_MODEL_TYPES | OWN_ATTENTION_TYPES
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LAYER_TYPES_OF: Mapping[str, frozenset[str]] = {
@@ -78,7 +79,7 @@ def supports_packed_samples(config: Any) -> bool:
 
 def needs_own_attention(config: Any) -> bool:
     """Tell whether only our attention keeps samples apart in this model, not flash attention."""
-    return text_config(config).model_type not in PLAIN_MODEL_TYPES
+    return text_config(config).model_type in OWN_ATTENTION_TYPES
 
 
 def has_sinks(config: Any) -> bool:
