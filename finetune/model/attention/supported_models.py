@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from finetune.model.attention.bidirectional import supports_packed_encoders
 from finetune.model.attention.upstream import modeling_file
 
 PLAIN_MODEL_TYPES = frozenset(
@@ -45,7 +46,8 @@ HYBRID_MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 """Those with layers that carry a state along the row, and transformers' functions that must be told the lengths."""
 
-PACKING_MODEL_TYPES = PLAIN_MODEL_TYPES | SINK_MODEL_TYPES | {"llama4_text"} | frozenset(HYBRID_MODEL_TYPES)
+OWN_ATTENTION_TYPES = SINK_MODEL_TYPES | {"llama4_text"} | frozenset(HYBRID_MODEL_TYPES)
+PACKING_MODEL_TYPES = PLAIN_MODEL_TYPES | OWN_ATTENTION_TYPES
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LAYER_TYPES_OF: Mapping[str, frozenset[str]] = {
@@ -78,7 +80,7 @@ def supports_packed_samples(config: Any) -> bool:
 
 def needs_own_attention(config: Any) -> bool:
     """Tell whether only our attention keeps samples apart in this model, not flash attention."""
-    return text_config(config).model_type not in PLAIN_MODEL_TYPES
+    return text_config(config).model_type in OWN_ATTENTION_TYPES
 
 
 def has_sinks(config: Any) -> bool:
@@ -98,6 +100,8 @@ def was_once_padded(config: Any) -> bool:
 
 def padding_reason(config: Any) -> str | None:
     """Return why samples must be padded; None where they can be packed into one row without padding."""
+    if supports_packed_encoders(config):
+        return None
     config = text_config(config)
     kind, layers = config.model_type, set(getattr(config, "layer_types", None) or ())
     if not type(config).__module__.startswith("transformers.models."):
