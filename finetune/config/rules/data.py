@@ -235,7 +235,7 @@ def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
 
 def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
     """The lengths of a window are sorted in memory."""
-    steps, batch = config.data.batching.length_window_steps, config.train.global_batch_size
+    steps, batch = config.data.batching.num_sorted_steps, config.train.global_batch_size
     if steps > 1 and steps * batch > MAX_WINDOW:
         most = max(1, MAX_WINDOW // batch)
         message = f"{steps:,} steps of {batch:,} samples are too many to sort at once. Write at most {most:,}."

@@ -165,11 +165,16 @@ class BatchingSection(Section):
         "the task and the model are known to support it. Packs are never padded.",
         "auto",
     )
-    length_window_steps: Count = key(
-        "Sort by length within this many steps, for less padding. 1 changes no step; more gives steps of similar "
-        "lengths.",
-        0,
+    length_window_steps: Count | Auto = key(
+        "Sort by length within this many steps, for less padding. 1 changes no step's set of samples, more gives "
+        "steps of similar lengths. `auto`: 1 where samples are padded.",
+        "auto",
     )
+
+    @property
+    def num_sorted_steps(self) -> int:
+        """Return the most steps that are sorted together."""
+        return 1 if self.length_window_steps == "auto" else self.length_window_steps
 
     @property
     def unit(self) -> str:

@@ -33,6 +33,8 @@ class Counts:
     longest: int = 0  # tokens of the longest row, before any cut
     longest_place: str = ""
     first_without_target: str = ""
+    cut_answer_rows: int = 0  # truncated rows of several answers of which one lost a part
+    lost_answer_rows: int = 0  # such rows of which an answer lost all: they are among those without a target
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the counts of both; of two equally long rows the first is named."""
@@ -63,6 +65,7 @@ class Counts:
             f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
             f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
             f"{self.truncated_targets:,} of them targets": self.truncated_rows,
+            **dict.fromkeys(self.answer_lines, True),
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
             f"dropped as too long: {self.long_rows:,} rows, {dropped}, {self.dropped_targets:,} of them targets": (
                 self.long_rows
@@ -75,6 +78,16 @@ class Counts:
             "(data.allow_special_tokens: true encodes them as control tokens)": self.control_rows,
             f"turn marks of the chat template, which are plain text, in the texts of {self.turn_mark_rows:,} rows: "
             "the model cannot distinguish these from turns of the conversation": self.turn_mark_rows,
+        }
+        return tuple(line for line, happened in lines.items() if happened)
+
+    @property
+    def answer_lines(self) -> tuple[str, ...]:
+        """Return what became of the answers of truncated rows, in a line each."""
+        lines = {
+            f"answers cut: in {self.cut_answer_rows:,} of these rows one is trained on in part": self.cut_answer_rows,
+            f"answers cut away entirely: in {self.lost_answer_rows:,} of these rows, which are left without a target "
+            "(`data.truncate_side: start` cuts prompts first)": self.lost_answer_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
 

@@ -22,11 +22,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from finetune.errors import ModelError
+from finetune.model.attention.bidirectional import is_bidirectional, padded_attention, sample_attention
 from finetune.model.attention.causal import (
     AttentionSettings,
     QueryKeyValue,
     attention_with_sinks,
-    causal_attention,
     softcapped_attention,
 )
 from finetune.model.attention.supported_models import carries_state, supports_packed_samples
@@ -62,9 +62,9 @@ def per_sample_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output, [batch, length, heads, width]; the interface is transformers'."""
-    sinks = others.get("s_aux")
+    sinks, is_causal = others.get("s_aux"), not is_bidirectional(module, others)
     qkv = QueryKeyValue(query, key, value)
-    settings = AttentionSettings(scaling, dropout, softcap, sliding_window, sinks=sinks)
+    settings = AttentionSettings(scaling, dropout, softcap, sliding_window, is_causal, sinks)
     lengths = others.pop(SAMPLE_LENGTHS, None)
     if lengths is not None:
         return _attend_row(module, qkv, lengths, settings, others), None
@@ -95,6 +95,8 @@ def _attend_row(
         lengths, kernel = _in_chunks(lengths, chunk), None
     if kernel is not None:
         output = kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings)
+    elif not settings.is_causal and qkv.query.device.type != "cpu":
+        output = padded_attention(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings)
     else:
         output = attend_sample_by_sample(qkv, lengths, settings)
     return output.narrow(-1, 0, width)
@@ -120,13 +122,13 @@ def attend_sample_by_sample(qkv: QueryKeyValue, lengths: SampleLengths, settings
     """Return the attention of each sample, [1, tokens, heads, width]; samples of equal length in one call."""
     sizes = lengths.values
     if len(sizes) == 1:
-        return causal_attention(qkv, settings)
+        return sample_attention(qkv, settings)
     if len(set(sizes)) == 1:
         batch = QueryKeyValue(*(_row_as_batch(each, num=len(sizes)) for each in qkv))
-        return causal_attention(batch, settings).flatten(0, 1)[None]
+        return sample_attention(batch, settings).flatten(0, 1)[None]
     # `split` has one backward pass for all parts; a slice's would fill the whole row for each of them
     parts = zip(*(torch.split(each, sizes, dim=2) for each in qkv), strict=True)
-    return torch.cat([causal_attention(QueryKeyValue(*part), settings) for part in parts], dim=1)
+    return torch.cat([sample_attention(QueryKeyValue(*part), settings) for part in parts], dim=1)
 
 
 def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
@@ -170,12 +172,18 @@ _TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
 
 @torch.no_grad()
 def check_isolation(
-    logits_of: Callable[[PackedRow], Tensor], *, config: Any, vocabulary_size: int, is_half: bool
+    logits_of: Callable[[PackedRow], Tensor],
+    *,
+    config: Any,
+    vocabulary_size: int,
+    is_half: bool,
+    logits_alone: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> None:
     """Raise ModelError unless each sample of a packed row has the same logits as alone.
 
-    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Two tiny forward passes: a sample is first
-    and third in a row, then all others in the row change. Collective if `logits_of` is.
+    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode, or [samples, outputs] of a head that reads
+    whole samples. Two tiny forward passes: a sample is first and third in a row, then all others in the row change. A
+    third one is the sample in a batch of its own, `logits_alone`, where given. Collective if these are.
     """
     middle, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
     other_middle, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
@@ -189,6 +197,8 @@ def check_isolation(
         raise _isolation_error(
             config, "a sample after another differs from the sample alone: its positions are not reset"
         )
+    if logits_alone is not None and _difference(logits_alone(sample), row[0]) > misplaced:
+        raise _isolation_error(config, "a sample in a row differs from the sample in a batch of its own")
 
 
 def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
@@ -210,6 +220,8 @@ def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:
 
 
 def _split_by_sample(logits: Tensor, samples: PackedRow) -> tuple[Tensor, ...]:
+    if len(logits) == len(samples):
+        return torch.split(logits, 1)
     edges = accumulate((len(each) for each in samples), initial=0)
     return tuple(logits[start:stop] for start, stop in pairwise(edges))
 
@@ -225,6 +237,5 @@ def _isolation_error(config: Any, reason: str) -> ModelError:
     layers = f" (layers: {', '.join(kinds)})" if kinds else ""
     return ModelError(
         f"data.batching: `{config.model_type}`{layers} does not support packed samples: {reason}. "
-        "Pad them instead: write `by: tokens`, or `by: samples` with `length_window_steps: 1`, "
-        "and no `padding_free`."
+        "Pad them instead: write `by: tokens`, or `by: samples`, and no `padding_free`."
     )

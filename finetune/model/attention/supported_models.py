@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from finetune.model.attention.bidirectional import supports_packed_encoders
 from finetune.model.attention.upstream import modeling_file
 
 PLAIN_MODEL_TYPES = frozenset(
@@ -99,6 +100,8 @@ def was_once_padded(config: Any) -> bool:
 
 def padding_reason(config: Any) -> str | None:
     """Return why samples must be padded; None where they can be packed into one row without padding."""
+    if supports_packed_encoders(config):
+        return None
     config = text_config(config)
     kind, layers = config.model_type, set(getattr(config, "layer_types", None) or ())
     if not type(config).__module__.startswith("transformers.models."):

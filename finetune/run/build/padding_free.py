@@ -8,11 +8,12 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest_of_step
 from finetune.config.paths import is_url
 from finetune.config.rules.model import PROMPT_ADAPTERS, adapter_of
-from finetune.config.rules.task import PADDED_TASKS
+from finetune.config.rules.task import PADDED_TASKS, TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, ModelError
 from finetune.model.attention.supported_models import needs_own_attention, padding_reason, was_once_padded
+from finetune.model.frozen_models import load_teacher_config
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
@@ -26,19 +27,27 @@ ATTENTION_WITHOUT_MASK = ("auto", "flash_attention_2", "flash_attention_3")
 LAYOUT, PADDING_FREE = "batches", "padding-free"
 """What a checkpoint records where samples share rows that older versions padded."""
 
+FIRST_TASKS = ("sft", "pretrain")
+"""Tasks whose samples every version packs."""
+
 
 def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> DataSection:
-    """Return `data:` with `padding_free: auto` resolved, the same on every rank.
+    """Return `data:` with `auto` of `padding_free` and `length_window_steps` settled, the same on every rank.
 
     It depends on the job, on the model's config and on the checkpoint that the run resumes from: a resumed run lays
     its samples out as before, also where only newer versions know the model. `model` is the config of a model in place
     of the job's, with the adapter beside it.
     """
-    data = config.data
-    if data.batching.padding_free != "auto":
-        return data
-    is_free = data.batching.by != "packs" and can_share_rows(config, model=model, adapter=adapter)
-    return data.model_copy(update={"batching": data.batching.model_copy(update={"padding_free": is_free})})
+    data, batching = config.data, config.data.batching
+    is_free = batching.padding_free
+    if is_free == "auto":
+        is_free = batching.by != "packs" and can_share_rows(config, model=model, adapter=adapter)
+    steps = batching.length_window_steps
+    if steps == "auto":
+        is_sorted = batching.by == "samples" and not is_free and config.task.name not in TASKS_WITHOUT_TOKENS
+        steps = 1 if is_sorted else 0
+    settled = {"padding_free": is_free, "length_window_steps": steps}
+    return data.model_copy(update={"batching": batching.model_copy(update=settled)})
 
 
 def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]:
@@ -47,7 +56,8 @@ def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]
         return ()
     if data.batching.padding_free is True:
         return ("padding-free batches: the model keeps the samples of a row apart",)
-    return (f"samples are padded: {why_padded(config)}",)
+    how = ", and sorted by length within each step" if data.batching.length_window_steps == 1 else ""
+    return (f"samples are padded{how}: {why_padded(config)}",)
 
 
 def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:
@@ -66,13 +76,15 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
         return "samples in one row would share what the adapter prepends to the text"
     try:
         own = load_model_config(config.model) if model is None else model
+        teachers = _teachers(config)
     except ModelError:
         return "the model cannot be loaded"  # which is said where it is loaded
-    if (reason := padding_reason(own)) is not None:
+    reasons = (*(padding_reason(each) for each in (own, *teachers)), None)
+    if (reason := next((each for each in reasons if each), None)) is not None:
         return reason
     if needs_own_attention(own) and attention != "auto":
         return f"`model.attention: {attention}` does not keep samples of this model apart. Write `auto`"
-    if model is None and was_once_padded(own) and _resumes_padded(config):
+    if model is None and _was_once_padded(config, own) and _resumes_padded(config):
         return (
             "the checkpoint that the run resumes from is of a run that padded them. To pack them from here on, which "
             "changes losses within rounding and dropout, write `data.batching.padding_free: true`"
@@ -83,9 +95,14 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
 def recorded_layout(config: RunConfig) -> Mapping[str, str]:
     """Return what checkpoints of this run record about its layout; nothing where every version has the same."""
     batching = resolve_padding_free(config).batching
-    if batching.padding_free is not True or not was_once_padded(load_model_config(config.model)):
+    if batching.padding_free is not True or not _was_once_padded(config, load_model_config(config.model)):
         return {}
     return {LAYOUT: PADDING_FREE}
+
+
+def _was_once_padded(config: RunConfig, own: Any) -> bool:
+    """Tell whether older versions pad this task, or the samples of this model."""
+    return config.task.name not in FIRST_TASKS or was_once_padded(own)
 
 
 def _resumes_padded(config: RunConfig) -> bool:
@@ -99,6 +116,12 @@ def _resumes_padded(config: RunConfig) -> bool:
         return path is not None and read_manifest_of_step(path).run.origin.get(LAYOUT) != PADDING_FREE
     except (CheckpointError, OSError):
         return False  # which is said where it is resumed from
+
+
+def _teachers(config: RunConfig) -> tuple[Any, ...]:
+    """Return the config of the teacher, which reads the same rows, where there is one."""
+    section = config.task.distillation
+    return () if section is None else (load_teacher_config(section, model=config.model),)
 
 
 def _has_prompt_adapter(config: RunConfig, adapter: AdapterConfig) -> bool:

@@ -47,8 +47,9 @@ from finetune.strategy.upstream import (
 )
 from finetune.task.lm_loss.fallback import fallback_warning
 from finetune.task.lm_loss.target_loss import resolve_kernel
-from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
-from finetune.task.protocol import Task
+from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, unwrap_model
+from finetune.task.pooling import sample_logits
+from finetune.task.protocol import ModelHead
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
@@ -255,25 +256,34 @@ def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeig
 
 def require_sample_isolation(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
-    config, model = context.config, prepared.model
+    config, model, task = context.config, prepared.model, training_data.task
     inner = unwrap_model(prepared.unwrapped_model)
-    is_row = is_padding_free(resolve_padding_free(config).batching)
-    if not is_padding_free(config.data.batching) and not (is_row and carries_state(inner.config)):
+    is_asked_for, is_row = (is_padding_free(each.batching) for each in (config.data, resolve_padding_free(config)))
+    if not is_asked_for and not (is_row and (task.head != "causal_lm" or carries_state(inner.config))):
         return
     require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()
     check_isolation(
-        partial(_logits, model, training_data.task, prepared),
+        partial(_row_logits, model, task.head, prepared.accelerator.device),
         config=inner.config,
         vocabulary_size=len(training_data.tokenizer),
         is_half=config.train.precision != "fp32" or config.model.dtype != "float32",
+        logits_alone=None if task.head == "causal_lm" else partial(_logits_alone, model, prepared.accelerator.device),
     )
     model.train(was_training)
 
 
-def _logits(model: nn.Module, task: Task, prepared: PreparedModel, row: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits of the samples as the task lays them out, [tokens, vocabulary]."""
-    samples = [Features({"input_ids": np.array(ids, np.uint32), "is_target": np.ones(len(ids), bool)}) for ids in row]
-    batch = task.collate(samples).to(prepared.accelerator.device)
-    return forward_logits(model, batch)[0]
+def _row_logits(model: nn.Module, head: ModelHead, device: torch.device, row: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits of the samples end to end, [tokens, outputs], or [samples, outputs] of a classifier."""
+    ids = [np.array(each, np.uint32) for each in row]
+    samples = [Features({"input_ids": each}) for each in ids]
+    batch = collate_row(samples, {"input_ids": ids}, labels=torch.zeros(len(ids))).to(device)
+    return sample_logits(model, batch) if head == "sequence_classification" else forward_logits(model, batch)[0]
+
+
+def _logits_alone(model: nn.Module, device: torch.device, ids: Sequence[int]) -> Tensor:
+    """Return the logits of one sample as a batch of its own, in the same shape."""
+    given = torch.tensor([ids], device=device)
+    logits: Tensor = model(input_ids=given, attention_mask=torch.ones_like(given)).logits
+    return logits if logits.dim() == 2 else logits[0]
