@@ -28,6 +28,9 @@ FORMATS_OF_TASK: Mapping[TaskName, tuple[Format, ...]] = {
 CHAT_TASKS: tuple[TaskName, ...] = ("sft", "preference", "reward", "distillation", "vision_language_sft")
 """Tasks whose rows are rendered by a chat template."""
 
+TURN_TASKS: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft")
+"""Tasks whose targets are turns that `data.train_on` chooses."""
+
 GENERATION_TASKS: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft", "seq2seq")
 """Tasks that can generate answers."""
 

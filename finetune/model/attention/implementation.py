@@ -11,6 +11,7 @@ trains.
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -188,16 +189,18 @@ def check_isolation(
     middle, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
     other_middle, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
     rows = [[sample, middle, sample, last], [sample, other_middle, sample, other_last]]
-    row, changed = (_split_by_sample(logits_of(each), each) for each in rows)
+    logits = logits_of(rows[0])
+    row, changed = _split_by_sample(logits, rows[0]), _split_by_sample(logits_of(rows[1]), rows[1])
+    difference = partial(_difference, scale=logits.float().abs().max())
     seen, misplaced = _TOLERANCE["half" if is_half else "full"]
-    if any(_difference(row[place], changed[place]) > seen for place in (0, 2)):
+    if any(difference(row[place], changed[place]) > seen for place in (0, 2)):
         attention = getattr(config, "_attn_implementation", None)
         raise _isolation_error(config, f"a sample depends on others in its row (model.attention is `{attention}`)")
-    if _difference(row[0], row[2]) > misplaced:
+    if difference(row[0], row[2]) > misplaced:
         raise _isolation_error(
             config, "a sample after another differs from the sample alone: its positions are not reset"
         )
-    if logits_alone is not None and _difference(logits_alone(sample), row[0]) > misplaced:
+    if logits_alone is not None and difference(logits_alone(sample), row[0]) > misplaced:
         raise _isolation_error(config, "a sample in a row differs from the sample in a batch of its own")
 
 
@@ -226,9 +229,12 @@ def _split_by_sample(logits: Tensor, samples: PackedRow) -> tuple[Tensor, ...]:
     return tuple(logits[start:stop] for start, stop in pairwise(edges))
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference relative to the largest logit; infinite if a number is not finite."""
-    difference = (one.float() - other.float()).abs().max() / one.float().abs().max().clamp(min=1e-6)
+def _difference(one: Tensor, other: Tensor, *, scale: Tensor) -> float:
+    """Return the largest difference relative to `scale`, a row's largest logit; infinite if a number is not finite.
+
+    Not to the sample's own: a classifier has few, which may all be near zero.
+    """
+    difference = (one.float() - other.float()).abs().max() / scale.clamp(min=1e-6)
     return float(torch.nan_to_num(difference, nan=torch.inf))
 
 

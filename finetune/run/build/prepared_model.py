@@ -27,7 +27,7 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
 from finetune.run.build.memory import memory_estimate, step_memory
-from finetune.run.build.model import build_model
+from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.build.tf32 import set_tf32
@@ -112,8 +112,7 @@ def prepare_model(
     """
     config, strategy, log = context.config, context.strategy, context.log
     process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
-    init_context = strategy.init_context(accelerator.device)
-    plain = build_model(config, task=training_data.task, tokenizer=training_data.tokenizer, init_context=init_context)
+    plain = _build_plain(context, training_data, device=accelerator.device)
     distributed.barrier()  # the first collective over tensors begins when the slowest rank has its weights
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
@@ -133,6 +132,17 @@ def prepare_model(
         drop_not_yet_unfrozen_from_zero_norm(model)
     every = accumulation.reduces_every_microbatch
     return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory)
+
+
+def _build_plain(context: RunContext, training_data: TrainingData, *, device: torch.device) -> Any:
+    """Return the model before it is prepared. Collective."""
+    return build_model(
+        context.config,
+        task=training_data.task,
+        tokenizer=training_data.tokenizer,
+        init_context=context.strategy.init_context(device),
+        recorded=recorded_parameters(context.config),
+    )
 
 
 def _prepare(
@@ -180,7 +190,7 @@ def _log_size(
         step_memory(context, model, size, training=training, plan=plan, device=accelerator.device) if plan else None
     )
     whole = estimate(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes, step_parts=step_parts)
-    for line in (*size.lines, whole.lines[-1]):
+    for line in (*size.lines, *adapter_summary_of(model), whole.lines[-1]):
         context.log(line)
     return accumulation, whole
 

@@ -64,6 +64,11 @@ IDLE = [
     ([*IMAGES, "train.embedding_noise=5.0"], "train.embedding_noise", "only `task.name: sft` and"),
     ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images have no tokens"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
+    (
+        ["task.name=pretrain", "data.chat_template_arguments={enable_thinking: false}"],
+        "data.chat_template_arguments",
+        "reads text without turns",
+    ),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
     (["task.name=pretrain", "data.train_on=all"], "data.train_on", "the task decides"),
     (

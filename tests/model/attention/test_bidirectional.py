@@ -9,6 +9,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
 from finetune.data.features import Features
+from finetune.errors import ModelError
 from finetune.model.attention.bidirectional import (
     PACKING_ENCODER_TYPES,
     bidirectional_attention,
@@ -18,12 +19,14 @@ from finetune.model.attention.bidirectional import (
 from finetune.model.attention.causal import MAX_QUERY_BLOCK, AttentionSettings, QueryKeyValue
 from finetune.model.attention.implementation import (
     attend_sample_by_sample,
+    check_isolation,
     default_attention,
     register_per_sample,
 )
 from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, supports_packed_samples
 from finetune.model.attention.upstream import patch_row_functions
 from finetune.runtime.packed_rows import SampleLengths
+from finetune.task import model_inputs
 from finetune.task.model_inputs import collate_row, forward_logits
 from finetune.task.pooling import sample_logits
 from tests.model.attention.small_models import LENGTHS, tiny_config
@@ -221,3 +224,38 @@ def test_a_layer_says_whether_it_is_causal_and_an_argument_overrides_it():
     layer.is_causal = False
     assert is_bidirectional(layer, {})
     assert not is_bidirectional(layer, {"is_causal": True})
+
+
+def prove(model, *, is_half=False):
+    """Check the model as a run does before its first step."""
+
+    def of_row(row):
+        return torch.stack(logits_of(model, [Features({"input_ids": np.array(ids, np.uint32)}) for ids in row]))
+
+    def alone(ids):
+        return model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits
+
+    settings = {"config": model.config, "vocabulary_size": 97, "is_half": is_half}
+    check_isolation(of_row, **settings, logits_alone=alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "llama"])
+def test_a_classifier_of_one_score_passes_the_check_of_a_start_however_small_its_scores(kind):
+    for seed in range(5):
+        model, _ = models(kind, AutoModelForSequenceClassification, num_labels=1)
+        torch.manual_seed(seed)
+        list(model.parameters())[-1 if kind == "llama" else -2].normal_(std=0.01)  # the weight of the last layer
+        prove(model)
+        prove(model.bfloat16(), is_half=True)
+
+
+@torch.no_grad()
+def test_a_classifier_that_mixes_texts_or_counts_positions_otherwise_is_refused(monkeypatch):
+    _, mixing = models("bert", AutoModelForSequenceClassification)  # transformers' own attention, told nothing
+    with pytest.raises(ModelError, match="depends on others"):
+        prove(mixing)
+    shifted, _ = models("roberta", AutoModelForSequenceClassification)
+    monkeypatch.setattr(model_inputs, "_positions", lambda *_: {})
+    with pytest.raises(ModelError, match="in a batch of its own"):
+        prove(shifted)
