@@ -36,7 +36,7 @@ def validate_model(context: RunContext) -> None:
     section = context.config.model
     if section.from_config is not None or section.config:
         require_buildable(context.loaded)
-    require_adaptable(context.loaded)
+    require_adaptable(context.loaded, strategy=context.strategy.name)
 
 
 def _require_vector_sizes(config: RunConfig) -> None:

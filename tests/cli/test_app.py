@@ -80,7 +80,9 @@ def test_options_alone_mean_train(typed, job, calls, words):
 
 def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):
     tried = []
-    monkeypatch.setattr(check, "model", SimpleNamespace(require_buildable=tried.append))
+    monkeypatch.setattr(
+        check, "model", SimpleNamespace(require_buildable=tried.append, require_adaptable=lambda _: None)
+    )
     assert typed("check", job, "--model")[0] == 0
     assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed]
     assert typed("check", job)[0] == 0
@@ -156,6 +158,7 @@ def test_chat_is_given_the_folder(typed, calls):
         "max_new_tokens": 256,
         "temperature": 0.0,
         "system": None,
+        "template_arguments": [],
         "trust_remote_code": False,
     }
     assert calls.made == [("finetune.commands.chat:chat", (Path("runs/first/final"),), settings)]

@@ -17,6 +17,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView
 from finetune.model.attention.implementation import check_isolation, require_position_ids
+from finetune.model.attention.supported_models import carries_state, has_sinks
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
@@ -118,7 +119,7 @@ def prepare_model(
     accumulation, memory = _log_size(
         context, plain, accelerator, training=training_data.training, plan=plan, process_bytes=process_bytes
     )
-    _warn(context)
+    _warn(context, plain)
     optimizer = _optimizer(context, list_parameters(plain), learning_rate=learning_rate)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
@@ -225,7 +226,7 @@ def _optimizer(context: RunContext, named: list[NamedParameter], *, learning_rat
     return optimizer
 
 
-def _warn(context: RunContext) -> None:
+def _warn(context: RunContext, model: Any) -> None:
     config, log = context.config, context.log
     lora = config.model.lora
     for warning in precision_warnings(
@@ -238,7 +239,9 @@ def _warn(context: RunContext) -> None:
         log(f"warning: {warning}")
     is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
     missing = (
-        missing_kernel_warning(is_half=is_half) if is_padding_free(resolve_padding_free(config).batching) else None
+        missing_kernel_warning(is_half=is_half, has_sinks=has_sinks(unwrap_model(model).config))
+        if is_padding_free(resolve_padding_free(config).batching)
+        else None
     )
     if missing and config.model.attention == "auto":
         log(f"warning: {missing}")
@@ -263,12 +266,11 @@ def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeig
 
 def require_sample_isolation(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
-    config, task = context.config, training_data.task
-    is_asked_for, is_row = (is_padding_free(each.batching) for each in (config.data, resolve_padding_free(config)))
-    if not is_asked_for and (not is_row or task.head == "causal_lm"):
-        return
-    model = prepared.model
+    config, model, task = context.config, prepared.model, training_data.task
     inner = unwrap_model(prepared.unwrapped_model)
+    is_asked_for, is_row = (is_padding_free(each.batching) for each in (config.data, resolve_padding_free(config)))
+    if not is_asked_for and not (is_row and (task.head != "causal_lm" or carries_state(inner.config))):
+        return
     require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()

@@ -114,7 +114,7 @@ def format_restored(position: int, *, is_scaled: bool, was_scaled: bool) -> Iter
 def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
     """Yield what another strategy or number of processes changes in the results; nothing where both are the same."""
     there = saved.origin
-    if there == current.origin or not there:
+    if not there or all(there[name] == current.origin[name] for name in ("strategy", "processes")):
         return
     masks = ""
     if there["processes"] != current.origin["processes"]:
