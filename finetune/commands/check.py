@@ -18,6 +18,7 @@ def check(path: Path, overrides: Sequence[str], *, num_processes: int | None, tr
         require_divisible_batch(loaded, num_processes=num_processes)
     if tries_model:
         model.require_buildable(loaded.config)
+        model.require_routers(loaded)
     print(f"{path.name} is ready.")
     for line in format_summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")

@@ -55,7 +55,7 @@ MUST_MATCH = (
     *("train.optimizer.name", "train.optimizer.weight_decay", "train.optimizer.betas", "train.optimizer.eps"),
     *("train.optimizer.momentum", "train.optimizer.lora_plus_ratio", "train.optimizer.layer_decay"),
     *("train.optimizer.state_dtype", "train.optimizer.stochastic_rounding"),
-    *("train.optimizer.rates", "train.unfreeze", "train.embedding_noise"),
+    *("train.optimizer.rates", "train.unfreeze", "train.embedding_noise", "train.router_aux_loss"),
     *("train.average", "train.average.decay", "train.average.after_steps"),
     *("train.schedule.name", "train.schedule.warmup_steps", "train.schedule.warmup_fraction"),
     *("train.schedule.decay_fraction", "train.schedule.final_fraction"),
@@ -108,9 +108,13 @@ MAY_DIFFER = (
     *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
+    "report.expert_load",  # counts what the step does in any case
     "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
 )
+
+RECORDED_UNLESS_DEFAULT = ("train.router_aux_loss", "report.expert_load")
+"""Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
 
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 
@@ -134,6 +138,8 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
     """
     for name, field in type(section).model_fields.items():
         key, value = join_key(prefix, name), getattr(section, name)
+        if key in RECORDED_UNLESS_DEFAULT and value == field.default:
+            continue
         if not isinstance(value, Section):
             plain = json.loads(json.dumps(value, default=_plain))
             yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)

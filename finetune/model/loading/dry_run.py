@@ -55,6 +55,15 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
             raise confirmed
 
 
+def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
+    """Return the model on the meta device: its modules, without values; raises ModelError."""
+    trial = _DryRun(section, head)
+    with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
+        config = trial.config()
+        with torch.device("meta"):
+            return trial.model(config)
+
+
 @dataclass(frozen=True)
 class _DryRun:
     """The section and head to build."""

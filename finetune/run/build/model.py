@@ -1,19 +1,23 @@
 """The model that a job names: weights, adapters, and which of its parameters are trained."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
+from finetune.config.section import with_location
 from finetune.config.sections.model import ModelSection
+from finetune.errors import ConfigError, ModelError, Problem
 from finetune.model.activation_offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
-from finetune.model.loading.dry_run import dry_run_model
+from finetune.model.loading.dry_run import dry_run_model, meta_model
 from finetune.model.loading.load import load_model
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.quantize import unquantized_weights_folder
@@ -21,6 +25,7 @@ from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import InitContext
 from finetune.task.protocol import Task
 from finetune.task.registry import model_head
+from finetune.task.router_loss.routers import find_routers
 
 with lazily():
     from finetune.model.adapters import build
@@ -90,3 +95,48 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
 def require_buildable(config: RunConfig) -> None:
     """Raise ModelError where the job's model cannot be built, or not be asked anything. Takes no memory for weights."""
     dry_run_model(config.model, head=model_head(config.task.name))
+
+
+_ROUTER_COEFFICIENT = "router_aux_loss_coef"
+"""What transformers calls the coefficient in a model's config."""
+
+
+def require_routers(loaded: LoadedConfig) -> None:
+    """Raise ConfigError where a key is about routers that the model does not have, or that are not understood."""
+    problems = [with_location(each, loaded.sources) for each in _router_problems(loaded.config)]
+    if problems:
+        raise ConfigError(problems, loaded.path.name)
+
+
+def router_coefficient(config: RunConfig, model_config: Any) -> float | None:
+    """Return the coefficient of the routers' balance loss; None for no such loss. `auto` is the model's own."""
+    written = config.train.router_aux_loss
+    return _own_coefficient(model_config) if written == "auto" else written
+
+
+def _router_problems(config: RunConfig) -> Iterator[Problem]:
+    asked = {
+        "train.router_aux_loss": config.train.router_aux_loss is not None,
+        "report.expert_load": config.report.expert_load,
+    }
+    keys = [key for key, is_asked in asked.items() if is_asked]
+    if not keys:
+        return
+    model = meta_model(config.model, head=model_head(config.task.name))
+    name = f"`{model.config.model_type}`"
+    try:
+        if not find_routers(model):
+            yield from (Problem(key, f"{name} has no routers: it is no mixture of experts. Remove it.") for key in keys)
+            return
+    except ModelError as error:
+        yield from (Problem(key, f"{name} is not supported: {error}. Remove it.") for key in keys)
+        return
+    if config.train.router_aux_loss == "auto" and not _own_coefficient(model.config):
+        yield Problem(
+            keys[0], f"the config of {name} has no `{_ROUTER_COEFFICIENT}` above 0. Write a number, such as 0.001."
+        )
+
+
+def _own_coefficient(model_config: Any) -> float:
+    """Return the coefficient in the model's config, 0 where it has none."""
+    return float(getattr(model_config.get_text_config(), _ROUTER_COEFFICIENT, None) or 0.0)

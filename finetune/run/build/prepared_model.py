@@ -26,7 +26,7 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
 from finetune.run.build.memory import memory_estimate, step_memory
-from finetune.run.build.model import build_model
+from finetune.run.build.model import build_model, router_coefficient
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.build.tf32 import set_tf32
@@ -48,12 +48,15 @@ from finetune.task.lm_loss.fallback import fallback_warning
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
 from finetune.task.protocol import Task
+from finetune.task.router_loss.loss import RoutedTask
+from finetune.task.router_loss.recorder import RoutingRecorder
+from finetune.task.router_loss.routers import find_routers
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
-from finetune.train.parts import no_op
+from finetune.train.parts import StepTask, no_op
 from finetune.train.plan import Plan
 
 
@@ -77,6 +80,7 @@ class BuiltRun:
     training_data: TrainingData
     plan: Plan
     prepared: PreparedModel
+    step_task: StepTask
 
 
 def make_accelerator(context: RunContext) -> Accelerator:
@@ -239,6 +243,23 @@ def _warn(context: RunContext) -> None:
     note = base_mismatch_warning(config.model.adapter, name=config.model.name) if config.model.adapter else None
     if note:
         log(note)
+
+
+def make_step_task(context: RunContext, task: Task, prepared: PreparedModel) -> StepTask:
+    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log."""
+    config = context.config
+    if config.train.router_aux_loss is None and not config.report.expert_load:
+        return task
+    inner = unwrap_model(prepared.unwrapped_model)
+    recorder = RoutingRecorder(inner, find_routers(inner))
+    if config.train.router_aux_loss is not None and not any(
+        parameter.requires_grad for router in recorder.routers for parameter in router.module.parameters()
+    ):
+        context.log(
+            "train.router_aux_loss: the routers are frozen; the balance loss trains the layers below them, on whose "
+            "output their choice depends"
+        )
+    return RoutedTask(task, recorder, router_coefficient(config, inner.config), prepared.before_batch)
 
 
 def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeights:
