@@ -33,6 +33,7 @@ from finetune.run.build.tf32 import set_tf32
 from finetune.run.context import RunContext
 from finetune.runtime import distributed, seeds
 from finetune.runtime.resources import resident_bytes
+from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modules
 from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
@@ -150,6 +151,8 @@ def _prepare(
     ):
         set_zero_bucket_sizes(accelerator, plain)
         reduce_zero_buckets_in_place(accelerator)
+        keep_experts_in_graph(plain)
+        set_zero3_leaf_modules(accelerator, plain)
         if strategy.init_context(accelerator.device).on_meta_device and config.model.quantization is None:
             widen_unfilled_parameters(accelerator, plain)
         model, prepared = accelerator.prepare(plain, optimizer)
