@@ -137,8 +137,7 @@ def _with_random_weights(module: nn.Module, generator: torch.Generator) -> nn.Mo
     fresh = twin.__dict__
     twin.__dict__ = {**module.__dict__, **{name: value for name, value in fresh.items() if name.startswith("_")}}
     for name, parameter in module._parameters.items():
-        if parameter is not None:
-            twin._parameters[name] = nn.Parameter(_random_values(parameter, generator))
+        twin._parameters[name] = None if parameter is None else nn.Parameter(_random_values(parameter, generator))
     for name, buffer in module._buffers.items():
         twin._buffers[name] = None if buffer is None else torch.zeros(buffer.shape)
     for name, child in module._modules.items():
