@@ -36,19 +36,29 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 _FINE = {**_SIZES, "intermediate_size": 64, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
 _LATENT = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8},
-    **{"qk_nope_head_dim": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "qk_nope_head_dim": 8,
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    "mixtral": {**_SIZES, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**_FINE, "num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers": [1]},
-    "deepseek_v3": {**_FINE, **_LATENT},
-    "granitemoehybrid": {
-        **{**_SIZES, **_MAMBA, "intermediate_size": 32, "shared_intermediate_size": 32, "num_local_experts": 4},
-        **{"num_experts_per_tok": 2, "layer_types": ["mamba", "attention"]},
-    },
+_LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16, "head_dim": 8},
 }
-"""Two softmax routers, one with a layer without experts; one that is a sigmoid; a hybrid with Mamba layers."""
+_LOCAL = {**_SIZES, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+_GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": _LOCAL,
+    "qwen3_moe": {**_FINE, "num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers": [1]},
+    "deepseek_v3": {**_FINE, **_LATENT, **_GROUPED},
+    "granitemoehybrid": {**_LOCAL, **_MAMBA, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
+    "glm4_moe": {**_FINE, **_GROUPED},
+    "gpt_oss": {**_LOCAL, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
+    "granitemoe": _LOCAL,
+    "lfm2_moe": {**_FINE, "num_experts": 8, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "olmoe": {**_SIZES, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": {**_FINE, **_LINEAR, "num_experts": 8},
+    "qwen3_next": {**_FINE, **_LINEAR, "num_experts": 8},
+}
+"""Routers with a softmax and with a sigmoid (DeepSeek-V3, GLM-4, LFM2), layers without experts, hybrids."""
 
 LORA = "model.lora={rank: 4, target_modules: [q_proj, k_proj, v_proj, o_proj]}"
 

@@ -20,6 +20,9 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 RECORDED = "router_logits"
 """The name under which transformers records what routers return (`_can_record_outputs`)."""
 
+_FROZEN_ORIGINAL = "original_module"
+"""Where peft keeps a module of which it trains a copy (`modules_to_save`); only the copy is called."""
+
 _NUM_TOKENS = 32  # of the call that shows the score function
 _TOLERANCE = 1e-3  # relative, of the weights of one token
 
@@ -100,7 +103,7 @@ def _recorded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     kinds = dict(_recorders(model))
     for name, module in model.named_modules():
         index = next((index for kind, index in kinds.items() if isinstance(module, kind)), None)
-        if index is not None:
+        if index is not None and _FROZEN_ORIGINAL not in name.split("."):
             yield name, module, index
 
 

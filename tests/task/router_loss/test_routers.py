@@ -41,11 +41,20 @@ def test_routers_that_choose_in_another_way_are_refused(model_type, why):
         find_routers(on_meta(model_type, num_hidden_layers=1))
 
 
-def test_routers_are_found_inside_adapters():
-    model = get_peft_model(mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
-    assert [each.name for each in find_routers(model)] == [
-        f"base_model.model.model.layers.{layer}.mlp.gate" for layer in (0, 1)
-    ]
+@pytest.mark.parametrize(
+    ("trained", "place"),
+    [({}, "gate"), ({"modules_to_save": ["gate"]}, "gate.modules_to_save.default")],
+    ids=["frozen", "copied"],
+)
+def test_routers_are_found_inside_adapters(trained, place):
+    model = get_peft_model(mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"], **trained))
+    layers = [f"base_model.model.model.layers.{layer}.mlp" for layer in (0, 1)]
+    assert [each.name for each in find_routers(model)] == [f"{layer}.{place}" for layer in layers]
+
+
+def test_routers_with_adapters_of_their_own_are_called_through_them():
+    model = get_peft_model(mixture("mixtral"), LoraConfig(r=2, target_parameters=["gate.weight"]))
+    assert [each.name.rpartition("mlp.")[2] for each in find_routers(model)] == ["gate.base_layer"] * 2
 
 
 def test_weights_that_zero3_has_partitioned_are_not_needed():
