@@ -55,7 +55,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "granitemoe": _LOCAL,
     "lfm2_moe": {**_FINE, "num_experts": 8, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "olmoe": {**_SIZES, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_5_moe_text": {**_FINE, **_LINEAR, "num_experts": 8},
+    "qwen3_5_moe_text": {**_SIZES, **_LINEAR, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},
     "qwen3_next": {**_FINE, **_LINEAR, "num_experts": 8},
 }
 """Routers with a softmax and with a sigmoid (DeepSeek-V3, GLM-4, LFM2), layers without experts, hybrids."""

@@ -51,7 +51,7 @@ from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_m
 from finetune.task.protocol import Task
 from finetune.task.router_loss.loss import RoutedTask
 from finetune.task.router_loss.recorder import RoutingRecorder
-from finetune.task.router_loss.routers import find_routers
+from finetune.task.router_loss.routers import Router, find_routers
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
@@ -72,6 +72,7 @@ class PreparedModel:
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
     reduces_every_microbatch: bool = False
     memory: MemoryEstimate | None = None  # of this rank
+    routers: tuple[Router, ...] = ()  # where a key of the job is about them
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def prepare_model(
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(context, unwrap_model(plain))
+    routers = _routers(context, plain)
     model, prepared = _prepare(context, accelerator, plain, optimizer)
     kernel, _ = resolve_kernel(config.train.loss_kernel)
     if (warning := fallback_warning(model, training_data.task.head, kernel)) is not None:
@@ -135,7 +137,7 @@ def prepare_model(
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
     every = accumulation.reduces_every_microbatch
-    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory)
+    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory, routers)
 
 
 def _prepare(
@@ -250,19 +252,33 @@ def _warn(context: RunContext) -> None:
 
 def make_step_task(context: RunContext, task: Task, prepared: PreparedModel) -> StepTask:
     """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log."""
-    config = context.config
-    if config.train.router_aux_loss is None and not config.report.expert_load:
+    if not prepared.routers:
         return task
     inner = unwrap_model(prepared.unwrapped_model)
-    recorder = RoutingRecorder(inner, find_routers(inner))
-    if config.train.router_aux_loss is not None and not any(
-        parameter.requires_grad for router in recorder.routers for parameter in router.module.parameters()
-    ):
+    recorder = RoutingRecorder(inner, prepared.routers)
+    return RoutedTask(task, recorder, router_coefficient(context.config, inner.config), prepared.before_batch)
+
+
+def _routers(context: RunContext, plain: Any) -> tuple[Router, ...]:
+    """Return the routers where a key is about them, before FSDP1 flattens their weights; log if they are frozen."""
+    config = context.config
+    if config.train.router_aux_loss is None and not config.report.expert_load:
+        return ()
+    inner = unwrap_model(plain)
+    routers = find_routers(inner)
+    places = tuple(f"{_without_wrappers(router.name)}." for router in routers)
+    trained = [_without_wrappers(name) for name, each in inner.named_parameters() if each.requires_grad]
+    if config.train.router_aux_loss is not None and not any(name.startswith(places) for name in trained):
         context.log(
             "train.router_aux_loss: the routers are frozen; the balance loss trains the layers below them, on whose "
             "output their choice depends"
         )
-    return RoutedTask(task, recorder, router_coefficient(config, inner.config), prepared.before_batch)
+    return routers
+
+
+def _without_wrappers(name: str) -> str:
+    """Return the name without the parts that adapters on the module add; their parameters stand beside the base."""
+    return name.replace(".base_layer", "")
 
 
 def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeights:

@@ -13,7 +13,7 @@ with its own sums S of probabilities: the contributions add up to the loss above
 
 F and N must be known before the first backward pass. With one microbatch a step, they are summed over the ranks
 between its forward and its backward pass. With several, each is first run without gradients and with the same random
-numbers: one more forward pass, about a third more time. Nothing smaller is exact, since the gradient of the first
+numbers: one more forward pass, a third to a half more time. Nothing smaller is exact, since the gradient of the first
 microbatch depends on the choices of the last.
 """
 
