@@ -80,11 +80,13 @@ def test_options_alone_mean_train(typed, job, calls, words):
 
 def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):
     tried = []
-    monkeypatch.setattr(check, "model", SimpleNamespace(require_buildable=tried.append))
+    routed = []
+    model = SimpleNamespace(require_buildable=tried.append, require_routers=routed.append)
+    monkeypatch.setattr(check, "model", model)
     assert typed("check", job, "--model")[0] == 0
     assert [config.run.seed for config in tried] == [load_config(job).config.run.seed]
     assert typed("check", job)[0] == 0
-    assert len(tried) == 1
+    assert len(tried) == len(routed) == 1
 
 
 def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
