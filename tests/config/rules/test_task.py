@@ -66,6 +66,11 @@ IDLE = [
     ([*IMAGES, "report.expert_load=true"], "report.expert_load", "only `task.name: sft` and"),
     ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images have no tokens"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
+    (
+        ["task.name=pretrain", "data.chat_template_arguments={enable_thinking: false}"],
+        "data.chat_template_arguments",
+        "reads text without turns",
+    ),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
     (["task.name=pretrain", "data.train_on=all"], "data.train_on", "the task decides"),
     (
@@ -151,9 +156,9 @@ WRONG = [
     (
         ["task.name=preference", "data.batching={by: packs}"],
         "data.batching.by",
-        "pads its samples. Write `by: samples`",
+        "is not trained on packs. Write `by: samples`",
     ),
-    (["task.name=reward", "data.batching={padding_free: true}"], "data.batching.padding_free", "pads its samples"),
+    (["task.name=seq2seq", "data.batching={padding_free: true}"], "data.batching.padding_free", "pads its samples"),
     (
         [*IMAGES, "data.images={crop_scale: [0.1, 1.0], crop_padding: 4}"],
         "data.images.crop_padding",
@@ -201,7 +206,7 @@ WRONG_preference_rules = [
     ([JUDGED], "data.train.format", "only `task.preference.loss: kto` trains on single answers"),
     ([STREAM], "data.train.stream", "the reference model's log-probabilities are computed before the first step"),
     ([PAIRS, "data.over_length=split"], "data.over_length", "needs whole rows"),
-    ([PAIRS, "data.batching={by: packs}"], "data.batching.by", "pads its samples"),
+    ([PAIRS, "data.batching={by: packs}"], "data.batching.by", "`padding_free` avoids padding"),
 ]
 
 
