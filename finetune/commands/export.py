@@ -29,7 +29,7 @@ from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
-from finetune.run.build.model import build_model
+from finetune.run.build.model import build_model, parameters_in
 from finetune.run.final_export import (
     export_inputs,
     exports_trained_only,
@@ -140,7 +140,8 @@ def _export(
     request: _CheckpointExport, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs
 ) -> ExportReport:
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
-    model = build_model(config, task=task, tokenizer=tokenizer, init_context=InitContext())
+    recorded = parameters_in(request.checkpoint)
+    model = build_model(config, task=task, tokenizer=tokenizer, init_context=InitContext(), recorded=recorded)
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
     return export_model(
         request.folder,
@@ -162,6 +163,7 @@ def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenC
         config_text=loaded.text,
         software=checkpoint.found.manifest.versions,
         head=head,
+        config_values=loaded.config.model.config,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
-from finetune.model.loading.architecture import HEADS
+from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.runtime.text.terminal import format_json
 
 PIPELINES: Mapping[str, str] = {
@@ -38,6 +38,7 @@ class CardFacts:
     config_text: str
     software: Mapping[str, str] = field(default_factory=dict)
     head: str = "causal_lm"
+    config_values: Mapping[str, Any] = field(default_factory=dict)  # that the run changed in its base's config
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class CardBase:
     name: str | None
     relation: Literal["adapter", "finetune"] = "adapter"
     was_merged: bool = False
-    has_own_config: bool = False  # the adapter's folder has one, with other classes than the base's
+    has_own_config: bool = False  # the adapter's folder has one, with other classes or values than the base's
+    config_values: Mapping[str, Any] = field(default_factory=dict)  # that are other ones in it
     num_embeddings: int | None = None  # if the vocabulary is not the base's
 
     @property
@@ -100,7 +102,10 @@ def _summary(facts: CardFacts, base: CardBase | None) -> str:
         )
     if base.relation == "finetune":
         return f"{story} It was trained from {_location(base)}."
-    return f"{story} This folder holds an adapter; its base is {_location(base)}."
+    names = ", ".join(f"`{name}`" for name in base.config_values)
+    why = f" It was trained with other values of {names} in the base's config: load the base with `config/`, as below."
+    changed = why if base.config_values else ""
+    return f"{story} This folder holds an adapter; its base is {_location(base)}.{changed}"
 
 
 def _named(base: CardBase) -> str:
@@ -134,7 +139,9 @@ def _loader(head: str, adapter: CardBase | None) -> str:
 
 def _adapter_lines(auto: str, adapter: CardBase) -> list[str]:
     place = 'f"{folder}/base"' if adapter.name is None else f'"{adapter.name}"'
-    more = ', config=AutoConfig.from_pretrained(f"{folder}/config"), ignore_mismatched_sizes=True'
+    more = ', config=AutoConfig.from_pretrained(f"{folder}/config")'
+    if auto in {HEADS[head].__name__ for head in NEW_HEADS}:
+        more += ", ignore_mismatched_sizes=True"
     lines = [f"base = {auto}.from_pretrained({place}{more if adapter.has_own_config else ''})"]
     if adapter.num_embeddings is not None:
         lines.append(f"base.resize_token_embeddings({adapter.num_embeddings}, mean_resizing=False)")

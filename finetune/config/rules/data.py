@@ -96,7 +96,8 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
         known = [name for form, names in COLUMNS.items() if source.format in (None, form) for name in names]
         for where, columns in (("columns", source.columns), ("template", source.template)):
             for column, yours in columns.items():
-                if column not in known:
+                is_position = where == "columns" and column.isdecimal()
+                if column not in known and not is_position:
                     who = f"format `{source.format}`" if source.format else "any format"
                     hint = did_you_mean(column, known) or f"It has {format_list(dict.fromkeys(known))}."
                     if where == "columns" and yours in known:
@@ -259,7 +260,7 @@ def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
 
 def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
     """The lengths of a window are sorted in memory."""
-    steps, batch = config.data.batching.length_window_steps, config.train.global_batch_size
+    steps, batch = config.data.batching.num_sorted_steps, config.train.global_batch_size
     if steps > 1 and steps * batch > MAX_WINDOW:
         most = max(1, MAX_WINDOW // batch)
         message = f"{steps:,} steps of {batch:,} samples are too many to sort at once. Write at most {most:,}."

@@ -77,6 +77,10 @@ class AlreadyRead:
 ALREADY_READ = AlreadyRead()
 
 
+class UnknownFormat(DataError):
+    """The columns of the first row are those of no format."""
+
+
 @dataclass(frozen=True)
 class ColumnFormat:
     """A format with the names and templates that lead to the user's columns."""
@@ -134,7 +138,7 @@ def choose_format(
     if section.format is None:
         used = [column for column in _available(section, row) if column not in unread]
         log(f"{key}.format is not set: the columns {quoted_list(used)} are read as `{name}`")
-    for where, columns in (("columns", section.columns), ("template", section.template)):
+    for where, columns in (("columns", section.column_names), ("template", section.template)):
         for column in columns:
             if column not in expected:
                 raise DataError(
@@ -145,10 +149,10 @@ def choose_format(
         log(f"{key}: unused columns: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
-        yours = section.columns.get(column, column)
+        yours = section.column_names.get(column, column)
         shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    mapped, has_arguments = (dict(section.columns), dict(section.template)), ARGUMENTS in expected and ARGUMENTS in row
+    mapped, has_arguments = (section.column_names, dict(section.template)), ARGUMENTS in expected and ARGUMENTS in row
     return ColumnFormat(ColumnNames(name, *mapped, key, classes, image_root, has_arguments))
 
 
@@ -159,7 +163,7 @@ def _classes(
     column = _LABELS.get(name)
     if column is None or column in section.template:
         return {}
-    names = class_names().get(section.columns.get(column, column))
+    names = class_names().get(section.column_names.get(column, column))
     return {column: names} if names else {}
 
 
@@ -167,11 +171,11 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
     available = _available(section, first.parse())
     for name, required in REQUIRED_COLUMNS.items():
         expected = required + OPTIONAL_COLUMNS.get(name, ())
-        is_there = all(section.columns.get(column, column) in available for column in required)
-        if is_there and all(column in expected for column in (*section.columns, *section.template)):
+        is_there = all(section.column_names.get(column, column) in available for column in required)
+        if is_there and all(column in expected for column in (*section.column_names, *section.template)):
             return name
     choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
-    raise DataError(
+    raise UnknownFormat(
         f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
         f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
         f"{key}.template. Formats are {choices}."
@@ -187,7 +191,7 @@ def _unread(section: SourceSection, row: Row, expected: tuple[str, ...]) -> list
     by_template = {name for written in section.template.values() for name in columns_used(written)}
     if WHOLE_ROW in by_template:
         return []
-    by_name = {section.columns.get(column, column) for column in expected if column not in section.template}
+    by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
     return [name for name in row if name not in by_template | by_name]
 
 

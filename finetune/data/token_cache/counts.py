@@ -39,6 +39,8 @@ class Counts:
     argument_rows: int = 0  # with arguments of the chat template of their own
     override_rows: int = 0  # of those, with other values than the job's
     dropped_reasoning_rows: int = 0  # with reasoning in a target turn that the chat template leaves out
+    cut_answer_rows: int = 0  # truncated rows of several answers of which one lost a part
+    lost_answer_rows: int = 0  # such rows of which an answer lost all: they are among those without a target
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the counts of both; of two equally long rows the first is named."""
@@ -77,6 +79,7 @@ class Counts:
             f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
             f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
             f"{self.truncated_targets:,} of them targets": self.truncated_rows,
+            **dict.fromkeys(self.answer_lines, True),
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
             f"dropped as too long: {self.what_is_long}, {dropped}, {self.dropped_targets:,} of them targets": (
                 self.long_rows
@@ -93,6 +96,16 @@ class Counts:
             f"those of data.chat_template_arguments in {self.override_rows:,}": self.argument_rows,
             f"warning: the chat template leaves out the reasoning of answers in {self.dropped_reasoning_rows:,} rows: "
             "the model will not be trained on it": self.dropped_reasoning_rows,
+        }
+        return tuple(line for line, happened in lines.items() if happened)
+
+    @property
+    def answer_lines(self) -> tuple[str, ...]:
+        """Return what became of the answers of truncated rows, in a line each."""
+        lines = {
+            f"answers cut: in {self.cut_answer_rows:,} of these rows one is trained on in part": self.cut_answer_rows,
+            f"answers cut away entirely: in {self.lost_answer_rows:,} of these rows, which are left without a target "
+            "(`data.truncate_side: start` cuts prompts first)": self.lost_answer_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.config.run_config import RunConfig
 from finetune.config.section import KeyLocations
+from finetune.config.sections.data import DataSection
 from finetune.data.audit.audit import Prepared, Streamed, refuse_exceeded
 from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.features import Features
@@ -115,7 +116,7 @@ def make_training_data(
     pools = [_open_dataset(source, config, prepare=prepare, stream=stream, audited=audited) for source in sources.train]
     refuse_exceeded(audited, data.audit)
     validation_set = prepare(sources.validation) if sources.validation else None
-    return TrainingData(processing, task, _mix(pools, config), audited, validation_set, answer_metrics)
+    return TrainingData(processing, task, _mix(pools, config, layout), audited, validation_set, answer_metrics)
 
 
 def input_identity(processing: Processing, task: Task) -> dict[str, str]:
@@ -165,9 +166,9 @@ def _open_dataset(
     return dataset_view(prepared, config.data, seed=seed, key=source.key)
 
 
-def _mix(pools: Sequence[DatasetView], config: RunConfig) -> DatasetView:
-    """Return the pools mixed as the job says, sorted by length where it says so."""
-    data, seed = config.data, config.run.seed
+def _mix(pools: Sequence[DatasetView], config: RunConfig, data: DataSection) -> DatasetView:
+    """Return the pools mixed as the job says, sorted by length where it says so; `data` is its resolved section."""
+    seed = config.run.seed
     pool = mixed_view(pools, data.train, seed=seed, unit=data.batching.unit) if data.train.mix else pools[0]
     return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 

@@ -255,6 +255,11 @@ IDLE = [
     (["model.name=.", "model.revision=main"], "model.revision", "only a hub model has revisions"),
     (["model.name=.", "model.cache_folder=hub"], "model.cache_folder", "nothing is downloaded"),
     (
+        ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, config: {attention_dropout: 0.1}}"],
+        "model.config",
+        "the values of a new model are in `model.from_config.values`",
+    ),
+    (
         ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, trust_remote_code: true}"],
         "model.trust_remote_code",
         "a model built from its config runs no remote code",
