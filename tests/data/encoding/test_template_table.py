@@ -92,6 +92,7 @@ def compare(name, arguments, *, num_rows):
 
 @shipped
 @with_data
+@pytest.mark.full
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join([case[0], *(f"{a}={b}" for a, b in case[1])]))
 def test_ids_are_transformers_own_and_targets_the_answers(case):
     name, arguments = case
