@@ -3,8 +3,8 @@
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 
 import numpy as np
@@ -26,16 +26,12 @@ def seed_everything(*parts: int | str) -> None:
         seed_one(seed)
 
 
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Draw torch's random numbers in this context again behind it: its generators are put back, this device's too."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None:
-        with torch.random.fork_rng(devices=()):
-            yield
-        return
-    with torch.random.fork_rng(devices=(torch.accelerator.current_device_index(),), device_type=device.type):
-        yield
+def keep_random_state() -> AbstractContextManager[None]:
+    """Return a context after which torch draws the numbers that it would have drawn without it, on this device too."""
+    if not torch.accelerator.is_available():
+        return torch.random.fork_rng(devices=())
+    kind = str(torch.accelerator.current_accelerator()).partition(":")[0]
+    return torch.random.fork_rng(devices=(torch.accelerator.current_device_index(),), device_type=kind)
 
 
 def use_deterministic_kernels() -> None:

@@ -34,6 +34,7 @@ from finetune.runtime.parameters import InitContext
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.task.protocol import Task
 from finetune.task.registry import model_head
+from finetune.task.router_loss.routers import find_routers
 
 with lazily():
     from finetune.model.adapters import build, lora, targets
@@ -198,3 +199,48 @@ _NO_PARAMETERS = (
     "forward pass, where peft looks for parameters (ParamWrapper in peft 0.21). Launch with "
     "accelerate_configs/fsdp2.yaml"
 )
+
+
+_ROUTER_COEFFICIENT = "router_aux_loss_coef"
+"""What transformers calls the coefficient in a model's config."""
+
+
+def require_routers(loaded: LoadedConfig) -> None:
+    """Raise ConfigError where a key is about routers that the model does not have, or that are not understood."""
+    problems = [with_location(each, loaded.sources) for each in _router_problems(loaded.config)]
+    if problems:
+        raise ConfigError(problems, loaded.path.name)
+
+
+def router_coefficient(config: RunConfig, model_config: Any) -> float | None:
+    """Return the coefficient of the routers' balance loss; None for no such loss. `auto` is the model's own."""
+    written = config.train.router_aux_loss
+    return _own_coefficient(model_config) if written == "auto" else written
+
+
+def _router_problems(config: RunConfig) -> Iterator[Problem]:
+    asked = {
+        "train.router_aux_loss": config.train.router_aux_loss is not None,
+        "report.expert_load": config.report.expert_load,
+    }
+    keys = [key for key, is_asked in asked.items() if is_asked]
+    if not keys:
+        return
+    model = meta_model(config.model, head=model_head(config.task.name))
+    name = f"`{model.config.model_type}`"
+    try:
+        if not find_routers(model):
+            yield from (Problem(key, f"{name} has no routers: it is no mixture of experts. Remove it.") for key in keys)
+            return
+    except ModelError as error:
+        yield from (Problem(key, f"{name} is not supported: {error}. Remove it.") for key in keys)
+        return
+    if config.train.router_aux_loss == "auto" and not _own_coefficient(model.config):
+        yield Problem(
+            keys[0], f"the config of {name} has no `{_ROUTER_COEFFICIENT}` above 0. Write a number, such as 0.001."
+        )
+
+
+def _own_coefficient(model_config: Any) -> float:
+    """Return the coefficient in the model's config, 0 where it has none."""
+    return float(getattr(model_config.get_text_config(), _ROUTER_COEFFICIENT, None) or 0.0)

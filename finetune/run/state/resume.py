@@ -90,7 +90,7 @@ def _warm_up(built: BuiltRun, *, first_position: int) -> None:
     """Have DDP build its gradient buckets as the run that is resumed had them; other models are left alone."""
     task, prepared = built.training_data.task, built.prepared
     batch = task.collate([built.training_data.sample_at(first_position)]).to(prepared.accelerator.device)
-    loss_sums = partial(task.loss_sums, prepared.model, batch)
+    loss_sums = partial(built.step_task.loss_sums, prepared.model, batch)
     warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=lambda: loss_sums()["loss_sum"])
 
 

@@ -18,7 +18,7 @@ from finetune.data.encoding.groups.eos import append_eos
 from finetune.data.encoding.groups.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.encoding.labelled_text import Truncation
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
-from finetune.runtime.seeds import same_random_numbers
+from finetune.runtime.seeds import keep_random_state
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
 from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_among
@@ -97,7 +97,7 @@ class EmbeddingTask(BaseTask):
         """
         if self.loss is None or len(batches) == 1:
             return batches
-        with torch.no_grad(), same_random_numbers():
+        with torch.no_grad(), keep_random_state():
             vectors = torch.cat([self._vectors(model, batch) for batch in batches])
         own = OwnVectors(vectors, batches)
         step = self.loss(own)
