@@ -110,6 +110,7 @@ MAY_DIFFER = (
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
     "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
+    "export.verify",
 )
 
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")

@@ -1,7 +1,7 @@
 """Writes the trained model: complete, checked, and loadable without this package."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,18 @@ class ExportReport:
     files: tuple[str, ...]
     num_tensors: int
     size_bytes: int
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of the whole model, by the names that it gives them
+    adapter_tensors: Mapping[str, Tensor] = field(default_factory=dict)  # by peft's names
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The tensors of a folder, and the bytes of their files."""
+
+    num_tensors: int
+    size_bytes: int
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    adapter_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def export_model(
@@ -94,10 +106,10 @@ def export_model(
     """
     with replace_folder(folder) as staging:
         if has_adapter(model) and section.merge:
-            counts = _write_merged(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
+            written = _write_merged(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
         elif has_adapter(model):
             weights = _cast(weights, section.dtype)
-            counts = _write_adapter(
+            written = _write_adapter(
                 staging, folder, model=model, weights=weights, preprocessors=preprocessors, section=section
             )
             base_model = unwrap_adapter(model)
@@ -105,12 +117,12 @@ def export_model(
                 base_model.config.save_pretrained(staging / CONFIG_FOLDER)
         else:
             weights = _cast(weights, section.dtype)
-            counts = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
+            written = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
         preprocessors.save(staging)
         base = card_base(model, is_merged=section.merge, head=facts.head)
         (staging / "README.md").write_text(printable(write_card(facts, base=base)), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
-    return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
+    return ExportReport(folder, files, **vars(written))
 
 
 def card_base(model: PreTrainedModel, *, is_merged: bool, head: str) -> CardBase | None:
@@ -143,13 +155,13 @@ def _write_model(
     preprocessors: Preprocessors,
     section: ExportSection,
     untie: bool = False,
-) -> tuple[int, int]:
+) -> _Written:
     meta_model = build_meta_model(model, dtype=_dtype(weights), untie=untie)
     complete = complete_weights(meta_model, weights)
     if _generates(model) and preprocessors.text is not None:
         meta_model.generation_config = generation_config(model.generation_config, preprocessors.text)
     meta_model.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
-    return check_files(folder, complete)
+    return _Written(*check_files(folder, complete), tensors=complete)
 
 
 def _write_merged(
@@ -159,7 +171,7 @@ def _write_merged(
     weights: Mapping[str, Tensor],
     preprocessors: Preprocessors,
     section: ExportSection,
-) -> tuple[int, int]:
+) -> _Written:
     merged = merging.merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
     return _write_model(
         folder,
@@ -184,7 +196,7 @@ def _write_adapter(
     weights: Mapping[str, Tensor],
     preprocessors: Preprocessors,
     section: ExportSection,
-) -> tuple[int, int]:
+) -> _Written:
     adapter, config = adapters.adapter_for_export(model, weights, dtype=_dtype(weights))
     base = unwrap_adapter(model)
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
@@ -194,9 +206,9 @@ def _write_adapter(
         generation_config(base.generation_config, preprocessors.text).save_pretrained(staging)
     num_tensors, size_bytes = check_files(staging, adapter)
     if base.name_or_path:
-        return num_tensors, size_bytes
+        return _Written(num_tensors, size_bytes, adapter_tensors=adapter)
     base_folder = staging / BASE_FOLDER
-    counts = _write_model(
+    base_written = _write_model(
         base_folder,
         model=base,
         weights=adapters.base_weights(model, weights),
@@ -204,7 +216,8 @@ def _write_adapter(
         section=section,
     )
     preprocessors.save(base_folder)
-    return num_tensors + counts[0], size_bytes + counts[1]
+    num_tensors, size_bytes = num_tensors + base_written.num_tensors, size_bytes + base_written.size_bytes
+    return _Written(num_tensors, size_bytes, base_written.tensors, adapter)
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
