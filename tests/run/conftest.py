@@ -43,6 +43,7 @@ train:
 checkpoint: {every_steps: 4}
 evaluate: {every_steps: 4}
 report: {console: plain, log_every_steps: 1}
+export: {verify: false}
 """
 
 
