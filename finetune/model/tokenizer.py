@@ -147,7 +147,12 @@ def _as_exported(
     tokenizer: PreTrainedTokenizerBase, model: ModelSection, *, log: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer that AutoTokenizer is going to load beside the trained model, so that both read alike."""
-    config: Any = model.from_config or load_pretrained_config(model)
+    try:
+        config: Any = model.from_config or (None if model.name is None else load_pretrained_config(model))
+    except ModelError:
+        config = None  # it is not on this machine, which is said where it is loaded
+    if config is None:
+        return tokenizer
     kind = str(config.model_type)
     loaded, text = as_loaded_for(tokenizer, model_type=kind, trust_remote_code=model.trust_remote_code)
     if text is not None:

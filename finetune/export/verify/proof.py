@@ -30,7 +30,7 @@ from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.resources import available_bytes
 
 FAILED_SUFFIX = ".failed"
-"""What is added to the name of a folder that is not the trained model."""
+"""What is added to the name of a folder that is not the trained model; a run's is `FAILED_FINAL_FOLDER`."""
 
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_")

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from finetune.errors import ModelError
 from finetune.model.loading.pretrained import load_auto_class, without_warnings
 
 HOSTILE_TEXTS = (
@@ -61,13 +62,16 @@ HOSTILE_TEXTS = (
 )
 """Where pre-tokenisers, normalisers and tables of special tokens differ."""
 
+_PLAIN = "The quick brown fox jumps over the lazy dog."
+
 
 def as_loaded_for(
     tokenizer: PreTrainedTokenizerBase, *, model_type: str, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
     """Return the tokenizer that AutoTokenizer loads beside a model of this type, and a text that shows a difference.
 
-    It is the same tokenizer, and the text None, where the two read every text alike.
+    It is the same tokenizer, and the text None, where the two read every text alike. Raises ModelError where the one
+    that is loaded cannot use this vocabulary: it would not give a plain text back.
     """
     with TemporaryDirectory() as name, without_warnings():
         folder = Path(name)
@@ -75,12 +79,24 @@ def as_loaded_for(
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
         loaded = load_auto_class(AutoTokenizer, folder, trust_remote_code=trust_remote_code, local_files_only=True)
     text = differing_text(tokenizer, loaded)
-    return (tokenizer, None) if text is None else (loaded, text)
+    if text is None:
+        return tokenizer, None
+    if _read_back(tokenizer) != _read_back(loaded):
+        raise ModelError(
+            f"model.tokenizer: beside a model of type `{model_type}` transformers loads every tokenizer as "
+            f"{type(loaded).__name__}, which cannot use the vocabulary of this one: it reads {_PLAIN!r} as "
+            f"{_read_back(loaded)!r}. Use a byte-level BPE, such as `model.tokenizer.train`, or another model type."
+        )
+    return loaded, text
 
 
 def differing_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
     """Return the first text that the two tokenizers read differently; None if there is none."""
     return next((text for text in HOSTILE_TEXTS if _ids(one, text) != _ids(other, text)), None)
+
+
+def _read_back(tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(_ids(tokenizer, _PLAIN), skip_special_tokens=True)).strip()
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -203,13 +203,13 @@ def test_a_merge_is_compared_with_the_adapter(proven, mixture):
 
 
 def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(proven, mixture, merge_without_one_expert):
-    with pytest.raises(ExportError, match="(?s)its logits differ from the trained model's by .*a merge"):
+    with pytest.raises(ExportError, match=r"(?s)its logits differ from the trained model's by .*a merge"):
         proven(mixture, merge=True)
 
 
 def test_rounding_does_not_hide_that_it_lacks_it(proven, mixture, merge_without_one_expert):
     with pytest.raises(
-        ExportError, match="merged tensors differ from peft's own merge.*layers.1.mlp.experts.down_proj"
+        ExportError, match=r"merged tensors differ from peft's own merge.*layers.1.mlp.experts.down_proj"
     ):
         proven(mixture, merge=True, dtype="bfloat16")
 
