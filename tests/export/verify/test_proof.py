@@ -47,6 +47,7 @@ def proven(tmp_path, tokenizer):
     return prove
 
 
+@pytest.mark.full
 def test_an_export_that_is_the_trained_model_says_what_was_compared(proven, build, architecture_name, tmp_path):
     said = proven(build(architecture_name))
     assert said.startswith("verified in a fresh process in ") and "the same tokens for" in said
@@ -148,7 +149,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGES)
+ALWAYS = ("two tensors swapped", "another pre-tokeniser")
+"""Of the damages, those that the quick tier looks for."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(each, marks=[] if each in ALWAYS else [pytest.mark.full]) for each in DAMAGES]
+)
 def test_a_damaged_export_is_named_and_put_aside(proven, build, tmp_path, what):
     name, damage, message = DAMAGES[what]
     with pytest.raises(ExportError, match=f"(?s){message}") as raised:
@@ -158,6 +165,7 @@ def test_a_damaged_export_is_named_and_put_aside(proven, build, tmp_path, what):
     assert not (tmp_path / "final").exists() and failed_folder(tmp_path / "final").is_dir()
 
 
+@pytest.mark.full
 def test_a_later_export_that_is_right_removes_the_one_put_aside(proven, build, tmp_path):
     with pytest.raises(ExportError):
         proven(build(), damage=truncated)
@@ -198,6 +206,7 @@ def merge_without_one_expert(monkeypatch):
     monkeypatch.setattr(save.merging, "merge", merge)
 
 
+@pytest.mark.full
 def test_a_merge_is_compared_with_the_adapter(proven, mixture):
     assert "logits of 4 rows within" in proven(mixture, merge=True)
 
@@ -207,6 +216,7 @@ def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(proven, mixture, 
         proven(mixture, merge=True)
 
 
+@pytest.mark.full
 def test_rounding_does_not_hide_that_it_lacks_it(proven, mixture, merge_without_one_expert):
     with pytest.raises(
         ExportError, match=r"merged tensors differ from peft's own merge.*layers.1.mlp.experts.down_proj"
@@ -214,5 +224,6 @@ def test_rounding_does_not_hide_that_it_lacks_it(proven, mixture, merge_without_
         proven(mixture, merge=True, dtype="bfloat16")
 
 
+@pytest.mark.full
 def test_a_rounded_merge_is_right(proven, mixture):
     assert "logits of 4 rows within" in proven(mixture, merge=True, dtype="bfloat16")
