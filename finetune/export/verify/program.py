@@ -170,7 +170,7 @@ class _Proof:
 
     def _with_adapter(self, model: Any, folder: Path, place: Json) -> Any:
         size = place.get("num_embeddings") or 0
-        if size > model.get_input_embeddings().num_embeddings:
+        if size and size > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(size, mean_resizing=False)
         return peft.PeftModel.from_pretrained(model, str(folder))
 
