@@ -143,7 +143,8 @@ WRITTEN = [
     (FileChecksum, "size_bytes sha256"),
     (Counts, "rows samples tokens targets truncated_rows truncated_tokens truncated_targets long_rows "
      "rows_without_target dropped_tokens dropped_targets split_rows excluded_rows empty_rows unknown_tokens "
-     "control_rows turn_mark_rows longest longest_place first_without_target"),
+     "control_rows turn_mark_rows longest longest_place first_without_target answers long_answers repeated_tokens "
+     "argument_rows override_rows dropped_reasoning_rows cut_answer_rows lost_answer_rows"),
     (Audit, "sources total validation padding template exceeded classes"),
     (SourceAudit, "key counts is_streamed duplicates in_validation length_quantiles lengths target_shares"),
     (Exceeded, "key share"),
@@ -152,7 +153,7 @@ WRITTEN = [
     (Histogram, "edges bars"),
     (Padding, "num_batches num_samples tokens computed plain_computed num_positions budget"),
     (TemplateCheck, "template targets_by end_of_turn end_of_turn_tokens is_end_learnt begins_with learnt refused "
-     "differences notes"),
+     "differences notes arguments"),
     (HangReport, "rank host pid point step silent_seconds where called"),
     (Peer, "rank host pid"),
     (LoaderSettings, "num_workers pin_memory persistent_workers prefetch_factor"),

@@ -6,7 +6,19 @@ from typing import Annotated
 import typer
 
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Dtype, NewTokens, Overrides, Source, Step, System, Temperature, Trust, Verify
+from finetune.cli.options import (
+    Dtype,
+    NewTokens,
+    Overrides,
+    SamplingSeed,
+    Source,
+    Step,
+    System,
+    Temperature,
+    TemplateArguments,
+    Trust,
+    Verify,
+)
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -118,10 +130,9 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of sampling. A row's answer does not depend on the number of processes.")
-    ] = 0,
+    seed: SamplingSeed = 0,
     system: System = None,
+    template_argument: TemplateArguments = None,
     trust_remote_code: Trust = False,
 ) -> int:
     """Generate an answer to every row of a file, in its order; an interrupted command resumes where it stopped.
@@ -140,6 +151,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         system=system,
+        template_arguments=template_argument or [],
         trust_remote_code=trust_remote_code,
     )
 
@@ -155,6 +167,7 @@ def chat(
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     system: System = None,
+    template_argument: TemplateArguments = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Chat with a trained model: a run (finished or stopped), one of its checkpoints, or any model folder."""
@@ -165,5 +178,6 @@ def chat(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         system=system,
+        template_arguments=template_argument or [],
         trust_remote_code=trust_remote_code,
     )

@@ -18,6 +18,7 @@ with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import prepare as prepare_command
     from finetune.commands.doctor import data as doctor_data
     from finetune.commands.doctor import doctor as doctor_command
+    from finetune.commands.preview import file as preview_file_command
     from finetune.commands.preview import preview as preview_command
     from finetune.config import schema as config_schema
     from finetune.run import start as train_command
@@ -92,7 +93,11 @@ def prepare(config: Config, override: Overrides = None) -> None:
 @app.command()
 @handle_errors
 def preview(
-    config: Config,
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE", help="Without a job: a file of rows, a folder, a glob in quotes or a URL."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="The job file.")] = None,
     override: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="Number of samples to show.")] = 8,
     html: Annotated[
@@ -101,12 +106,26 @@ def preview(
     start: Annotated[
         int, typer.Option("--from", min=0, metavar="POSITION", help="Start at this position of the data order.")
     ] = 0,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With FILE: count tokens with this tokenizer, a hub name or a folder."),
+    ] = None,
 ) -> None:
     """Show the samples as the model sees them: tokens, targets of the loss, packs and microbatches.
 
-    Tokenizes the data as training would, and prints its audit. Needs no model weights and no launcher.
+    Tokenizes the data as training would, and prints its audit. Needs no model weights and no launcher. With FILE
+    instead of a job: columns and rows of any file, how it would be read, and the lines of a job that read it.
     """
-    preview_command.preview(config, override or [], num_rows=rows, html=html, start=start)
+    if file is not None:
+        if config is not None or override or html is not None or start:
+            raise UserError("preview: --config, --set, --html and --from are for a job. Leave them out, or FILE.")
+        preview_file_command.preview_file(file, num_rows=rows, tokenizer=tokenizer)
+    elif config is None:
+        raise UserError("preview: write --config JOB.yaml, or a FILE of rows.")
+    elif tokenizer is not None:
+        raise UserError("--tokenizer: the job names its tokenizer. Leave it out.")
+    else:
+        preview_command.preview(config, override or [], num_rows=rows, html=html, start=start)
 
 
 @app.command()

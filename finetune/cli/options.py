@@ -33,7 +33,19 @@ NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding: always the most likely token.")
 ]
+TemplateArguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-argument",
+        metavar="NAME=VALUE",
+        help="Argument of the chat template, such as enable_thinking=false. Can be repeated. Default: those that the "
+        "model was trained with.",
+    ),
+]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="System message for conversations that have none of their own.")
+]
+SamplingSeed = Annotated[
+    int, typer.Option(min=0, help="Seed of sampling. A row's answer does not depend on the number of processes.")
 ]
 ConfigsFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the accelerate configs.")]

@@ -13,6 +13,7 @@ from transformers import TextStreamer
 from finetune.commands.evaluate.target import find_evaluation_target
 from finetune.commands.export import is_run
 from finetune.commands.generate import local_device
+from finetune.commands.source import use_written_arguments
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, text_inputs
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import UserError
@@ -100,6 +101,7 @@ def chat(
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     system: str | None = None,
+    template_arguments: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> None:
     """Answer lines from standard input until `exit` or the end of the input.
@@ -118,6 +120,7 @@ def chat(
             raise UserError(f"--step {step}: {source} has no checkpoints. Name a run folder, or leave --step out.")
         saved = inspect_model_folder(source, key="chat", trust_remote_code=trust_remote_code)
         model = _load_any(saved, sampling, adapters=named, trust_remote_code=trust_remote_code)
+    use_written_arguments(model.tokenizer, template_arguments)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("`exit` exits, `/clear` starts a new conversation, `/help` lists all commands.")

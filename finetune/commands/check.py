@@ -17,7 +17,8 @@ def check(path: Path, overrides: Sequence[str], *, num_processes: int | None, tr
     if num_processes is not None:
         require_divisible_batch(loaded, num_processes=num_processes)
     if tries_model:
-        model.require_buildable(loaded.config)
+        model.require_buildable(loaded)
+        model.require_adaptable(loaded)
     print(f"{path.name} is ready.")
     for line in format_summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")

@@ -22,6 +22,7 @@ from finetune.config.load import LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.train import TrainSection
+from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts
@@ -29,7 +30,7 @@ from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
-from finetune.run.build.model import build_model
+from finetune.run.build.model import build_model, parameters_in
 from finetune.run.export_proof import load_options
 from finetune.run.final_export import (
     export_inputs,
@@ -144,7 +145,8 @@ def _export(
     request: _CheckpointExport, loaded: LoadedConfig, *, checkpoint: OpenCheckpoint, run_inputs: RunInputs
 ) -> ExportReport:
     config, tokenizer, task = loaded.config, run_inputs.processing.tokenizer, run_inputs.task(loaded.config)
-    model = build_model(config, task=task, tokenizer=tokenizer, init_context=InitContext())
+    recorded = parameters_in(request.checkpoint)
+    model = build_model(config, task=task, tokenizer=tokenizer, init_context=InitContext(), recorded=recorded)
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
     source = ModelToExport(
         model=model,
@@ -169,6 +171,7 @@ def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenC
         config_text=loaded.text,
         software=checkpoint.found.manifest.versions,
         head=head,
+        config_values=loaded.config.model.config,
     )
 
 
@@ -296,7 +299,8 @@ def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Preprocessors:
     processing = processing_in(saved, trust_remote_code=trust_remote_code)
     tokenizer = processing.tokenizer
     return Preprocessors(
-        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer)), processing.processor
+        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer), arguments_of(tokenizer)),
+        processing.processor,
     )
 
 

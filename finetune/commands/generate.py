@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from finetune.commands.export import processing_in
+from finetune.commands.source import use_written_arguments
 from finetune.config.sections.data import SourceSection
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids, read_prompt
 from finetune.data.rows import RawRow, Row
@@ -121,6 +122,7 @@ def generate_file(
     top_p: float,
     seed: int,
     system: str | None,
+    template_arguments: Sequence[str] = (),
     trust_remote_code: bool,
 ) -> int:
     """Write each row with its `answer` to the output, which appears whole; return the exit code.
@@ -136,10 +138,8 @@ def generate_file(
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
     about = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
-    parts = PartialAnswers.open(
-        output, about | {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
-    )
-    tokenizer = _tokenizer(saved, trust_remote_code=trust_remote_code)
+    parts = PartialAnswers.open(output, about | _about_model(saved, adapter, template_arguments))
+    tokenizer = _tokenizer(saved, template_arguments, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     speaker = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
     raw = list(_raw_rows(origin))
@@ -149,6 +149,11 @@ def generate_file(
         parts.join([each.parse() for each in raw])
         print(f"{len(raw):,} answers in {output}")
     return distributed.shut_down(0)
+
+
+def _about_model(saved: SavedModel, adapter: Path | None, template_arguments: Sequence[str]) -> dict[str, Any]:
+    about = {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
+    return about | ({"template_arguments": list(template_arguments)} if template_arguments else {})
 
 
 def _weight_files(folder: Path | None) -> Any:
@@ -172,12 +177,13 @@ def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
         raise UserError(f"--output {output} already exists. Name another file, or delete it.")
 
 
-def _tokenizer(saved: SavedModel, *, trust_remote_code: bool) -> Any:
+def _tokenizer(saved: SavedModel, template_arguments: Sequence[str], *, trust_remote_code: bool) -> Any:
     tokenizer = processing_in(saved, trust_remote_code=trust_remote_code).tokenizer
     if tokenizer is None:
         raise UserError(
             f"{saved.folder}: has no tokenizer, and neither has its base. Copy the files of a tokenizer there."
         )
+    use_written_arguments(tokenizer, template_arguments)
     return tokenizer
 
 

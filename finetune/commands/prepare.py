@@ -102,11 +102,15 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     for shares above the limits of `data.audit` once the audit is printed.
     """
     quiet_libraries(is_main=True)
-    config = load_config(path, overrides).config
+    loaded = load_config(path, overrides)
+    config = loaded.config
     try:
         with show_progress() as (say, watch):
             lessons = make_training_data(
-                without_audit_limits(config), RunLog(is_main=True, write=say), on_progress=watch
+                without_audit_limits(config),
+                RunLog(is_main=True, write=say),
+                on_progress=watch,
+                locations=loaded.sources,
             )
             verify_sets(lessons)
     except KeyboardInterrupt:

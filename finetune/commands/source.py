@@ -1,8 +1,12 @@
-"""The run or model folder that a command is given, and whether Python code that comes with it may run."""
+"""What commands are given: a run or model folder, whether its Python code may run, arguments of its chat template."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from finetune.config.load import LoadedConfig
+from finetune.data.templates.arguments import arguments_of, set_template_arguments, unread_problems
 from finetune.errors import UserError
 
 
@@ -30,3 +34,27 @@ def _functions(loaded: LoadedConfig) -> tuple[str, ...]:
     evaluate = loaded.config.evaluate
     generate = evaluate.generate if evaluate is not None else None
     return tuple(name for name in (generate.metrics if generate is not None else ()) if ":" in name)
+
+
+def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
+    """Have prompts rendered with these arguments (`NAME=VALUE`) of the chat template beside those of the model folder.
+
+    A value is JSON, or else a text. Raises UserError for an argument that the template never reads.
+    """
+    if not written:
+        return
+    arguments = dict(map(_parse_argument, written))
+    problems = unread_problems(tokenizer, arguments, key="")
+    if problems:
+        raise UserError("\n".join(f"--template-argument {problem.key}: {problem.message}" for problem in problems))
+    set_template_arguments(tokenizer, {**arguments_of(tokenizer), **arguments})
+
+
+def _parse_argument(written: str) -> tuple[str, Any]:
+    name, equals, text = written.partition("=")
+    if not (name and equals):
+        raise UserError(f"--template-argument {written}: write NAME=VALUE, such as enable_thinking=false.")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text

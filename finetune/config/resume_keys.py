@@ -23,9 +23,10 @@ MUST_MATCH = (
     "model.batch_norm",
     "model.train_only",
     "model.attention",  # the same function, but attention dropout draws different numbers
-    *("model.from_config", "model.from_config.model_type", "model.from_config.values"),
+    *("model.config", "model.from_config", "model.from_config.model_type", "model.from_config.values"),
     *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
     *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
+    *("model.lora.experts", "model.lora.router"),
     *("model.lora.init", "model.lora.layers", "model.lora.rank_pattern", "model.lora.alpha_pattern"),
     *("model.ia3", "model.ia3.target_modules", "model.ia3.feedforward_modules"),
     *("model.oft", "model.oft.block_size", "model.oft.dropout", "model.oft.target_modules"),
@@ -66,10 +67,11 @@ COMPARED_BY_CONTENT = (
     *("data.train.format", "data.train.columns", "data.train.template", "data.train.skip", "data.train.take"),
     *("data.train.mix", "data.train.until", "data.train.stream", "data.train.stream.window_rows"),
     *("data.validation.fraction", "data.validation.hash_fraction", "data.validation.exclude_from_train"),
-    *("data.truncate_side", "data.train_on"),
+    *("data.truncate_side", "data.train_on", "data.train_on_reasoning", "data.chat_template_arguments"),
     *("data.batching.by", "data.batching.tokens", "data.batching.length_window_steps"),
     *("data.max_length", "data.over_length", "data.no_target", "data.chat_template", "data.system_prompt"),
     *("data.allow_special_tokens", "data.train.image_root"),
+    *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
     *("task.seq2seq.max_target_length", "task.seq2seq.source_prefix"),
     *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
 )
@@ -103,7 +105,8 @@ MAY_DIFFER = (
     *("evaluate.generate.metrics", "evaluate.generate.batch_size"),
     *("data.validation", "data.validation.path", "data.validation.name", "data.validation.config"),
     *("data.validation.revision", "data.validation.split", "data.validation.format", "data.validation.columns"),
-    *("data.validation.skip", "data.validation.take"),
+    *("data.validation.skip", "data.validation.take", "data.validation.delimiter", "data.validation.quotes"),
+    *("data.validation.encoding", "data.validation.records"),
     *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
     *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
@@ -112,6 +115,13 @@ MAY_DIFFER = (
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
     "export.verify",
 )
+
+RECORDED_UNLESS_DEFAULT = (
+    *("model.config", "model.lora.experts", "model.lora.router"),
+    *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
+    *("data.validation.delimiter", "data.validation.quotes", "data.validation.encoding", "data.validation.records"),
+)
+"""Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
 
 NOT_RECORDED = ("run.folder", "run.local_folder", "checkpoint.resume", "checkpoint.allow_changes")
 
@@ -135,6 +145,8 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
     """
     for name, field in type(section).model_fields.items():
         key, value = join_key(prefix, name), getattr(section, name)
+        if key in RECORDED_UNLESS_DEFAULT and value == field.default:
+            continue
         if not isinstance(value, Section):
             plain = json.loads(json.dumps(value, default=_plain))
             yield key, json.dumps(comparable_config(plain, name=name), sort_keys=True, ensure_ascii=False)
@@ -145,5 +157,10 @@ def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _plain(section: Section) -> dict[str, Any]:
-    """Return a section in a list as plain JSON types."""
-    return section.model_dump()
+    """Return a section in a list, which is one of `data.train.mix`, as plain JSON types."""
+    fields = type(section).model_fields
+    return {
+        name: value
+        for name, value in section.model_dump().items()
+        if f"data.train.{name}" not in RECORDED_UNLESS_DEFAULT or value != fields[name].default
+    }

@@ -78,6 +78,25 @@ Factor = Annotated[float, Field(ge=0.0, le=MAX_FACTOR)]
 PositiveFactor = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]
 Ratio = Annotated[float, Field(gt=0.0, le=1e12)]  # to other such numbers, and of passes over rows
 Shift = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
+Position = Annotated[int, Field(ge=0, le=1_000_000)]  # of a column
+Delimiter = Annotated[str, Field(min_length=1, max_length=1)]
+
+DELIMITED_KINDS = (".csv", ".tsv")
+CONLL_KINDS = (".conll", ".bio", ".iob2")
+TEXT_KINDS = (".jsonl", ".json", *DELIMITED_KINDS, ".txt", *CONLL_KINDS)
+TABLE_KINDS = (".parquet", ".arrow")
+"""Endings of the files that can be read; the texts also when they are compressed."""
+
+KINDS_OF_KEYS: Mapping[str, tuple[str, ...]] = {
+    "delimiter": DELIMITED_KINDS,
+    "quotes": DELIMITED_KINDS,
+    "encoding": TEXT_KINDS,
+    "records": (".json",),
+}
+"""The kinds of files that read a key of a source."""
+
+KINDS_WITH_POSITIONS = (*DELIMITED_KINDS, *CONLL_KINDS)
+"""The kinds of files whose columns have positions."""
 
 
 @dataclass(frozen=True)

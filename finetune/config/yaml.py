@@ -117,9 +117,8 @@ class NodeReader:
                 continue
             name, line = str(name_node.value), name_node.start_mark.line + 1
             place = join_key(key, name)
-            fault = (
-                "a key must be text. Put it in quotes." if name_node.tag not in TEXT_TAGS else invalid_characters(name)
-            )
+            is_text = name_node.tag in TEXT_TAGS or (key != "" and _is_position(name_node))
+            fault = invalid_characters(name) if is_text else "a key must be text. Put it in quotes."
             if fault is not None:
                 self._complain(name_node, place, fault)
                 continue
@@ -174,6 +173,11 @@ class NodeReader:
     def _complain(self, node: Node, key: str, message: str) -> None:
         line = self._document.lines.get(key, node.start_mark.line + 1)
         self._document.problems.append(Problem(key, message, line=line))
+
+
+def _is_position(node: ScalarNode) -> bool:
+    """Tell whether a key is a plain whole number, such as a column's position, which is taken as its text."""
+    return node.tag == f"{TAG}int" and re.fullmatch(r"0|[1-9][0-9]{0,8}", node.value) is not None
 
 
 def _tag_error(node: Node) -> str:

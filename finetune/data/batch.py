@@ -17,7 +17,7 @@ class Targets:
 
     positions: Tensor  # [targets], int64: places in the flattened labels, ascending
     labels: Tensor  # [targets], int64
-    per_row: tuple[int, ...]  # how many of them each row of the labels has
+    per_row: tuple[int, ...]  # how many of them each row of the labels has, or each sample of a row without padding
 
     @classmethod
     def of(cls, labels: np.ndarray) -> "Targets":
@@ -32,11 +32,10 @@ class Targets:
         """Return that there are none, of as many rows."""
         return Targets(self.positions[:0], self.labels[:0], (0,) * len(self.per_row))
 
-    def rows(self, start: int, stop: int, *, length: int) -> "Targets":
-        """Return the targets of these rows alone, each of which has so many places."""
+    def rows(self, start: int, stop: int, *, begin: int) -> "Targets":
+        """Return the targets of these rows, or samples of a row, alone; the first of them begins at place `begin`."""
         first, past = sum(self.per_row[:start]), sum(self.per_row[:stop])
-        positions = self.positions[first:past] - start * length
-        return Targets(positions, self.labels[first:past], self.per_row[start:stop])
+        return Targets(self.positions[first:past] - begin, self.labels[first:past], self.per_row[start:stop])
 
 
 @dataclass(frozen=True)

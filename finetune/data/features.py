@@ -28,6 +28,9 @@ class Features:
     cut_targets: int = 0  # of those
     has_control_names: bool = False  # the row's texts hold names of control tokens, which are encoded as plain text
     has_turn_marks: bool = False  # or what the chat template writes around turns in plain text
+    has_arguments: bool = False  # the row has arguments of the chat template
+    has_overrides: bool = False  # some of them are in place of the job's
+    has_dropped_reasoning: bool = False  # the chat template leaves out the reasoning of a target turn
 
     @property
     def length(self) -> int:
@@ -47,8 +50,9 @@ class Features:
         return 1 if is_target is None else int(np.count_nonzero(is_target))
 
 
-Outcome = Features | DataError | None
-"""What becomes of a row: features, the reason why it cannot be encoded, or None where it has no target."""
+Outcome = Features | tuple[Features, ...] | DataError | None
+"""What becomes of a row: features, or those of several samples where each answer is one; the reason why it cannot be
+encoded; None where it has no target."""
 
 
 Made = TypeVar("Made")

@@ -43,7 +43,7 @@ class RawRow:
         try:
             row = parse_json(self.content)
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.origin}, line {self.number}: not UTF-8 text ({error.reason}).") from error
+            raise DataError(f"{self.origin}, line {self.number}: {not_utf8(error)}") from error
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{self.origin}, line {self.number}: not valid JSON: {error.msg} at column {error.colno}. "
@@ -56,6 +56,20 @@ class RawRow:
                 f"{self.origin}, line {self.number}: a row must be a JSON object with columns, not {describe(row)}."
             )
         return row
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Return what is wrong with bytes that are no UTF-8, and which encoding to try."""
+    content: bytes = error.object
+    others = {each for each in content.decode("utf-8", "replace") if not each.isascii()} - {"\ufffd"}
+    what = f"not UTF-8 text: byte 0x{content[error.start]:02x} at position {error.start + 1:,} ({error.reason})."
+    if others:
+        return f"{what} Other characters beside it are UTF-8: fix this one."
+    try:
+        content.decode("cp1252")
+    except UnicodeDecodeError:
+        return f"{what} Write the file's `encoding` beside its path, such as `encoding: latin-1`."
+    return f"{what} If the file is from Windows or Excel, write `encoding: cp1252` beside its path."
 
 
 def parse_json(text: str | bytes) -> Any:

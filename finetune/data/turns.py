@@ -55,6 +55,9 @@ def _read_image(part: Part) -> Part:
     return {"type": "image"} if index is None else {"type": "image", "index": index}
 
 
+ARGUMENTS = "chat_template_kwargs"
+"""The column of a row's own arguments of the chat template, as TRL and others name it."""
+
 Turn = Mapping[str, Any]
 """One turn: `role`, `content` (null only beside a tool call), and whatever else the chat template reads."""
 
@@ -96,6 +99,20 @@ def read_tools(value: Any, *, title: str) -> list[Mapping[str, Any]]:
     """Return the tools' JSON schemas; raises DataError unless it is a list of objects."""
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(f"{title} must be a list of tools as JSON schemas, or that list as JSON text.")
+    return value
+
+
+def read_template_arguments(value: Any, *, title: str) -> Mapping[str, Any]:
+    """Return the arguments of the chat template; raises DataError unless it is an object."""
+    try:
+        value = parse_json(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise DataError(f"{title} is text that is not JSON: {error.msg}.") from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{title} must be an object of arguments of the chat template, such as "
+            f'{{"enable_thinking": false}}, or that object as JSON text, but is {describe(value)}.'
+        )
     return value
 
 

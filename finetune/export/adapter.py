@@ -7,11 +7,12 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from finetune.export.merge import base_parameter_name
 from finetune.export.weights import build_meta_model, check_shapes, unwrap_adapter
 from finetune.model.adapters.build import peft_state_dict_names
-from finetune.model.adapters.context import ADAPTER_NAME
+from finetune.model.adapters.context import ADAPTER_NAME, base_parameter_name
 from finetune.model.adapters.lora import as_plain_lora, initial_factors
+from finetune.model.adapters.saved_config import loadable_config
+from finetune.model.adapters.upstream import keep_targets
 
 
 def adapter_for_export(
@@ -29,7 +30,8 @@ def adapter_for_export(
         weights, config = as_plain_lora(weights, config, initial)
     elif initial:
         config.init_lora_weights = True  # the changed base is exported beside the adapter
-    names = _check(weights, model, config, dtype=dtype)
+    meta_model, names = _check(weights, model, config, dtype=dtype)
+    config = loadable_config(meta_model, config)
     config.inference_mode = True
     return {peft_name: weights[name].contiguous() for name, peft_name in names.items()}, config
 
@@ -51,12 +53,15 @@ def _base_name(name: str) -> str:
 
 def _check(
     weights: Mapping[str, Tensor], model: PeftModel, config: PeftConfig, *, dtype: torch.dtype
-) -> dict[str, str]:
-    """Return peft's name of each trained weight; raises TrainingError unless all have their full shape."""
+) -> tuple[PeftModel, dict[str, str]]:
+    """Return the adapted model without values, and peft's name of each trained weight.
+
+    Raises TrainingError unless all have their full shape.
+    """
     meta_model = _build_meta_peft_model(model, config, dtype=dtype)
     trained = {name: parameter for name, parameter in meta_model.named_parameters() if parameter.requires_grad}
     check_shapes(weights, {name: parameter.shape for name, parameter in trained.items()})
-    return peft_state_dict_names(meta_model, trained)
+    return meta_model, peft_state_dict_names(meta_model, trained)
 
 
 def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch.dtype) -> PeftModel:
@@ -66,5 +71,5 @@ def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # other initialisations read values, which the meta device lacks
     base = build_meta_model(unwrap_adapter(model), dtype=dtype)
-    with torch.device("meta"):
+    with torch.device("meta"), keep_targets():
         return get_peft_model(base, config, low_cpu_mem_usage=True)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
-from finetune.model.loading.architecture import HEADS
+from finetune.model.loading.architecture import HEADS, NEW_HEADS
+from finetune.runtime.text.terminal import format_json
 
 PIPELINES: Mapping[str, str] = {
     "causal_lm": "text-generation",
@@ -36,6 +38,7 @@ class CardFacts:
     config_text: str
     software: Mapping[str, str] = field(default_factory=dict)
     head: str = "causal_lm"
+    config_values: Mapping[str, Any] = field(default_factory=dict)  # that the run changed in its base's config
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class CardBase:
     name: str | None
     relation: Literal["adapter", "finetune"] = "adapter"
     was_merged: bool = False
-    has_own_config: bool = False  # the adapter's folder has one, with other classes than the base's
+    has_own_config: bool = False  # the adapter's folder has one, with other classes or values than the base's
+    config_values: Mapping[str, Any] = field(default_factory=dict)  # that are other ones in it
     num_embeddings: int | None = None  # if the vocabulary is not the base's
 
     @property
@@ -54,7 +58,9 @@ class CardBase:
         return None if self.name is None or self.name.startswith((".", "/", "~")) else self.name
 
 
-def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
+def write_card(
+    facts: CardFacts, *, base: CardBase | None, template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> str:
     """Return the card as Markdown with the hub's metadata; `base` is None for a model trained from random weights.
 
     No license is stated: it depends on base and data.
@@ -66,6 +72,7 @@ def write_card(facts: CardFacts, *, base: CardBase | None) -> str:
         _metrics(facts.metrics),
         f"## Load\n\n```python\n{_loader(facts.head, _adapter(base))}```",
         "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if facts.head == "causal_lm" else "",
+        _template_arguments(template_arguments),
         f"## Config\n\n```yaml\n{facts.config_text.rstrip()}\n```" if facts.config_text else "",
         _software(facts.software),
     )
@@ -95,7 +102,10 @@ def _summary(facts: CardFacts, base: CardBase | None) -> str:
         )
     if base.relation == "finetune":
         return f"{story} It was trained from {_location(base)}."
-    return f"{story} This folder holds an adapter; its base is {_location(base)}."
+    names = ", ".join(f"`{name}`" for name in base.config_values)
+    why = f" It was trained with other values of {names} in the base's config: load the base with `config/`, as below."
+    changed = why if base.config_values else ""
+    return f"{story} This folder holds an adapter; its base is {_location(base)}.{changed}"
 
 
 def _named(base: CardBase) -> str:
@@ -129,11 +139,26 @@ def _loader(head: str, adapter: CardBase | None) -> str:
 
 def _adapter_lines(auto: str, adapter: CardBase) -> list[str]:
     place = 'f"{folder}/base"' if adapter.name is None else f'"{adapter.name}"'
-    more = ', config=AutoConfig.from_pretrained(f"{folder}/config"), ignore_mismatched_sizes=True'
+    more = ', config=AutoConfig.from_pretrained(f"{folder}/config")'
+    if auto in {HEADS[head].__name__ for head in NEW_HEADS}:
+        more += ", ignore_mismatched_sizes=True"
     lines = [f"base = {auto}.from_pretrained({place}{more if adapter.has_own_config else ''})"]
     if adapter.num_embeddings is not None:
         lines.append(f"base.resize_token_embeddings({adapter.num_embeddings}, mean_resizing=False)")
     return [*lines, "model = PeftModel.from_pretrained(base, folder)"]
+
+
+def _template_arguments(arguments: Mapping[str, Any]) -> str:
+    if not arguments:
+        return ""
+    keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    body = format_json({"messages": ["..."], "chat_template_kwargs": dict(arguments)})
+    return (
+        "## Chat template\n\nTrained with these arguments of the chat template. `finetune chat` and `generate` "
+        "pass them, other programs have to be told:\n\n"
+        f"```python\ntokenizer.apply_chat_template(messages, add_generation_prompt=True, {keywords})\n```\n\n"
+        f"In requests to vLLM or SGLang:\n\n```json\n{body}\n```"
+    )
 
 
 def _software(software: Mapping[str, str]) -> str:

@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 from finetune.errors import ModelError, TrainingError
 from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.weights import build_meta_model, unwrap_adapter
-from finetune.model.adapters.context import ADAPTER_NAME
+from finetune.model.adapters.context import ADAPTER_NAME, base_parameter_name
+from finetune.model.adapters.upstream import keep_targets
 
 MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOHA", "LOKR"})
 """The adapter types, by peft's names, that can be merged exactly."""
-
-_BASE_PREFIX = "base_model.model."
 
 _WORKING_COPIES = 3
 """Of a layer's weight, in float64, while it is merged: its own, the adapter's share, and one of an operator."""
@@ -65,7 +64,7 @@ def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
     require_mergeable(model)
     meta_model = _build_meta_peft_model(model)
     parts = list(_parts(meta_model.base_model.model, "", _Values(meta_model, weights, dtype=dtype)))
-    threads = num_threads_for(_WORKING_COPIES * 8 * max(each.numel() for each in meta_model.parameters()))
+    threads = num_threads_for(_WORKING_COPIES * 8 * _largest_part(meta_model))
     found = map_in_threads(lambda part: part(), parts, num_threads=threads)
     merged = {name: value for named in found for name, value in named}
     return Merged(merged, _has_untied_weights(build_meta_model(unwrap_adapter(model), dtype=torch.float32), merged))
@@ -78,7 +77,8 @@ def _build_meta_peft_model(model: PeftModel) -> PeftModel:
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # other initialisations read values, which the meta device lacks
     base = build_meta_model(unwrap_adapter(model), dtype=torch.float32)
-    return get_peft_model(base, config, low_cpu_mem_usage=True).eval()
+    with keep_targets():
+        return get_peft_model(base, config, low_cpu_mem_usage=True).eval()
 
 
 class _Values:
@@ -120,16 +120,6 @@ class _Values:
         )
 
 
-def base_parameter_name(name: str) -> str:
-    """Return the name that a weight of the base had before peft wrapped its module.
-
-    >>> base_parameter_name("base_model.model.lm_head.base_layer.weight")
-    'lm_head.weight'
-    """
-    inner = name.removeprefix(_BASE_PREFIX).replace(".token_adapter.", ".")
-    return inner.replace(".base_layer.", ".").replace(".original_module.", ".")
-
-
 def _parts(module: nn.Module, path: str, values: _Values) -> Iterator[Callable[[], _Named]]:
     """Yield what returns names and merged values of the plain model's parameters and given buffers, by module."""
     if isinstance(module, ModulesToSaveWrapper):
@@ -163,16 +153,33 @@ def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -
 
 
 def _merged_layer(layer: nn.Module, path: str, values: _Values) -> _Named:
-    """Return the merged weights of the base's layer."""
+    """Return the merged weights of the base's layer, and its buffers that were given."""
     working = _with_values(layer, values)
-    peft_layer: Any = working
-    peft_layer.merge(adapter_names=[ADAPTER_NAME])
+    for adapter in _nested_adapters(working):
+        adapter.merge(adapter_names=[ADAPTER_NAME])
     merged = dict(_base_layer(working).named_parameters())
     for name in merged:
         if not bool(torch.isfinite(merged[name]).all()):
             raise TrainingError(f"export: `{_joined(path, name)}` is not finite after merging the adapter into it.")
-    named = _base_layer(layer).named_parameters()
-    return [(_joined(path, name), values.rounded(merged[name], tensor)) for name, tensor in named]
+    base = _base_layer(layer)
+    weights = [(_joined(path, name), values.rounded(merged[name], tensor)) for name, tensor in base.named_parameters()]
+    given = [(name, buffer) for name, buffer in base.named_buffers() if values.is_given(buffer)]
+    return [*weights, *((_joined(path, name), values.rounded(values.of(buffer), buffer)) for name, buffer in given)]
+
+
+def _nested_adapters(layer: nn.Module) -> Iterator[Any]:
+    """Yield the adapters around the base's layer: peft nests one in another for each parameter that it adapts."""
+    while isinstance(layer, BaseTunerLayer):
+        yield layer
+        layer = layer.base_layer
+
+
+def _largest_part(meta_model: PeftModel) -> int:
+    """Return the largest number of elements that are merged at once."""
+    layers = (each for each in meta_model.modules() if isinstance(each, BaseTunerLayer))
+    largest = (sum(each.numel() for each in layer.parameters()) for layer in layers)
+    most: int = max(0, *largest, *(each.numel() for each in meta_model.parameters()))
+    return most
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:

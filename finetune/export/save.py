@@ -1,5 +1,6 @@
 """Writes the trained model: complete, checked, and loadable without this package."""
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ class TextPreprocessor:
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Collection[int]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # that conversations were rendered with
 
 
 @dataclass(frozen=True)
@@ -113,26 +115,45 @@ def export_model(
                 staging, folder, model=model, weights=weights, preprocessors=preprocessors, section=section
             )
             base_model = unwrap_adapter(model)
-            if facts.head in NEW_HEADS and base_model.name_or_path:  # the base's own config has other classes
-                base_model.config.save_pretrained(staging / CONFIG_FOLDER)
+            if _has_own_config(facts, base_model):  # the base's has other classes, or other values
+                _save_config(base_model, staging / CONFIG_FOLDER, is_for_values=bool(facts.config_values))
         else:
             weights = _cast(weights, section.dtype)
             written = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
         preprocessors.save(staging)
-        base = card_base(model, is_merged=section.merge, head=facts.head)
-        (staging / "README.md").write_text(printable(write_card(facts, base=base)), encoding="utf-8")
+        base = card_base(model, is_merged=section.merge, facts=facts)
+        arguments = preprocessors.text.template_arguments if preprocessors.text else {}
+        card = write_card(facts, base=base, template_arguments=arguments)
+        (staging / "README.md").write_text(printable(card), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return ExportReport(folder, files, **vars(written))
 
 
-def card_base(model: PreTrainedModel, *, is_merged: bool, head: str) -> CardBase | None:
+def _has_own_config(facts: CardFacts, base: PreTrainedModel) -> bool:
+    """Tell whether an adapter's folder needs the config of its base, which is elsewhere and has another one."""
+    return bool(base.name_or_path) and (facts.head in NEW_HEADS or bool(facts.config_values))
+
+
+def _save_config(base: PreTrainedModel, folder: Path, *, is_for_values: bool) -> None:
+    config = copy.deepcopy(base.config)
+    config.use_cache = True  # disabled for training only
+    if is_for_values and hasattr(config, "quantization_config"):  # of training; its user decides anew
+        del config.quantization_config
+    config.save_pretrained(folder)
+
+
+def card_base(model: PreTrainedModel, *, is_merged: bool, facts: CardFacts) -> CardBase | None:
     """Return the model's origin for the card; None if it was initialised with random weights."""
     base = unwrap_adapter(model)
     name = base.name_or_path or None
     if has_adapter(model) and not is_merged:
         size = base.config.get_text_config().vocab_size if _brings_embeddings(model) else None
-        has_own_config = head in NEW_HEADS and name is not None
-        return CardBase(name, has_own_config=has_own_config, num_embeddings=size)
+        return CardBase(
+            name,
+            has_own_config=_has_own_config(facts, base),
+            config_values=facts.config_values,
+            num_embeddings=size,
+        )
     was_merged = has_adapter(model)
     return CardBase(name, "finetune", was_merged=was_merged) if name is not None or was_merged else None
 

@@ -19,6 +19,7 @@ from finetune.config.sections.model import ModelSection
 from finetune.config.sections.task import DistillationSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import adapter_config, has_adapter
+from finetune.model.attention.implementation import default_attention
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import check_no_missing_weights, load_auto_class, load_weights, placed_on
 from finetune.model.upstream import adapters_disabled
@@ -159,6 +160,15 @@ def reference_identity(
 TEACHER_KEY = "task.distillation.teacher"
 
 
+def load_teacher_config(section: DistillationSection, *, model: ModelSection) -> Any:
+    """Return the teacher's config; raises ModelError where there is none."""
+    with (
+        loading_errors(section.teacher, key=TEACHER_KEY),
+        without_hub_retries(is_local=is_local_path(section.teacher)),
+    ):
+        return load_auto_class(AutoConfig, **_teacher_arguments(section, model))
+
+
 def load_teacher(
     section: DistillationSection, *, model: ModelSection, vocabulary_size: int, device: torch.device
 ) -> PreTrainedModel:
@@ -169,10 +179,17 @@ def load_teacher(
     ):
         origin = _teacher_arguments(section, model)
         config = load_auto_class(AutoConfig, **origin)
+        attention = default_attention(config)
         dtype = getattr(torch, section.teacher_dtype)
         teacher: PreTrainedModel
         teacher, loading = load_weights(
-            AutoModelForCausalLM, **origin, config=config, dtype=dtype, output_loading_info=True, **placed_on(device)
+            AutoModelForCausalLM,
+            **origin,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            **placed_on(device),
         )
         check_no_missing_weights(loading, section.teacher, key=TEACHER_KEY)
     size = teacher.config.get_text_config().vocab_size

@@ -18,6 +18,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.rules.model import ADAPTERS, adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
+from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DiskError, HubError, ModelError
 from finetune.export.card import CardFacts
@@ -206,7 +207,7 @@ def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: s
 def export_inputs(processing: Processing) -> Preprocessors:
     """Return the tokenizer and processor that are exported beside the weights."""
     tokenizer = processing.tokenizer
-    language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer))
+    language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer), arguments_of(tokenizer))
     return Preprocessors(language, processing.processor)
 
 
@@ -219,6 +220,7 @@ def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
         config_text=resolved_yaml(loaded),
         software=package_versions(),
         head=head,
+        config_values=loaded.config.model.config,
     )
 
 

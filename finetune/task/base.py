@@ -51,11 +51,14 @@ class BaseTask:
         return [result_or_error(self.encode_row, row) for row in rows]
 
     def encode_row(self, row: Row) -> Features | None:
-        """Return the features of one row; raises its DataError. A task defines this or `encode`, which is faster."""
+        """Return the features of one row, of several samples the last; raises its DataError.
+
+        A task defines this or `encode`, which is faster.
+        """
         (outcome,) = self.encode([row])
         if isinstance(outcome, DataError):
             raise outcome
-        return outcome
+        return outcome[-1] if isinstance(outcome, tuple) else outcome
 
     @abstractmethod
     def collate(self, features: Sequence[Features]) -> Batch:

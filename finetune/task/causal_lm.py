@@ -92,6 +92,7 @@ class SftTask(CausalTask):
             system_prompt=data.system_prompt,
             template=data.chat_template,
             allow_special_tokens=data.allow_special_tokens,
+            train_on_reasoning=data.train_on_reasoning,
         )
         return RequireMessages(encode)
 

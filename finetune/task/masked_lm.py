@@ -22,6 +22,7 @@ from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
+from finetune.task.model_inputs import collate_row, is_padding_free
 from finetune.task.protocol import ModelHead, SampleSpec, TaskContext
 from finetune.task.row_formats import RequireText
 
@@ -106,7 +107,11 @@ class MaskedLmTask(BaseTask):
         return replace(super().samples, length_limit=limit, identity={"words": self._section.whole_words})
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded on the right and masked; labels[b, t] is the masked token at t."""
+        """Return the samples padded, or end to end, and masked; labels[b, t] is the masked token at t."""
+        if is_padding_free(self.data.batching):
+            masked = [self._mask(each) for each in features]
+            token_labels = np.concatenate([labels for _, labels in masked])
+            return collate_row(features, {"input_ids": [ids for ids, _ in masked]}, token_labels=token_labels)
         longest = max(each.length for each in features)
         input_ids = np.full((len(features), longest), self.pad_id, dtype=np.int64)
         attention_mask = np.zeros((len(features), longest), dtype=np.int64)

@@ -1,6 +1,6 @@
 """From samples to a language model's inputs: collated with padding or padding-free, and given to the wrapped model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,26 +45,47 @@ def collate_padding_free(features: Sequence[Features]) -> Batch:
 
     Positions start at 0 in every sample and so mark the boundaries. No label is a token of the next sample.
     """
-    lengths = [each.length for each in features]
+    labels = np.concatenate([_labels(each) for each in features])
+    return collate_row(features, {"input_ids": [each.arrays["input_ids"] for each in features]}, token_labels=labels)
+
+
+def collate_row(
+    features: Sequence[Features],
+    columns: Mapping[str, Sequence[np.ndarray]],
+    *,
+    labels: Tensor | None = None,
+    token_labels: np.ndarray | None = None,
+) -> Batch:
+    """Return the samples in one row; `columns` are what the model reads of each, `input_ids` first.
+
+    The labels are those of the samples, or `token_labels`, those of the row's tokens: these are the targets then.
+    """
+    lengths = [len(each) for each in columns["input_ids"]]
     ends = np.cumsum([0, *lengths])
-    input_ids = np.concatenate([each.arrays["input_ids"] for each in features], dtype=np.int64)
-    position_ids = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
-    is_target = np.concatenate([each.arrays["is_target"] for each in features])
-    labels = np.full((1, ends[-1]), IGNORED, dtype=np.int64)
-    np.copyto(labels[0, :-1], input_ids[1:], where=is_target[1:])
-    labels[0, ends[1:] - 1] = IGNORED  # there is none after the last token of a sample
-    targets = Targets.of(labels)
+    inputs = {name: torch.from_numpy(np.concatenate(each, dtype=np.int64))[None] for name, each in columns.items()}
+    inputs["position_ids"] = torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths))[None]
+    targets = None if token_labels is None else _targets_of_samples(token_labels, ends)
+    if token_labels is not None:
+        labels = torch.from_numpy(token_labels)[None]
+    assert labels is not None, "samples have labels, or their tokens have"
     return Batch(
-        inputs={"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]},
-        labels=torch.from_numpy(labels),
-        num_targets=len(targets.labels),
-        num_tokens=len(input_ids),
+        inputs=inputs,
+        labels=labels,
+        num_targets=len(features) if targets is None else len(targets.labels),
+        num_tokens=int(ends[-1]),
         sample_ids=tuple(each.sample_id for each in features),
         cumulative_lengths=torch.from_numpy(ends.astype(np.int32)),
         longest=max(lengths),
         lengths=tuple(lengths),
         targets=targets,
     )
+
+
+def _targets_of_samples(labels: np.ndarray, ends: np.ndarray) -> Targets:
+    """Return the targets of a row's labels, counted by sample; `ends` are where samples begin, and the row's end."""
+    positions = np.flatnonzero(labels != IGNORED)
+    per_sample = np.diff(np.searchsorted(positions, ends))
+    return Targets(torch.from_numpy(positions), torch.from_numpy(labels[positions]), tuple(per_sample.tolist()))
 
 
 def _labels(features: Features) -> np.ndarray:
@@ -85,7 +106,7 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 def forward_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return what the model is given."""
-    return {**batch.inputs, **_boundaries(model, batch), "use_cache": False}
+    return {**batch.inputs, **_positions(model, batch), **_boundaries(model, batch), "use_cache": False}
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -115,6 +136,23 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         return edges
     no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ends.device)
     return {**edges, SAMPLE_LENGTHS: SampleLengths(batch.lengths), "attention_mask": no_mask}
+
+
+def _positions(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the positions of a row as the model counts them, where it does not count from 0 (RoBERTa's relatives).
+
+    Those count the tokens that are no padding from `padding_idx` + 1, and padding is at `padding_idx`.
+    """
+    body: Any = getattr(unwrap_model(model), "base_model", None)
+    embeddings: Any = getattr(body, "embeddings", None)
+    if batch.cumulative_lengths is None or not hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return {}
+    positions, padding_idx = batch.inputs["position_ids"][0], embeddings.padding_idx
+    is_text = (batch.inputs["input_ids"][0] != padding_idx).long()
+    counted = is_text.cumsum(0)
+    firsts = torch.arange(len(positions), device=positions.device) - positions
+    before = (counted - is_text)[firsts]  # tokens of earlier samples
+    return {"position_ids": ((counted - before) * is_text + padding_idx)[None]}
 
 
 def _attention(model: nn.Module) -> str | None:

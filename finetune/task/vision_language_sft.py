@@ -81,6 +81,7 @@ class VisionLanguageSftTask(SftTask):
             system_prompt=data.system_prompt,
             template=data.chat_template,
             allow_special_tokens=data.allow_special_tokens,
+            train_on_reasoning=data.train_on_reasoning,
         )
         return RequireImageMessages(self._pictured)
 

@@ -82,7 +82,7 @@ def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):
     tried = []
     monkeypatch.setattr(check, "model", SimpleNamespace(require_buildable=tried.append))
     assert typed("check", job, "--model")[0] == 0
-    assert [config.run.seed for config in tried] == [load_config(job).config.run.seed]
+    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed]
     assert typed("check", job)[0] == 0
     assert len(tried) == 1
 

@@ -17,6 +17,28 @@ def test_a_preview_of_nothing_is_refused(typed, calls, job, words):
     assert calls.made == []
 
 
+def test_a_file_is_previewed_without_a_job(typed, calls):
+    assert typed("preview", "s3://bucket/rows.csv", "--rows", 3, "--tokenizer", "gpt2")[0] == 0
+    named = {"num_rows": 3, "tokenizer": "gpt2"}
+    assert calls.made == [("finetune.commands.preview.file:preview_file", ("s3://bucket/rows.csv",), named)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("rows.csv", "--from", 3), ("rows.csv", "--html", "x.html"), ("rows.csv", "--set", "a=1")],
+)
+def test_a_preview_is_of_a_job_or_of_a_file(typed, calls, words):
+    code, _, error = typed("preview", *words)
+    assert (code, calls.made) == (2, [])
+    assert "preview: " in error
+
+
+def test_a_job_names_its_tokenizer(typed, calls, job):
+    assert typed("preview", "--config", job, "--tokenizer", "gpt2")[0] == 2
+    assert typed("preview", "rows.csv", "--config", job)[0] == 2
+    assert calls.made == []
+
+
 def test_a_machine_is_examined_with_or_without_a_job(typed, calls, job):
     calls.answer = True
     assert typed("doctor")[0] == 0

@@ -23,7 +23,7 @@ WRONG = [
     ("checkpoint.resume=3", "Write `auto` or `never` or a path."),
     ("export.max_shard_size=5 GB", "Write text such as `5GB`."),
     ("data.max_length=null", "the maximum length of a sample in tokens"),
-    ("data.train.columns={prompt: 3}", "Put it in quotes: `'3'`. Write text."),
+    ("data.train.columns={prompt: -3}", "Write text or a whole number of at least 0."),
     ("evaluate=true", "`true` is a truth value. Its keys are `every_steps`"),
 ]
 

@@ -1,6 +1,7 @@
 """Cases drawn by hypothesis: healthy projects with something wrong in job file, rows, disk or model."""
 
 import copy
+import gzip
 import io
 import json
 from collections.abc import Callable
@@ -295,6 +296,39 @@ COLUMNS: dict[str, Callable[[Any], pa.Array]] = {
 }
 
 
+_CSV = '1;"red; blue"\n2;green\n1;"she said ""red"""\n'
+_NESTED = json.dumps({"info": 1, "data": {"items": [{"text": "red blue"}, {"text": "green"}]}})
+_CONLL = "-DOCSTART- O\n\nred A\nblue B\n\n# id = 1\ngreen A\n"
+FILES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("rows.csv", "text_classification", _CSV, {"columns": {"label": 0, "text": 1}, "delimiter": ";"}),
+    ("rows.csv", "text_classification", f"label;text\n{_CSV}", {"delimiter": ";", "encoding": "cp1252"}),
+    ("rows.tsv", "text_classification", f"label;text\n{_CSV}".replace(";", "\t"), {"quotes": False}),
+    ("rows.csv", "pretrain", _CSV, {"columns": {"0": "a", "1": "text"}, "delimiter": ";", "encoding": "utf-16"}),
+    ("rows.json", "pretrain", _NESTED, {"records": "data.items"}),
+    ("rows.conll", "token_classification", _CONLL, {}),
+    ("rows.bio", "token_classification", _CONLL, {"columns": {"tokens": 0, "tags": 1}}),
+    ("rows.txt", "pretrain", "red blue\ngreen\n", {"encoding": "shift_jis"}),
+)
+_FILE_PIECES = ('"', '""', ";", "\t", "\r", "\n\n", "\0", "\ufeff", "# ", "{", "]", "a;" * 3000, "\u00e9", "\u202e")
+
+
+@st.composite
+def files(draw: st.DrawFn) -> Case:
+    """Files of rows as people have them, damaged, with keys that may not fit them: in a job, or looked at alone."""
+    name, task, text, keys = draw(st.sampled_from(FILES))
+    encoding = draw(st.sampled_from((keys.get("encoding", "utf-8"), "utf-8", "utf-16", "utf-16-le", "cp1252")))
+    damaged = draw(damaged_text(text, _FILE_PIECES) | st.just(text)).encode(encoding, errors="replace")
+    content = draw(damaged_bytes(damaged) | st.just(damaged))
+    if draw(st.booleans()):
+        name, content = f"{name}.gz", draw(damaged_bytes(gzip.compress(content)) | st.just(gzip.compress(content)))
+    other = draw(st.sampled_from(FILES))[3]
+    job = json.loads(json.dumps(HEALTHY))
+    job["task"], job["data"]["train"] = {"name": task}, {"path": name, **draw(st.sampled_from((keys, keys, other)))}
+    del job["data"]["validation"], job["evaluate"], job["data"]["chat_template"]
+    words = draw(st.sampled_from((PREPARE, ("preview", name))))
+    return Case(words, {"job.yaml": _as_yaml(job), name: content})
+
+
 @st.composite
 def templates(draw: st.DrawFn) -> Case:
     """Templates of rows and chats, in a job or as a file."""
@@ -397,9 +431,10 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
     """Return every kind of case by name, with its share in a hundred."""
     return {
         "job structures": (24, job_structures()),
-        "job texts": (24, job_texts()),
+        "job texts": (20, job_texts()),
         "overrides": (6, overrides()),
         "rows": (14, rows(ground)),
+        "files": (4, files()),
         "templates": (4, templates()),
         "checkpoints": (10, checkpoints(ground)),
         "prepared sets": (4, prepared_sets(ground)),

@@ -18,6 +18,7 @@ NAMES = (
     "job texts",
     "overrides",
     "rows",
+    "files",
     "templates",
     "checkpoints",
     "prepared sets",

@@ -92,8 +92,9 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     how fast that one consumed. Raises ConfigError and DataError as training does.
     """
     quiet_libraries(is_main=True)
-    config = load_config(path, overrides).config
-    lessons, resources = make_training_data(config, RunLog(is_main=True)), machine_resources()
+    loaded = load_config(path, overrides)
+    config, resources = loaded.config, machine_resources()
+    lessons = make_training_data(config, RunLog(is_main=True), locations=loaded.sources)
     make_loader = partial(_loader, config, lessons)
     tried = settings_to_try(resources)
     found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_log)

@@ -15,11 +15,12 @@ from finetune.commands.export import exported_weights, is_run, processing_in
 from finetune.commands.source import require_trusted_metrics, with_trust
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved
 from finetune.config.run_config import RunConfig
+from finetune.data.templates.arguments import use_arguments
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import UserError
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
-from finetune.run.build.model import build_model
+from finetune.run.build.model import build_model, parameters_in
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.parameters import InitContext
@@ -59,7 +60,8 @@ class EvaluationTarget:
             trusts = section.trust_remote_code
             return load_saved_model(self.saved, key="evaluate", dtype=section.dtype, trust_remote_code=trusts)
         tokenizer = self.run_inputs.processing.tokenizer
-        return build_model(self.origin, task=task, tokenizer=tokenizer, init_context=InitContext())
+        recorded = parameters_in(self.source)
+        return build_model(self.origin, task=task, tokenizer=tokenizer, init_context=InitContext(), recorded=recorded)
 
     def load_weights(self, model: Any) -> None:
         """Give the model the weights of the checkpoint; those of a folder are in it already."""
@@ -105,7 +107,16 @@ def _of_checkpoint(
             f"`{own.config.task.name}`. Name a job of that task, or another run."
         )
     step_of = layout.step_of(chosen) or 0
-    return EvaluationTarget(loaded, load_run_inputs(place.run, own.config), chosen, None, own.config, step_of)
+    kept = load_run_inputs(place.run, own.config)
+    _use_arguments(kept, loaded)
+    return EvaluationTarget(loaded, kept, chosen, None, own.config, step_of)
+
+
+def _use_arguments(run_inputs: RunInputs, loaded: LoadedConfig) -> None:
+    """Have conversations rendered with the arguments of the job, where it has some."""
+    tokenizer = run_inputs.processing.tokenizer
+    if tokenizer is not None:
+        use_arguments(tokenizer, loaded.config.data.chat_template_arguments, loaded.sources)
 
 
 def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool) -> EvaluationTarget:
@@ -128,6 +139,7 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
         loaded = _with_labels(loaded, saved)
         if kept.processing.tokenizer is not None:
             set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)
+    _use_arguments(kept, loaded)
     subject = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
     head = subject.task().head
     return replace(subject, saved=replace(saved, head=head))

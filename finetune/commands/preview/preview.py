@@ -80,13 +80,15 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     ConfigError and DataError as training does.
     """
     quiet_libraries(is_main=True)
-    config = load_config(path, overrides).config
+    loaded = load_config(path, overrides)
+    config = loaded.config
     if html is not None and html.is_dir():
         raise UserError(f"--html: {html} is a folder. Name a file: {html / 'preview.html'}.")
     if input_kind(config.task.name) == "images":
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
-    lessons = make_training_data(without_audit_limits(config), RunLog(is_main=True))
+    log = RunLog(is_main=True)
+    lessons = make_training_data(without_audit_limits(config), log, locations=loaded.sources)
     unit = POSITION_UNITS[config.data.batching.by]
     walk = BatchPreview(
         lessons.training,

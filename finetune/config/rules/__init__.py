@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from finetune.config.rules.checkpoint import CHECKPOINT_RULES
 from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES, IMAGE_RULES
 from finetune.config.rules.evaluate import EVALUATION_RULES
+from finetune.config.rules.file_options import FILE_OPTION_RULES
 from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
 from finetune.config.rules.sources import SOURCE_RULES, STREAM_RULES
 from finetune.config.rules.task import PREFERENCE_RULES, TASK_RULES
@@ -23,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *ADAPTER_RULES,
     *SOURCE_RULES,
+    *FILE_OPTION_RULES,
     *FORMAT_RULES,
     *DATA_RULES,
     *BATCHING_RULES,

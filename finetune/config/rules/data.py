@@ -7,7 +7,7 @@ from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path
 from finetune.config.rules.model import adapter_of
 from finetune.config.rules.sources import row_sources, source_sections
-from finetune.config.rules.task import FORMATS_OF_TASK
+from finetune.config.rules.task import FORMATS_OF_TASK, TURN_TASKS
 from finetune.config.run_config import RunConfig
 from finetune.config.section import is_written
 from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, TrainedSourceSection
@@ -32,7 +32,31 @@ def template_is_known(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.chat_template", message)
 
 
-DATA_RULES = (template_is_known,)
+GIVEN_TO_TEMPLATES = ("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message")
+"""What a chat template is given anyway."""
+
+
+def template_arguments_are_free(config: RunConfig) -> Iterator[Problem]:
+    """Arguments of the chat template do not replace what the row gives it."""
+    for name in config.data.chat_template_arguments or {}:
+        if name in GIVEN_TO_TEMPLATES:
+            instead = "Rows have a column `tools`." if name == "tools" else "Remove it."
+            message = f"this is no argument: the template is given it from the row. {instead}"
+            yield Problem(f"data.chat_template_arguments.{name}", message)
+
+
+def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
+    """Reasoning can be left out of the targets only where turns are."""
+    key, data = "data.train_on_reasoning", config.data
+    if data.train_on_reasoning:
+        return
+    if config.task.name not in TURN_TASKS:
+        yield Problem(key, f"only {format_list(TURN_TASKS, last='and')} choose their targets among turns. Remove it.")
+    elif data.train_on == "all":
+        yield Problem(key, "with `data.train_on: all` every token is a target. Write `train_on: assistant`.")
+
+
+DATA_RULES = (template_is_known, template_arguments_are_free, reasoning_is_a_choice)
 
 
 COLUMNS: Mapping[Format, tuple[str, ...]] = {
@@ -72,7 +96,8 @@ def columns_are_known(config: RunConfig) -> Iterator[Problem]:
         known = [name for form, names in COLUMNS.items() if source.format in (None, form) for name in names]
         for where, columns in (("columns", source.columns), ("template", source.template)):
             for column, yours in columns.items():
-                if column not in known:
+                is_position = where == "columns" and column.isdecimal()
+                if column not in known and not is_position:
                     who = f"format `{source.format}`" if source.format else "any format"
                     hint = did_you_mean(column, known) or f"It has {format_list(dict.fromkeys(known))}."
                     if where == "columns" and yours in known:
@@ -235,7 +260,7 @@ def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
 
 def window_can_be_sorted(config: RunConfig) -> Iterator[Problem]:
     """The lengths of a window are sorted in memory."""
-    steps, batch = config.data.batching.length_window_steps, config.train.global_batch_size
+    steps, batch = config.data.batching.num_sorted_steps, config.train.global_batch_size
     if steps > 1 and steps * batch > MAX_WINDOW:
         most = max(1, MAX_WINDOW // batch)
         message = f"{steps:,} steps of {batch:,} samples are too many to sort at once. Write at most {most:,}."

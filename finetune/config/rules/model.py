@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from finetune.config.formatting import did_you_mean, format_list
@@ -101,7 +102,8 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
 def config_values_are_in_range(config: RunConfig) -> Iterator[Problem]:
     """Numbers in a model's config fit into 64 bits; dropout is between 0 and 1, layers are limited in number."""
     written = config.model.from_config
-    for key, number in _numbers(written.values if written else {}, key="model.from_config.values"):
+    places = {"model.from_config.values": written.values if written else {}, "model.config": config.model.config}
+    for key, number in chain.from_iterable(_numbers(values, key=place) for place, values in places.items()):
         if isinstance(number, float) and math.isnan(number):
             yield Problem(key, "NaN is not allowed. Write a number.")
         elif isinstance(number, int) and abs(number) >= _MAX_INTEGER:

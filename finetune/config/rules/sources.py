@@ -117,7 +117,7 @@ def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
 
 def stream_window_holds_a_step(config: RunConfig) -> Iterator[Problem]:
     """A window holds at least the rows that are sorted by length or trained on at once."""
-    steps, batch = max(1, config.data.batching.length_window_steps), config.train.global_batch_size
+    steps, batch = max(1, config.data.batching.num_sorted_steps), config.train.global_batch_size
     for key, source in stream_sources(config):
         assert source.stream is not None
         if source.stream.window_rows < steps * batch:

@@ -28,13 +28,25 @@ FORMATS_OF_TASK: Mapping[TaskName, tuple[Format, ...]] = {
 CHAT_TASKS: tuple[TaskName, ...] = ("sft", "preference", "reward", "distillation", "vision_language_sft")
 """Tasks whose rows are rendered by a chat template."""
 
+TURN_TASKS: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft")
+"""Tasks whose targets are turns that `data.train_on` chooses."""
+
 GENERATION_TASKS: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft", "seq2seq")
 """Tasks that can generate answers."""
 
 CLASSIFICATION_TASKS: tuple[TaskName, ...] = ("text_classification", "token_classification", "image_classification")
 
-PADDED_TASKS: tuple[TaskName, ...] = tuple(name for name in FORMATS_OF_TASK if name not in ("sft", "pretrain"))
-"""Tasks whose samples are padded and cannot be packed."""
+PACKED_TASKS: tuple[TaskName, ...] = ("sft", "pretrain")
+"""Tasks of which a position of the data order may be a pack."""
+
+PADDING_FREE_TASKS: tuple[TaskName, ...] = (
+    *PACKED_TASKS,
+    *("distillation", "masked_lm", "preference", "reward", "text_classification", "token_classification"),
+)
+"""Tasks whose samples may stand end to end in a forward pass."""
+
+PADDED_TASKS: tuple[TaskName, ...] = tuple(name for name in FORMATS_OF_TASK if name not in PADDING_FREE_TASKS)
+"""Tasks whose samples are always padded."""
 
 WHOLE_ROW_TASKS: tuple[TaskName, ...] = ("seq2seq", "text_classification", "preference", "reward")
 """Tasks that need whole rows: windows of a row would each have its label, or no answer to compare."""
@@ -83,15 +95,17 @@ def class_weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
 
 
 def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
-    """Only causal language models can train on packed samples."""
+    """Some tasks pad their samples, and only causal language models train on packs."""
     batching, task = config.data.batching, config.task.name
-    if task not in PADDED_TASKS:
-        return
-    message = f"`task.name: {task}` pads its samples."
-    if batching.padding_free is True:
-        yield Problem("data.batching.padding_free", f"{message} Write `length_window_steps: 1` for less padding.")
-    if batching.by == "packs" or (batching.by == "tokens" and task in TASKS_WITHOUT_TOKENS):
-        yield Problem("data.batching.by", f"{message} Write `by: samples`.")
+    if batching.padding_free is True and task in PADDED_TASKS:
+        message = f"`task.name: {task}` pads its samples. Remove the key: they are sorted by length within each step."
+        yield Problem("data.batching.padding_free", message)
+    if batching.by == "packs" and task not in PACKED_TASKS:
+        message = f"`task.name: {task}` is not trained on packs. Write `by: samples`"
+        is_free = task in PADDING_FREE_TASKS
+        yield Problem("data.batching.by", f"{message}; `padding_free` avoids padding." if is_free else f"{message}.")
+    if batching.by == "tokens" and task in TASKS_WITHOUT_TOKENS:
+        yield Problem("data.batching.by", f"`task.name: {task}` has no tokens. Write `by: samples`.")
 
 
 def task_allows_split_rows(config: RunConfig) -> Iterator[Problem]:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from finetune.config.paths import is_url
 from finetune.config.rules.sources import is_split_of_training_rows, source_sections
-from finetune.config.rules.task import CHAT_TASKS, CLASSIFICATION_TASKS, GENERATION_TASKS, TASKS_WITHOUT_TOKENS
+from finetune.config.rules.task import (
+    CHAT_TASKS,
+    CLASSIFICATION_TASKS,
+    GENERATION_TASKS,
+    TASKS_WITHOUT_TOKENS,
+    TURN_TASKS,
+)
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import ImagesSection, SourceSection, TrainedSourceSection
 from finetune.config.sections.task import (
@@ -87,6 +93,7 @@ _TOKEN_KEYS = (
     "over_length",
     "truncate_side",
     "chat_template",
+    "chat_template_arguments",
     "system_prompt",
     "train_on",
     "allow_special_tokens",
@@ -147,7 +154,7 @@ def _keys_of_input() -> Iterator[ConditionalKey]:
         yield ConditionalKey(key, _has_tokens, "images have no tokens")
     for key in (*_KEYS_OF_LENGTHS, *(f"data.audit.{each}" for each in _TOKEN_AUDIT_KEYS)):
         yield ConditionalKey(key, _has_tokens, "every image is one target")
-    for key in ("data.chat_template", "data.system_prompt"):
+    for key in ("data.chat_template", "data.chat_template_arguments", "data.system_prompt"):
         yield ConditionalKey(key, _has_turns, "this task reads text without turns")
     yield ConditionalKey("data.train_on", _chooses_turns, "the task decides which turns are targets")
 
@@ -200,7 +207,7 @@ def _has_turns(config: RunConfig) -> bool:
 
 
 def _chooses_turns(config: RunConfig) -> bool:
-    return config.task.name in ("sft", "distillation", "vision_language_sft")
+    return config.task.name in TURN_TASKS
 
 
 def _generates_in_batches(config: RunConfig) -> bool:

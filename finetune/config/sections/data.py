@@ -7,6 +7,7 @@ from pydantic import Field
 
 from finetune.config.section import (
     Count,
+    Delimiter,
     Factor,
     Fraction,
     Length,
@@ -15,6 +16,7 @@ from finetune.config.section import (
     NumRows,
     Path,
     Pixels,
+    Position,
     PositiveRows,
     Prefetch,
     Ratio,
@@ -41,13 +43,13 @@ REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
 """The columns that a row of the format must have; where the format is unset, the first matching one is used."""
 
 OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("tools", "images"),
-    "conversations": ("system", "tools", "images"),
-    "preference": ("prompt", "tools", "margin"),
-    "judged": ("tools",),
+    "messages": ("tools", "images", "chat_template_kwargs"),
+    "conversations": ("system", "tools", "images", "chat_template_kwargs"),
+    "preference": ("prompt", "tools", "margin", "chat_template_kwargs"),
+    "judged": ("tools", "chat_template_kwargs"),
     "labelled": ("text_pair",),
-    "prompt_completion": ("tools", "images"),
-    "instruction": ("input", "system", "images"),
+    "prompt_completion": ("tools", "images", "chat_template_kwargs"),
+    "instruction": ("input", "system", "images", "chat_template_kwargs"),
 }
 """The columns that a row of the format may have."""
 
@@ -60,7 +62,8 @@ class SourceSection(Section):
 
     path: Path | None = key(
         "Rows in a file, a folder (all files in it, of one kind), a glob or a URL (`s3://`, `gs://`, `hf://`): "
-        "`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.txt` (each non-blank line is a row with the "
+        "`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow`, `.conll` (or `.bio`, `.iob2`: a word and its tags on "
+        "each line, a blank line after each sentence) or `.txt` (each non-blank line is a row with the "
         "column `text`); all but `.parquet` and `.arrow` also as `.gz` or `.zst`. One of `path` and `name`.",
         None,
     )
@@ -76,13 +79,34 @@ class SourceSection(Section):
         "and the choice is printed.",
         None,
     )
-    columns: dict[str, str] = key("From the format's column name to yours: `{prompt: question, output: answer}`.", {})
+    columns: dict[str, str | Position] = key(
+        "From the format's column name to yours: `{prompt: question, output: answer}`. With positions (from 0) a CSV "
+        "file has no header: `{label: 0, text: 1}`, or names for templates: `{0: label, 1: title, 2: body}`. Of a "
+        "CoNLL file unset, the first and the last: `{tokens: 0, tags: 3}`.",
+        {},
+    )
     template: dict[str, Any] = key(
         "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. "
         "A column of turns takes a list of `{role, content}` of such texts, or one text that renders to JSON. "
         "`row` holds "
         "all columns; the filters `tojson` and `fromjson` exist.",
         {},
+    )
+    delimiter: Delimiter | None = key(
+        'Character between the columns of a CSV file: `";"`, `"|"`, `"\\t"`; unset, a comma, of `.tsv` a tab.', None
+    )
+    quotes: bool | None = key(
+        'Whether a CSV field may be enclosed in `"`, as around a delimiter or line break. `false`: `"` is an ordinary '
+        "character. Unset, it may; a `.tsv` row over several lines with tabs in it is then refused.",
+        None,
+    )
+    encoding: str | None = key(
+        "Encoding of text files, such as `cp1252` or `utf-16-le`; unset, UTF-8, or what a byte order mark says.", None
+    )
+    records: str | None = key(
+        "Where the rows of a `.json` file are: `data`, `data.items`. Lists on the way are joined, and their objects' "
+        "other values are added to each row (SQuAD: `data.paragraphs.qas`).",
+        None,
     )
     image_root: Path | None = key(
         "Folder of the images that rows name; unset, the folder of the file or glob with the rows.", None
@@ -92,6 +116,26 @@ class SourceSection(Section):
     )
     skip: NumRows = key("Skip this many rows at the start, before a validation fraction is split off.", 0)
     take: PositiveRows | None = key("Use at most this many rows after `skip`, the validation fraction included.", None)
+
+    @property
+    def named_positions(self) -> dict[int, str]:
+        """Return the names that `columns` gives to positions: `{0: label}`."""
+        return {int(name): str(yours) for name, yours in self.columns.items() if name.isdecimal()}
+
+    @property
+    def has_positions(self) -> bool:
+        """Tell whether `columns` holds positions: a CSV file then has no header."""
+        return any(name.isdecimal() or isinstance(yours, int) for name, yours in self.columns.items())
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """Return the row's column of each of the format's columns; one without a name is called by its position."""
+        named = self.named_positions
+        return {
+            name: named.get(yours, str(yours)) if isinstance(yours, int) else yours
+            for name, yours in self.columns.items()
+            if not name.isdecimal()
+        }
 
 
 class StreamSection(Section):
@@ -165,11 +209,16 @@ class BatchingSection(Section):
         "the task and the model are known to support it. Packs are never padded.",
         "auto",
     )
-    length_window_steps: Count = key(
-        "Sort by length within this many steps, for less padding. 1 changes no step; more gives steps of similar "
-        "lengths.",
-        0,
+    length_window_steps: Count | Auto = key(
+        "Sort by length within this many steps, for less padding. 1 changes no step's set of samples, more gives "
+        "steps of similar lengths. `auto`: 1 where samples are padded.",
+        "auto",
     )
+
+    @property
+    def num_sorted_steps(self) -> int:
+        """Return the most steps that are sorted together."""
+        return 1 if self.length_window_steps == "auto" else self.length_window_steps
 
     @property
     def unit(self) -> str:
@@ -231,13 +280,24 @@ class DataSection(Section):
     )
     truncate_side: Literal["end", "start"] = key("The side that `over_length: truncate` cuts off.", "end")
     no_target: Literal["refuse", "drop"] = key("What happens to a row without a single target.", "refuse")
-    train_on: Literal["assistant", "last_assistant", "all", "per_message"] = key(
-        "Which turns are targets: the assistant's, only its last, every turn, or those whose `weight` in the row is 1.",
+    train_on: Literal["assistant", "last_assistant", "each_assistant", "all", "per_message"] = key(
+        "Which turns are targets: the assistant's, only its last, each of the assistant's in a sample of its own (for "
+        "templates that change earlier turns), every turn, or those whose `weight` in the row is 1.",
         "assistant",
+    )
+    train_on_reasoning: bool = key(
+        "Whether the reasoning of target turns (`reasoning_content`, `<think>` in the content) is a target. If not, "
+        "it is context, with the markers that the chat template writes around it.",
+        True,
     )
     chat_template: NameOrPath | None = key(
         "`chatml`, `gemma`, `llama3`, `mistral`, `qwen`, `zephyr`, or a Jinja file that begins with `.`, `/`, `~`. "
         "Unset, the tokenizer's own template.",
+        None,
+    )
+    chat_template_arguments: dict[str, Any] | None = key(
+        "Arguments of the chat template: `{enable_thinking: false}`, `{reasoning_effort: low}`. A row's own are in "
+        "its column `chat_template_kwargs`. Unset, those that the tokenizer was trained with by `finetune`, if any.",
         None,
     )
     system_prompt: str | None = key("System message for rows without one.", None)

@@ -60,8 +60,13 @@ class LoraSection(Section):
     )
     dropout: float = key("Dropout on the adapters' input.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key(
-        "Names of the modules that get an adapter; `all-linear`: every linear layer but the head.", "all-linear"
+        "Names of the modules that get an adapter; `all-linear`: every linear layer but the head, and routed experts.",
+        "all-linear",
     )
+    experts: bool | None = key(
+        "Adapt the matrices of routed experts; unset, where `target_modules` is `all-linear`. Without dropout.", None
+    )
+    router: bool = key("Adapt the router of a mixture of experts.", False)
     modules_to_save: Strings = key("Modules that are fully trained and saved with the adapter.", ())
     rslora: bool = key("Rank-stabilised scaling (Kalajdzievski, 2023, arXiv:2312.03732).", False)
     dora: bool = key("Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", False)
@@ -145,6 +150,11 @@ class ModelSection(Section):
         "Hub name, or a folder when it begins with `.`, `/` or `~`. Exactly one of `name` and `from_config`.", None
     )
     revision: str | None = key("Branch, tag or commit on the hub.", None)
+    config: dict[str, Any] = key(
+        "Values in the place of those in the config of `name`, such as `{attention_dropout: 0.1}` or "
+        "`{rope_scaling: {rope_type: yarn, factor: 4.0}}`. None that changes the shapes of weights.",
+        {},
+    )
     from_config: FromConfigSection | None = key(
         "Build the model from its config with random weights drawn from `run.seed`.", None
     )

@@ -1,8 +1,9 @@
 """What a chat template does with a tokenizer: found by encoding small conversations, once for a prepared set."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +13,11 @@ from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.target_spans import first_difference
 from finetune.data.features import Features, Outcome
 from finetune.data.rows import Row
+from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import EndOfTurn, end_of_turn, is_special, tokenize
 from finetune.data.templates.rendering import has_markers, render
 from finetune.errors import DataError
+from finetune.runtime.text.terminal import format_json
 
 ASKED = {"role": "user", "content": "What is two and two?"}
 ANSWERED = {"role": "assistant", "content": "Four."}
@@ -63,11 +66,15 @@ class TemplateCheck:
     refused: Mapping[str, str]  # from the others to the reason
     differences: tuple[PromptMismatch, ...]
     notes: tuple[str, ...]
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # that every conversation is rendered with
 
     def lines(self) -> Iterator[str]:
         """Yield the findings as text for a terminal."""
         how = "its {% generation %} markers" if self.targets_by == "markers" else "rendering beginnings"
         yield f"chat template {self.template}: targets are found by {how}"
+        if self.arguments:
+            named = ", ".join(f"{name}: {format_json(value)}" for name, value in self.arguments.items())
+            yield f"  rendered with {named}"
         yield f"  trainable: {', '.join(self.learnt) or 'nothing'}"
         yield from (f"  not trainable: {case}: {reason}" for case, reason in self.refused.items())
         if self.learnt:
@@ -89,9 +96,14 @@ class TemplateCheck:
 
 def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> TemplateCheck:
     """Return what the tokenizer's chat template does with small conversations under the section's `train_on`."""
-    encoder = ConversationEncoder(tokenizer, train_on=section.train_on, template=section.chat_template)
+    encoder = ConversationEncoder(
+        tokenizer,
+        train_on=section.train_on,
+        template=section.chat_template,
+        train_on_reasoning=section.train_on_reasoning,
+    )
     rows = _rows_for(encoder)
-    outcomes = {case: encoder([row])[0] for case, row in rows.items()}
+    outcomes = {case: _last(encoder([row])[0]) for case, row in rows.items()}
     learnt = {case: each for case, each in outcomes.items() if isinstance(each, Features)}
     found = [_Sample(case, rows[case], each, tokenizer) for case, each in learnt.items()]
     ending = end_of_turn(tokenizer)
@@ -106,7 +118,13 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
         refused={case: _reason(each) for case, each in outcomes.items() if case not in learnt},
         differences=tuple(difference for each in found for difference in each.differences()),
         notes=tuple(_notes(found, ending, tokenizer)) + (_WANTS_PARTS if rows is not CASES else ()),
+        arguments=dict(arguments_of(tokenizer)),
     )
+
+
+def _last(outcome: Outcome) -> Features | DataError | None:
+    """Return the sample of the whole conversation, where each answer is one."""
+    return outcome[-1] if isinstance(outcome, tuple) else outcome
 
 
 _WANTS_PARTS = ('content has to be a list of parts: [{"type": "text", "text": "..."}]',)
@@ -115,7 +133,7 @@ _WANTS_PARTS = ('content has to be a list of parts: [{"type": "text", "text": ".
 def _rows_for(encoder: ConversationEncoder) -> Mapping[str, Row]:
     """Return the cases; with lists of parts as content, where the template wants those."""
     in_parts = {case: _in_parts(row) for case, row in CASES.items()}
-    as_text, as_parts = (encoder([rows["one answer"]])[0] for rows in (CASES, in_parts))
+    as_text, as_parts = (_last(encoder([rows["one answer"]])[0]) for rows in (CASES, in_parts))
     return in_parts if isinstance(as_text, DataError) and isinstance(as_parts, Features) else CASES
 
 

@@ -1,20 +1,23 @@
 """Conversations become token ids and the targets among them, many rows at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens, texts_in
-from finetune.data.encoding.dropped_content import DroppedContentCheck
+from finetune.data.encoding.dropped_content import DroppedContentCheck, role_hint
+from finetune.data.encoding.reasoning import split_reasoning
 from finetune.data.encoding.target_spans import RenderedChat, TargetFinder, TrainOn
 from finetune.data.encoding.tokenizer import EncodedText, TextTokenizer, has_double_bos, require_eos_id
 from finetune.data.features import Features, Outcome, result_or_error
 from finetune.data.rows import Row, require_valid_unicode
+from finetune.data.templates.arguments import arguments_of, own_arguments, readable_names
 from finetune.data.templates.chat_template import end_of_turn
 from finetune.data.templates.rendering import plain_turn_marks, render, turn_tokens
-from finetune.data.turns import Turn
+from finetune.data.turns import ARGUMENTS, Turn
 from finetune.errors import DataError
 from finetune.runtime.files.recorded_names import recorded_as
 
@@ -24,7 +27,7 @@ class ConversationEncoder:
     """Encodes conversations as the chat template renders them; `train_on` says which turns are targets.
 
     The token that ends a target turn is a target, too. A last turn that the template does not end with a special
-    token is ended with end-of-sequence, a target too.
+    token is ended with end-of-sequence, a target too. Without `train_on_reasoning` the reasoning of answers is context.
     """
 
     def __init__(
@@ -35,21 +38,32 @@ class ConversationEncoder:
         system_prompt: str | None = None,
         template: str | None = None,
         allow_special_tokens: bool = False,
+        train_on_reasoning: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = TextTokenizer(tokenizer)
         self._system_prompt = system_prompt
         name = f"`{template}`" if template else "the tokenizer's own"
-        self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name)
+        self._finder = TargetFinder(tokenizer, end_of_turn(tokenizer), train_on, name, train_on_reasoning)
+        self._known_arguments = readable_names(tokenizer)
         self._control = ControlTokens(tokenizer, turn_marks=turn_tokens(tokenizer), allowed=allow_special_tokens)
         self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row's `messages` (with its `tools`, where it has some).
+        """Return the features of each row's `messages`, with its `tools` and `chat_template_kwargs` where it has any.
 
         None where there is no target; the DataError where the template refuses a row, would drop some of it in silence,
         or where its rendering of a beginning is not the beginning of its rendering of the whole, in text or in tokens.
+        With `train_on: each_assistant` those of a sample for each answer.
         """
+        if self._finder.train_on != "each_assistant":
+            return self._encoded(rows)
+        conversations = [list(conversations_by_answer(row)) for row in rows]
+        outcomes = iter(self._encoded([each for of_row in conversations for each in of_row]))
+        return [_joined([next(outcomes) for _ in of_row]) for of_row in conversations]
+
+    def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
+        """Return what becomes of each row as one conversation."""
         dropped = DroppedContentCheck(self._finder)
         chats = [result_or_error(self._rendered_chat, row, dropped) for row in rows]
         found = [each for each in chats if isinstance(each, RenderedChat)]
@@ -65,14 +79,21 @@ class ConversationEncoder:
 
     def _rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
         """Return the row as text; its texts cannot be taken for control tokens."""
-        texts = (row["messages"], row.get("tools") or ())
+        arguments = own_arguments(row.get(ARGUMENTS) or {}, self._known_arguments)
+        texts = (row["messages"], row.get("tools") or (), arguments)
         if not self._control.held_by(texts):
-            chat = self._plain_rendered_chat(row, dropped)
+            chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if arguments else row, dropped)
         else:
-            messages, tools = self._control.with_stand_ins(texts)
-            chat = self._plain_rendered_chat({**row, "messages": messages, "tools": tools}, dropped)
+            stood_in = {**row, **_named(*self._control.with_stand_ins(texts))}
+            if not self._finder.train_on_reasoning:
+                _require_same_reasoning(row["messages"], stood_in["messages"])
+            chat = self._plain_rendered_chat(stood_in, dropped)
             chat = chat and replace(chat, has_control_names=True)
-            self._check_same_rendering(row, {**row, "messages": messages, "tools": tools})
+            self._check_same_rendering({**row, **_named(*texts)}, stood_in)
+        if chat is not None and arguments:
+            chat = replace(
+                chat, has_arguments=True, has_overrides=not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
+            )
         if chat is None or self._turn_marks is None:
             return chat
         return replace(chat, has_turn_marks=any(map(self._turn_marks.search, texts_in(texts))))
@@ -80,7 +101,8 @@ class ConversationEncoder:
     def _check_same_rendering(self, row: Row, stood_in: Row) -> None:
         """Raise DataError where the template treats names of control tokens otherwise than other text."""
         texts = [
-            render(self._tokenizer, self._turns(each), tools=each.get("tools") or None).text for each in (row, stood_in)
+            render(self._tokenizer, self._turns(each), tools=each["tools"] or None, arguments=each[ARGUMENTS]).text
+            for each in (row, stood_in)
         ]
         if texts[0] != self._control.restored(texts[1]):
             raise DataError(
@@ -89,12 +111,16 @@ class ConversationEncoder:
             )
 
     def _plain_rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
-        turns, tools = self._turns(row), row.get("tools") or None
+        turns, tools, arguments = self._turns(row), row.get("tools") or None, row.get(ARGUMENTS)
         context = row.get("num_context_turns", 0) + len(turns) - len(row["messages"])
-        chat = self._finder.rendered_chat(turns, tools, num_context_turns=context)
+        try:
+            chat = self._finder.rendered_chat(turns, tools, arguments=arguments, num_context_turns=context)
+        except DataError as error:
+            hint = role_hint(self._finder, turns)
+            raise (DataError(f"{str(error).rstrip('.')}. {hint}") if hint else error) from error.__cause__
         if chat is not None:
             require_valid_unicode(chat.text)
-            dropped.check(turns, tools)
+            dropped.check(turns, tools, arguments)
         return chat
 
     def _turns(self, row: Row) -> Sequence[Turn]:
@@ -105,9 +131,8 @@ class ConversationEncoder:
         if chat.has_control_names:
             self._control.check(encoded.ids.tolist(), encoded.text)
         features = self._features(chat, encoded)
-        if not chat.has_control_names and not chat.has_turn_marks:
-            return features
-        return replace(features, has_control_names=chat.has_control_names, has_turn_marks=chat.has_turn_marks)
+        flags: dict[str, Any] = chat.flags
+        return replace(features, **flags) if any(flags.values()) else features
 
     def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         ids, end = encoded.ids, 0
@@ -126,6 +151,38 @@ class ConversationEncoder:
         if is_ended or not chat.may_be_open:
             return _features(ids, is_target)
         return _features([*ids[:end].tolist(), require_eos_id(self._tokenizer)], np.append(is_target[:end], True))
+
+
+def conversations_by_answer(row: Row) -> Iterator[Row]:
+    """Yield for each answer that is not in a row's prompt the conversation up to it, whose only target it is."""
+    turns, num_context = row["messages"], row.get("num_context_turns", 0)
+    for number, turn in enumerate(turns, start=1):
+        if turn["role"] == "assistant" and number > num_context:
+            yield {**row, "messages": turns[:number]}
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the samples of a row's answers, or the first error."""
+    for each in outcomes:
+        if isinstance(each, DataError):
+            return each
+    samples = tuple(each for each in outcomes if isinstance(each, Features))
+    return samples or None
+
+
+def _require_same_reasoning(turns: Sequence[Turn], stood_in: Sequence[Turn]) -> None:
+    """Raise DataError where reasoning in the content is not found any more once names of control tokens are text."""
+    for number, (turn, other) in enumerate(zip(turns, stood_in, strict=True), start=1):
+        if split_reasoning(turn)[0] and not split_reasoning(other)[0]:
+            raise DataError(
+                f"the markers of reasoning in the content of turn {number} are special tokens of this tokenizer, and "
+                "names of special tokens in rows are text: the reasoning cannot be left out of the targets. Give it as "
+                "`reasoning_content`, or set data.allow_special_tokens: true."
+            )
+
+
+def _named(messages: Any, tools: Any, arguments: Any) -> dict[str, Any]:
+    return {"messages": messages, "tools": tools, ARGUMENTS: arguments}
 
 
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:

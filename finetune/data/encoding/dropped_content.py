@@ -4,13 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from finetune.data.encoding.reasoning import REASONING
 from finetune.data.encoding.target_spans import TargetFinder
+from finetune.data.templates.arguments import Arguments
 from finetune.data.templates.rendering import Tools, render
 from finetune.data.turns import Turn
 from finetune.errors import DataError
-
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names that reasoning is given under."""
 
 
 class Part(NamedTuple):
@@ -28,22 +27,26 @@ class DroppedContentCheck:
         self._finder = finder
         self._seen: set[Part] = set()
 
-    def check(self, turns: Sequence[Turn], tools: Tools | None) -> None:
+    def check(self, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None = None) -> None:
         """Raise DataError naming the part of the row that the template drops, or does not write as it should."""
         unseen = [part for part in parts_of(turns, tools) if part not in self._seen]
         if not unseen:
             return
         self._seen.update(unseen)
-        text = render(self._finder.tokenizer, turns, tools=tools).text
+        text = render(self._finder.tokenizer, turns, tools=tools, arguments=arguments).text
         for part in unseen:
-            if self._is_same_without(part, turns, tools, text=text):
-                raise DataError(f"the chat template ({self._finder.template}) drops {_NAMES[part.kind](part)}")
+            if self._is_same_without(part, turns, tools, arguments, text=text):
+                hint = role_hint(self._finder, turns, dropped=part.role) if part.kind == "content" else ""
+                what = hint or _NAMES[part.kind](part)
+                raise DataError(f"the chat template ({self._finder.template}) drops {what}")
         _check_written(turns, text=text, template=self._finder.template)
 
-    def _is_same_without(self, part: Part, turns: Sequence[Turn], tools: Tools | None, *, text: str) -> bool:
-        less = None if part.kind == "tools" else tools
+    def _is_same_without(
+        self, part: Part, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None, *, text: str
+    ) -> bool:
+        less, others = None if part.kind == "tools" else tools, without_part(part, turns)
         try:
-            return render(self._finder.tokenizer, without_part(part, turns), tools=less).text == text
+            return render(self._finder.tokenizer, others, tools=less, arguments=arguments).text == text
         except DataError:  # it cannot do without
             return False
 
@@ -108,3 +111,57 @@ _NAMES = {
     "tool_calls": lambda part: f"`tool_calls` of {part.role} turns{f' {part.detail}' if part.detail else ''}. {_OTHER}",
     "reasoning": lambda part: f"the reasoning of the last turn. {_OTHER}",
 }
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ASKED: Turn = {"role": "user", "content": "a"}
+_ANSWERED: Turn = {"role": "assistant", "content": "b"}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "double", "arguments": {"a": 2}}}
+_CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+
+
+def rendered_roles(finder: TargetFinder) -> tuple[str, ...]:
+    """Return the roles whose turns the template writes, found by rendering small conversations."""
+    return tuple(role for role in _ROLES if _is_rendered(finder, role))
+
+
+def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "") -> str:
+    """Return which roles the template writes, where the turns have another one; else nothing.
+
+    The sentence begins with what is dropped, where a role is named that the template leaves out in silence.
+    """
+    roles = rendered_roles(finder)
+    others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
+    if not others or (dropped and dropped not in others):
+        return ""
+    named = ", ".join(f"`{role}`" for role in roles)
+    role = dropped or others[0]
+    instead = _INSTEAD.get(role, "Rename it in the rows")
+    head = f"the content of `{role}` turns: it writes" if dropped else f"It has no `{role}`; it writes"
+    return f"{head} turns of {named}. {instead}, or set data.chat_template to one that has this role."
+
+
+_INSTEAD = {
+    "developer": "`developer` is what gpt-oss and OpenAI's API call the system message: rename it to `system` in the "
+    "rows",
+    "system": "Put the text in front of the first user turn",
+}
+
+
+def _is_rendered(finder: TargetFinder, role: str) -> bool:
+    turn: Turn = {"role": role, "content": _ANOTHER, "name": "double", "tool_call_id": "call00001"}
+    turns = {
+        "user": [turn, _ANSWERED],
+        "assistant": [_ASKED, turn],
+        "tool": [_ASKED, _CALLING, turn, _ANSWERED],
+    }.get(role, [turn, _ASKED, _ANSWERED])
+    for shown in (turns, [_in_parts(each) for each in turns]):
+        try:
+            if _ANOTHER in render(finder.tokenizer, shown).text:
+                return True
+        except DataError:
+            continue
+    return False
+
+
+def _in_parts(turn: Turn) -> Turn:
+    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}

@@ -12,7 +12,7 @@ from PIL import Image
 
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.dropped_content import DroppedContentCheck
-from finetune.data.encoding.target_spans import RenderedChat, Span, TrainOn
+from finetune.data.encoding.target_spans import LAST_ALONE, RenderedChat, Span, TrainOn
 from finetune.data.encoding.tokenizer import EncodedText
 from finetune.data.features import Features
 from finetune.data.images.decode import decode_image
@@ -155,6 +155,7 @@ class ImageConversationEncoder(ConversationEncoder):
         system_prompt: str | None = None,
         template: str | None = None,
         allow_special_tokens: bool = False,
+        train_on_reasoning: bool = True,
     ) -> None:
         tokenizer = processor.tokenizer
         super().__init__(
@@ -163,6 +164,7 @@ class ImageConversationEncoder(ConversationEncoder):
             system_prompt=system_prompt,
             template=template,
             allow_special_tokens=allow_special_tokens,
+            train_on_reasoning=train_on_reasoning,
         )
         self.pictures = ImageTextProcessor(processor)
         self._as_parts = _wants_parts(tokenizer)
@@ -176,7 +178,7 @@ class ImageConversationEncoder(ConversationEncoder):
 
     def _turns(self, row: Row) -> Sequence[Turn]:
         turns = super()._turns(row)
-        if self._finder.train_on == "last_assistant":
+        if self._finder.train_on in LAST_ALONE:
             last = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
             turns = turns[: last + 1] or turns
         return [_in_parts(turn) for turn in turns] if self._as_parts else turns
@@ -196,8 +198,7 @@ class ImageConversationEncoder(ConversationEncoder):
             chat.may_be_open,
             expansion,
             images,
-            has_control_names=chat.has_control_names,
-            has_turn_marks=chat.has_turn_marks,
+            **chat.flags,
         )
 
     def _check_marks(self, text: str, num_images: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features, Outcome
 from finetune.data.rows import Row
-from finetune.data.turns import Turn
+from finetune.data.turns import ARGUMENTS, Turn
 from finetune.errors import DataError
 from finetune.runtime.files.recorded_names import recorded_as
 
@@ -100,6 +100,9 @@ class _Plan:
             {**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.extra_arrays},
             has_control_names=any(each.has_control_names for each in sequences),
             has_turn_marks=any(each.has_turn_marks for each in sequences),
+            has_arguments=any(each.has_arguments for each in sequences),
+            has_overrides=any(each.has_overrides for each in sequences),
+            has_dropped_reasoning=any(each.has_dropped_reasoning for each in sequences),
         )
 
 
@@ -109,7 +112,7 @@ def _conversation(row: Row, answer: Sequence[Turn]) -> Row:
         "messages": [*row["prompt"], *answer],
         "num_context_turns": len(row["prompt"]),
     }
-    return conversation | {"tools": row["tools"]} if row.get("tools") else conversation
+    return conversation | {name: row[name] for name in ("tools", ARGUMENTS) if row.get(name)}
 
 
 def _margin(row: Row) -> np.ndarray:

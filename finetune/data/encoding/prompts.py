@@ -9,9 +9,17 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.encoding.control_tokens import ControlTokens
 from finetune.data.rows import RawRow, Row, require_valid_unicode
+from finetune.data.templates.arguments import Arguments, own_arguments, readable_names
 from finetune.data.templates.chat_template import tokenize
 from finetune.data.templates.rendering import Tools, render, turn_tokens
-from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
+from finetune.data.turns import (
+    ARGUMENTS,
+    Turn,
+    read_sharegpt_turns,
+    read_template_arguments,
+    read_tools,
+    read_turns,
+)
 from finetune.errors import DataError
 
 
@@ -21,6 +29,7 @@ class ChatPrompt:
 
     turns: Sequence[Turn]
     tools: Tools | None = None
+    arguments: Arguments | None = None  # the row's own, of the chat template
     has_own_system: bool = False  # the first turn is the user's own words, not a row's
 
     def text(self) -> str:
@@ -42,12 +51,13 @@ def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
         if not turns:
             raise DataError("has only answers: there is no prompt in it.")
         tools = read_tools(row["tools"], title="`tools`") if row.get("tools") else None
+        own = read_template_arguments(row[ARGUMENTS], title=f"`{ARGUMENTS}`") if row.get(ARGUMENTS) else None
     except DataError as error:
         raise DataError(f"{raw.place}: {error}") from error
     is_led = bool(system) and turns[0]["role"] != "system"
     if is_led:
         turns.insert(0, {"role": "system", "content": system})
-    return ChatPrompt(turns, tools, has_own_system=is_led)
+    return ChatPrompt(turns, tools, own, has_own_system=is_led)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[int]:
@@ -60,12 +70,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[i
         return list(text_inputs(tokenizer, prompt.text())["input_ids"])
     control = _control_tokens(tokenizer, str(tokenizer.chat_template))
     led = list(prompt.turns[: int(prompt.has_own_system)])
-    asked = (prompt.turns[len(led) :], prompt.tools or ())
+    arguments = own_arguments(prompt.arguments or {}, readable_names(tokenizer))
+    asked = (prompt.turns[len(led) :], prompt.tools or (), arguments)
     if not control.held_by(asked):
-        rendered = render(tokenizer, prompt.turns, tools=prompt.tools, add_generation_prompt=True)
+        rendered = render(tokenizer, prompt.turns, tools=prompt.tools, arguments=arguments, add_generation_prompt=True)
         return tokenize(tokenizer, require_valid_unicode(rendered.text))
-    turns, tools = control.with_stand_ins(asked)
-    rendered = render(tokenizer, [*led, *turns], tools=tools or None, add_generation_prompt=True)
+    turns, tools, arguments = control.with_stand_ins(asked)
+    rendered = render(tokenizer, [*led, *turns], tools=tools or None, arguments=arguments, add_generation_prompt=True)
     text = control.renamed(rendered.text)
     ids = control.tokens.ids(require_valid_unicode(text))
     control.check(ids, text)

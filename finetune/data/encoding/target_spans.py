@@ -1,18 +1,23 @@
 """Which characters of a rendered conversation are trained on, exactly: what is ambiguous is refused."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.encoding.reasoning import ReasoningMarks, find_marks, split_reasoning
+from finetune.data.templates.arguments import Arguments
 from finetune.data.templates.chat_template import EndOfTurn, after_content
 from finetune.data.templates.rendering import Rendering, Tools, render
 from finetune.data.turns import Turn
 from finetune.errors import DataError
 
-TrainOn = Literal["assistant", "last_assistant", "all", "per_message"]
+TrainOn = Literal["assistant", "last_assistant", "each_assistant", "all", "per_message"]
+LAST_ALONE: tuple[TrainOn, ...] = ("last_assistant", "each_assistant")
+"""With these the last answer is the only target of a conversation; with the latter a row is several of these."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,9 @@ class Span:
     what: str
 
 
+_FLAGS = ("has_control_names", "has_turn_marks", "has_dropped_reasoning", "has_arguments", "has_overrides")
+
+
 @dataclass(frozen=True)
 class RenderedChat:
     """A rendered conversation and the spans of it that are targets."""
@@ -33,6 +41,14 @@ class RenderedChat:
     may_be_open: bool  # the last span is to be ended with end-of-sequence where no special token ends it
     has_control_names: bool = field(default=False, kw_only=True)  # stand-ins are in the text: see control_tokens
     has_turn_marks: bool = field(default=False, kw_only=True)
+    has_dropped_reasoning: bool = field(default=False, kw_only=True)
+    has_arguments: bool = field(default=False, kw_only=True)  # of the row's own
+    has_overrides: bool = field(default=False, kw_only=True)  # some of which the job has, too
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Return what is counted of the row, by the names that features have for it."""
+        return {name: getattr(self, name) for name in _FLAGS}
 
 
 @dataclass(frozen=True)
@@ -43,9 +59,16 @@ class TargetFinder:
     end_of_turn: EndOfTurn
     train_on: TrainOn = "assistant"
     template: str = "the tokenizer's own"
+    train_on_reasoning: bool = True
+    _marks: dict[str, ReasoningMarks] = field(default_factory=dict, compare=False, repr=False)
 
     def rendered_chat(
-        self, turns: Sequence[Turn], tools: Tools | None = None, *, num_context_turns: int = 0
+        self,
+        turns: Sequence[Turn],
+        tools: Tools | None = None,
+        *,
+        arguments: Arguments | None = None,
+        num_context_turns: int = 0,
     ) -> RenderedChat | None:
         """Return the conversation as text with the spans that are targets; None where there are none.
 
@@ -57,11 +80,27 @@ class TargetFinder:
         if not targets:
             return None
         if self.train_on == "all":
-            text = render(self.tokenizer, turns, tools=tools).text
+            text = render(self.tokenizer, turns, tools=tools, arguments=arguments).text
             return RenderedChat(text, (Span(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
-        if self.train_on == "last_assistant":
+        if self.train_on in LAST_ALONE:
             turns = turns[: targets[-1] + 1]  # what follows has no targets and may change how the answer is rendered
-        return _Conversation(self, turns, tools).rendered_chat(targets)
+        return _Conversation(self, turns, tools, arguments).rendered_chat(targets)
+
+    def reasoning_marks(self, arguments: Arguments | None) -> ReasoningMarks:
+        """Return what the template writes around reasoning, found once for these arguments."""
+        known = json.dumps(arguments, sort_keys=True, default=str)
+        if known not in self._marks:
+            self._marks[known] = find_marks(lambda turn: self._rendered_answer(turn, arguments))
+        return self._marks[known]
+
+    def _rendered_answer(self, turn: Turn, arguments: Arguments | None) -> str:
+        train_on = self.train_on if self.train_on in LAST_ALONE else "last_assistant"
+        plain = replace(self, train_on=train_on, train_on_reasoning=True)
+        try:
+            chat = plain.rendered_chat([{"role": "user", "content": "a"}, turn], arguments=arguments)
+        except DataError:
+            return ""
+        return "" if chat is None else chat.text[chat.spans[-1].start :]
 
 
 def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
@@ -78,7 +117,7 @@ def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns:
     else:
         answers = (place for place, turn in enumerate(turns) if turn["role"] == "assistant")
         targets = [place for place in answers if place >= num_context_turns]
-        targets = targets[-1:] if train_on == "last_assistant" else targets
+        targets = targets[-1:] if train_on in LAST_ALONE else targets
     if targets and targets[0] == 0 and turns[0]["role"] == "assistant":
         raise DataError("the conversation begins with the assistant: there is no prompt before the answer.")
     return targets
@@ -109,16 +148,80 @@ class _Conversation:
     finder: TargetFinder
     turns: Sequence[Turn]
     tools: Tools | None
+    arguments: Arguments | None = None
+    given: Rendering | None = None  # the whole, where it is put together
 
     def rendered_chat(self, targets: Sequence[int]) -> RenderedChat:
         """Return what the template marks of these turns; the turns as they are rendered where it marks none."""
-        marked = self._marked(targets)
+        if self.finder.train_on == "each_assistant":
+            return self._as_asked()._chat([len(self.turns) - 1], marked=None)
+        return self._chat(targets, marked=self._marked(targets))
+
+    def _as_asked(self) -> "_Conversation":
+        """Return the conversation with the prompt of its last answer as it is asked for, whatever the answer changes.
+
+        Raises DataError where the answer, as the template renders it when it is last, does not begin as the prompt
+        ends.
+        """
+        place = len(self.turns) - 1
+        prompt = self._render(place, generation_prompt=True).text
+        if self.whole.text.startswith(prompt):
+            return self
+        cue = prompt.removeprefix(self._render(place).text)
+        other = render(
+            self.finder.tokenizer,
+            [*self.turns[:place], {"role": "assistant", "content": _ANOTHER}],
+            tools=self.tools,
+            arguments=self.arguments,
+        ).text
+        begins = -1 if cue == prompt else self.whole.text.rfind(cue, 0, _num_same(self.whole.text, other))
+        if begins < 0:
+            raise self._difference(prompt, what=f"the prompt of turn {place + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
+        return replace(self, given=Rendering(prompt + self.whole.text[begins + len(cue) :]))
+
+    def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
         spans = [self._answer(place) for place in targets] if marked is None else marked
-        return RenderedChat(self.whole.text, tuple(spans), may_be_open=targets[-1] == len(self.turns) - 1)
+        dropped = self._drops_reasoning(spans, targets)
+        if not self.finder.train_on_reasoning:
+            spans = self._without_reasoning(spans, targets)
+        is_last = targets[-1] == len(self.turns) - 1
+        return RenderedChat(self.whole.text, tuple(spans), may_be_open=is_last, has_dropped_reasoning=dropped)
+
+    def _drops_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> bool:
+        """Tell whether the reasoning of a target turn is not in what is rendered of it."""
+        text, is_aligned = self.whole.text, len(spans) == len(targets)
+        for number, place in enumerate(targets):
+            reasoning, _ = split_reasoning(self.turns[place])
+            start, end = (spans[number].start, spans[number].end) if is_aligned else (0, len(text))
+            if reasoning and text.find(reasoning, start, end) < 0:
+                return True
+        return False
+
+    def _without_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> list[Span]:
+        """Return the spans without the reasoning that answers begin with; raises DataError where it is not found."""
+        if len(spans) != len(targets):
+            raise DataError(
+                f"the chat template ({self.finder.template}) marks {len(spans)} pieces of {len(targets)} answers, so "
+                "their reasoning cannot be located. Set data.train_on_reasoning: true."
+            )
+        marks, found = self.finder.reasoning_marks(self.arguments), []
+        for span, place in zip(spans, targets, strict=True):
+            turn, start = self.turns[place], span.start
+            is_answer = turn["role"] == "assistant"
+            end = marks.end_in(self.whole.text, turn, start=start, end=span.end) if is_answer else start
+            if end is None:
+                begins = self.whole.text[span.start : span.start + 60]
+                raise DataError(
+                    f"the end of the reasoning of turn {place + 1} is not found in what the chat template "
+                    f"({self.finder.template}) writes ({begins!r}...). Set data.train_on_reasoning: true, or give the "
+                    "reasoning as `reasoning_content`."
+                )
+            found.append(replace(span, start=min(end, span.end)))
+        return found
 
     @cached_property
     def whole(self) -> Rendering:
-        return self._render(len(self.turns))
+        return self.given or self._render(len(self.turns))
 
     def _marked(self, targets: Sequence[int]) -> list[Span] | None:
         """Return the marked spans that belong to the turns, each through its end-of-turn; None where unclear."""
@@ -160,35 +263,44 @@ class _Conversation:
         without_end = self.finder.end_of_turn.without_final(beginning)
         if not generation_prompt and without_end is not None and self.whole.text.startswith(without_end):
             return len(without_end)
+        is_last = generation_prompt and num_turns == len(self.turns) - 1
+        is_cue = is_last and self.whole.text.startswith(self._render(num_turns).text)
+        raise self._difference(beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_cue else REMEDY)
+
+    def _difference(self, beginning: str, *, what: str, remedy: str) -> DataError:
         alone, within = first_difference(beginning, self.whole.text)
-        raise DataError(
+        return DataError(
             f"the chat template ({self.finder.template}) renders {what} differently when the conversation stops there "
-            f"({alone}) and when it continues ({within}), so the targets cannot be determined. "
-            + (REMEDY_OF_GENERATION_PROMPT if generation_prompt and num_turns == len(self.turns) - 1 else REMEDY)
+            f"({alone}) and when it continues ({within}), so the targets cannot be determined. {remedy}"
         )
 
     def _render(self, num_turns: int, *, generation_prompt: bool = False) -> Rendering:
         return render(
-            self.finder.tokenizer, self.turns[:num_turns], tools=self.tools, add_generation_prompt=generation_prompt
+            self.finder.tokenizer,
+            self.turns[:num_turns],
+            tools=self.tools,
+            arguments=self.arguments,
+            add_generation_prompt=generation_prompt,
         )
 
 
+_ANOTHER = "Xyzzy"
 REMEDY = (
-    "Set data.train_on: last_assistant, which trains on the last answer alone; or data.chat_template to `chatml` or "
-    "to a "
-    "Jinja file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
+    "Set data.train_on: each_assistant, which makes each answer a sample of its own, rendered as the model will be "
+    "asked; or last_assistant, which trains on the last answer alone; or data.chat_template to `chatml` or to a Jinja "
+    "file that marks the answers with {% generation %} (the `_training` variants that TRL ships do)."
 )
 REMEDY_OF_GENERATION_PROMPT = (
     "The prompt at inference would differ from training. Give the turn what the generation prompt begins (such as its "
-    "reasoning_content); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
+    "reasoning_content); or pass the argument that changes the prompt (data.chat_template_arguments: {enable_thinking: "
+    "...}); or set data.chat_template to `chatml` or to a Jinja file that marks the answers with "
     "{% generation %} (the `_training` variants that TRL ships do)."
 )
 
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
     """Return short excerpts of both texts around the first character in which they differ."""
-    same = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    place = min(len(one), len(other)) if same is None else same
+    place = _num_same(one, other)
     start = max(0, place - 16)
     lead = "..." if start else ""
 
@@ -196,6 +308,12 @@ def first_difference(one: str, other: str) -> tuple[str, str]:
         return repr(lead + text[start : place + 32] + ("..." if place + 32 < len(text) else ""))
 
     return excerpt(one), excerpt(other)
+
+
+def _num_same(one: str, other: str) -> int:
+    """Return how many characters both texts begin with alike."""
+    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
 
 
 def text_of(turn: Mapping[str, Any]) -> str:

@@ -109,6 +109,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Features | Non
     (outcome,) = _text_encoder(tokenizer)([{"text": text}])
     if isinstance(outcome, DataError):
         raise outcome
+    assert not isinstance(outcome, tuple)  # a text is one sample
     return outcome
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.templates.arguments import RECORDED_AS, arguments_of
 from finetune.data.upstream import unrestricted_backend
 from finetune.errors import DataError
 
@@ -69,11 +70,14 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, str]:
         parts = json.loads(backend.to_str())
         described = json.dumps({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
     else:
-        described = repr(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs)
+        made_with = {name: value for name, value in tokenizer.init_kwargs.items() if name != RECORDED_AS}
+        described = repr(sorted(tokenizer.get_vocab().items())) + repr(made_with)
+    arguments = arguments_of(tokenizer)
     special = repr((tokenizer.bos_token_id, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)))
     return {
         "tokenizer": _digest(type(tokenizer).__name__ + described + special),
         "chat_template": _digest(repr(tokenizer.chat_template)),
+        **({RECORDED_AS: _digest(json.dumps(arguments, sort_keys=True))} if arguments else {}),
     }
 
 

@@ -24,6 +24,7 @@ class ColumnNames:
     key: str  # place of the source in the job YAML
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from a format's name to names of 0, 1, 2, ...
     image_root: ImageRoot | None = None  # that the files of images lie in
+    has_arguments: bool = False  # the first row has arguments of the chat template
 
 
 class Columns:

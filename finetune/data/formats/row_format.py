@@ -11,7 +11,14 @@ from finetune.data.formats.images import attach_images, read_image_label
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
-from finetune.data.turns import Turn, read_sharegpt_turns, read_tools, read_turns
+from finetune.data.turns import (
+    ARGUMENTS,
+    Turn,
+    read_sharegpt_turns,
+    read_template_arguments,
+    read_tools,
+    read_turns,
+)
 from finetune.errors import DataError
 
 
@@ -70,6 +77,10 @@ class AlreadyRead:
 ALREADY_READ = AlreadyRead()
 
 
+class UnknownFormat(DataError):
+    """The columns of the first row are those of no format."""
+
+
 @dataclass(frozen=True)
 class ColumnFormat:
     """A format with the names and templates that lead to the user's columns."""
@@ -98,6 +109,8 @@ class ColumnFormat:
         parts: list[Any] = [self.name, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
         if names.image_root is not None and names.image_root.counts_from is not None:
             parts.append(str(names.image_root.counts_from))
+        if names.has_arguments:
+            parts.append(ARGUMENTS)
         return [*parts, {column: list(each) for column, each in names.classes.items()}] if names.classes else parts
 
 
@@ -120,25 +133,27 @@ def choose_format(
         check_row_template(written, key=f"{key}.template.{column}")
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
-    if section.format is None:
-        log(f"{key}.format is not set: the columns {quoted_list(_available(section, row))} are read as `{name}`")
     expected = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
-    for where, columns in (("columns", section.columns), ("template", section.template)):
+    unread = _unread(section, row, expected)
+    if section.format is None:
+        used = [column for column in _available(section, row) if column not in unread]
+        log(f"{key}.format is not set: the columns {quoted_list(used)} are read as `{name}`")
+    for where, columns in (("columns", section.column_names), ("template", section.template)):
         for column in columns:
             if column not in expected:
                 raise DataError(
                     f"{key}.{where}: format `{name}` has no column `{column}`; it has {quoted_list(expected)}. "
                     "Write the format's name first, then yours: {completion: answer}."
                 )
-    unread = _unread(section, row, expected)
     if unread:
         log(f"{key}: unused columns: {quoted_list(unread)}")
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
-        yours = section.columns.get(column, column)
+        yours = section.column_names.get(column, column)
         shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    return ColumnFormat(ColumnNames(name, dict(section.columns), dict(section.template), key, classes, image_root))
+    mapped, has_arguments = (section.column_names, dict(section.template)), ARGUMENTS in expected and ARGUMENTS in row
+    return ColumnFormat(ColumnNames(name, *mapped, key, classes, image_root, has_arguments))
 
 
 def _classes(
@@ -148,7 +163,7 @@ def _classes(
     column = _LABELS.get(name)
     if column is None or column in section.template:
         return {}
-    names = class_names().get(section.columns.get(column, column))
+    names = class_names().get(section.column_names.get(column, column))
     return {column: names} if names else {}
 
 
@@ -156,11 +171,11 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
     available = _available(section, first.parse())
     for name, required in REQUIRED_COLUMNS.items():
         expected = required + OPTIONAL_COLUMNS.get(name, ())
-        is_there = all(section.columns.get(column, column) in available for column in required)
-        if is_there and all(column in expected for column in (*section.columns, *section.template)):
+        is_there = all(section.column_names.get(column, column) in available for column in required)
+        if is_there and all(column in expected for column in (*section.column_names, *section.template)):
             return name
     choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
-    raise DataError(
+    raise UnknownFormat(
         f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
         f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
         f"{key}.template. Formats are {choices}."
@@ -176,7 +191,7 @@ def _unread(section: SourceSection, row: Row, expected: tuple[str, ...]) -> list
     by_template = {name for written in section.template.values() for name in columns_used(written)}
     if WHOLE_ROW in by_template:
         return []
-    by_name = {section.columns.get(column, column) for column in expected if column not in section.template}
+    by_name = {section.column_names.get(column, column) for column in expected if column not in section.template}
     return [name for name in row if name not in by_template | by_name]
 
 
@@ -206,7 +221,7 @@ def _read_instruction(columns: Columns) -> Row:
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     value = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
     turns = [*_system(columns), *value]
-    return attach_images({"messages": turns}, columns)
+    return _with_arguments(attach_images({"messages": turns}, columns), columns)
 
 
 def _read_preference(columns: Columns) -> Row:
@@ -254,9 +269,16 @@ def _system(columns: Columns) -> list[Turn]:
 
 def _with_tools(row: Mapping[str, Any], columns: Columns) -> Row:
     if not columns.optional("tools"):
-        return row
+        return _with_arguments(row, columns)
     tools = read_tools(columns.json_value("tools"), title=columns.title("tools"))
-    return {**row, "tools": tools} if tools else row
+    return _with_arguments({**row, "tools": tools} if tools else row, columns)
+
+
+def _with_arguments(row: Mapping[str, Any], columns: Columns) -> Row:
+    if not columns.optional(ARGUMENTS):
+        return row
+    arguments = read_template_arguments(columns.optional(ARGUMENTS), title=columns.title(ARGUMENTS))
+    return {**row, ARGUMENTS: arguments} if arguments else row
 
 
 _READERS: Mapping[Format, Callable[[Columns], Row]] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from finetune.data.rows import RawRow
+from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, count_rows, rows_of
 from finetune.data.sources.tables import ClassNames, table_class_names
 from finetune.errors import DataError, FinetuneError
@@ -83,6 +84,7 @@ class DataFile:
     """One file of rows."""
 
     place: StorageFile
+    options: ReadOptions = DEFAULT_OPTIONS
 
     @property
     def name(self) -> str:
@@ -93,13 +95,20 @@ class DataFile:
         """Yield its rows without the first `start`; raises DataError where it cannot be read."""
         kind, compression = kind_of(self.name)
         with _readable(self.place), self.place.open() as stream:
-            yield from rows_of(_decompressed(stream, compression), kind, origin=self.name, start=start)
+            content = _decompressed(stream, compression)
+            yield from rows_of(content, kind, origin=self.name, options=self.options, start=start)
+
+    def beginning(self, num_bytes: int) -> bytes:
+        """Return its first bytes, decompressed; raises DataError where it cannot be read."""
+        with _readable(self.place), self.place.open() as stream:
+            return _decompressed(stream, kind_of(self.name)[1]).read(num_bytes)
 
     def num_rows(self, at_most: int) -> int:
         """Return how many rows it has, or `at_most`."""
         kind, compression = kind_of(self.name)
         with _readable(self.place), self.place.open() as stream:
-            return count_rows(_decompressed(stream, compression), kind, at_most=at_most)
+            content = _decompressed(stream, compression)
+            return count_rows(content, kind, origin=self.name, options=self.options, at_most=at_most)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,17 @@ class Files:
     name: str
     places: tuple[StorageFile, ...]
     base: Path | None = None  # the folder that they were looked for in, on this machine
+    options: ReadOptions = DEFAULT_OPTIONS
+
+    @property
+    def endings(self) -> frozenset[str]:
+        """Return the endings of the files."""
+        return frozenset(kind_of(place.name)[0] for place in self.places)
+
+    @property
+    def kind(self) -> str:
+        """Return the ending of the first file."""
+        return kind_of(self.places[0].name)[0]
 
     def image_folders(self) -> Sequence[Path]:
         """Return that folder."""
@@ -116,7 +136,7 @@ class Files:
 
     def shards(self) -> Sequence[DataFile]:
         """Return the files."""
-        return tuple(map(DataFile, self.places))
+        return tuple(DataFile(place, self.options) for place in self.places)
 
     def digest(self) -> str:
         """Return a digest of the files' contents and kinds; their names and folders do not matter."""
@@ -136,11 +156,10 @@ class Files:
 
     def class_names(self) -> ClassNames:
         """Return the names that the first file gives to whole numbers, where it is a table."""
-        kind, _ = kind_of(self.places[0].name)
-        if kind not in TABLE_KINDS:
+        if self.kind not in TABLE_KINDS:
             return {}
         with _readable(self.places[0]), self.places[0].open() as stream:
-            return table_class_names(stream, kind)
+            return table_class_names(stream, self.kind)
 
 
 def kind_of(name: str) -> tuple[str, str | None]:

@@ -1,16 +1,18 @@
-"""From an open file to rows: JSON lines, JSON, CSV, TSV, plain text, Parquet and Arrow."""
+"""From an open file to rows: JSON lines, JSON, CSV, TSV, plain text, CoNLL, Parquet and Arrow."""
 
-import csv
 import io
 import json
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
-from finetune.data.rows import RawRow, parse_json, shortened
+from finetune.config.section import CONLL_KINDS
+from finetune.data.rows import RawRow, not_utf8, parse_json
+from finetune.data.sources.conll import conll_rows
+from finetune.data.sources.decoding import as_utf8, decode_line
+from finetune.data.sources.delimited import delimited_rows
+from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
 from finetune.errors import DataError
 
@@ -20,7 +22,9 @@ MOST_LINE_BYTES = 256 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def rows_of(stream: BinaryIO, kind: str, *, origin: str, start: int = 0) -> Iterator[RawRow]:
+def rows_of(
+    stream: BinaryIO, kind: str, *, origin: str, options: ReadOptions = DEFAULT_OPTIONS, start: int = 0
+) -> Iterator[RawRow]:
     """Yield the rows of a file of that kind without the first `start`.
 
     Raises DataError naming the place in the file, besides what reading the stream raises.
@@ -29,31 +33,33 @@ def rows_of(stream: BinaryIO, kind: str, *, origin: str, start: int = 0) -> Iter
         yield from _TABLES[kind](stream, origin, start)
     else:
         buffered = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(_raw(stream), 1 << 20)
-        yield from islice(_TEXTS[kind](buffered, origin), start, None)
+        text = as_utf8(buffered, encoding=options.encoding, origin=origin)
+        yield from islice(_TEXTS[kind](text, origin, options), start, None)
 
 
-def count_rows(stream: BinaryIO, kind: str, *, at_most: int) -> int:
+def count_rows(
+    stream: BinaryIO, kind: str, *, origin: str, at_most: int, options: ReadOptions = DEFAULT_OPTIONS
+) -> int:
     """Return how many rows the file has, or `at_most`."""
     if kind == ".parquet":
         return min(at_most, num_parquet_rows(stream))
-    return sum(1 for _ in islice(rows_of(stream, kind, origin=""), at_most))
+    return sum(1 for _ in islice(rows_of(stream, kind, origin=origin, options=options), at_most))
 
 
 def _raw(stream: Any) -> io.RawIOBase:
     return stream  # type: ignore[no-any-return]  # what decompresses or downloads has `readinto`, all that is needed
 
 
-def _json_lines(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
+def _json_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     for number, line in _lines(stream, origin):
         yield RawRow(origin, number, line)
 
 
-def _plain_lines(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
+def _plain_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     for number, line in _lines(stream, origin, keep_blanks_around=True):
-        try:
-            yield RawRow(origin, number, {"text": line.decode("utf-8")})
-        except UnicodeDecodeError as error:
-            raise DataError(f"{origin}, line {number}: not UTF-8 text ({error.reason}).") from error
+        if line.startswith(b"\0") and not line.strip(b"\0"):
+            raise DataError(f"{origin}, line {number}: has only zero bytes: the file was not written to its end.")
+        yield RawRow(origin, number, {"text": decode_line(line, origin=origin, number=number)})
 
 
 def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool = False) -> Iterator[tuple[int, bytes]]:
@@ -67,8 +73,12 @@ def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool =
             yield number, content.rstrip(b"\r\n") if keep_blanks_around else stripped
 
 
-def _json(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
+def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     """Yield the objects of one array; a file whose first line is a whole value is read as JSON lines."""
+    if options.records is not None:
+        found = records_at(_parsed(stream.read(), origin), options.records, origin)
+        yield from (RawRow(origin, number, value) for number, value in enumerate(found, start=1))
+        return
     if stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         for number, value in enumerate(_parsed(stream.read(), origin), start=1):
             if not isinstance(value, dict):
@@ -97,7 +107,7 @@ def _parsed(content: bytes, origin: str) -> Any:
     except DataError as error:
         raise DataError(f"{origin}: {error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{origin}: not UTF-8 text ({error.reason}).") from error
+        raise DataError(f"{origin}, line {_line_of(error)}: {not_utf8(error)}") from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
@@ -105,54 +115,90 @@ def _parsed(content: bytes, origin: str) -> Any:
         ) from error
 
 
+def _line_of(error: UnicodeDecodeError) -> int:
+    content: bytes = error.object
+    return content.count(b"\n", 0, error.start) + 1
+
+
 def _refuse_one_object(value: Any, origin: str) -> NoReturn:
-    lists = [name for name, inner in value.items() if isinstance(inner, list)] if isinstance(value, dict) else []
-    where = f"its rows seem to be in `{lists[0]}`: write that array" if lists else "write its rows"
-    raise DataError(
-        f"{origin}: is one object, not an array of objects; {where} to a file of its own "
-        f"(for example with `jq -c '.{lists[0] if lists else 'NAME'}[]' FILE > rows.jsonl`)."
+    places = record_places(value)
+    if places:
+        advice = f"its rows seem to be in `{places[0]}`. Write `records: {places[0]}` beside its path."
+    else:
+        advice = "no list of objects is in it. Write its rows as an array, or as one object on each line."
+    raise DataError(f"{origin}: is one object, not an array of objects; {advice}")
+
+
+_MOST_PLACES, _DEPTH = 8, 4
+"""Lists that are named, and how many objects they are looked for in."""
+
+
+def record_places(value: Any, *, prefix: str = "", depth: int = _DEPTH) -> list[str]:
+    """Return the dotted places of the lists of objects in an object, the outer ones first."""
+    if not isinstance(value, dict) or depth == 0:
+        return []
+    inner = {f"{prefix}{name}": each for name, each in value.items() if "." not in name}
+    own = [place for place, each in inner.items() if isinstance(each, list) and each and isinstance(each[0], dict)]
+    further = (
+        place for name, each in inner.items() for place in record_places(each, prefix=f"{name}.", depth=depth - 1)
     )
+    return [*own, *further][:_MOST_PLACES]
 
 
-def _csv(stream: io.BufferedReader, origin: str, *, delimiter: str = ",") -> Iterator[RawRow]:
-    """Yield the rows below the header line; every value is text."""
-    csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
-    reader = csv.DictReader(
-        io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
-    )
-    try:
-        _refuse_equal_names(reader.fieldnames or (), origin)
-        for number, row in enumerate(reader, start=1):
-            if None in row or None in row.values():
-                width = len(reader.fieldnames or ())
-                separator = "comma" if delimiter == "," else "tab"
-                raise DataError(
-                    f"{origin}, row {number} (line {reader.line_num}): does not have the {width} fields of the header. "
-                    f"A {separator} inside a text needs quotes around it."
-                )
-            yield RawRow(origin, number, row)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{origin}, after line {reader.line_num}: not UTF-8 text ({error.reason}).") from error
-    except csv.Error as error:
-        raise DataError(f"{origin}, line {reader.line_num}: not valid CSV: {error}.") from error
+def records_at(value: Any, place: str, origin: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects at a dotted place; raises DataError where there is none.
+
+    Lists on the way are joined: the other values of their objects are added to every object in them.
+    """
+    names = place.split(".")
+    yield from _records(value, names, origin, place="", carried={})
 
 
-def _refuse_equal_names(names: Sequence[str], origin: str) -> None:
-    if len(set(names)) < len(names):
-        twice = shortened(next(name for name, number in Counter(names).items() if number > 1))
-        raise DataError(f"{origin}: the header has the column `{twice}` twice. Keep one of them.")
+def _records(
+    value: Any, names: Sequence[str], origin: str, *, place: str, carried: Mapping[str, Any], number: int = 0
+) -> Iterator[dict[str, Any]]:
+    where = f"`{place}`" if place else "the file"
+    if isinstance(value, list) and place:
+        for index, each in enumerate(value, start=1):
+            if not isinstance(each, dict):
+                raise DataError(f"{origin}: element {index:,} of {where} is not an object with columns.")
+            if names:
+                others = {name: inner for name, inner in each.items() if name != names[0]}
+                yield from _records(each, names, origin, place=place, carried={**carried, **others}, number=index)
+            else:
+                yield {**carried, **each}
+        return
+    if not names:
+        raise DataError(f"{origin}: `records: {place}` is not a list of objects.{_places_advice(value, f'{place}.')}")
+    if not isinstance(value, dict):
+        raise DataError(f"{origin}: is an array already, or a single value. Remove `records`.")
+    if names[0] not in value:
+        at = f" of element {number:,}" if number else ""
+        raise DataError(f"{origin}: `records`: there is no `{names[0]}` in {where}{at}.{_places_advice(value, '')}")
+    inner_place = f"{place}.{names[0]}" if place else names[0]
+    yield from _records(value[names[0]], names[1:], origin, place=inner_place, carried=carried)
 
 
-def _tsv(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
-    return _csv(stream, origin, delimiter="\t")
+def _places_advice(value: Any, prefix: str) -> str:
+    places = record_places(value, prefix=prefix)
+    return f" Lists of objects are in {', '.join(f'`{each}`' for each in places)}." if places else ""
 
 
-_TEXTS: Mapping[str, Callable[[io.BufferedReader, str], Iterator[RawRow]]] = {
+def _csv(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
+    return delimited_rows(stream, origin, options, delimiter=",")
+
+
+def _tsv(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
+    return delimited_rows(stream, origin, options, delimiter="\t")
+
+
+_TEXTS: Mapping[str, Callable[[io.BufferedReader, str, ReadOptions], Iterator[RawRow]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _csv,
     ".tsv": _tsv,
     ".txt": _plain_lines,
+    **dict.fromkeys(CONLL_KINDS, conll_rows),
 }
 _TABLES: Mapping[str, Callable[[BinaryIO, str, int], Iterator[RawRow]]] = {
     ".parquet": parquet_rows,

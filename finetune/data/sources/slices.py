@@ -18,7 +18,7 @@ from finetune.config.sections.data import SourceSection
 from finetune.data.formats.row_format import RowFormat
 from finetune.data.images.stored_image import StoredImage
 from finetune.data.rows import RawRow, Row
-from finetune.data.sources.files import Origin, OriginShard
+from finetune.data.sources.files import Files, Origin, OriginShard
 from finetune.data.sources.local import ImageFolder
 from finetune.errors import DataError
 from finetune.runtime.files.digests import files_digest
@@ -247,11 +247,13 @@ class SourceSlice:
         return {"listing": self.origin.listing(), **self._choice()}
 
     def _choice(self) -> Mapping[str, Any]:
+        options = self.origin.options.identity() if isinstance(self.origin, Files) else {}
         return {
             "rows": [self.section.skip, self.section.take],
             "format": self.format.identity(),
             "split": self.split and [self.split.identity(), "held out" if self.is_held_out else "kept"],
             "excluded": self.exclusion and self.exclusion.contents.identity,
+            **({"read": options} if options else {}),
         }
 
     def _cut(self, wholes: Sequence[OriginShard]) -> Iterator[SliceShard]:

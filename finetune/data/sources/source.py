@@ -14,13 +14,15 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
-from finetune.data.formats.row_format import ALREADY_READ, RowFormat, choose_format
+from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.order.stream_plan import excerpt
 from finetune.data.rows import RawRow, Row
-from finetune.data.sources.files import Origin
+from finetune.data.sources.files import Files, Origin
+from finetune.data.sources.hints import column_hint, require_columns, require_positions
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
+from finetune.data.sources.options import read_options
 from finetune.data.sources.remote import find_remote
 from finetune.data.sources.slices import (
     ContentSplit,
@@ -139,7 +141,7 @@ def texts(sources: Sequence[Source]) -> Iterator[str]:
     """Yield every text of the sources' rows as their formats read them: what a tokenizer is trained on."""
     for source in sources:
         for raw in source.excerpt():
-            yield from _texts(source.format.read(raw))
+            yield from texts_of(source.format.read(raw))
 
 
 def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
@@ -150,14 +152,21 @@ def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
 
 
 def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
-    origin = _find(section, key=key, log=log)
+    origin = find_origin(section, key=key, log=log)
     unread = SourceSlice(section, origin, ALREADY_READ)
     first = next(chain.from_iterable(shard.rows() for shard in unread.shards), None)
     if first is None:
         after = f" after skip: {section.skip}" if section.skip else ""
         raise DataError(f"{key}: {origin.name} has no rows{after}.")
     root = image_root(section, origin.image_folders(), key=key)
-    form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
+    kind = origin.kind if isinstance(origin, Files) else ""
+    if section.has_positions:
+        require_positions(section, first, key=key)
+    try:
+        form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
+    except UnknownFormat as error:
+        raise DataError(f"{error}{column_hint(section, first.parse(), kind=kind)}") from error
+    require_columns(section, form, first, key=key, kind=kind)
     return replace(unread, format=form)
 
 
@@ -171,18 +180,23 @@ def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> 
     return ImageRoot((root,), key, section.follow_links, counts_from=root)
 
 
-def _find(section: SourceSection, *, key: str, log: Log) -> Origin:
+def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
+    """Return where the section's rows come from; raises DataError, which names the key, where there is nothing."""
     if section.path is None:
         place, find = f"{key}.name", load_hub_dataset
     else:
         finder = find_remote if "://" in section.path else find_local
         place, find = f"{key}.path", partial(finder, key=key, log=log)
     try:
-        return find(section)
+        origin = find(section)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     except OSError as error:
         raise DataError(f"{place}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
+    if isinstance(origin, Files):
+        return replace(origin, options=read_options(section, origin.endings, key=key))
+    read_options(section, ["a folder of images" if section.path else "a hub dataset"], key=key)
+    return origin
 
 
 def _split(validation: ValidationSourceSection, *, seed: int) -> Split | None:
@@ -215,7 +229,8 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return parts[0] if len(parts) == 1 else {"parts": parts}
 
 
-def _texts(row: Row) -> Iterator[str]:
+def texts_of(row: Row) -> Iterator[str]:
+    """Yield every text of a row as its format reads it."""
     yield from (row[name] for name in ("text", "text_pair") if name in row)
     if "tokens" in row:
         yield " ".join(row["tokens"])

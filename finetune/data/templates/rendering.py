@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from finetune.data.templates.arguments import Arguments, arguments_of
 from finetune.data.templates.sandbox import TemplateRefused, render_chat, run_sandboxed
 from finetune.data.templates.static_check import is_bounded
 from finetune.data.turns import Turn
@@ -41,15 +42,17 @@ def render(
     turns: Sequence[Turn],
     *,
     tools: Tools | None = None,
+    arguments: Arguments | None = None,
     add_generation_prompt: bool = False,
 ) -> Rendering:
     """Return the turns as `tokenizer.apply_chat_template` renders them, with the generation prompt if asked to.
 
+    The tokenizer's own arguments of its template are passed, and `arguments` in addition or in their place.
     Raises DataError with the template's own words when it refuses the turns.
     """
     try:
         template = str(tokenizer.get_chat_template(tools=tools))
-        arguments = {
+        inputs = {
             # as apply_chat_template does: many templates write an absent value as the word None
             "conversations": [[{key: part for key, part in turn.items() if part is not None} for turn in turns]],
             "tools": tools,
@@ -57,12 +60,14 @@ def render(
             "add_generation_prompt": add_generation_prompt,
             "return_assistant_tokens_mask": has_markers(template),
             **tokenizer.special_tokens_map,
+            **arguments_of(tokenizer),
+            **(arguments or {}),
         }
         name = template_file(tokenizer)
         if name is None and is_bounded(template):
-            text, marked = render_chat(arguments)
+            text, marked = render_chat(inputs)
         else:
-            text, marked = run_sandboxed(render_chat, arguments, name=name or "of the model", template=template)
+            text, marked = run_sandboxed(render_chat, inputs, name=name or "of the model", template=template)
     except (*_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         which = f" ({name})" if (name := template_file(tokenizer)) else ""

@@ -41,10 +41,15 @@ def is_bounded(template: str, *, may_gather: bool = True) -> bool:
     if len(template) > _LONGEST:
         return False
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKERS.sub("", template))
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_markers(template))
         return not any(True for _ in _unbounded_nodes(tree, may_gather=may_gather)) and _loops(tree) <= _DEEPEST_LOOPS
     except (TemplateError, RecursionError, MemoryError):  # told where it is compiled, in a process of its own
         return False
+
+
+def without_markers(template: str) -> str:
+    """Return the template without `{% generation %}` and its end, which only transformers' own Jinja knows."""
+    return _MARKERS.sub("", template)
 
 
 def _unbounded_nodes(tree: nodes.Template, *, may_gather: bool) -> Iterator[nodes.Node]:

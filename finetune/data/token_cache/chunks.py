@@ -2,8 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,8 @@ class Chunk:
 def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     """Return the samples of the rows; raises DataError naming the row that cannot be encoded."""
     rows = [plan.format.read(raw) for raw in raws]
-    encoded = list(_encoded(raws, _outcomes(plan.encode, rows)))
+    outcomes = _outcomes(plan.encode, rows)
+    encoded = list(_encoded(raws, outcomes))
     cut, is_long, lost = _shortened(encoded, plan.length)
     trainable = [(place, sample) for place, sample in cut if sample.num_targets > 0]
     with_sample = {place for place, _ in trainable}
@@ -74,12 +76,32 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         rows_without_target=len(without),
         first_without_target=raws[without[0]].place if without else "",
         empty_rows=sum(_is_empty(rows[place]) for place in without),
-        control_rows=sum(sample.has_control_names for _, sample in encoded),
-        turn_mark_rows=sum(sample.has_turn_marks for _, sample in encoded),
+        control_rows=_num_rows(encoded, "has_control_names"),
+        turn_mark_rows=_num_rows(encoded, "has_turn_marks"),
+        argument_rows=_num_rows(encoded, "has_arguments"),
+        override_rows=_num_rows(encoded, "has_overrides"),
+        dropped_reasoning_rows=_num_rows(encoded, "has_dropped_reasoning"),
         longest=_whole_length(longest[1]) if longest else 0,
         longest_place=raws[longest[0]].place if longest else "",
     )
+    if any(isinstance(outcome, tuple) for outcome in outcomes):
+        seen = replace(seen, answers=len(encoded), repeated_tokens=_num_repeated(encoded))
+    else:
+        lost = replace(lost, long_answers=0)
     return _assembled(plan, [(raws[place], sample) for place, sample in trainable], seen.plus(lost))
+
+
+def _num_rows(encoded: Sequence[tuple[int, Features]], flag: str) -> int:
+    """Return how many rows have a sample with the flag."""
+    return len({place for place, sample in encoded if getattr(sample, flag)})
+
+
+def _num_repeated(samples: Sequence[tuple[int, Features]]) -> int:
+    """Return the tokens of all samples but the longest of each row, before any cut."""
+    longest: dict[int, int] = {}
+    for place, sample in samples:
+        longest[place] = max(sample.length, longest.get(place, 0))
+    return sum(sample.length for _, sample in samples) - sum(longest.values())
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
@@ -103,7 +125,9 @@ def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tu
     for place, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
         if isinstance(outcome, DataError):
             raise DataError(f"{raw.place}: {outcome}") from outcome
-        if outcome is not None:
+        if isinstance(outcome, tuple):
+            yield from ((place, sample) for sample in outcome)
+        elif outcome is not None:
             yield place, outcome
 
 
@@ -111,7 +135,8 @@ def _shortened(
     encoded: Sequence[tuple[int, Features]], policy: LengthLimit
 ) -> tuple[list[tuple[int, Features]], set[int], Counts]:
     """Return the samples within the length, the places of rows left out for theirs, and what is lost."""
-    within, left_out, lost = [], set(), Counts()
+    within, lost = [], Counts()
+    affected: dict[str, set[int]] = {"long_rows": set(), "split_rows": set(), "truncated_rows": set()}
     for place, sample in encoded:
         if sample.cut_tokens:
             cut = Counts(truncated_rows=1, truncated_tokens=sample.cut_tokens, truncated_targets=sample.cut_targets)
@@ -121,10 +146,13 @@ def _shortened(
             continue
         parts, counts = policy.shorten(sample)
         within += [(place, part) for part in parts]
-        lost = lost.plus(counts)
-        if counts.long_rows:
-            left_out.add(place)
-    return within, left_out, lost
+        # a row counts once, not each of its answers
+        once: dict[str, Any] = {name: 0 for name, places in affected.items() if place in places}
+        for name, places in affected.items():
+            if getattr(counts, name):
+                places.add(place)
+        lost = lost.plus(replace(counts, long_answers=counts.long_rows, **once))
+    return within, affected["long_rows"], lost
 
 
 def _whole_length(sample: Features) -> int:

@@ -33,6 +33,14 @@ class Counts:
     longest: int = 0  # tokens of the longest row, before any cut
     longest_place: str = ""
     first_without_target: str = ""
+    answers: int = 0  # of rows of which each answer is a sample of its own
+    long_answers: int = 0  # of those, longer than max_length, neither kept nor cut
+    repeated_tokens: int = 0  # of samples of one row, beyond the longest of them
+    argument_rows: int = 0  # with arguments of the chat template of their own
+    override_rows: int = 0  # of those, with other values than the job's
+    dropped_reasoning_rows: int = 0  # with reasoning in a target turn that the chat template leaves out
+    cut_answer_rows: int = 0  # truncated rows of several answers of which one lost a part
+    lost_answer_rows: int = 0  # such rows of which an answer lost all: they are among those without a target
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the counts of both; of two equally long rows the first is named."""
@@ -53,6 +61,12 @@ class Counts:
         """Tell whether samples have lengths: where each is one target and nothing else, as an image is, none has."""
         return self.longest > 1
 
+    @property
+    def what_is_long(self) -> str:
+        """Return how many rows were left out for their length; where each answer is a sample, how many of these."""
+        of_rows = f"{self.long_rows:,} rows"
+        return f"{self.long_answers:,} answers in {of_rows}" if self.answers else of_rows
+
     def lines(self) -> tuple[str, ...]:
         """Return the counts as lines for the user; what did not happen has no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
@@ -60,11 +74,14 @@ class Counts:
         lines = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
             f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
+            f"each answer is a sample: {self.answers:,} answers; {self.repeated_tokens:,} tokens repeat what another "
+            "sample of the same row holds": self.answers,
             f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
             f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
             f"{self.truncated_targets:,} of them targets": self.truncated_rows,
+            **dict.fromkeys(self.answer_lines, True),
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
-            f"dropped as too long: {self.long_rows:,} rows, {dropped}, {self.dropped_targets:,} of them targets": (
+            f"dropped as too long: {self.what_is_long}, {dropped}, {self.dropped_targets:,} of them targets": (
                 self.long_rows
             ),
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
@@ -75,6 +92,20 @@ class Counts:
             "(data.allow_special_tokens: true encodes them as control tokens)": self.control_rows,
             f"turn marks of the chat template, which are plain text, in the texts of {self.turn_mark_rows:,} rows: "
             "the model cannot distinguish these from turns of the conversation": self.turn_mark_rows,
+            f"arguments of the chat template in {self.argument_rows:,} rows (`chat_template_kwargs`), in place of "
+            f"those of data.chat_template_arguments in {self.override_rows:,}": self.argument_rows,
+            f"warning: the chat template leaves out the reasoning of answers in {self.dropped_reasoning_rows:,} rows: "
+            "the model will not be trained on it": self.dropped_reasoning_rows,
+        }
+        return tuple(line for line, happened in lines.items() if happened)
+
+    @property
+    def answer_lines(self) -> tuple[str, ...]:
+        """Return what became of the answers of truncated rows, in a line each."""
+        lines = {
+            f"answers cut: in {self.cut_answer_rows:,} of these rows one is trained on in part": self.cut_answer_rows,
+            f"answers cut away entirely: in {self.lost_answer_rows:,} of these rows, which are left without a target "
+            "(`data.truncate_side: start` cuts prompts first)": self.lost_answer_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
 

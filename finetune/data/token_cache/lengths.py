@@ -213,7 +213,8 @@ class SequencesLengthLimit:
             keep[first : min(end, first + self.max_length)] = True
             firsts.append(first)
         shorter = _of_kept(features, keep, firsts=firsts if too_long else [])
-        return (shorter,), truncation_counts(features, shorter)
+        lost = _answer_counts(features, keep, firsts=firsts if too_long else [])
+        return (shorter,), truncation_counts(features, shorter).plus(lost)
 
 
 def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:
@@ -224,13 +225,28 @@ def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:
         end += length
 
 
+def _answer_counts(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Counts:
+    """Return whether an answer of the sample lost a part of its targets, or all of them."""
+    before, after = features.arrays["is_target"], _kept_targets(features, keep, firsts=firsts)
+    answers = [(before[start:end].sum(), after[start:end].sum()) for start, end in sequence_bounds(features)]
+    is_lost = any(num and not left for num, left in answers)
+    is_cut = any(left < num for num, left in answers)
+    return Counts(cut_answer_rows=int(is_cut and not is_lost), lost_answer_rows=int(is_lost))
+
+
+def _kept_targets(features: Features, keep: np.ndarray, *, firsts: list[int]) -> np.ndarray:
+    """Return which of the sample's tokens are targets still; the first of a sequence that was cut there is none."""
+    is_target: np.ndarray = features.arrays["is_target"] & keep
+    is_target[[first for first in firsts if first < len(is_target)]] = False
+    return is_target
+
+
 def _of_kept(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Features:
-    """Return the sample of the tokens that are kept; the first of a sequence that was cut there is no target.
+    """Return the sample of the tokens that are kept.
 
     Where a sequence is left without a target, none of the sample is one.
     """
-    is_target = features.arrays["is_target"] & keep
-    is_target[[first for first in firsts if first < len(is_target)]] = False
+    is_target = _kept_targets(features, keep, firsts=firsts)
     is_target &= all(is_target[start:end].any() for start, end in sequence_bounds(features))
     lengths = np.array([keep[start:end].sum() for start, end in sequence_bounds(features)], np.int32)
     arrays = {

@@ -243,9 +243,12 @@ def _content(prepared: PreparedSet) -> str:
 def grouped_by_length(
     view: DatasetView, batching: BatchingSection, *, seed: int, global_batch_size: int
 ) -> DatasetView:
-    """Return the view with its samples sorted by length within as many steps as the section says, if any."""
+    """Return the view with its samples sorted by length within as many steps as the section says, if any.
+
+    `auto` has been resolved before; here it sorts nothing.
+    """
     steps = batching.length_window_steps
-    if steps == 0:
+    if steps == "auto" or steps == 0:
         return view
     order = LengthGroupedOrder(
         view.order, view.samples.lengths_of, seed=seed, global_batch_size=global_batch_size, window_steps=steps

@@ -1,6 +1,7 @@
 """Adds the adapters that a job asks for to a frozen base, through peft: new ones, or a saved one to train further."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,13 @@ from finetune.config.sections.model import (
 )
 from finetune.errors import ModelError
 from finetune.model.adapters.context import ADAPTER_NAME, TASK_TYPES, AdapterConfig, AdapterContext, format_candidates
-from finetune.model.adapters.lora import INITS_FROM_BASE, check_lora, init_loftq, lora_config, record_initial_factors
+from finetune.model.adapters.lora import (
+    add_dropout,
+    check_lora,
+    init_loftq,
+    lora_config,
+    record_initial_factors,
+)
 from finetune.model.adapters.other_methods import (
     check_oft,
     ia3_config,
@@ -32,6 +39,8 @@ from finetune.model.adapters.other_methods import (
     prefix_config,
     prompt_config,
 )
+from finetune.model.adapters.targets import INITS_FROM_BASE
+from finetune.model.adapters.upstream import keep_targets
 from finetune.model.loading.hub import error_summary, loading_errors
 from finetune.model.loading.initialize import as_cpu_float32
 from finetune.model.loading.pretrained import ADAPTER_KEY, WEIGHTS_FILE, load_adapter_config, read_saved_adapter_config
@@ -109,7 +118,8 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
     kind = _METHODS[_method_of(adapter)]
     try:
         config = kind.config(model, adapter, context)
-        adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
+        with nullcontext() if isinstance(adapter, Path) else keep_targets():
+            adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
     except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
         raise ModelError(f"model.{kind.key}: {error_summary(error)} {format_candidates(model)}") from error
     kind.fill(adapted, adapter, context)
@@ -130,6 +140,7 @@ def _method_of(adapter: AdapterConfig) -> type:
 
 def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
     check_lora(model, lora)
+    add_dropout(model, lora.dropout)
     if lora.init in INITS_FROM_BASE:
         record_initial_factors(model, lora.init)
         return

@@ -3,7 +3,8 @@
 Does not import peft, which takes seconds.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -57,6 +58,7 @@ class AdapterContext:
     tokenizer: Any = None  # None for images only
     new_ids: Sequence[int] = ()  # of tokens added before training
     base: str | None = None  # folder of the unquantized weights
+    recorded: Collection[str] = ()  # names of the parameters in the checkpoint that the run resumes from
 
 
 ADAPTER_NAME = "default"
@@ -72,6 +74,21 @@ TASK_TYPES = {
 """peft's task types of heads; it has none for other heads."""
 
 
+BASE_PREFIX = "base_model.model."
+
+
+def base_parameter_name(name: str) -> str:
+    """Return the name that a weight of the base had before peft wrapped its module, however often.
+
+    >>> base_parameter_name("base_model.model.lm_head.base_layer.weight")
+    'lm_head.weight'
+    >>> base_parameter_name("base_model.model.mlp.experts.base_layer.base_layer.down_proj")
+    'mlp.experts.down_proj'
+    """
+    inner = name.removeprefix(BASE_PREFIX).replace(".token_adapter.", ".")
+    return re.sub(r"(?:\.base_layer)+\.", ".", inner).replace(".original_module.", ".")
+
+
 def check_module_names(model: nn.Module, wanted: Sequence[str], *, key: str) -> None:
     """Raise ModelError for a name that no module has, in full or at its end; peft ignores it if another matches."""
     names = [name for name, _ in model.named_modules()]
@@ -79,7 +96,9 @@ def check_module_names(model: nn.Module, wanted: Sequence[str], *, key: str) -> 
         if not any(name == target or name.endswith(f".{target}") for name in names):
             near = get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
-            raise ModelError(f"{key}: no module is named `{target}`.{hint} {format_candidates(model)}")
+            raise ModelError(
+                f"{key}: no module is named `{target}`.{hint} {format_candidates(model)}{_experts_hint(model)}"
+            )
 
 
 def format_candidates(model: nn.Module) -> str:
@@ -91,6 +110,11 @@ def format_candidates(model: nn.Module) -> str:
         if isinstance(module, kinds) or is_conv1d(module)
     }
     return f"Available modules: {', '.join(sorted(last_names))}."
+
+
+def _experts_hint(model: nn.Module) -> str:
+    has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    return " Write `model.lora.experts: true` for the matrices of routed experts." if has_experts else ""
 
 
 def module_name(module: nn.Module | None, model: nn.Module) -> str | None:

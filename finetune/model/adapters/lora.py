@@ -23,24 +23,32 @@ from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
 from finetune.model.adapters.context import (
     ADAPTER_NAME,
+    BASE_PREFIX,
     TASK_TYPES,
     AdapterContext,
     check_module_names,
     is_conv1d,
     module_name,
 )
+from finetune.model.adapters.targets import (
+    INITS_FROM_BASE,
+    LoraTargets,
+    choose_targets,
+    describe_targets,
+    target_problems,
+)
+from finetune.model.adapters.upstream import convert_targets, is_parameter_wrapper, wrapped_parameters
 from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
-
-INITS_FROM_BASE = ("pissa", "olora")
-"""Initializations that move a part of the base's weights into the adapter, which changes the base."""
 
 _PEFT_INITS = {"default": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "loftq": True}
 
 
 def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> LoraConfig:
     """Return peft's config; raises ModelError for a target or module that the model does not have."""
+    for problem in target_problems(model, lora):
+        raise ModelError(str(problem))
     if not isinstance(lora.target_modules, str):
         check_module_names(model, lora.target_modules, key="model.lora.target_modules")
     check_module_names(model, lora.modules_to_save, key="model.lora.modules_to_save")
@@ -49,17 +57,32 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
             "model.lora.init: peft's `olora` does not support layers with a transposed weight, which this model has. "
             "Write `pissa` or `default`."
         )
+    targets = choose_targets(model, lora, head=context.head)
+    is_older = targets is not None and _has_older_targets(targets, lora, context)
+    config = _peft_config(model, lora, context, targets=None if is_older else targets)
+    if is_older:
+        convert_targets(config, model)
+    setattr(model, _SUMMARY, None if is_older else describe_targets(model, lora, targets))
+    return config
+
+
+def _peft_config(
+    model: PreTrainedModel, lora: LoraSection, context: AdapterContext, *, targets: LoraTargets | None
+) -> LoraConfig:
+    """Return peft's config for these targets, or for those that peft finds."""
+    has_parameters = targets is not None and bool(targets.parameters)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora, head=context.head),
+        lora_dropout=0.0 if has_parameters else lora.dropout,  # peft refuses it; see `add_dropout`
+        target_modules=_targets(model, lora, head=context.head) if targets is None else list(targets.modules),
+        target_parameters=list(targets.parameters) if targets and has_parameters else None,
         exclude_modules=peft_exclude_pattern(model),
         modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=context.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=_peft_init(lora, context),
-        layers_to_transform=list(lora.layers) or None,
+        layers_to_transform=list(lora.layers) or None if targets is None else None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
         trainable_token_indices=_new_token_rows(model, lora, context) or None,
@@ -69,9 +92,32 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
     )
 
 
+_SUMMARY = "_adapter_summary"
+
+
+def adapter_summary(model: PeftModel) -> str | None:
+    """Return the line on what LoRA adapts in a mixture of experts or beside mixers; None for any other model."""
+    summary: str | None = getattr(model.get_base_model(), _SUMMARY, None)
+    return summary
+
+
+_OWNER = re.compile(r"(?:\.base_layer)*\.lora_.*$")
+
+
+def _has_older_targets(targets: LoraTargets, lora: LoraSection, context: AdapterContext) -> bool:
+    """Tell whether the checkpoint to resume from has adapters elsewhere: an older version left the choice to peft."""
+    adapted = {name for name in context.recorded if ".lora_" in name}
+    if not adapted or lora.experts is not None or lora.router:
+        return False
+    owners = {*targets.modules, *(name.rpartition(".")[0] for name in targets.parameters)}
+    return {_OWNER.sub("", name.removeprefix(BASE_PREFIX)) for name in adapted} != owners
+
+
 def check_lora(model: PeftModel, lora: LoraSection) -> None:
     """Raise ModelError for layers and patterns that match no adapter, which peft ignores."""
-    names = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    layers = ((name, each) for name, each in model.named_modules() if isinstance(each, LoraLayer))
+    names = [name for name, each in layers if not is_parameter_wrapper(each)]
+    names += [name for name, _ in wrapped_parameters(model)]
     found = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
     absent = [number for number in lora.layers if number not in found]
     if absent:
@@ -87,6 +133,14 @@ def check_lora(model: PeftModel, lora: LoraSection) -> None:
                     f"model.lora.{key}: no name of a module with an adapter ends with `{pattern}`. "
                     f"They end with {', '.join(ends)}."
                 )
+
+
+def add_dropout(model: PeftModel, dropout: float) -> None:
+    """Give the adapters of modules their dropout where peft, which has one for all, could add none for parameters."""
+    is_missing = model.peft_config[ADAPTER_NAME].lora_dropout != dropout
+    for module in model.modules():
+        if is_missing and isinstance(module, LoraLayer) and not is_parameter_wrapper(module):
+            module.lora_dropout[ADAPTER_NAME] = nn.Dropout(dropout)
 
 
 def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | list[str]:
@@ -170,9 +224,6 @@ def _double_rank(config: LoraConfig, ratio: float) -> LoraConfig:
     return config
 
 
-_PEFT_PREFIX = "base_model.model."
-
-
 def init_loftq(model: PeftModel, context: AdapterContext) -> None:
     """Initialize each adapter with the largest singular components of `original - dequantised`, in one round.
 
@@ -183,7 +234,7 @@ def init_loftq(model: PeftModel, context: AdapterContext) -> None:
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
-                original = _original_weight(name.removeprefix(_PEFT_PREFIX) + ".weight", places)
+                original = _original_weight(name.removeprefix(BASE_PREFIX) + ".weight", places)
                 error = original.float() - dequantized_weight(module.get_base_layer())
                 left, values, right = torch.linalg.svd(error, full_matrices=False)
                 rank = module.r[ADAPTER_NAME]

@@ -36,7 +36,8 @@ class AttentionSettings:
     scaling: float | None = None  # None: 1 / sqrt(width)
     dropout: float = 0.0
     softcap: float | None = None  # c tanh(score / c): Gemma 2
-    window: int | None = None  # keys that a query attends to, its own included; None: all before it
+    window: int | None = None  # keys that a query attends to on a side, its own included; None: all
+    is_causal: bool = True  # False: a query attends to both sides
 
 
 def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:

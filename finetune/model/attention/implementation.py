@@ -11,6 +11,7 @@ trains.
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from finetune.errors import ModelError
-from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, causal_attention, softcapped_attention
+from finetune.model.attention.bidirectional import (
+    is_bidirectional,
+    padded_attention,
+    sample_attention,
+    supports_packed_encoders,
+)
+from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, softcapped_attention
 from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
 from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
 
@@ -40,7 +47,7 @@ SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 def supports_packed_samples(config: Any) -> bool:
     """Tell whether the config is of such a model, with transformers' own code and attention layers only."""
-    return (
+    return supports_packed_encoders(config) or (
         config.model_type in PACKING_MODEL_TYPES
         and type(config).__module__.startswith("transformers.models.")
         and SUPPORTED_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
@@ -77,12 +84,16 @@ def per_sample_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output, [batch, length, heads, width]; the interface is transformers'."""
-    qkv, settings = QueryKeyValue(query, key, value), AttentionSettings(scaling, dropout, softcap, sliding_window)
+    is_causal = not is_bidirectional(module, others)
+    qkv = QueryKeyValue(query, key, value)
+    settings = AttentionSettings(scaling, dropout, softcap, sliding_window, is_causal)
     lengths = others.pop(SAMPLE_LENGTHS, None)
     if lengths is not None:
         kernel = varlen_kernel(qkv, settings)
         if kernel is not None:
             return kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings), None
+        if not is_causal and query.device.type != "cpu":
+            return padded_attention(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings), None
         return attend_sample_by_sample(qkv, lengths, settings), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise ModelError(
@@ -101,13 +112,13 @@ def attend_sample_by_sample(qkv: QueryKeyValue, lengths: SampleLengths, settings
     """Return the attention of each sample, [1, tokens, heads, width]; samples of equal length in one call."""
     sizes = lengths.values
     if len(sizes) == 1:
-        return causal_attention(qkv, settings)
+        return sample_attention(qkv, settings)
     if len(set(sizes)) == 1:
         batch = QueryKeyValue(*(_row_as_batch(each, num=len(sizes)) for each in qkv))
-        return causal_attention(batch, settings).flatten(0, 1)[None]
+        return sample_attention(batch, settings).flatten(0, 1)[None]
     # `split` has one backward pass for all parts; a slice's would fill the whole row for each of them
     parts = zip(*(torch.split(each, sizes, dim=2) for each in qkv), strict=True)
-    return torch.cat([causal_attention(QueryKeyValue(*part), settings) for part in parts], dim=1)
+    return torch.cat([sample_attention(QueryKeyValue(*part), settings) for part in parts], dim=1)
 
 
 def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
@@ -150,25 +161,35 @@ _TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
 
 @torch.no_grad()
 def check_isolation(
-    logits_of: Callable[[PackedRow], Tensor], *, config: Any, vocabulary_size: int, is_half: bool
+    logits_of: Callable[[PackedRow], Tensor],
+    *,
+    config: Any,
+    vocabulary_size: int,
+    is_half: bool,
+    logits_alone: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> None:
     """Raise ModelError unless each sample of a packed row has the same logits as alone.
 
-    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode. Two tiny forward passes: a sample is first
-    and third in a row, then all others in the row change. Collective if `logits_of` is.
+    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode, or [samples, outputs] of a head that reads
+    whole samples. Two tiny forward passes: a sample is first and third in a row, then all others in the row change. A
+    third one is the sample in a batch of its own, `logits_alone`, where given. Collective if these are.
     """
     middle, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
     other_middle, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
     rows = [[sample, middle, sample, last], [sample, other_middle, sample, other_last]]
-    row, changed = (_split_by_sample(logits_of(each), each) for each in rows)
+    logits = logits_of(rows[0])
+    row, changed = _split_by_sample(logits, rows[0]), _split_by_sample(logits_of(rows[1]), rows[1])
+    difference = partial(_difference, scale=logits.float().abs().max())
     seen, misplaced = _TOLERANCE["half" if is_half else "full"]
-    if any(_difference(row[place], changed[place]) > seen for place in (0, 2)):
+    if any(difference(row[place], changed[place]) > seen for place in (0, 2)):
         attention = getattr(config, "_attn_implementation", None)
         raise _isolation_error(config, f"a sample depends on others in its row (model.attention is `{attention}`)")
-    if _difference(row[0], row[2]) > misplaced:
+    if difference(row[0], row[2]) > misplaced:
         raise _isolation_error(
             config, "a sample after another differs from the sample alone: its positions are not reset"
         )
+    if logits_alone is not None and difference(logits_alone(sample), row[0]) > misplaced:
+        raise _isolation_error(config, "a sample in a row differs from the sample in a batch of its own")
 
 
 def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
@@ -182,13 +203,18 @@ def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:
 
 
 def _split_by_sample(logits: Tensor, samples: PackedRow) -> tuple[Tensor, ...]:
+    if len(logits) == len(samples):
+        return torch.split(logits, 1)
     edges = accumulate((len(each) for each in samples), initial=0)
     return tuple(logits[start:stop] for start, stop in pairwise(edges))
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference relative to the largest logit; infinite if a number is not finite."""
-    difference = (one.float() - other.float()).abs().max() / one.float().abs().max().clamp(min=1e-6)
+def _difference(one: Tensor, other: Tensor, *, scale: Tensor) -> float:
+    """Return the largest difference relative to `scale`, a row's largest logit; infinite if a number is not finite.
+
+    Not to the sample's own: a classifier has few, which may all be near zero.
+    """
+    difference = (one.float() - other.float()).abs().max() / scale.clamp(min=1e-6)
     return float(torch.nan_to_num(difference, nan=torch.inf))
 
 
@@ -197,6 +223,5 @@ def _isolation_error(config: Any, reason: str) -> ModelError:
     layers = f" (layers: {', '.join(kinds)})" if kinds else ""
     return ModelError(
         f"data.batching: `{config.model_type}`{layers} does not support packed samples: {reason}. "
-        "Pad them instead: write `by: tokens`, or `by: samples` with `length_window_steps: 1`, "
-        "and no `padding_free`."
+        "Pad them instead: write `by: tokens`, or `by: samples`, and no `padding_free`."
     )

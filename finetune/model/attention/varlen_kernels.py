@@ -77,7 +77,7 @@ def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: Att
         longest,
         dropout_p=settings.dropout,
         softmax_scale=settings.scaling,
-        causal=True,
+        causal=settings.is_causal,
         window_size=_window_size(settings),
         softcap=settings.softcap or 0.0,
         **({"deterministic": True} if _wants_determinism() else {}),
@@ -100,15 +100,21 @@ def _torch_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: Att
         longest,
         longest,
         scale=settings.scaling,
-        window_size=(_window_size(settings)[0], 0),
+        window_size=_window_size(settings, causal_right=0),
         **groups,
     )
     return output[None]
 
 
-def _window_size(settings: AttentionSettings) -> tuple[int, int]:
-    """Return how many keys to the left and right a query attends to; -1 is all."""
-    return (-1, -1) if settings.window is None else (settings.window - 1, 0)
+def _window_size(settings: AttentionSettings, *, causal_right: int = -1) -> tuple[int, int]:
+    """Return how many keys to the left and right a query attends to; -1 is all.
+
+    `causal_right` is what the kernel is given for the right side of causal attention without a window.
+    """
+    side = -1 if settings.window is None else settings.window - 1
+    if not settings.is_causal:
+        return side, side
+    return side, causal_right if settings.window is None else 0
 
 
 def _as_varlen_inputs(qkv: QueryKeyValue) -> tuple[Tensor, ...]:

@@ -3,11 +3,9 @@
 Every value of `model.from_config` is checked by name.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,10 @@ from transformers import (
 
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
+from finetune.model.loading.config_names import DECODER_START_TOKEN, known_names, sub_config_class, sub_configs
+from finetune.model.loading.config_values import CONFIG_KEY, DEDICATED_KEYS, suggestion, with_config_values
 from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
-from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class
+from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class, read_config_content
 from finetune.runtime.hub import is_offline
 from finetune.runtime.upstream import without_hub_retries
 
@@ -83,17 +83,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 FROM_CONFIG_KEY = "model.from_config"
-DEDICATED_KEYS = {
-    "dtype": "model.dtype",
-    "torch_dtype": "model.dtype",
-    "attn_implementation": "model.attention",
-    "gradient_checkpointing": "model.gradient_checkpointing",
-}
-ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
-"""Values that transformers folds into `rope_parameters`."""
 TEXT_CONFIG = "text_config"
-DECODER_START_TOKEN = "decoder_start_token_id"
-"""The first token of a decoder; not every config of an encoder-decoder declares it."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +104,12 @@ def build_model_config(
     config has a text config (`text_config`), they are set there.
     """
     if section.model_type not in CONFIG_MAPPING:
-        near = _suggestion(section.model_type, list(CONFIG_MAPPING.keys()))
+        near = suggestion(section.model_type, list(CONFIG_MAPPING.keys()))
         raise ModelError(f"{FROM_CONFIG_KEY}.model_type: transformers has no model type `{section.model_type}`.{near}")
     config_class = CONFIG_MAPPING[section.model_type]
     _check_values(config_class, section.values, kind=section.model_type, key=f"{FROM_CONFIG_KEY}.values")
     values = dict(section.values)
-    if vocabulary_size is not None and TEXT_CONFIG in _sub_configs(config_class):
+    if vocabulary_size is not None and TEXT_CONFIG in sub_configs(config_class):
         text = values.get(TEXT_CONFIG) or {}
         key = f"{FROM_CONFIG_KEY}.values.{TEXT_CONFIG}"
         values[TEXT_CONFIG] = _with_vocabulary(text, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
@@ -135,7 +125,14 @@ def build_model_config(
 
 def model_build_errors(section: ModelSection, *, kind: str) -> AbstractContextManager[None]:
     """Turn any error while the model of this section is built from its config into one ModelError."""
-    return config_value_errors(kind, key="model.name" if section.from_config is None else f"{FROM_CONFIG_KEY}.values")
+    return config_value_errors(kind, key=values_key(section))
+
+
+def values_key(section: ModelSection) -> str:
+    """Return the key of the values that may be why no model can be built."""
+    if section.from_config is not None:
+        return f"{FROM_CONFIG_KEY}.values"
+    return CONFIG_KEY if section.config else "model.name"
 
 
 @contextmanager
@@ -148,7 +145,7 @@ def config_value_errors(kind: str, *, key: str) -> Iterator[None]:
     except Exception as error:
         is_clear = isinstance(error, ValueError | StrictDataclassError)
         what = error_summary(error) if is_clear else f"{type(error).__name__}: {error_summary(error)}"
-        advice = "Change or remove the value." if key.startswith(FROM_CONFIG_KEY) else "Check its config.json."
+        advice = "Check its config.json." if key == "model.name" else "Change or remove the value."
         raise ModelError(f"{key}: `{kind}` cannot be built with these values: {what} {advice}") from error
 
 
@@ -167,42 +164,18 @@ def _with_vocabulary(
 
 
 def _check_values(config_class: Any, values: Mapping[str, Any], *, kind: str, key: str) -> None:
-    known, parts = _known_names(config_class), _sub_configs(config_class)
+    known, parts = known_names(config_class), sub_configs(config_class)
     for name, value in values.items():
         if name in DEDICATED_KEYS:
             raise ModelError(f"{key}.{name}: write `{DEDICATED_KEYS[name]}` instead.")
         if name not in known:
-            near = _suggestion(name, sorted(known))
+            near = suggestion(name, sorted(known))
             raise ModelError(f"{key}.{name}: the config of `{kind}` has no such value.{near}")
         if name in parts and isinstance(value, Mapping):
-            part = _sub_config_class(config_class, name, value)
+            part = sub_config_class(config_class, name, value)
             others = {own: each for own, each in value.items() if own != "model_type"}
             if part is not None:
                 _check_values(part, others, kind=part.model_type, key=f"{key}.{name}")
-
-
-def _sub_configs(config_class: Any) -> Mapping[str, Any]:
-    """Return the sub-configs by name, such as `text_config` and `vision_config`."""
-    return getattr(config_class, "sub_configs", None) or {}
-
-
-def _sub_config_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any:
-    """Return the class of a sub-config; None where only transformers knows it."""
-    if _sub_configs(config_class)[name] is not AutoConfig:
-        return _sub_configs(config_class)[name]
-    defaults = getattr(config_class, "sub_configs_defaults", {})
-    kind = written.get("model_type") or getattr(defaults.get(name), "model_type", None)
-    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401  # its `get` loads nothing
-
-
-def _known_names(config_class: type[Any]) -> frozenset[str]:
-    names: set[str] = set(getattr(config_class, "attribute_map", {}))
-    for owner in (config_class, PreTrainedConfig):
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(owner.__init__).parameters
-        names.update(name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD)
-    names |= ROPE_VALUES if "rope_parameters" in names else frozenset()
-    names |= {DECODER_START_TOKEN} if getattr(config_class, "is_encoder_decoder", False) is True else frozenset()
-    return frozenset(names - {"self"})
 
 
 def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> int | None:
@@ -216,11 +189,6 @@ def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> in
 
 def _token_values(special_ids: SpecialTokenIds) -> dict[str, int | None]:
     return {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
-
-
-def _suggestion(name: str, names: list[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
@@ -249,7 +217,9 @@ def pretrained_arguments(section: ModelSection) -> dict[str, Any]:
 
 
 def load_pretrained_config(section: ModelSection) -> PreTrainedConfig:
-    """Return the config of `model.name`; raises ModelError."""
+    """Return the config of `model.name` with the job's `model.config`; raises ModelError."""
     name, origin = str(section.name), pretrained_arguments(section)
     with loading_errors(name, key="model.name"), without_hub_retries(is_local=is_local_path(name)):
-        return load_auto_class(AutoConfig, **origin)
+        config: PreTrainedConfig = load_auto_class(AutoConfig, **origin)
+        content = read_config_content(config, **origin) if section.config else {}
+    return with_config_values(config, section.config, content=content) if section.config else config

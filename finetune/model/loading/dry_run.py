@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,9 @@ from finetune.model.loading.architecture import (
     build_model_config,
     load_pretrained_config,
     model_build_errors,
+    values_key,
 )
+from finetune.model.loading.config_values import CONFIG_KEY
 from finetune.model.loading.pretrained import build_from_config
 
 _MAX_MODULES = 300_000
@@ -50,9 +52,49 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
         with torch.device("meta"):
             model = trial.model(config)
         _check_parameters(model, key=trial.key)
+        _check_same_shapes(model, trial)
         error = _forward_error(model)
         if error is not None and (confirmed := _confirmed_error(error, trial, config, model)):
             raise confirmed
+
+
+def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
+    """Raise ModelError for a value of `model.config` with which the pre-trained weights would not fit."""
+    values = trial.section.config
+    if not values:
+        return
+    usual = trial.shapes({})
+    if usual == _shapes(model):
+        return
+    for name, value in values.items():
+        try:
+            fits = trial.shapes({name: value}) == usual
+        except Exception:  # it cannot even be built with this value alone
+            fits = False
+        if not fits:
+            raise ModelError(
+                f"{CONFIG_KEY}.{name}: it changes the number or the shapes of the weights, so that the pre-trained "
+                "ones do not fit. Remove it, or build a new model with `model.from_config`."
+            )
+    raise ModelError(f"{CONFIG_KEY}: together these values change the shapes of the weights. Remove them.")
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: each.shape for name, each in model.named_parameters()}
+
+
+def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
+    """Return the model on the meta device: its modules, without values; raises ModelError."""
+    trial = _DryRun(section, head)
+    with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
+        config = trial.config()
+        with torch.device("meta"):
+            return trial.model(config)
+
+
+def may_have_experts(section: ModelSection) -> bool:
+    """Tell whether the model's config has values about experts, as that of every mixture of experts has."""
+    return any("expert" in name for name in _DryRun(section, "causal_lm").config().get_text_config().to_dict())
 
 
 @dataclass(frozen=True)
@@ -71,7 +113,7 @@ class _DryRun:
     @property
     def key(self) -> str:
         """Return the key that messages refer to."""
-        return f"{FROM_CONFIG_KEY}.values" if self.section.from_config is not None else "model.name"
+        return values_key(self.section)
 
     def config(self) -> PreTrainedConfig:
         """Return the model's config."""
@@ -83,6 +125,12 @@ class _DryRun:
         _check_special_token_ids(config)
         _check_num_layers(config)
         return config
+
+    def shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
+        """Return the names and shapes of the parameters with these values of `model.config` instead."""
+        section = self.section.model_copy(update={"config": dict(values)})
+        with torch.device("meta"):
+            return _shapes(self.model(load_pretrained_config(section)))
 
     def model(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Return the model on the default device."""
@@ -174,7 +222,7 @@ def _confirmed_error(
 @contextmanager
 def _build_limits(section: ModelSection) -> Iterator[None]:
     """Raise ModelError where the model has too many modules, or takes too long to build."""
-    key = f"{FROM_CONFIG_KEY}.values" if section.from_config is not None else "model.name"
+    key = values_key(section)
     num_modules, deadline = 0, time.monotonic() + _TIMEOUT_SECONDS
 
     def count(module: nn.Module, name: str, inner: nn.Module | None) -> None:

@@ -69,6 +69,15 @@ def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **
     return found
 
 
+def read_config_content(
+    config: PreTrainedConfig, place: str | Path, *, trust_remote_code: bool, **options: Any
+) -> dict[str, Any]:
+    """Return what the config.json holds from which `config` was loaded with the same arguments."""
+    with data_only_loading(trust_remote_code=trust_remote_code):
+        content, _ = type(config).get_config_dict(str(place), **options)
+    return dict(content)
+
+
 def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Return a tokenizer that this package trained and saved; class names in its files are ignored."""
     check_files(folder)

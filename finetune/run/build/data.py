@@ -4,9 +4,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from finetune.config.run_config import RunConfig
+from finetune.config.section import KeyLocations
+from finetune.config.sections.data import DataSection
 from finetune.data.audit.audit import Prepared, Streamed, refuse_exceeded
 from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
 from finetune.data.features import Features
@@ -15,6 +18,7 @@ from finetune.data.order.mixing import mixed_view
 from finetune.data.order.order import steps_for_tokens
 from finetune.data.sources.source import OpenedSources, Source, open_sources, rows_read, stream_of, texts
 from finetune.data.streams.stream import stream_view
+from finetune.data.templates.arguments import arguments_of, use_arguments
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set, repair
 from finetune.data.token_cache.store import PreparedSet, dataset_view, grouped_by_length
@@ -33,6 +37,11 @@ from finetune.train.plan import Plan, make_plan
 _DROPS_UNKNOWN_TEXT = (
     "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know vanish "
     "uncounted. Look at `finetune preview`, or choose another tokenizer."
+)
+
+_BROUGHT_ARGUMENTS = (
+    "the tokenizer brings arguments of its chat template, which are used: {}. `data.chat_template_arguments` replaces "
+    "them."
 )
 
 
@@ -67,17 +76,23 @@ class PreparedData:
 
 def prepare_data(context: RunContext) -> PreparedData:
     """Return the training data and the plan, made without any process group."""
-    training_data = make_training_data(context.config, context.log)
+    training_data = make_training_data(context.config, context.log, locations=context.loaded.sources)
     return PreparedData(training_data, make_run_plan(context.config, training_data))
 
 
-def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceProgress | None = None) -> TrainingData:
+def make_training_data(
+    config: RunConfig,
+    log: RunLog,
+    *,
+    on_progress: OnSourceProgress | None = None,
+    locations: KeyLocations = MappingProxyType({}),
+) -> TrainingData:
     """Return what there is to learn; one process tokenises, the others wait on a file and in no collective."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
     sources = open_sources(data, seed=config.run.seed, log=log)
-    processing = _load_processing(config, sources, log)
+    processing = _load_processing(config, sources, log, locations)
     rows = partial(rows_read, sources.train)
     kernel, warnings = resolve_kernel(config.train.loss_kernel)
     layout = resolve_padding_free(config)
@@ -101,7 +116,7 @@ def make_training_data(config: RunConfig, log: RunLog, *, on_progress: OnSourceP
     pools = [_open_dataset(source, config, prepare=prepare, stream=stream, audited=audited) for source in sources.train]
     refuse_exceeded(audited, data.audit)
     validation_set = prepare(sources.validation) if sources.validation else None
-    return TrainingData(processing, task, _mix(pools, config), audited, validation_set, answer_metrics)
+    return TrainingData(processing, task, _mix(pools, config, layout), audited, validation_set, answer_metrics)
 
 
 def input_identity(processing: Processing, task: Task) -> dict[str, str]:
@@ -114,7 +129,7 @@ def input_identity(processing: Processing, task: Task) -> dict[str, str]:
     return identity
 
 
-def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog) -> Processing:
+def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, locations: KeyLocations) -> Processing:
     """Return what the model's inputs are made with, the chat template set."""
     processing = load_processing(
         config.model,
@@ -126,6 +141,9 @@ def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog) -> 
     )
     if processing.tokenizer is not None:
         set_chat_template(processing.tokenizer, config.data.chat_template)
+        use_arguments(processing.tokenizer, config.data.chat_template_arguments, locations)
+        if config.data.chat_template_arguments is None and (brought := arguments_of(processing.tokenizer)):
+            log(_BROUGHT_ARGUMENTS.format(json.dumps(dict(brought))))
         if drops_unknown_text(processing.tokenizer):
             log(_DROPS_UNKNOWN_TEXT)
     return processing
@@ -148,9 +166,9 @@ def _open_dataset(
     return dataset_view(prepared, config.data, seed=seed, key=source.key)
 
 
-def _mix(pools: Sequence[DatasetView], config: RunConfig) -> DatasetView:
-    """Return the pools mixed as the job says, sorted by length where it says so."""
-    data, seed = config.data, config.run.seed
+def _mix(pools: Sequence[DatasetView], config: RunConfig, data: DataSection) -> DatasetView:
+    """Return the pools mixed as the job says, sorted by length where it says so; `data` is its resolved section."""
+    seed = config.run.seed
     pool = mixed_view(pools, data.train, seed=seed, unit=data.batching.unit) if data.train.mix else pools[0]
     return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 

@@ -26,7 +26,7 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
 from finetune.run.build.memory import memory_estimate, step_memory
-from finetune.run.build.model import build_model
+from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.build.tf32 import set_tf32
@@ -46,8 +46,9 @@ from finetune.strategy.upstream import (
 )
 from finetune.task.lm_loss.fallback import fallback_warning
 from finetune.task.lm_loss.target_loss import resolve_kernel
-from finetune.task.model_inputs import forward_logits, is_padding_free, unwrap_model
-from finetune.task.protocol import Task
+from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, unwrap_model
+from finetune.task.pooling import sample_logits
+from finetune.task.protocol import ModelHead
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
@@ -110,8 +111,7 @@ def prepare_model(
     """
     config, strategy, log = context.config, context.strategy, context.log
     process_bytes = 0 if torch.cuda.is_available() else resident_bytes()  # what `mem` of a step measures
-    init_context = strategy.init_context(accelerator.device)
-    plain = build_model(config, task=training_data.task, tokenizer=training_data.tokenizer, init_context=init_context)
+    plain = _build_plain(context, training_data, device=accelerator.device)
     distributed.barrier()  # the first collective over tensors begins when the slowest rank has its weights
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
@@ -131,6 +131,17 @@ def prepare_model(
         drop_not_yet_unfrozen_from_zero_norm(model)
     every = accumulation.reduces_every_microbatch
     return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory)
+
+
+def _build_plain(context: RunContext, training_data: TrainingData, *, device: torch.device) -> Any:
+    """Return the model before it is prepared. Collective."""
+    return build_model(
+        context.config,
+        task=training_data.task,
+        tokenizer=training_data.tokenizer,
+        init_context=context.strategy.init_context(device),
+        recorded=recorded_parameters(context.config),
+    )
 
 
 def _prepare(
@@ -178,7 +189,7 @@ def _log_size(
         step_memory(context, model, size, training=training, plan=plan, device=accelerator.device) if plan else None
     )
     whole = estimate(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes, step_parts=step_parts)
-    for line in (*size.lines, whole.lines[-1]):
+    for line in (*size.lines, *adapter_summary_of(model), whole.lines[-1]):
         context.log(line)
     return accumulation, whole
 
@@ -252,8 +263,9 @@ def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeig
 
 def require_sample_isolation(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
-    config = context.config
-    if not is_padding_free(config.data.batching):
+    config, task = context.config, training_data.task
+    is_asked_for, is_row = (is_padding_free(each.batching) for each in (config.data, resolve_padding_free(config)))
+    if not is_asked_for and (not is_row or task.head == "causal_lm"):
         return
     model = prepared.model
     inner = unwrap_model(prepared.unwrapped_model)
@@ -261,16 +273,25 @@ def require_sample_isolation(context: RunContext, training_data: TrainingData, p
     was_training = model.training
     model.eval()
     check_isolation(
-        partial(_logits, model, training_data.task, prepared),
+        partial(_row_logits, model, task.head, prepared.accelerator.device),
         config=inner.config,
         vocabulary_size=len(training_data.tokenizer),
         is_half=config.train.precision != "fp32" or config.model.dtype != "float32",
+        logits_alone=None if task.head == "causal_lm" else partial(_logits_alone, model, prepared.accelerator.device),
     )
     model.train(was_training)
 
 
-def _logits(model: nn.Module, task: Task, prepared: PreparedModel, row: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits of the samples as the task lays them out, [tokens, vocabulary]."""
-    samples = [Features({"input_ids": np.array(ids, np.uint32), "is_target": np.ones(len(ids), bool)}) for ids in row]
-    batch = task.collate(samples).to(prepared.accelerator.device)
-    return forward_logits(model, batch)[0]
+def _row_logits(model: nn.Module, head: ModelHead, device: torch.device, row: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits of the samples end to end, [tokens, outputs], or [samples, outputs] of a classifier."""
+    ids = [np.array(each, np.uint32) for each in row]
+    samples = [Features({"input_ids": each}) for each in ids]
+    batch = collate_row(samples, {"input_ids": ids}, labels=torch.zeros(len(ids))).to(device)
+    return sample_logits(model, batch) if head == "sequence_classification" else forward_logits(model, batch)[0]
+
+
+def _logits_alone(model: nn.Module, device: torch.device, ids: Sequence[int]) -> Tensor:
+    """Return the logits of one sample as a batch of its own, in the same shape."""
+    given = torch.tensor([ids], device=device)
+    logits: Tensor = model(input_ids=given, attention_mask=torch.ones_like(given)).logits
+    return logits if logits.dim() == 2 else logits[0]

@@ -18,6 +18,8 @@ from finetune.data.features import Features
 from finetune.data.rows import Row
 from finetune.errors import DataError
 from finetune.task.causal_lm import pad_id
+from finetune.task.model_inputs import forward_logits
+from finetune.task.pooling import sample_logits
 from finetune.task.protocol import DataFacts, TaskContext
 
 LabelsOf = Callable[[Row], Iterable[Any]]
@@ -199,11 +201,7 @@ class TextPadding:
     def inputs(self, features: Sequence[Features]) -> dict[str, Tensor]:
         """Return what the model is given, [batch, length] each, padded on the right."""
         pad_values = {"input_ids": self.token_id, "token_type_ids": 0}
-        inputs = {
-            name: pad_rows([each.arrays[name] for each in features], value)
-            for name, value in pad_values.items()
-            if name in features[0].arrays
-        }
+        inputs = {name: pad_rows(arrays, pad_values[name]) for name, arrays in input_columns(features).items()}
         lengths = torch.tensor([each.length for each in features])
         longest = inputs["input_ids"].shape[1]
         return {**inputs, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
@@ -217,7 +215,16 @@ def pad_rows(arrays: Sequence[np.ndarray], pad_value: int) -> Tensor:
     return torch.from_numpy(rows)
 
 
+def input_columns(features: Sequence[Features]) -> dict[str, list[np.ndarray]]:
+    """Return what the model reads of each text, by name."""
+    names = [name for name in ("input_ids", "token_type_ids") if name in features[0].arrays]
+    return {name: [each.arrays[name] for each in features] for name in names}
+
+
 def classifier_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the model's logits in float32: [batch, outputs], or [batch, length, outputs] of words."""
-    logits: Tensor = model(**batch.inputs).logits
+    if batch.cumulative_lengths is None:
+        logits: Tensor = model(**batch.inputs).logits
+    else:
+        logits = forward_logits(model, batch) if batch.targets is not None else sample_logits(model, batch)
     return logits.to(torch.float32)

@@ -22,8 +22,9 @@ from finetune.data.features import Features
 from finetune.errors import DataError
 from finetune.runtime.files.recorded_names import recorded_name
 from finetune.task.base import BaseTask
-from finetune.task.classification.classes import TextPadding, classifier_logits, find_classes
+from finetune.task.classification.classes import TextPadding, classifier_logits, find_classes, input_columns
 from finetune.task.classification.problem_types import MultiLabel, ProblemType, Regression, SingleLabel
+from finetune.task.model_inputs import collate_row, is_padding_free
 from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Row, SampleSpec, TaskContext
 
 
@@ -37,6 +38,7 @@ class TextClassificationTask(BaseTask):
 
     def __init__(self, context: TaskContext) -> None:
         data = context.data
+        self._batching = data.batching
         self.problem_type = _problem_type_of(context)
         self.padding = TextPadding(context.tokenizer)
         is_cut = data.over_length == "truncate"
@@ -62,11 +64,13 @@ class TextClassificationTask(BaseTask):
         return replace(super().samples, identity={"kind": recorded_name(self.problem_type), **facts})
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the texts padded on the right; labels: int64 [batch] of one class, else float32 [batch, outputs]."""
-        labels = np.stack([each.arrays[LABELS] for each in features])
+        """Return the texts padded, or end to end; labels: int64 [texts] of one class, else float32 [texts, outputs]."""
+        labels = self.problem_type.batch_labels(torch.from_numpy(np.stack([each.arrays[LABELS] for each in features])))
+        if is_padding_free(self._batching):
+            return collate_row(features, input_columns(features), labels=labels)
         return Batch(
             inputs=self.padding.inputs(features),
-            labels=self.problem_type.batch_labels(torch.from_numpy(labels)),
+            labels=labels,
             num_targets=len(features),
             num_tokens=sum(each.length for each in features),
             sample_ids=tuple(each.sample_id for each in features),

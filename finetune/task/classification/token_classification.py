@@ -16,8 +16,16 @@ from finetune.data.encoding.tokenizer import num_special_tokens_around
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.task.base import BaseTask
-from finetune.task.classification.classes import TextPadding, class_loss_sum, classifier_logits, find_classes, pad_rows
+from finetune.task.classification.classes import (
+    TextPadding,
+    class_loss_sum,
+    classifier_logits,
+    find_classes,
+    input_columns,
+    pad_rows,
+)
 from finetune.task.metrics import are_entity_tags, class_metrics, entity_scores
+from finetune.task.model_inputs import collate_row, is_padding_free
 from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 
@@ -32,6 +40,7 @@ class TokenClassificationTask(BaseTask):
 
     def __init__(self, context: TaskContext) -> None:
         data = context.data
+        self._batching = data.batching
         self.classification = find_classes(context, tags_of)
         self.label_smoothing = context.section.label_smoothing
         self.padding = TextPadding(context.tokenizer)
@@ -58,7 +67,10 @@ class TokenClassificationTask(BaseTask):
         return replace(super().samples, length_limit=self._length_limit, identity=identity)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the sentences padded on the right; labels[b, t] is the class of the word that token t begins."""
+        """Return the sentences padded, or end to end; labels[b, t] is the class of the word that token t begins."""
+        if is_padding_free(self._batching):
+            labels_of_tokens = np.concatenate([_labels(each) for each in features])
+            return collate_row(features, input_columns(features), token_labels=labels_of_tokens)
         labels = pad_rows([_labels(each) for each in features], IGNORED)
         return Batch(
             inputs=self.padding.inputs(features),
@@ -87,7 +99,11 @@ class TokenClassificationTask(BaseTask):
         if not batch.sample_ids:
             return EvaluationOutput(sums)
         labels, predicted = torch.stack([labels, logits.argmax(dim=-1)]).to("cpu", torch.float64)  # [batch, length]
-        ids = torch.tensor(batch.sample_ids, dtype=torch.float64)[:, None].expand_as(labels)
+        ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
+        if batch.cumulative_lengths is None:
+            ids = ids[:, None].expand_as(labels)
+        else:
+            ids = ids.repeat_interleave(torch.tensor(batch.lengths))[None]
         is_target = labels != IGNORED
         return EvaluationOutput(sums, torch.stack([each[is_target] for each in (ids, labels, predicted)], dim=1))
 

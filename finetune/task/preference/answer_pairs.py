@@ -16,15 +16,18 @@ from finetune.data.token_cache.lengths import SequencesLengthLimit, sequence_bou
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import pad_id
 from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
-from finetune.task.model_inputs import collate_padded
+from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free
+from finetune.task.pooling import pad_samples
 from finetune.task.protocol import SampleSpec, TaskContext
 
 PAIR_WEIGHTS = "counts"
 NUM_PAIRS = "num_firsts"
 
 
-def collate_pairs(features: Sequence[Features], *, pad_id: int) -> Batch:
+def collate_pairs(features: Sequence[Features], *, pad_id: int | None) -> Batch:
     """Return the first half of each sample's sequences and below these the second half of each, padded on the right.
+
+    Without a `pad_id` they stand end to end in one row in this order, the upper half first.
 
     `labels[b, t]` is the token at t + 1 where that is a target. There are as many targets of the batch as sequences in
     the upper half. Extras: how many sequences of each sample stand in the upper half (`num_firsts`), and of each of
@@ -34,7 +37,8 @@ def collate_pairs(features: Sequence[Features], *, pad_id: int) -> Batch:
     num_firsts = [len(each) // 2 for each in sequences]
     upper = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[:num]]
     lower = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[num:]]
-    batch = collate_padded([*upper, *lower], pad_id=pad_id)
+    ordered = [*upper, *lower]
+    batch = collate_padding_free(ordered) if pad_id is None else collate_padded(ordered, pad_id=pad_id)
     extras = {
         NUM_PAIRS: torch.tensor(num_firsts),
         PAIR_WEIGHTS: torch.ones(len(upper)),
@@ -60,12 +64,12 @@ def split_by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
 
 def upper_half(batch: Batch) -> Batch:
     """Return the batch without its lower half."""
-    return _select_rows(batch, slice(0, len(batch.labels) // 2))
+    return _select(batch, slice(0, _num_sequences(batch) // 2))
 
 
 def lower_half(batch: Batch) -> Batch:
     """Return the batch without its upper half."""
-    return _select_rows(batch, slice(len(batch.labels) // 2, None))
+    return _select(batch, slice(_num_sequences(batch) // 2, None))
 
 
 def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
@@ -73,12 +77,21 @@ def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     assert batch.targets is not None  # `collate_pairs` sets them
     each = log_probabilities_at_targets(model, batch)  # [targets]
     everywhere = each.new_zeros(batch.labels.numel()).index_copy(0, batch.targets.positions, each)
-    return everywhere.view(batch.labels.shape).sum(dim=1)
+    return _by_sequence(everywhere.view(batch.labels.shape), batch).sum(dim=1)
 
 
 def num_target_tokens(batch: Batch) -> Tensor:
     """Return the number of targets of each sequence, at least 1: [sequences]."""
-    return (batch.labels != IGNORED).sum(dim=1).clamp(min=1)
+    return _by_sequence(batch.labels != IGNORED, batch).sum(dim=1).clamp(min=1)
+
+
+def _by_sequence(values: Tensor, batch: Batch) -> Tensor:
+    """Return what belongs to each place of the labels by sequence, [sequences, places], 0 beyond a sequence's end."""
+    return values if batch.cumulative_lengths is None else pad_samples(values[0], batch)
+
+
+def _num_sequences(batch: Batch) -> int:
+    return len(batch.labels) if batch.cumulative_lengths is None else len(batch.lengths)
 
 
 def _sequences(features: Features) -> list[Features]:
@@ -86,11 +99,26 @@ def _sequences(features: Features) -> list[Features]:
     return [Features({"input_ids": ids[a:b], "is_target": is_target[a:b]}) for a, b in sequence_bounds(features)]
 
 
-def _select_rows(batch: Batch, rows: slice) -> Batch:
-    start, stop, _ = rows.indices(len(batch.labels))
-    inputs = {name: tensor[rows] for name, tensor in batch.inputs.items()}
-    targets = None if batch.targets is None else batch.targets.rows(start, stop, length=batch.labels.shape[1])
-    return replace(batch, inputs=inputs, labels=batch.labels[rows], targets=targets)
+def _select(batch: Batch, sequences: slice) -> Batch:
+    """Return the batch with these sequences alone; its extras stay."""
+    start, stop, _ = sequences.indices(_num_sequences(batch))
+    ends, num_places = batch.cumulative_lengths, batch.labels.shape[1]
+    if ends is None:
+        inputs = {name: tensor[sequences] for name, tensor in batch.inputs.items()}
+        targets = None if batch.targets is None else batch.targets.rows(start, stop, begin=start * num_places)
+        return replace(batch, inputs=inputs, labels=batch.labels[sequences], targets=targets)
+    lengths = batch.lengths[sequences]
+    first = sum(batch.lengths[:start])
+    places = slice(first, first + sum(lengths))
+    return replace(
+        batch,
+        inputs={name: tensor[:, places] for name, tensor in batch.inputs.items()},
+        labels=batch.labels[:, places],
+        targets=None if batch.targets is None else batch.targets.rows(start, stop, begin=first),
+        cumulative_lengths=ends[start : stop + 1] - first,
+        longest=max(lengths, default=0),
+        lengths=lengths,
+    )
 
 
 class AnswerPairsTask(BaseTask):
@@ -123,8 +151,8 @@ class AnswerPairsTask(BaseTask):
         return replace(super().samples, length_limit=limit, identity=identity)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return chosen answers and below them rejected ones: they share one forward pass."""
-        return collate_pairs(features, pad_id=self.pad_id)
+        """Return chosen answers and below them rejected ones, padded or end to end: they share one forward pass."""
+        return collate_pairs(features, pad_id=None if is_padding_free(self._data.batching) else self.pad_id)
 
     def dummy_batch(self, features: Features) -> Batch:
         """Return the sample as a batch in which nothing counts."""

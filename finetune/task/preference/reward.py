@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from finetune.data.batch import Batch
 from finetune.data.encoding.preference import MARGIN
 from finetune.data.features import Features
+from finetune.data.token_cache.lengths import sequence_bounds
 from finetune.task.model_inputs import forward_logits
+from finetune.task.pooling import sample_logits
 from finetune.task.preference.answer_pairs import PAIR_WEIGHTS, AnswerPairsTask, pair_metrics, pair_sums
 from finetune.task.preference.losses import bradley_terry
-from finetune.task.protocol import ModelHead, TaskContext
+from finetune.task.protocol import DataFacts, ModelHead, TaskContext
 
 
 class RewardTask(AnswerPairsTask):
@@ -29,6 +31,12 @@ class RewardTask(AnswerPairsTask):
     def __init__(self, context: TaskContext) -> None:
         self.section = context.section.reward
         super().__init__(context, margin=self.section.use_margin)
+        self._lines = _score_lines(self, context.tokenizer)
+
+    @property
+    def data_facts(self) -> DataFacts:
+        """Return at which token the score is read."""
+        return DataFacts(lines=self._lines)
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -61,4 +69,26 @@ class RewardTask(AnswerPairsTask):
 
 def scores(model: nn.Module, batch: Batch) -> Tensor:
     """Return the model's score of each sequence, float32 [sequences]."""
-    return forward_logits(model, batch).squeeze(-1).float()
+    logits = forward_logits(model, batch) if batch.cumulative_lengths is None else sample_logits(model, batch)
+    return logits.squeeze(-1).float()
+
+
+_SAMPLE = {
+    "prompt": [{"role": "user", "content": "a"}],
+    "chosen": [{"role": "assistant", "content": "b"}],
+    "rejected": [{"role": "assistant", "content": "c"}],
+    MARGIN: 0.0,
+}
+
+
+def _score_lines(task: RewardTask, tokenizer: Any) -> tuple[str, ...]:
+    """Return a line on the token at which the score of a conversation is read; none where a turn cannot be rendered."""
+    (outcome,) = task.encode([_SAMPLE])
+    if not isinstance(outcome, Features):
+        return ()
+    start, end = next(sequence_bounds(outcome))
+    ids = outcome.arrays["input_ids"][start:end].tolist()
+    while len(ids) > 1 and ids[-1] == task.pad_id:  # taken for padding by the model
+        ids.pop()
+    before, last = (repr(tokenizer.decode([token])) for token in (ids[-2:] if len(ids) > 1 else ids * 2))
+    return (f"reward: the score is read at the last token of a conversation: {last} (token {ids[-1]}) after {before}",)

@@ -99,6 +99,22 @@ BATCHING = [
 DATA = [
     (["data.chat_template=chatlm"], "data.chat_template", "Did you mean `chatml`?"),
     (["data.chat_template=mine.jinja"], "data.chat_template", "For a file, begin with `.`, `/` or `~`:"),
+    (
+        ["data.chat_template_arguments={tools: []}"],
+        "data.chat_template_arguments.tools",
+        "this is no argument: the template is given it from the row. Rows have a column `tools`.",
+    ),
+    (["data.chat_template_arguments.messages=[]"], "data.chat_template_arguments.messages", "Remove it."),
+    (
+        ["data.train_on=all", "data.train_on_reasoning=false"],
+        "data.train_on_reasoning",
+        "with `data.train_on: all` every token is a target",
+    ),
+    (
+        ["task.name=pretrain", "data.train_on_reasoning=false"],
+        "data.train_on_reasoning",
+        "only `sft`, `distillation` and `vision_language_sft` choose their targets among turns",
+    ),
 ]
 
 EVALUATE = [
@@ -239,6 +255,11 @@ IDLE = [
     (["model.name=.", "model.revision=main"], "model.revision", "only a hub model has revisions"),
     (["model.name=.", "model.cache_folder=hub"], "model.cache_folder", "nothing is downloaded"),
     (
+        ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, config: {attention_dropout: 0.1}}"],
+        "model.config",
+        "the values of a new model are in `model.from_config.values`",
+    ),
+    (
         ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, trust_remote_code: true}"],
         "model.trust_remote_code",
         "a model built from its config runs no remote code",
@@ -273,6 +294,8 @@ RIGHT = [
     ["data.num_workers=auto", "data.persistent_workers=true", "data.prefetch_factor=4"],
     ["data.num_workers=auto", "data.pin_memory=auto", "data.persistent_workers=auto", "data.prefetch_factor=auto"],
     ["data.prepare_workers=auto"],
+    ["data.chat_template_arguments.enable_thinking=false", "data.train_on=each_assistant"],
+    ["data.chat_template_arguments={reasoning_effort: low}", "data.train_on_reasoning=false"],
     ["model.dtype=bfloat16", "train.precision=bf16"],
     ["model.dtype=bfloat16", "model.lora={}"],
     ["model.dtype=float16", "model.lora={}", "train.precision=fp16"],

@@ -64,6 +64,11 @@ IDLE = [
     ([*IMAGES, "train.embedding_noise=5.0"], "train.embedding_noise", "only `task.name: sft` and"),
     ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images have no tokens"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
+    (
+        ["task.name=pretrain", "data.chat_template_arguments={enable_thinking: false}"],
+        "data.chat_template_arguments",
+        "reads text without turns",
+    ),
     (["task.name=pretrain", "data.system_prompt=Hi."], "data.system_prompt", "reads text without turns"),
     (["task.name=pretrain", "data.train_on=all"], "data.train_on", "the task decides"),
     (
@@ -147,9 +152,9 @@ WRONG = [
     (
         ["task.name=preference", "data.batching={by: packs}"],
         "data.batching.by",
-        "pads its samples. Write `by: samples`",
+        "is not trained on packs. Write `by: samples`",
     ),
-    (["task.name=reward", "data.batching={padding_free: true}"], "data.batching.padding_free", "pads its samples"),
+    (["task.name=seq2seq", "data.batching={padding_free: true}"], "data.batching.padding_free", "pads its samples"),
     (
         [*IMAGES, "data.images={crop_scale: [0.1, 1.0], crop_padding: 4}"],
         "data.images.crop_padding",
@@ -197,7 +202,7 @@ WRONG_preference_rules = [
     ([JUDGED], "data.train.format", "only `task.preference.loss: kto` trains on single answers"),
     ([STREAM], "data.train.stream", "the reference model's log-probabilities are computed before the first step"),
     ([PAIRS, "data.over_length=split"], "data.over_length", "needs whole rows"),
-    ([PAIRS, "data.batching={by: packs}"], "data.batching.by", "pads its samples"),
+    ([PAIRS, "data.batching={by: packs}"], "data.batching.by", "`padding_free` avoids padding"),
 ]
 
 

@@ -92,7 +92,7 @@ def test_the_last_answer_is_learnt_with_a_template_that_rewrites_earlier_turns()
     assert "(the tokenizer's own) renders turn 2 differently when the conversation stops there " in said
     assert "stops there ('...tart|>assist" in said
     assert "and when it continues ('...tart|>assistant\\nFour.<|im_end|>" in said
-    assert "Set data.train_on: last_assistant" in said
+    assert "Set data.train_on: each_assistant, which makes each answer a sample of its own" in said
     assert "`_training` variants" in said
     assert learnt(TALK, shipped_templates()["qwen3"], train_on="last_assistant") == [
         f"<think>\n\n</think>\n\nSix.{END}"
@@ -167,8 +167,25 @@ def test_what_a_template_drops_is_named():
     thinking = [ASKED, turn("assistant", "Four.", reasoning_content="Twice two.")]
     assert "drops the reasoning of the last turn" in refused(thinking)
     no_system = "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-    assert "drops the content of `system` turns" in refused([turn("system", "Be brief."), *TALK], no_system)
+    assert "drops the content of `system` turns: it writes turns of `developer`, `user`, `assistant`, `tool`. Put" in (
+        refused([turn("system", "Be brief."), *TALK], no_system)
+    )
     assert learnt(TALK, no_system)[0].endswith("Four.</s>")
+
+
+@pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
+def test_the_roles_that_a_template_takes_are_named_where_a_row_has_another():
+    templates, turns = shipped_templates(), [turn("developer", "Be brief."), *TALK]
+    said = refused(turns[:3], templates["qwen3"])
+    assert "drops the content of `developer` turns: it writes turns of `system`, `user`, `assistant`, `tool`. " in said
+    assert "`developer` is what gpt-oss and OpenAI's API call the system message: rename it to `system`" in said
+    said = refused(turns[:3], templates["qwen3_5_think"])
+    assert "Unexpected message role. It has no `developer`; it writes turns of `system`, `user`, `assistant`" in said
+    assert "It has no `system`; it writes turns of `user`, `assistant`. Put the text in front" in refused(
+        [turn("system", "Be brief."), *TALK], templates["gemma"]
+    )
+    for name in ("gptoss_training", "gemma4_v5"):
+        assert learnt(turns, templates[name])[0].strip("<>|")
 
 
 def test_a_content_that_the_template_cannot_write_is_named():

@@ -86,6 +86,53 @@ def test_the_users_columns_are_mapped_and_the_unread_are_named():
     assert said[1:] == [f"{KEY}: unused columns: `id`"]
 
 
+def test_a_column_is_said_to_be_read_or_unused_and_not_both():
+    said, row = [], {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False}, "id": 7}
+    assert read(row, said) == {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False}}
+    assert said == [
+        f"{KEY}.format is not set: the columns `messages`, `chat_template_kwargs` are read as `messages`",
+        f"{KEY}: unused columns: `id`",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]},
+        {"prompt": "Hi.", "completion": "Hello."},
+        {"instruction": "Hi.", "output": "Hello."},
+        {"prompt": "Hi.", "chosen": "Hello.", "rejected": "No."},
+        {"prompt": "Hi.", "completion": "Hello.", "label": True},
+    ],
+    ids=lambda row: " ".join(row),
+)
+def test_a_rows_own_arguments_of_the_chat_template_are_read_in_every_format_of_turns(row):
+    keys = {"format": "judged"} if "label" in row else {}
+    plain = read(row, **keys)
+    for value in ({"brief": True}, '{"brief": true}'):
+        assert read({**row, "chat_template_kwargs": value}, **keys) == {
+            **plain,
+            "chat_template_kwargs": {"brief": True},
+        }
+    for value in (None, {}, "{}"):
+        assert read({**row, "chat_template_kwargs": value}, **keys) == plain
+    for wrong, reason in (([1], "must be an object"), ("{", "is text that is not JSON"), ("[1]", "must be an object")):
+        with pytest.raises(DataError, match=reason):
+            read({**row, "chat_template_kwargs": wrong}, **keys)
+
+
+def test_a_first_row_with_arguments_makes_another_identity_and_one_without_the_same_as_ever():
+    def identity(row):
+        return choose_format(
+            SourceSection(path="rows.jsonl"), RawRow("rows.jsonl", 1, row), key=KEY, log=str
+        ).identity()
+
+    row = {"messages": [USER, ASSISTANT]}
+    assert identity(row) == identity({**row, "id": 7}) == ["messages", {}, {}]
+    assert identity({**row, "chat_template_kwargs": {}}) == ["messages", {}, {}, "chat_template_kwargs"]
+
+
 def test_the_first_format_that_fits_is_taken():
     said = []
     read({"text": "x", "prompt": "a", "completion": "b", "messages": [USER]}, said)

@@ -47,7 +47,9 @@ def test_a_sample_in_a_row_is_the_sample_alone_under_eager_attention(kind):
     [
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}),
         ("llama4_text", {}),
-        ("bert", {}),
+        ("bert", {"is_decoder": True}),
+        ("mpnet", {}),
+        ("deberta-v2", {}),
         ("t5", {}),
         ("qwen3_moe", {"output_router_logits": True}),
         ("gpt2", {"add_cross_attention": True}),

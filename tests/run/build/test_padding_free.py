@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from finetune.config.load import load_config
 from finetune.run.build.padding_free import format_padding_free, resolve_padding_free
@@ -19,6 +20,10 @@ task: {name: sft}
 train: {global_batch_size: 8, microbatch_size: 4, steps: 8, learning_rate: 1e-3}
 """
 LINEAR = "{model_type: qwen3_next, values: {layer_types: [linear_attention, full_attention], num_hidden_layers: 2}}"
+
+
+IMAGES = ("task.name=image_classification", "data.max_length=null", "model={from_config: {model_type: resnet}}")
+BERT = "{model_type: bert, values: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}}"
 
 
 @pytest.fixture
@@ -46,13 +51,21 @@ def job(tmp_path):
         (("model.attention=eager",), False),
         (("model.prompt_tuning={num_tokens: 4}",), False),
         ((f"model.from_config={LINEAR}",), False),
-        (("task.name=preference",), False),
+        (("task.name=preference",), True),
+        (("task.name=reward",), True),
+        ((f"model.from_config={BERT}", "task.name=masked_lm"), True),
+        ((f"model.from_config={BERT}", "task.name=text_classification"), True),
+        ((f"model.from_config={BERT}", "task.name=token_classification", "model.attention=sdpa"), False),
+        (("model.from_config={model_type: mpnet}", "task.name=masked_lm"), False),
+        (("task.name=seq2seq",), False),
+        (("task={name: distillation, distillation: {teacher: ./absent}}",), False),
     ],
 )
 def test_samples_share_rows_where_the_model_is_known_to_keep_them_apart(job, overrides, is_free):
     config, data = job(*overrides)
     assert data.batching.padding_free is is_free
     assert data.model_copy(update={"batching": config.data.batching}) == config.data
+    assert data.batching.length_window_steps == (1 if data.batching.by == "samples" and not is_free else 0)
 
 
 @pytest.mark.parametrize(("kind", "is_free"), [("LORA", True), ("PROMPT_TUNING", False)])
@@ -65,10 +78,23 @@ def test_what_an_adapter_on_disk_is_decides(job, tmp_path, kind, is_free):
 def test_a_start_says_what_auto_has_come_to(job):
     assert format_padding_free(*job()) == ("padding-free batches: the model keeps the samples of a row apart",)
     (line,) = format_padding_free(*job("model.attention=sdpa"))
-    assert line.startswith("samples are padded: ")
+    assert line.startswith("samples are padded, and sorted by length within each step: ")
     assert format_padding_free(*job("data.batching.padding_free=true")) == ()
     assert format_padding_free(*job("data.batching={by: packs, tokens: 64}", "train.microbatch_size=1")) == ()
-    assert format_padding_free(*job("task.name=preference")) == ()
+    assert format_padding_free(*job("task.name=seq2seq")) == ()
+
+
+def test_a_written_window_stays_and_what_has_no_lengths_is_not_sorted(job):
+    assert job("data.batching.length_window_steps=4")[1].batching.length_window_steps == 4
+    assert job("data.batching={padding_free: false, length_window_steps: 0}")[1].batching.length_window_steps == 0
+    assert job(*IMAGES)[1].batching.length_window_steps == 0
+
+
+@pytest.mark.parametrize(("kind", "is_free"), [("llama", True), ("mamba2", False)])
+def test_a_teacher_must_keep_them_apart_too(job, tmp_path, kind, is_free):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path / "teacher")
+    teacher = f"{{name: distillation, distillation: {{teacher: {tmp_path / 'teacher'}}}}}"
+    assert job(f"task={teacher}")[1].batching.padding_free is is_free
 
 
 def test_a_folder_without_a_model_is_told_of_where_it_is_loaded(job, tmp_path):

@@ -313,7 +313,7 @@ def test_a_model_without_a_head_over_a_vocabulary_has_none():
 def test_targets_of_some_rows_are_placed_anew():
     targets = Targets.of(np.array([[5, IGNORED, 6], [IGNORED, 7, IGNORED], [8, IGNORED, IGNORED]]))
     assert targets.positions.tolist() == [0, 2, 4, 6]
-    below = targets.rows(1, 3, length=3)
+    below = targets.rows(1, 3, begin=3)
     assert (below.positions.tolist(), below.labels.tolist(), below.per_row) == ([1, 3], [7, 8], (1, 1))
     assert (targets.none.positions.tolist(), targets.none.per_row) == ([], (0, 0, 0))
 

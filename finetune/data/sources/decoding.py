@@ -1,0 +1,100 @@
+"""Text files in other encodings as UTF-8, and what is said of bytes that are no text."""
+
+import codecs
+import io
+from typing import Any, BinaryIO
+
+from finetune.data.rows import not_utf8
+from finetune.errors import DataError
+
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_CHUNK_BYTES = 1 << 20
+_SAMPLE_BYTES = 4096
+_MANY = 0.4
+"""Share of the bytes of a text that are zero in UTF-16 of mostly Latin letters, of one byte order or the other."""
+
+
+def as_utf8(stream: io.BufferedReader, *, encoding: str | None, origin: str) -> io.BufferedReader:
+    """Return the stream with its text in UTF-8: as it is, unless an encoding or its byte order mark says otherwise.
+
+    Raises DataError where it looks like UTF-16 without such a mark.
+    """
+    if encoding is None:
+        start = stream.peek(_SAMPLE_BYTES)[:_SAMPLE_BYTES]
+        encoding = next((name for mark, name in _MARKS if start.startswith(mark)), None)
+        if encoding is None:
+            _refuse_utf16(start, origin)
+            return stream
+    if codecs.lookup(encoding).name == "utf-8":
+        return stream
+    return io.BufferedReader(_Transcoded(stream, encoding, origin), _CHUNK_BYTES)
+
+
+def decode_line(line: bytes, *, origin: str, number: int) -> str:
+    """Return the text of a line in UTF-8; raises DataError naming line and byte."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{origin}, line {number}: {not_utf8(error)}") from error
+
+
+class _Transcoded(io.RawIOBase):
+    """Reads text in any encoding as UTF-8; raises DataError that names offset and line of a byte that is none."""
+
+    def __init__(self, stream: BinaryIO, encoding: str, origin: str) -> None:
+        self._stream, self._encoding, self._origin = stream, encoding, origin
+        self._decoder: Any = codecs.getincrementaldecoder(encoding)()
+        self._pending = b""
+        self._num_bytes, self._line = 0, 1  # that have been decoded, and in which the next one is
+
+    def readable(self) -> bool:
+        """Return true."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with UTF-8, and return how many bytes there are; 0 at the end."""
+        while not self._pending:
+            chunk = self._stream.read(_CHUNK_BYTES)
+            text = self._decoded(chunk)
+            self._line += text.count("\n")
+            self._pending = text.encode("utf-8")
+            if not chunk:
+                break
+        taken = self._pending[: len(buffer)]
+        buffer[: len(taken)] = taken
+        self._pending = self._pending[len(taken) :]
+        return len(taken)
+
+    def _decoded(self, chunk: bytes) -> str:
+        left = len(self._decoder.getstate()[0])
+        try:
+            text: str = self._decoder.decode(chunk, final=not chunk)
+            text.encode("utf-8")
+        except UnicodeDecodeError as error:
+            at = self._num_bytes - left + error.start
+            before = error.object[: error.start].decode(error.encoding, errors="ignore")
+            line = self._line + before.count("\n")
+            raise DataError(
+                f"{self._origin}, line {line}: byte 0x{error.object[error.start]:02x} at offset {at:,} is not "
+                f"{self._encoding} ({error.reason}). Write another `encoding`, or fix the line."
+            ) from error
+        except UnicodeEncodeError as error:
+            raise DataError(f"{self._origin}: holds half of a surrogate pair: this is not valid Unicode.") from error
+        self._num_bytes += len(chunk)
+        return text
+
+
+def _refuse_utf16(start: bytes, origin: str) -> None:
+    """Raise DataError for text with a zero in nearly every second byte."""
+    for first, name in ((1, "utf-16-le"), (0, "utf-16-be")):
+        zeros = start[first::2].count(0)
+        if zeros and zeros >= _MANY * len(start) and not start[1 - first :: 2].count(0):
+            raise DataError(
+                f"{origin}: looks like UTF-16 without a byte order mark: every second byte is zero. Write "
+                f"`encoding: {name}` beside its path."
+            )

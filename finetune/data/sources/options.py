@@ -1,0 +1,57 @@
+"""What the job says of how files of text are read: delimiter, quotes, encoding, positions, and where records are."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from finetune.config.section import KINDS_OF_KEYS, KINDS_WITH_POSITIONS
+from finetune.config.sections.data import SourceSection
+from finetune.errors import DataError
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The defaults read every file as UTF-8, with the delimiter of its ending and a header."""
+
+    delimiter: str | None = None
+    quotes: bool | None = None
+    encoding: str | None = None
+    records: str | None = None
+    has_header: bool = True
+    names: tuple[tuple[int, str], ...] = ()  # of columns by position, where there is no header
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return, as JSON can hold it, what is not read by default."""
+        written = asdict(self)
+        return {each.name: written[each.name] for each in fields(self) if written[each.name] != each.default}
+
+    def column_name(self, position: int) -> str:
+        """Return the name of a column without a header: the one that is given to it, else its position."""
+        return dict(self.names).get(position, str(position))
+
+
+DEFAULT_OPTIONS = ReadOptions()
+
+
+def read_options(section: SourceSection, endings: Iterable[str], *, key: str) -> ReadOptions:
+    """Return how files of these kinds are read; raises DataError for a key that their kind does not have."""
+    found = set(endings)
+    if section.has_positions:
+        _require_kind(found, KINDS_WITH_POSITIONS, key=f"{key}.columns", what="columns by position are")
+    for name, allowed in KINDS_OF_KEYS.items():
+        if getattr(section, name) is not None:
+            _require_kind(found, allowed, key=f"{key}.{name}", what="it is")
+    return ReadOptions(
+        section.delimiter,
+        section.quotes,
+        section.encoding,
+        section.records,
+        has_header=not section.has_positions,
+        names=tuple(sorted(section.named_positions.items())),
+    )
+
+
+def _require_kind(found: set[str], allowed: tuple[str, ...], *, key: str, what: str) -> None:
+    others = sorted(found - set(allowed))
+    if others:
+        raise DataError(f"{key}: {what} read of {' and '.join(allowed)} files only, not of {others[0]}. Remove it.")

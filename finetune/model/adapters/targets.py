@@ -1,0 +1,241 @@
+"""Which modules and parameters LoRA adapts: attention, shared experts, routed experts, router.
+
+Routed experts are matrices [experts, rows, columns] of one module, which peft adapts as parameters, not as modules. The
+targets of a mixture of experts are chosen here, by full name; for other models peft chooses the same as always.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.config.sections.model import LoraSection
+from finetune.errors import Problem
+from finetune.model.adapters.context import is_conv1d, module_name
+from finetune.model.adapters.upstream import is_read_by_kernel, rewritten_names
+from finetune.model.loading.architecture import new_head_modules
+from finetune.runtime.parameters import full_shape
+
+ALL_LINEAR = "all-linear"
+_EXPERTS = "experts"
+_ROUTERS = ("gate", "router")
+
+INITS_FROM_BASE = ("pissa", "olora")
+"""Initializations that move a part of the base's weights into the adapter, which changes the base."""
+
+_INITS_OF_MODULES = (*INITS_FROM_BASE, "loftq")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of one layer: one module with their matrices, or a list of modules."""
+
+    name: str
+    num_experts: int
+    parameters: tuple[str, ...] = ()  # the matrices' own names, [experts, rows, columns]; none for a list
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """What gets an adapter, by full name; `left_out`: what does not, and why."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def find_experts(model: nn.Module) -> list[Experts]:
+    """Return the routed experts of every layer; none in a dense model."""
+    return [found for name, module in model.named_modules() if (found := _experts_of(name, module)) is not None]
+
+
+def _experts_of(name: str, module: nn.Module) -> Experts | None:
+    if name.rpartition(".")[2] != _EXPERTS:
+        return None
+    if isinstance(module, nn.ModuleList):
+        return Experts(name, len(module))
+    shapes = {own: full_shape(each) for own, each in module.named_parameters(recurse=False)}
+    fused = {own: shape for own, shape in shapes.items() if len(shape) == 3}
+    return Experts(name, next(iter(fused.values()))[0], tuple(fused)) if fused else None
+
+
+def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[str]:
+    """Return the names of the modules that choose the experts of a token."""
+    blocks = {each.name.rpartition(".")[0]: model.get_submodule(each.name.rpartition(".")[0]) for each in experts}
+    return [f"{name}.{own}" for name, block in blocks.items() for own in _ROUTERS if hasattr(block, own)]
+
+
+def adapts_experts(lora: LoraSection) -> bool:
+    """Tell whether the section asks for adapters on routed experts: unset, they are among all linear layers."""
+    return lora.target_modules == ALL_LINEAR if lora.experts is None else lora.experts
+
+
+def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
+    """Return what this model's experts and router do not support, with the keys; takes shapes only, no values."""
+    experts = find_experts(model)
+    problems = []
+    if not experts:
+        keys = (("experts", lora.experts is not None), ("router", lora.router))
+        message = "this model has no routed experts. Remove the key."
+        return [Problem(f"model.lora.{key}", message) for key, is_written in keys if is_written]
+    if lora.router and not find_routers(model, experts):
+        problems.append(Problem("model.lora.router", "no module `gate` or `router` was found. Remove the key."))
+    has_parameters = adapts_experts(lora) and any(each.parameters for each in experts)
+    has_parameters |= lora.router and bool(_router_targets(model, find_routers(model, experts))[1])
+    if not has_parameters:
+        return problems
+    what = "experts: false" if adapts_experts(lora) else "router: false"
+    why = "peft adapts the matrices of routed experts and routers as parameters, which supports no"
+    if lora.dora:
+        problems.append(Problem("model.lora.dora", f"{why} DoRA. Write `{what}`, or `dora: false`."))
+    if lora.init in _INITS_OF_MODULES:
+        problems.append(Problem("model.lora.init", f"{why} `{lora.init}`. Write `{what}`, or `init: default`."))
+    return problems
+
+
+def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:
+    """Return the targets; None where the model has neither experts nor mixers, and peft finds them itself."""
+    experts = find_experts(model)
+    read = [name for name, parent, own in _children(model) if is_read_by_kernel(parent, own)]
+    if not experts and not (read and lora.target_modules == ALL_LINEAR):
+        return None
+    routers = find_routers(model, experts)
+    modules = _named_modules(model, lora, head=head)
+    left_out = []
+    if lora.target_modules == ALL_LINEAR:
+        left_out = _left_out(model, lora, modules, read)
+        inside = {*routers, *(() if adapts_experts(lora) else (each.name for each in experts))}
+        modules = [name for name in modules if not _is_inside(name, inside) and name not in dict(left_out)]
+    parameters = [f"{each.name}.{own}" for each in experts for own in each.parameters] if adapts_experts(lora) else []
+    if lora.router:
+        more, own = _router_targets(model, routers)
+        modules, parameters = [*modules, *(each for each in more if each not in modules)], [*parameters, *own]
+    return LoraTargets(
+        modules=tuple(name for name in modules if _is_in_layers(name, lora.layers)),
+        parameters=tuple(name for name in parameters if _is_in_layers(name, lora.layers)),
+        left_out=_reasons(left_out),
+    )
+
+
+def _named_modules(model: PreTrainedModel, lora: LoraSection, *, head: str) -> list[str]:
+    """Return the modules that `target_modules` names, or every linear layer but the heads."""
+    if lora.target_modules != ALL_LINEAR:
+        ends = tuple(f".{name}" for name in lora.target_modules)
+        return [name for name, _ in model.named_modules() if name in lora.target_modules or name.endswith(ends)]
+    heads = (module_name(model.get_output_embeddings(), model), *new_head_modules(model, head=head))
+    return [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and name not in heads
+    ]
+
+
+def _left_out(
+    model: PreTrainedModel, lora: LoraSection, modules: Sequence[str], read: Collection[str]
+) -> list[tuple[str, str]]:
+    """Return modules that have no adapter although they are linear layers, and why."""
+    rewritten = rewritten_names(model.config.model_type)
+    found = []
+    for name in modules:
+        is_rewritten = name.rpartition(".")[2] in rewritten  # saved as a parameter
+        if name in read:
+            found.append((name, "a kernel reads its weight"))
+        elif is_rewritten and lora.dora:
+            found.append((name, "peft loads it as a parameter, without DoRA"))
+        elif is_rewritten and not model.get_submodule(name).weight.is_floating_point():
+            found.append((name, "peft loads it as a parameter, which must not be quantized"))
+        elif lora.init in INITS_FROM_BASE and min(full_shape(model.get_submodule(name).weight)) < lora.rank:
+            found.append((name, "it is smaller than the rank"))
+    return found
+
+
+def _router_targets(model: nn.Module, routers: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the routers' linear layers, and the weights of routers that are none and have none."""
+    modules, parameters = [], []
+    for name in routers:
+        router = model.get_submodule(name)
+        linear = [own for own, each in router.named_modules() if isinstance(each, nn.Linear)]
+        modules += [f"{name}.{own}".removesuffix(".") for own in linear]
+        weight = router._parameters.get("weight")
+        if not linear and weight is not None and len(full_shape(weight)) == 2:
+            parameters.append(f"{name}.weight")
+    return modules, parameters
+
+
+def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the full name, the parent and the own name of each linear layer."""
+    for name, parent in model.named_modules():
+        for own, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                yield f"{name}.{own}".removeprefix("."), parent, own
+
+
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in modules)
+
+
+def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
+    """Tell whether the name is in one of the layers, by its first number; without layers, every name is."""
+    number = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
+    return not layers or (number is not None and int(number[1]) in layers)
+
+
+def _reasons(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    by_reason: dict[str, set[str]] = {}
+    for name, why in left_out:
+        by_reason.setdefault(why, set()).add(".".join(_without_layers(name)[-2:]))
+    return tuple(f"{', '.join(sorted(names))} ({why})" for why, names in by_reason.items())
+
+
+def _without_layers(name: str) -> list[str]:
+    return [part for part in name.split(".") if not part.isdigit()]
+
+
+def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTargets | None) -> str | None:
+    """Return a line on what is adapted in a mixture of experts or beside mixers, and what is not; else None.
+
+    It reads the model before adapters are added to it.
+    """
+    if targets is None:
+        return None
+    experts = find_experts(model)
+    parts = _groups(targets.modules)
+    others = list(targets.left_out)
+    routed = [each for each in experts if f"{each.name}." in "".join(f"{name}." for name in targets.parameters)]
+    if routed:
+        without = ", without dropout" if lora.dropout else ""
+        names = ", ".join(sorted({own for each in routed for own in each.parameters}))
+        layers = f"{len(routed)} layer{'' if len(routed) == 1 else 's'}"
+        parts.append(f"{routed[0].num_experts} routed experts in {layers} ({names}{without})")
+    elif experts and not adapts_experts(lora):
+        others.append("routed experts (`model.lora.experts: true` adapts them)")
+    if experts and not lora.router:
+        others.append("router (`model.lora.router: true` adapts it)")
+    elif lora.router:
+        is_parameter = any(each.endswith(".weight") for each in targets.parameters)
+        parts.append(f"router{' (without dropout)' if is_parameter and lora.dropout else ''}")
+    return f"LoRA on {', '.join(parts)}" + (f"; not on {', '.join(others)}" if others else "")
+
+
+def _groups(modules: Sequence[str]) -> list[str]:
+    """Return the modules by the part of the layer that they are in: `self_attn (k_proj, q_proj)`."""
+    groups: dict[str, set[str]] = {}
+    for name in modules:
+        *_, group, own = ["model", *_without_layers(name)]
+        groups.setdefault(group, set()).add(own)
+    return [f"{group} ({', '.join(sorted(names))})" for group, names in groups.items()]
+
+
+def shortest_names(chosen: Collection[str], names: Collection[str]) -> list[str]:
+    """Return names, without the layer where that suffices, whose ends match the chosen ones and no other.
+
+    >>> shortest_names(["h.0.mlp.up", "h.1.mlp.up"], ["h.0.mlp.up", "h.1.mlp.up", "h.0.mlp.down", "h.0.up"])
+    ['mlp.up']
+    """
+    short: set[str] = set()
+    for end in {re.sub(r"^.*\.\d+\.", "", name) for name in chosen}:
+        matched = [name for name in names if name == end or name.endswith(f".{end}")]
+        short |= {end} if set(matched) <= set(chosen) else {n for n in chosen if re.sub(r"^.*\.\d+\.", "", n) == end}
+    return sorted(short)

@@ -1,0 +1,81 @@
+"""What peft does to LoRA on mixtures of experts and on mixers, and how this package goes around it.
+
+peft 0.21 and transformers 5.23; each workaround says when it can be removed, and a test fails when it is not needed.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import transformers_weight_conversion as conversion
+from torch import nn
+
+from finetune.model.upstream import patched
+
+
+@contextmanager
+def keep_targets() -> Iterator[None]:
+    """Have peft adapt the targets that it is given.
+
+    peft 0.21 rewrites the targets of some mixtures of experts as if they named modules of transformers 4: `gate_proj`
+    becomes the parameter `gate_up_proj` of the routed experts at twice the rank, `all-linear` also adapts the router,
+    and shared experts and dense layers of the same names lose their adapters (`_convert_peft_config_moe`). Can go when
+    that is limited to adapters that transformers 4 has written.
+    """
+
+    def keep(config: Any, model: nn.Module, conversions: Any) -> None:
+        return None
+
+    with patched([(conversion, "convert_peft_config_for_transformers", keep)]):
+        yield
+
+
+def convert_targets(config: Any, model: nn.Module) -> None:
+    """Rewrite the targets as peft 0.21 does, in place: what an older version of this package has trained."""
+    conversion.convert_peft_config_for_transformers(config, model, None)
+
+
+def rewritten_names(model_type: str) -> frozenset[str]:
+    """Return the names of modules that peft replaces, on loading, by parameters of the routed experts."""
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    if pattern is None or conversion.get_checkpoint_conversion_mapping(model_type) is None:
+        return frozenset()
+    if not conversion._MOE_FUSED_TARGETS.get(pattern):
+        return frozenset()
+    return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+
+
+def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the plain name of each parameter that has an adapter, and peft's wrapper of it."""
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            owner = re.sub(r"(\.base_layer)+$", "", name)
+            yield f"{owner}.{module.parameter_name}", module
+
+
+def is_parameter_wrapper(module: nn.Module) -> bool:
+    """Tell whether this is the adapter of a parameter, which stands in for the module that has the parameter."""
+    return isinstance(module, ParamWrapper)
+
+
+_REFUSED_BY_PEFT = ("mamba", "mixer")
+
+
+def is_read_by_kernel(parent: nn.Module, name: str) -> bool:
+    """Tell whether a mixer passes the weight of its layer to a kernel instead of calling the layer.
+
+    The layer's adapter would not be trained then. peft 0.21 refuses `out_proj` of mamba, mamba2, falcon_mamba,
+    falcon_h1 and nemotron_h for this reason, and overlooks bamba, granitemoehybrid, jamba and zamba2, and `x_proj` and
+    `dt_proj` of mamba (`_check_lora_target_modules_mamba`).
+    """
+    kind = type(parent)
+    if not any(each in kind.__name__.lower() for each in _REFUSED_BY_PEFT):
+        return False
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # code that was not read from a file
+        return False
+    return re.search(rf"self\.{re.escape(name)}\.weight\b(?!\.dtype)", source) is not None

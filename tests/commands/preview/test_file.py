@@ -1,0 +1,151 @@
+"""A preview of any file shows how it would be read, and prints lines of a job that read just that."""
+
+import gzip
+import json
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from finetune.commands.preview.file import preview_file
+from finetune.config.load import load_config
+from finetune.data.sources.source import open_source
+from finetune.errors import DataError, UserError
+from finetune.model.tokenizer import train_or_load_tokenizer
+
+REVIEWS = [("good", "a long walk in the rain, and back"), ("bad", "nothing was there; nobody came"), ("good", "tea")]
+CSV = "label{d}text\n" + "".join(f'{label}{{d}}"{text}"\n' for label, text in REVIEWS)
+LABELLED = [{"text": text, "label": label} for label, text in REVIEWS]
+ITEMS = [{"text": text, "label": label} for label, text in REVIEWS]
+WORDS = [{"tokens": text.split(), "tags": ["O"] * len(text.split())} for _, text in REVIEWS]
+
+
+def parquet(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path.read_bytes()
+
+
+FILES = {
+    "plain.csv": (CSV.format(d=",").encode(), LABELLED),
+    "semi.csv": (CSV.format(d=";").encode(), LABELLED),
+    "pipe.csv.gz": (gzip.compress(CSV.format(d="|").encode()), LABELLED),
+    "comma.tsv": (CSV.format(d=",").encode(), LABELLED),
+    "windows.csv": (CSV.format(d=";").replace("tea", "thé").encode("cp1252"), None),
+    "utf16.csv": (CSV.format(d=",").encode("utf-16"), LABELLED),
+    "unmarked.csv": (CSV.format(d=",").encode("utf-16-le"), LABELLED),
+    "no_header.csv": ("".join(f'{n},"{text}"\n' for n, (_, text) in enumerate(REVIEWS)).encode(), None),
+    "other_names.csv": (CSV.format(d=",").replace("label,text", "Sentiment,Review").encode(), LABELLED),
+    "lines.jsonl": ("".join(json.dumps(row) + "\n" for row in ITEMS).encode(), LABELLED),
+    "array.json": (json.dumps(ITEMS).encode(), LABELLED),
+    "nested.json": (json.dumps({"info": {"n": 3}, "data": {"items": ITEMS}}, indent=1).encode(), LABELLED),
+    "rows.conll": ("\n\n".join("\n".join(f"{w} O" for w in text.split()) for _, text in REVIEWS).encode(), WORDS),
+    "one_row.json": (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', None),
+    "questions.jsonl": (b'{"question": "2 + 2?", "answer": "4"}\n', None),
+}
+
+
+def job_of(printed, folder):
+    """Return the source of the job that the printed lines and the least that is missing make."""
+    lines = printed.partition("Write in a job:\n\n")[2]
+    rest = (
+        "run: {folder: run}\nmodel: {from_config: {model_type: llama}, tokenizer: {train: {}}}\n"
+        "train: {global_batch_size: 1, microbatch_size: 1, steps: 1, learning_rate: 1e-3}\n"
+    )
+    (folder / "job.yaml").write_text(rest + lines)
+    return load_config(folder / "job.yaml").config.data.train
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_lines_that_are_printed_read_the_rows(tmp_path, capsys, name):
+    content, expected = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    preview_file(str(tmp_path / name), num_rows=2, tokenizer=None)
+    printed = capsys.readouterr().out
+    source = open_source(job_of(printed, tmp_path), key="data.train", log=lambda _: None)
+    rows = [source.format.read(raw) for raw in source.rows()]
+    assert len(rows) == int(re.search(r"^rows +(\d+)$", printed, re.MULTILINE)[1])
+    assert rows == expected if expected is not None else rows
+
+
+def test_a_table_is_shown_row_by_row(tmp_path, capsys):
+    parquet(tmp_path / "rows.parquet", [{"prompt": f"q{n}", "completion": "a\nb"} for n in range(5)])
+    preview_file(str(tmp_path / "rows.parquet"), num_rows=2, tokenizer=None)
+    printed = capsys.readouterr().out
+    assert "row 2\n  prompt: q1\n  completion: a ↵ b\n" in printed
+    assert "row 3" not in printed
+    assert "format          `prompt_completion`" in printed
+    assert job_of(printed, tmp_path).format == "prompt_completion"
+
+
+def test_tokens_are_counted_with_a_tokenizer(tmp_path, capsys):
+    made = train_or_load_tokenizer(lambda: ["a b"], vocabulary_size=300, cache_folder=tmp_path, log=lambda _: None)
+    made.save_pretrained(folder := tmp_path / "own")
+    (tmp_path / "rows.txt").write_text("abc\n" + "x" * 70 + "\n")
+    preview_file(str(tmp_path / "rows.txt"), num_rows=1, tokenizer=str(folder))
+    printed = capsys.readouterr().out
+    assert "tokens          half 3, 99% 70, longest 70, all 73" in printed
+    assert "max_length: 128  # the longest row has 70 tokens" in printed
+    with pytest.raises(UserError, match=r"--tokenizer: .*contains no tokenizer"):
+        preview_file(str(tmp_path / "rows.txt"), num_rows=1, tokenizer=str(tmp_path))
+
+
+def test_a_later_row_that_cannot_be_read_is_the_error_after_what_can(tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("label,text\n" + "1,a\n" * 200 + "2\n")
+    with pytest.raises(DataError, match=r"rows\.csv, row 201 \(line 202\)"):
+        preview_file(str(tmp_path / "rows.csv"), num_rows=1, tokenizer=None)
+    printed = capsys.readouterr().out
+    assert "200, until one that cannot be read" in printed
+    assert "format: labelled" in printed
+
+
+def test_columns_of_no_format_are_shown_with_what_formats_there_are(tmp_path, capsys):
+    squad = {"data": [{"title": "T", "paragraphs": [{"context": "C", "qas": [{"id": 1, "q": "Q"}]}]}]}
+    (tmp_path / "squad.json").write_text(json.dumps(squad))
+    preview_file(str(tmp_path / "squad.json"), num_rows=1, tokenizer=None)
+    printed = capsys.readouterr().out
+    assert "No format has the columns `title`, `paragraphs`" in printed
+    assert "`records: data.paragraphs.qas` makes rows of the lists in each." in printed
+    assert "prompt_completion: `prompt`, `completion`" in printed
+
+
+def test_words_and_tags_in_a_file_of_another_ending_are_recognised(tmp_path, capsys):
+    (tmp_path / "train.txt").write_text("EU B-ORG\nrejects O\n\nPeter B-PER\n")
+    preview_file(str(tmp_path / "train.txt"), num_rows=1, tokenizer=None)
+    assert "looks like a CoNLL file: rename it from .txt to .conll" in capsys.readouterr().out
+
+
+REFUSED = {
+    "nothing.csv": (None, "there is no such file"),
+    "rows.xlsx": (b"PK", "unknown file type"),
+    "empty.csv": (b"", "has no rows"),
+    "half.jsonl": (b'{"text": "a"}\n{"te', "line 2: not valid JSON"),
+    "zeros.txt": (bytes(100), "line 1: has only zero bytes"),
+    "cut.csv.gz": (gzip.compress(CSV.format(d=",").encode())[:-9], "cannot be read: Truncated"),
+    "never.csv": (b'text\n"a\nb\n', "line 2: .*not closed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_file_is_named_as_training_names_it(tmp_path, name):
+    content, message = REFUSED[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
+        preview_file(str(tmp_path / name), num_rows=1, tokenizer=None)
+
+
+def test_a_folder_of_mixed_kinds_names_them(tmp_path):
+    for name in ("a.csv", "b.jsonl"):
+        (tmp_path / name).write_text("x\n")
+    with pytest.raises(DataError, match=r"holds files of several kinds \(1 \.csv, 1 \.jsonl\)"):
+        preview_file(str(tmp_path), num_rows=1, tokenizer=None)
+
+
+def test_no_text_of_a_row_reaches_the_yaml_unquoted(tmp_path, capsys):
+    (tmp_path / "a b: c.csv").write_text('"te: {x}","la#b"\nhello there,1\n')
+    preview_file(str(tmp_path / "a b: c.csv"), num_rows=1, tokenizer=None)
+    assert "No format has the columns" in capsys.readouterr().out
+    (tmp_path / "a b: c.csv").write_text("text,label\nhello there,1\n")
+    preview_file(str(tmp_path / "a b: c.csv"), num_rows=1, tokenizer=None)
+    assert job_of(capsys.readouterr().out, tmp_path).path.endswith("a b: c.csv")

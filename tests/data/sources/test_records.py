@@ -1,0 +1,78 @@
+"""JSON files whose rows are somewhere inside of one object."""
+
+import json
+
+import pytest
+
+from finetune.config.sections.data import SourceSection
+from finetune.data.sources.readers import record_places
+from finetune.data.sources.source import open_source
+from finetune.errors import DataError
+
+ITEMS = [{"text": "a"}, {"text": "b"}]
+SQUAD = {
+    "version": "1.1",
+    "data": [
+        {"title": t, "paragraphs": [{"context": c, "qas": [{"q": f"{t}{c}{n}"} for n in (1, 2)]} for c in ("x", "y")]}
+        for t in ("S", "T")
+    ],
+}
+
+
+def rows(tmp_path, value, indent=None, **keys):
+    (tmp_path / "rows.json").write_text(json.dumps(value, indent=indent))
+    section = SourceSection(path=str(tmp_path / "rows.json"), **keys)
+    return [dict(raw.parse()) for raw in open_source(section, key="data.train", log=lambda _: None).rows()]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_are_read_from_under_their_key(tmp_path, indent):
+    assert rows(tmp_path, {"info": {}, "data": ITEMS}, indent, records="data") == ITEMS
+    assert rows(tmp_path, {"data": {"train": {"items": ITEMS}}}, indent, records="data.train.items") == ITEMS
+    assert rows(tmp_path, {"data": ITEMS}, indent, records="data", skip=1) == ITEMS[1:]
+
+
+def test_lists_on_the_way_are_joined_and_their_other_values_added(tmp_path):
+    template = {"prompt": "{{ title }} {{ context }}", "completion": "{{ q }}"}
+    found = rows(tmp_path, SQUAD, records="data.paragraphs.qas", template=template)
+    assert len(found) == 8
+    assert found[5] == {"title": "T", "context": "x", "q": "Tx2"}
+
+
+REFUSED = {
+    "is one object.*seem to be in `data.items`. Write `records: data.items`": (
+        {"data": {"items": ITEMS}},
+        {},
+    ),
+    "no list of objects is in it": ({"a": 1, "b": [1, 2]}, {}),
+    "there is no `dta` in the file. Lists of objects are in `data`": ({"data": ITEMS}, {"records": "dta"}),
+    "`records: data` is not a list of objects. Lists of objects are in `data.items`": (
+        {"data": {"items": ITEMS}},
+        {"records": "data"},
+    ),
+    "element 2 of `data` is not an object": ({"data": [{"text": "a"}, 3]}, {"records": "data"}),
+    "there is no `qas` in `data` of element 2": ({"data": [{"qas": ITEMS}, {"x": 1}]}, {"records": "data.qas"}),
+    "is an array already": (ITEMS, {"records": "data"}),
+    "data.train: .*has no rows": ({"data": []}, {"records": "data"}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_there_is_named_with_what_is(tmp_path, message):
+    value, keys = REFUSED[message]
+    with pytest.raises(DataError, match=message):
+        rows(tmp_path, value, 1, **keys)
+
+
+def test_an_object_in_one_line_is_told_of_its_rows_too(tmp_path):
+    with pytest.raises(
+        DataError, match=r"cannot tell the format.*If the file's rows are in `data`, write `records: data`"
+    ):
+        rows(tmp_path, {"version": 1, "data": ITEMS})
+
+
+def test_the_outer_lists_are_named_first_and_few(tmp_path):
+    value = {"a": {"b": ITEMS}, "c": ITEMS, "d": [1], "e": {f"x{n}": ITEMS for n in range(20)}}
+    places = record_places(value)
+    assert places[:3] == ["c", "a.b", "e.x0"]
+    assert len(places) == 8
