@@ -277,6 +277,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_rem
         preprocessors=inputs_in(saved, trust_remote_code=trust_remote_code),
         section=section,
         trust_remote_code=trust_remote_code,
+        adapter_folder=None if saved.adapter is None else saved.folder,
         facts=CardFacts(
             title=folder.name,
             task=saved.head,

@@ -36,6 +36,7 @@ class ModelToExport:
     facts: CardFacts
     trust_remote_code: bool
     is_quantized: bool = False
+    adapter_folder: Path | None = None  # with the adapter as it is loaded, where it is in one
     load_options: Mapping[str, Any] = field(default_factory=dict)  # with which the base of an adapter is found
 
 
@@ -54,8 +55,8 @@ def export_proven(source: ModelToExport, folder: Path, *, verify: bool, log: Cal
         ExportProof(facts, num_threads=torch.get_num_threads()) as proof,
         TemporaryDirectory(prefix="finetune-unmerged-") as aside,
     ):
-        unmerged = None
-        if _needs_unmerged(source):
+        unmerged = source.adapter_folder if _needs_unmerged(source) else None
+        if unmerged is None and _needs_unmerged(source):
             section = source.section.model_copy(update={"merge": False, "dtype": None})
             unmerged = _write(source, Path(aside) / "adapter", section=section).folder
         report = _write(source, folder, section=source.section)
