@@ -19,6 +19,7 @@ def check(path: Path, overrides: Sequence[str], *, num_processes: int | None, tr
     if tries_model:
         model.require_buildable(loaded)
         model.require_adaptable(loaded)
+        model.require_routers(loaded)
     print(f"{path.name} is ready.")
     for line in format_summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")

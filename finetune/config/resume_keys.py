@@ -56,7 +56,7 @@ MUST_MATCH = (
     *("train.optimizer.name", "train.optimizer.weight_decay", "train.optimizer.betas", "train.optimizer.eps"),
     *("train.optimizer.momentum", "train.optimizer.lora_plus_ratio", "train.optimizer.layer_decay"),
     *("train.optimizer.state_dtype", "train.optimizer.stochastic_rounding"),
-    *("train.optimizer.rates", "train.unfreeze", "train.embedding_noise"),
+    *("train.optimizer.rates", "train.unfreeze", "train.embedding_noise", "train.router_aux_loss"),
     *("train.average", "train.average.decay", "train.average.after_steps"),
     *("train.schedule.name", "train.schedule.warmup_steps", "train.schedule.warmup_fraction"),
     *("train.schedule.decay_fraction", "train.schedule.final_fraction"),
@@ -111,6 +111,7 @@ MAY_DIFFER = (
     *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
+    "report.expert_load",  # counts what the step does in any case
     "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
     "export.verify",
@@ -120,6 +121,7 @@ RECORDED_UNLESS_DEFAULT = (
     *("model.config", "model.lora.experts", "model.lora.router"),
     *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
     *("data.validation.delimiter", "data.validation.quotes", "data.validation.encoding", "data.validation.records"),
+    *("train.router_aux_loss", "report.expert_load"),
 )
 """Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
 

@@ -15,7 +15,13 @@ from finetune.errors import DiskError
 from finetune.report.timing import StartupTimer
 from finetune.run.build.data import PreparedData, prepare_data, verify_before_training
 from finetune.run.build.precompute import add_frozen_models
-from finetune.run.build.prepared_model import BuiltRun, make_accelerator, prepare_model, require_sample_isolation
+from finetune.run.build.prepared_model import (
+    BuiltRun,
+    make_accelerator,
+    make_step_task,
+    prepare_model,
+    require_sample_isolation,
+)
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
@@ -75,7 +81,8 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
     verify_before_training(data.training_data)
     supervision.startup.end("model")
     supervision.watchdog.detect_hangs(context.config.run.hang_after_seconds)
-    return BuiltRun(add_frozen_models(context, data.training_data, prepared), data.plan, prepared)
+    training_data = add_frozen_models(context, data.training_data, prepared)
+    return BuiltRun(training_data, data.plan, prepared, make_step_task(context, training_data.task, prepared))
 
 
 def _upload_rest(context: RunContext, uploader: Uploader, code: int) -> int:

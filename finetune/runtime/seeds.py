@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 
 import numpy as np
@@ -23,6 +24,14 @@ def seed_everything(*parts: int | str) -> None:
     np.random.seed(seed % 2**32)
     for seed_one in _torch_seeders():
         seed_one(seed)
+
+
+def keep_random_state() -> AbstractContextManager[None]:
+    """Return a context after which torch draws the numbers that it would have drawn without it, on this device too."""
+    if not torch.accelerator.is_available():
+        return torch.random.fork_rng(devices=())
+    kind = str(torch.accelerator.current_accelerator()).partition(":")[0]
+    return torch.random.fork_rng(devices=(torch.accelerator.current_device_index(),), device_type=kind)
 
 
 def use_deterministic_kernels() -> None:

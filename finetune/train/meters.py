@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class StepRecord:
     epoch: float | None
     seconds: float
     data_seconds: float
-    sums: Mapping[str, Tensor] = field(default_factory=dict)  # of this rank, the other sums of the task
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # of this rank, the other sums of the task, of any shape
 
 
 StepMetrics = Callable[..., Mapping[str, float]]
@@ -107,9 +108,10 @@ class Meters:
         records, self._records = self._records, []
         if not records:
             return []
-        names = list(records[0].sums)
-        of_ranks = [torch.stack([each.losses.sum(), *(each.sums[name] for name in names)]) for each in records]
-        added = distributed.sum_tensor(torch.stack(of_ranks))  # [steps, 1 + names]
+        of_ranks = [
+            torch.cat([each.losses.sum()[None], *(value.flatten() for value in each.sums.values())]) for each in records
+        ]
+        added = distributed.sum_tensor(torch.stack(of_ranks))  # [steps, 1 + numbers of the other sums]
         rows = _rows(records, added).tolist()
         memory = peak_memory_bytes()
         events = [
@@ -126,12 +128,17 @@ class Meters:
         """Return the metrics that the task logs of a step."""
         if not record.sums:
             return {}
-        named = dict(zip(record.sums, sums, strict=True))
-        return dict(self._step_metrics(named, num_targets=record.num_targets))
+        return dict(self._step_metrics(_by_name(record.sums, sums), num_targets=record.num_targets))
+
+
+def _by_name(sums: Mapping[str, Tensor], numbers: Sequence[float]) -> dict[str, Any]:
+    """Return the numbers by the names of the sums and in their shapes: a float, or nested lists."""
+    flat = torch.split(torch.tensor(numbers, dtype=torch.float64), [value.numel() for value in sums.values()])
+    return {name: part.view(value.shape).tolist() for (name, value), part in zip(sums.items(), flat, strict=True)}
 
 
 def _rows(records: Sequence[StepRecord], added: Tensor) -> Tensor:
-    """Return the norm of each step beside its sums, [steps, 2 + names], on the device of the sums.
+    """Return the norm of each step beside its sums, [steps, 2 + numbers], on the device of the sums.
 
     Where parameters are offloaded, as by `fsdp_offload_params`, the norm of their gradients is on the CPU.
     """

@@ -1,19 +1,18 @@
 """The parts of a run, handed to the loop as one frozen record; nothing here is built."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
 from finetune.data.delivery import DeliveryCheck
 from finetune.report.reporter import Reporter
 from finetune.runtime.progress import Cadence, NeverDue, Progress
-from finetune.task.protocol import Task
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
 from finetune.train.plan import Plan
@@ -23,6 +22,19 @@ from finetune.train.update import Update
 
 def no_op(*_: object) -> None:
     """Do nothing."""
+
+
+class StepTask(Protocol):
+    """What a step calls of a `Task`, or of what adds a loss to one."""
+
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the step's microbatches with what their losses need from all of them. Collective."""
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return `loss_sum` and, detached, the other sums that a step logs, each the same shape for every batch."""
+
+    def step_metrics(self, sums: Mapping[str, Any], *, num_targets: int) -> Mapping[str, float]:
+        """Return what a step logs of the world's sums besides the loss."""
 
 
 class Evaluation(Protocol):
@@ -56,7 +68,7 @@ class Parts:
     accelerator: Accelerator
     model: nn.Module  # as Accelerate prepared it
     optimizer: torch.optim.Optimizer  # likewise
-    task: Task
+    task: StepTask
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
     plan: Plan
     deliveries: DeliveryCheck  # of which samples a step must consist, and of which it does

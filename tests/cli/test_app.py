@@ -80,11 +80,12 @@ def test_options_alone_mean_train(typed, job, calls, words):
 
 def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):
     tried = []
-    monkeypatch.setattr(check, "model", SimpleNamespace(require_buildable=tried.append))
+    names = ("require_buildable", "require_adaptable", "require_routers")
+    monkeypatch.setattr(check, "model", SimpleNamespace(**dict.fromkeys(names, tried.append)))
     assert typed("check", job, "--model")[0] == 0
-    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed]
+    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed] * 3
     assert typed("check", job)[0] == 0
-    assert len(tried) == 1
+    assert len(tried) == 3
 
 
 def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
@@ -156,6 +157,7 @@ def test_chat_is_given_the_folder(typed, calls):
         "max_new_tokens": 256,
         "temperature": 0.0,
         "system": None,
+        "template_arguments": [],
         "trust_remote_code": False,
     }
     assert calls.made == [("finetune.commands.chat:chat", (Path("runs/first/final"),), settings)]

@@ -1,5 +1,7 @@
 """A run whose loader holds it up is told so, once, and only when it is sure."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,3 +97,13 @@ def test_the_numbers_of_a_step_arrive_unchanged(device):
     meters.add(step_record(device=device, norm_device="cpu"))
     ((_, event),) = meters.read()
     assert (event.loss, event.gradient_norm) == (2.0, 0.25)
+
+
+def test_a_sum_of_any_shape_reaches_the_task_as_it_was():
+    seen = []
+    meters = Meters(lambda sums, num_targets: seen.append(sums) or {})
+    tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    record = step_record(device="cpu", norm_device="cpu")
+    meters.add(replace(record, sums={"num_correct": torch.tensor(1.0), "tokens": tokens}))
+    meters.read()
+    assert seen == [{"num_correct": 1.0, "tokens": [[1.0, 2.0], [3.0, 4.0]]}]

@@ -161,10 +161,22 @@ def loss_kernel_supports_the_loss(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
+    """Routers are watched by hooks, which compiled code does not call."""
+    for key, is_asked in (
+        ("train.router_aux_loss", config.train.router_aux_loss is not None),
+        ("report.expert_load", config.report.expert_load),
+    ):
+        if is_asked and config.model.compile != "off":
+            message = f"routers cannot be watched in a compiled model (`model.compile: {config.model.compile}`)."
+            yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
+
+
 TRAINING_RULES = (
     schedule_free_needs_a_constant_schedule,
     trained_parameters_are_chosen_once,
     later_starts_are_within_the_run,
     in_backward_fits_the_step,
     loss_kernel_supports_the_loss,
+    router_loss_fits_the_model,
 )

@@ -104,6 +104,10 @@ def _is_4_bit(config: RunConfig) -> bool:
     return section is not None and (section.method, section.bits) == ("bitsandbytes", 4)
 
 
+def _has_no_router_loss(config: RunConfig) -> bool:
+    return config.train.router_aux_loss is None
+
+
 def _has_trackers(config: RunConfig) -> bool:
     return bool(config.report.trackers)
 
@@ -186,5 +190,6 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey("export.private", _is_pushed, "it needs `export.push_to_hub`"),
     ConditionalKey("run.local_folder", _is_remote, "only a run at a URL has one, and `run.folder` is a path"),
     ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` the run does not resume"),
+    ConditionalKey("report.expert_load", _has_no_router_loss, "`train.router_aux_loss` logs it already"),
     ConditionalKey("report.project", _has_trackers, "it needs `report.trackers`"),
 )

@@ -103,6 +103,9 @@ _TASKS_WITH_EMBEDDINGS = (
     *("sft", "pretrain", "seq2seq", "masked_lm", "distillation"),
     *("text_classification", "token_classification"),
 )
+_TASKS_WITH_ROUTERS = (
+    *("sft", "pretrain", "distillation", "preference", "reward", "text_classification", "token_classification"),
+)
 _SMOOTHED_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft", *CLASSIFICATION_TASKS)
 _TOKEN_LOSS_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft")
 
@@ -113,6 +116,8 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
     yield from _keys_of_loss()
     yield from _keys_of_input()
     yield _for_tasks("train.embedding_noise", _TASKS_WITH_EMBEDDINGS)
+    for key in ("train.router_aux_loss", "report.expert_load"):
+        yield _for_tasks(key, _TASKS_WITH_ROUTERS)
     needs = "prompts with images are generated one by one"
     yield ConditionalKey("evaluate.generate.batch_size", _generates_in_batches, needs)
     needs = "there are no prompts to generate from with this task or `data.train_on: all`"

@@ -18,4 +18,9 @@ class ReportSection(Section):
     sample_ids: bool = key(
         "Write the ids of the samples that each process received into `samples/`, step by step.", False
     )
+    expert_load: bool = key(
+        "Mixtures of experts: log with each step how evenly tokens are sent to the experts. `train.router_aux_loss` "
+        "does so, too.",
+        False,
+    )
     project: str | None = key("Project name for the trackers; unset, the name of the run folder's parent.", None)

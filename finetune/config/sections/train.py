@@ -140,6 +140,12 @@ class TrainSection(Section):
         ge=0,
         le=MAX_FACTOR,
     )
+    router_aux_loss: Annotated[float, Field(gt=0.0, le=MAX_FACTOR)] | Literal["auto"] | None = key(
+        "Mixtures of experts: add the routers' load-balancing loss (Fedus et al., 2021, arXiv:2101.03961) with this "
+        "coefficient, over all tokens of the step on all processes; `auto`: that of the model's config. With gradient "
+        "accumulation it takes another forward pass.",
+        None,
+    )
     max_gradient_norm: float | None = key(
         "Clip the gradient to this global norm; `null` does not clip.", 1.0, gt=0.0, le=1e12
     )

@@ -62,8 +62,10 @@ def measure_padding(
     for ids in _first_batches(view, global_batch_size=global_batch_size, microbatch_size=microbatch_size):
         batch = collate([view.samples[sample_id] for sample_id in ids.tolist()])
         num_batches, num_positions = num_batches + 1, num_positions + microbatch_size
-        computed, tokens = computed + math.prod(batch.positions), tokens + batch.num_tokens
-        lengths.extend(view.samples.lengths_of(ids).tolist())
+        is_each_read = len(batch.lengths) == len(ids)  # of a source and its target, the encoder reads the source
+        lengths.extend(batch.lengths if is_each_read else view.samples.lengths_of(ids).tolist())
+        tokens += sum(batch.lengths) if is_each_read else batch.num_tokens
+        computed += math.prod(batch.positions)
     plain = plain_computed(np.array(lengths, np.int64), microbatch_size=microbatch_size)
     return Padding(num_batches, len(lengths), tokens, computed, plain, num_positions, budget)
 

@@ -85,6 +85,11 @@ class _Transcoded(io.RawIOBase):
             ) from error
         except UnicodeEncodeError as error:
             raise DataError(f"{self._origin}: holds half of a surrogate pair: this is not valid Unicode.") from error
+        except UnicodeError as error:  # utf-16 and utf-32 without a byte order mark
+            raise DataError(
+                f"{self._origin}: has no byte order mark, which says the order of bytes in {self._encoding}. Write "
+                f"`encoding: {self._encoding}-le`, or leave `encoding` out for UTF-8."
+            ) from error
         self._num_bytes += len(chunk)
         return text
 

@@ -82,9 +82,7 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
         return [Problem(f"model.lora.{key}", message) for key, is_written in keys if is_written]
     if lora.router and not find_routers(model, experts):
         problems.append(Problem("model.lora.router", "no module `gate` or `router` was found. Remove the key."))
-    has_parameters = adapts_experts(lora) and any(each.parameters for each in experts)
-    has_parameters |= lora.router and bool(_router_targets(model, find_routers(model, experts))[1])
-    if not has_parameters:
+    if not adapts_parameters(model, lora):
         return problems
     what = "experts: false" if adapts_experts(lora) else "router: false"
     why = "peft adapts the matrices of routed experts and routers as parameters, which supports no"
@@ -93,6 +91,13 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
     if lora.init in _INITS_OF_MODULES:
         problems.append(Problem("model.lora.init", f"{why} `{lora.init}`. Write `{what}`, or `init: default`."))
     return problems
+
+
+def adapts_parameters(model: PreTrainedModel, lora: LoraSection) -> bool:
+    """Tell whether experts or routers would be adapted as parameters."""
+    experts = find_experts(model)
+    has_routers = lora.router and bool(_router_targets(model, find_routers(model, experts))[1])
+    return has_routers or (adapts_experts(lora) and any(each.parameters for each in experts))
 
 
 def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:

@@ -14,6 +14,7 @@ from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
 from finetune.model.upstream import patched
+from finetune.runtime.parameters import full_numel
 
 
 @contextmanager
@@ -48,12 +49,18 @@ def rewritten_names(model_type: str) -> frozenset[str]:
     return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
 
 
-def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
     """Yield the plain name of each parameter that has an adapter, and peft's wrapper of it."""
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
             owner = re.sub(r"(\.base_layer)+$", "", name)
             yield f"{owner}.{module.parameter_name}", module
+
+
+def wrapped_parameter_bytes(model: nn.Module) -> list[int]:
+    """Return the bytes of each parameter that has an adapter, whichever part this rank holds."""
+    parameters = (wrapper.get_param() for _, wrapper in wrapped_parameters(model))
+    return [full_numel(each) * each.element_size() for each in parameters]
 
 
 def is_parameter_wrapper(module: nn.Module) -> bool:

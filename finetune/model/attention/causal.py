@@ -1,11 +1,11 @@
 """Causal attention of one sample: scaling, sliding window, dropout and soft cap as its model applies them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention, softmax
 
 MAX_QUERY_BLOCK = 512
 """Maximum number of queries per block of sliding-window attention."""
@@ -38,6 +38,7 @@ class AttentionSettings:
     softcap: float | None = None  # c tanh(score / c): Gemma 2
     window: int | None = None  # keys that a query attends to on a side, its own included; None: all
     is_causal: bool = True  # False: a query attends to both sides
+    sinks: Tensor | None = None  # [heads]: a score beside those of the keys, whose weight reaches no value: gpt-oss
 
 
 def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
@@ -48,14 +49,14 @@ def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
         added = torch.zeros_like(is_seen, dtype=query.dtype).masked_fill(~is_seen, torch.finfo(query.dtype).min)
         return softcapped_attention(qkv, added, settings)
     if settings.window is None or length <= settings.window:
-        return _sdpa(qkv, None, settings)
+        return _causal_with_sinks(qkv, settings) if settings.sinks is not None else _sdpa(qkv, None, settings)
     return _sliding_window_attention(qkv, settings, window=settings.window)
 
 
 def softcapped_attention(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
     """Return attention with soft-capped scores, as transformers' eager attention; `mask` is added to the scores."""
     query, key, value = qkv.repeated
-    scaling = query.shape[-1] ** -0.5 if settings.scaling is None else settings.scaling
+    scaling = _scaling(qkv, settings)
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if settings.softcap is not None:
         weights = torch.tanh(weights / settings.softcap) * settings.softcap
@@ -77,8 +78,63 @@ def _sliding_window_attention(qkv: QueryKeyValue, settings: AttentionSettings, *
         first = max(0, start - window + 1)
         seen = QueryKeyValue(query, *(each.narrow(2, first, end - first) for each in qkv[1:]))
         band = None if start == 0 else _band_mask(end - start, end - first, back=window, device=query.device)
-        outputs.append(_sdpa(seen, band, settings))
+        if settings.sinks is None:
+            outputs.append(_sdpa(seen, band, settings))
+        else:
+            whole = band is None
+            outputs.append(_causal_with_sinks(seen, settings) if whole else attention_with_sinks(seen, band, settings))
     return torch.cat(outputs, dim=1)
+
+
+def _causal_with_sinks(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
+    """Return causal attention with sinks. A query before the first, which is dropped, keeps the mask a plain one."""
+    query, key, value = _with_sink_key(qkv, settings)
+    before = QueryKeyValue(pad(query, (0, 0, 1, 0)), key, value)
+    return _sdpa(before, None, _scaled(qkv, settings))[:, 1:, :, : qkv.value.shape[-1]]
+
+
+def attention_with_sinks(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
+    """Return attention with sinks, [batch, length, heads, width]; `mask` tells or adds to which keys a query attends.
+
+    Without a mask it is causal, and the last query is at the last key.
+    """
+    if mask is None:
+        num_queries, num_keys = qkv.query.shape[2], qkv.key.shape[2]
+        if num_queries == num_keys:
+            return _causal_with_sinks(qkv, settings)
+        mask = _band_mask(num_queries, num_keys, back=num_keys, device=qkv.query.device)
+    always = pad(mask, (1, 0), value=mask.dtype == torch.bool)  # in scores that are added: 0
+    return _sdpa(_with_sink_key(qkv, settings), always, _scaled(qkv, settings))[..., : qkv.value.shape[-1]]
+
+
+_SINK_WIDTH = 8
+"""By how much heads are widened: kernels want multiples of 8."""
+
+
+def _with_sink_key(qkv: QueryKeyValue, settings: AttentionSettings) -> QueryKeyValue:
+    """Return wider heads and a first key of value 0 whose score is the sink's for every query."""
+    assert settings.sinks is not None
+    query, key, value = qkv.repeated
+    batch, heads, _, width = query.shape
+    query = torch.cat([query, _marked(query)], dim=-1)
+    score = settings.sinks.to(key.dtype) / _scaling(qkv, settings)
+    sink = pad(score[None, :, None, None], (width, _SINK_WIDTH - 1)).expand(batch, heads, 1, -1)
+    key = torch.cat([sink, pad(key, (0, _SINK_WIDTH))], dim=2)
+    return QueryKeyValue(query, key, pad(value, (0, query.shape[-1] - value.shape[-1], 1, 0)))
+
+
+def _marked(query: Tensor) -> Tensor:
+    """Return further numbers of every query: 1, which the sink's score is multiplied with, and zeros."""
+    return pad(query.new_ones(*query.shape[:-1], 1), (0, _SINK_WIDTH - 1))
+
+
+def _scaled(qkv: QueryKeyValue, settings: AttentionSettings) -> AttentionSettings:
+    """Return the settings with the scaling of the heads as they were, before they are widened."""
+    return replace(settings, scaling=_scaling(qkv, settings))
+
+
+def _scaling(qkv: QueryKeyValue, settings: AttentionSettings) -> float:
+    return qkv.query.shape[-1] ** -0.5 if settings.scaling is None else settings.scaling
 
 
 def _band_mask(num_queries: int, num_keys: int, *, back: int, device: torch.device) -> Tensor:

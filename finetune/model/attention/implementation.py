@@ -17,44 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from finetune.errors import ModelError
-from finetune.model.attention.bidirectional import (
-    is_bidirectional,
-    padded_attention,
-    sample_attention,
-    supports_packed_encoders,
+from finetune.model.attention.bidirectional import is_bidirectional, padded_attention, sample_attention
+from finetune.model.attention.causal import (
+    AttentionSettings,
+    QueryKeyValue,
+    attention_with_sinks,
+    softcapped_attention,
 )
-from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, softcapped_attention
+from finetune.model.attention.supported_models import carries_state, supports_packed_samples
+from finetune.model.attention.upstream import patch_row_functions, retune_queries
 from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
 from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
-
-PACKING_MODEL_TYPES = frozenset(
-    {
-        *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
-        *("gpt_bigcode", "gpt_neox", "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral"),
-        *("olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
-        "starcoder2",
-    }
-)
-"""Values of `model_type`. Others give their attention no lengths or no window, or mix tokens in other ways."""
-
-SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-
-
-def supports_packed_samples(config: Any) -> bool:
-    """Tell whether the config is of such a model, with transformers' own code and attention layers only."""
-    return supports_packed_encoders(config) or (
-        config.model_type in PACKING_MODEL_TYPES
-        and type(config).__module__.startswith("transformers.models.")
-        and SUPPORTED_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
-        and not getattr(config, "add_cross_attention", False)
-        and not getattr(config, "output_router_logits", False)  # their loss reads the padding mask
-        and getattr(config, "is_causal", True) is not False
-    )
 
 
 def register_per_sample() -> None:
@@ -84,17 +63,12 @@ def per_sample_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output, [batch, length, heads, width]; the interface is transformers'."""
-    is_causal = not is_bidirectional(module, others)
+    sinks, is_causal = others.get("s_aux"), not is_bidirectional(module, others)
     qkv = QueryKeyValue(query, key, value)
-    settings = AttentionSettings(scaling, dropout, softcap, sliding_window, is_causal)
+    settings = AttentionSettings(scaling, dropout, softcap, sliding_window, is_causal, sinks)
     lengths = others.pop(SAMPLE_LENGTHS, None)
     if lengths is not None:
-        kernel = varlen_kernel(qkv, settings)
-        if kernel is not None:
-            return kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings), None
-        if not is_causal and query.device.type != "cpu":
-            return padded_attention(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings), None
-        return attend_sample_by_sample(qkv, lengths, settings), None
+        return _attend_row(module, qkv, lengths, settings, others), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise ModelError(
             f"model.attention: {type(module).__name__} does not pass sample lengths to its attention. "
@@ -102,9 +76,46 @@ def per_sample_attention(
         )
     if softcap is not None:
         return softcapped_attention(qkv, attention_mask, settings), None
+    if sinks is not None:
+        return attention_with_sinks(qkv, attention_mask, settings), None
     output: Tensor
     output, _ = sdpa_attention_forward(module, *qkv, attention_mask, dropout=dropout, scaling=scaling, **others)
     return output, None
+
+
+def _attend_row(
+    module: nn.Module, qkv: QueryKeyValue, lengths: SampleLengths, settings: AttentionSettings, others: dict[str, Any]
+) -> Tensor:
+    """Return the attention of each sample of a row, [1, tokens, heads, width of the values]."""
+    chunk, width = _chunk_size(module), qkv.value.shape[-1]
+    qkv = qkv._replace(query=retune_queries(module, qkv.query, others.get("cu_seq_lens_q"), lengths))
+    if width < qkv.query.shape[-1]:  # latent attention: kernels want one width
+        qkv = qkv._replace(value=pad(qkv.value, (0, qkv.query.shape[-1] - width)))
+    kernel: Callable[..., Tensor] | None = varlen_kernel(qkv, settings)
+    if chunk is not None and max(lengths.values) > chunk:
+        lengths, kernel = _in_chunks(lengths, chunk), None
+    if kernel is not None:
+        output = kernel(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings)
+    elif not settings.is_causal and qkv.query.device.type != "cpu":
+        output = padded_attention(qkv, others["cu_seq_lens_q"], others["max_length_q"], settings)
+    else:
+        output = attend_sample_by_sample(qkv, lengths, settings)
+    return output.narrow(-1, 0, width)
+
+
+def _in_chunks(lengths: SampleLengths, size: int) -> SampleLengths:
+    """Return the lengths of chunks of at most this size, which begin anew with each sample."""
+    return SampleLengths([min(size, each - start) for each in lengths.values for start in range(0, each, size)])
+
+
+def _chunk_size(module: nn.Module) -> int | None:
+    """Return how many tokens a chunk has in a layer of chunked attention (Llama 4); None in other layers."""
+    config: Any = getattr(module, "config", None)
+    kinds, place = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is None or place is None or kinds[place] != "chunked_attention":
+        return None
+    size: int = config.attention_chunk_size
+    return size
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be recompiled for every row
@@ -148,6 +159,7 @@ def default_attention(config: Any) -> str | None:
     if not supports_packed_samples(config):
         return None
     register_per_sample()
+    patch_row_functions(config)
     return PER_SAMPLE_ATTENTION
 
 
@@ -193,9 +205,17 @@ def check_isolation(
 
 
 def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
-    """Raise ModelError for a model without `position_ids`; `arguments` are those of its forward."""
-    if "position_ids" not in arguments:
+    """Raise ModelError for a model without `position_ids`; `arguments` are those of its forward.
+
+    A model of recurrent layers alone needs none where its layers are told the lengths.
+    """
+    if "position_ids" not in arguments and not (receives_lengths(config) and carries_state(config)):
         raise _isolation_error(config, "it has no `position_ids` argument, which separates the samples")
+
+
+def receives_lengths(config: Any) -> bool:
+    """Tell whether the model was built with our attention, so that its forward is given sample lengths."""
+    return getattr(config, "_attn_implementation", None) == PER_SAMPLE_ATTENTION
 
 
 def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:

@@ -41,7 +41,7 @@ def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | N
     is_there = _available.is_capable and qkv.query.device.type == _available.device_type
     if not is_there or _attention_dtype(qkv) not in HALF_DTYPES:
         return None
-    if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM:
+    if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM or settings.sinks is not None:
         return None
     if _available.flash is not None and (_available.is_flash_repeatable or not _wants_determinism()):
         return _flash_varlen
@@ -49,7 +49,7 @@ def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | N
     return _torch_varlen if is_plain and _available.torch_varlen is not None else None
 
 
-def missing_kernel_warning(*, is_half: bool) -> str | None:
+def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False) -> str | None:
     """Return a warning if a GPU computes rows sample by sample because a kernel is missing; else None."""
     if not torch.cuda.is_available() or not is_half:
         return None  # no such kernel supports float32
@@ -64,6 +64,8 @@ def missing_kernel_warning(*, is_half: bool) -> str | None:
             "installed, and "
             "this torch has no varlen kernel. Install `flash-attn`, or torch 2.11 or newer."
         )
+    if has_sinks:
+        return "attention: packed rows are computed sample by sample: no varlen kernel supports attention sinks."
     return None
 
 

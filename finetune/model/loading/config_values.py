@@ -164,7 +164,8 @@ def _config_errors(kind: str, values: Mapping[str, Any]) -> Iterator[None]:
         yield
     except Exception as error:
         text = " ".join(line.strip() for line in str(error).partition("Errors:")[0].splitlines() if line.strip())
-        raise ModelError(f"{_key_in(text, values)}: `{kind}` does not take the value: {text.rstrip('.')}.") from error
+        text = text.strip('".')
+        raise ModelError(f"{_key_in(text, values)}: `{kind}` does not take the value: {text}.") from error
     finally:
         logger.removeHandler(collected)
         logger.setLevel(level)

@@ -16,6 +16,7 @@ from finetune.model.attention.implementation import default_attention
 from finetune.model.attention.positions import keep_positions_exact
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.model.loading.hub import is_local_path, loading_errors
+from finetune.model.loading.model_files import CONFIG, read_json_settings
 from finetune.model.loading.pretrained import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -112,7 +113,7 @@ def load_saved_model(saved: SavedModel, *, key: str, dtype: str = "auto", trust_
     model = load_saved_base(saved, key=key, dtype=dtype, trust_remote_code=trust_remote_code)
     if saved.adapter is None:
         return model
-    return attach_adapters(model, {"default": saved.folder}, key=key)
+    return _attach(model, {"default": saved.folder}, key=key)
 
 
 def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
@@ -145,6 +146,11 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
 
 def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
     """Return the model with the adapters of these folders by name, the first one active; raises ModelError."""
+    _check_same_config(model, folders, key=key)
+    return _attach(model, folders, key=key)
+
+
+def _attach(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
     adapted = model
     for name, folder in folders.items():
         with loading_errors(str(folder), key=key):
@@ -152,6 +158,44 @@ def attach_adapters(model: Any, folders: Mapping[str, Path], *, key: str) -> Any
                 raise ValueError("it has no adapter_config.json.")
             adapted = load_adapter(adapted, folder, name=name)
     return adapted.eval()
+
+
+_NO_VALUES = frozenset(
+    {"architectures", "dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "name_or_path"}
+    | {
+        "quantization_config",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "pad_token_id",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
+"""Parts of a config in which those of adapters of one base may differ."""
+
+
+def _check_same_config(model: Any, folders: Mapping[str, Path], *, key: str) -> None:
+    """Raise ModelError where an adapter was trained with other values in the config of its base than the model has."""
+    values = {name: _config_values(folder) for name, folder in folders.items()}
+    if not any(values.values()):
+        return
+    own = {name: value for name, value in model.config.to_dict().items() if name not in _NO_VALUES}
+    for name, theirs in values.items():
+        changed = sorted(each for each, value in theirs.items() if each in own and own[each] != value)
+        if changed or not theirs:
+            what = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
+            raise ModelError(
+                f"{key}: the adapter {folders[name]} was trained with {what}, and this model has others. Load it alone."
+            )
+
+
+def _config_values(folder: Path) -> dict[str, Any]:
+    """Return the values of the config that an adapter brings for its base; none where it brings no config."""
+    path = folder / CONFIG_FOLDER / CONFIG
+    if not path.is_file():
+        return {}
+    return {name: value for name, value in read_json_settings(path).items() if name not in _NO_VALUES}
 
 
 def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:

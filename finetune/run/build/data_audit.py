@@ -70,7 +70,7 @@ def _classes(training_data: TrainingData) -> dict[str, int]:
 def _notices(audit: Audit) -> Iterator[str]:
     if audit.padding is not None and audit.padding.share > 0:
         share, plain = audit.padding.share, audit.padding.plain_share
-        yield f"padding: {share:.1%} of the positions that are computed; {plain:.1%} without sorting by length"
+        yield f"padding: {share:.1%} of the computed positions (plain batches: {plain:.1%})"
     if audit.total.duplicates:
         yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples equal an earlier one"
     for source in audit.sources:

@@ -8,6 +8,7 @@ from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.data.order.dataset_view import DatasetView
+from finetune.model.adapters.context import has_adapter
 from finetune.model.memory.step import (
     ForwardPass,
     activation_bytes,
@@ -20,6 +21,7 @@ from finetune.model.memory.step import (
 from finetune.model.size import AVERAGE_BYTES, MemoryEstimate, ModelSize, estimate_memory, optimizer_state_bytes
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.context import RunContext
+from finetune.runtime.optional import lazily
 from finetune.runtime.resources import format_size
 from finetune.strategy.protocol import Sharded
 from finetune.strategy.upstream import zero_bucket_sizes
@@ -29,6 +31,9 @@ from finetune.task.lm_loss.target_loss import MAX_FULL_LOGITS
 from finetune.task.model_inputs import is_padding_free, unwrap_model
 from finetune.train.meters import peak_memory_bytes
 from finetune.train.plan import Plan
+
+with lazily():
+    from finetune.model.adapters import upstream as adapters
 
 _SEEN_MICROBATCHES = 64
 """At the start of the data, from which the largest is taken."""
@@ -80,6 +85,7 @@ def step_memory(
     found = {"libraries": library_bytes(has_device=device.type == "cuda", num_processes=num_processes)}
     found["checkpoint copies"] = _copies_in_memory(context, size, device)
     found |= _sharding(context, unwrap_model(model), size)
+    found |= _adapted_experts(context, model)
     shapes = read_shapes(unwrap_model(model).config)
     if shapes is None:
         return found
@@ -152,6 +158,14 @@ def _sharding(context: RunContext, model: nn.Module, size: ModelSize) -> dict[st
     return found
 
 
+def _adapted_experts(context: RunContext, model: Any) -> dict[str, int]:
+    """Return what peft keeps for the backward pass of the parameters that it adapts: their sums with the adapters."""
+    sizes = adapters.wrapped_parameter_bytes(model) if has_adapter(model) else ()
+    checkpoints = context.config.model.gradient_checkpointing
+    kept = max(sizes, default=0) * 2 if checkpoints is True else sum(sizes)  # two matrices of one layer
+    return {"adapted experts": kept} if kept else {}
+
+
 def _forward_pass(
     config: RunConfig, size: ModelSize, *, training: DatasetView, plan: Plan, num_layers: int
 ) -> ForwardPass:
@@ -178,8 +192,9 @@ def _largest_microbatch(config: RunConfig, training: DatasetView, plan: Plan) ->
         return num * budget, budget
     available = min(_SEEN_MICROBATCHES * num, plan.num_positions or num)
     ids = training.order.samples(0, available)
-    lengths = training.samples.lengths_of(ids).clip(max=config.data.longest)
+    lengths = training.samples.lengths_of(ids)
     batches = [lengths[start : start + num] for start in range(0, len(lengths), num)]
+    longest = [min(int(each.max()), config.data.longest) for each in batches]  # a sequence: samples may have several
     if is_padding_free(resolve_padding_free(config).batching):
-        return max((int(each.sum()), int(each.max())) for each in batches)
-    return max((num * int(each.max()), int(each.max())) for each in batches)
+        return max((int(each.sum()), length) for each, length in zip(batches, longest, strict=True))
+    return max((num * length, length) for length in longest)

@@ -1,7 +1,7 @@
 """The model that a job names: weights, adapters, and which of its parameters are trained."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from finetune.config.paths import is_url
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
 from finetune.config.sections.model import ModelSection
-from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.errors import CheckpointError, ConfigError, ModelError, Problem
 from finetune.model.activation_offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config, has_adapter
 from finetune.model.batch_norm import set_batch_norm
@@ -25,6 +25,7 @@ from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
 from finetune.model.loading.load import load_model
+from finetune.model.loading.pretrained import read_saved_adapter_config
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.quantize import unquantized_weights_folder
 from finetune.runtime.distributed import run_on_rank_0
@@ -33,6 +34,7 @@ from finetune.runtime.parameters import InitContext
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.task.protocol import Task
 from finetune.task.registry import model_head
+from finetune.task.router_loss.routers import find_routers
 
 with lazily():
     from finetune.model.adapters import build, lora, targets
@@ -146,34 +148,99 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
     return SpecialTokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
 
 
-_KEY = re.compile(r"model\.(?:from_config|config)(?:\.\w+)*")
+_KEY = re.compile(r"(model\.(?:from_config|config)(?:\.\w+)*): (.*)", re.DOTALL)
 
 
 def require_buildable(loaded: LoadedConfig) -> None:
-    """Raise ModelError, with the line of its key, where the job's model cannot be built, or not be asked anything.
+    """Raise ModelError where the job's model cannot be built, or not be asked anything; takes no memory for weights.
 
-    Takes no memory for weights.
+    Where a value of `model.from_config` or `model.config` is the reason, it is a ConfigError with its line.
     """
     try:
         dry_run_model(loaded.config.model, head=model_head(loaded.config.task.name))
     except ModelError as error:
-        named = _KEY.match(str(error))
-        keys = () if named is None else (named.group(), *parent_keys(named.group()))
-        place = next((loaded.sources[key] for key in keys if key in loaded.sources), None)
-        if place is None:
+        named = _KEY.fullmatch(str(error))
+        if named is None:
             raise
-        raise ModelError(f"{place}, {error}") from error
+        key, message = named.groups()
+        written = next((each for each in (key, *parent_keys(key)) if each in loaded.sources), key)
+        text = message if written == key else f"{key.removeprefix(written).lstrip('.')}: {message}"
+        raise ConfigError([with_location(Problem(written, text), loaded.sources)], loaded.path.name) from error
 
 
-def require_adaptable(loaded: LoadedConfig) -> None:
+def require_adaptable(loaded: LoadedConfig, *, strategy: str = "") -> None:
     """Raise ConfigError where LoRA cannot be had as asked on this model's experts and router. Reads no weights."""
-    section, wanted = loaded.config.model, loaded.config.model.lora
+    problems = [with_location(each, loaded.sources) for each in _adapter_problems(loaded.config, strategy)]
+    if problems:
+        raise ConfigError(problems, loaded.path.name)
+
+
+def _adapter_problems(config: RunConfig, strategy: str) -> Iterator[Problem]:
+    section, wanted, is_fsdp1 = config.model, config.model.lora, strategy == "fsdp1"
+    if section.adapter is not None and is_fsdp1:
+        if read_saved_adapter_config(Path(section.adapter)).get("target_parameters"):
+            yield Problem("model.adapter", f"{_NO_PARAMETERS}.")
+        return
     if wanted is None:
         return
     names_experts = wanted.experts is not None or wanted.router
-    if not names_experts and not (_computes_from_weights(section) and may_have_experts(section)):
+    if not names_experts and not ((is_fsdp1 or _computes_from_weights(section)) and may_have_experts(section)):
         return
-    model = meta_model(section, head=model_head(loaded.config.task.name))
-    problems = targets.target_problems(model, wanted)
+    model = meta_model(section, head=model_head(config.task.name))
+    yield from targets.target_problems(model, wanted)
+    if is_fsdp1 and targets.adapts_parameters(model, wanted):
+        keys = [*(["experts"] if targets.adapts_experts(wanted) else []), *(["router"] if wanted.router else [])]
+        instead = " and ".join(f"`{key}: false`" for key in keys)
+        yield Problem(f"model.lora.{keys[0]}", f"{_NO_PARAMETERS}, or write {instead}.")
+
+
+_NO_PARAMETERS = (
+    "adapters of routed experts and routers do not work under fsdp1, which replaces parameters by plain tensors in the "
+    "forward pass, where peft looks for parameters (ParamWrapper in peft 0.21). Launch with "
+    "accelerate_configs/fsdp2.yaml"
+)
+
+
+_ROUTER_COEFFICIENT = "router_aux_loss_coef"
+"""What transformers calls the coefficient in a model's config."""
+
+
+def require_routers(loaded: LoadedConfig) -> None:
+    """Raise ConfigError where a key is about routers that the model does not have, or that are not understood."""
+    problems = [with_location(each, loaded.sources) for each in _router_problems(loaded.config)]
     if problems:
-        raise ConfigError([with_location(each, loaded.sources) for each in problems], loaded.path.name)
+        raise ConfigError(problems, loaded.path.name)
+
+
+def router_coefficient(config: RunConfig, model_config: Any) -> float | None:
+    """Return the coefficient of the routers' balance loss; None for no such loss. `auto` is the model's own."""
+    written = config.train.router_aux_loss
+    return _own_coefficient(model_config) if written == "auto" else written
+
+
+def _router_problems(config: RunConfig) -> Iterator[Problem]:
+    asked = {
+        "train.router_aux_loss": config.train.router_aux_loss is not None,
+        "report.expert_load": config.report.expert_load,
+    }
+    keys = [key for key, is_asked in asked.items() if is_asked]
+    if not keys:
+        return
+    model = meta_model(config.model, head=model_head(config.task.name))
+    name = f"`{model.config.model_type}`"
+    try:
+        if not find_routers(model):
+            yield from (Problem(key, f"{name} has no routers: it is no mixture of experts. Remove it.") for key in keys)
+            return
+    except ModelError as error:
+        yield from (Problem(key, f"{name} is not supported: {error}. Remove it.") for key in keys)
+        return
+    if config.train.router_aux_loss == "auto" and not _own_coefficient(model.config):
+        yield Problem(
+            keys[0], f"the config of {name} has no `{_ROUTER_COEFFICIENT}` above 0. Write a number, such as 0.001."
+        )
+
+
+def _own_coefficient(model_config: Any) -> float:
+    """Return the coefficient in the model's config, 0 where it has none."""
+    return float(getattr(model_config.get_text_config(), _ROUTER_COEFFICIENT, None) or 0.0)

@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.checkpoint.format import layout
+from finetune.checkpoint.format.manifest import read_manifest_of_step
+from finetune.config.paths import is_url
 from finetune.config.rules.model import PROMPT_ADAPTERS, adapter_of
 from finetune.config.rules.task import PADDED_TASKS, TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
-from finetune.errors import ModelError
-from finetune.model.attention.implementation import supports_packed_samples
+from finetune.errors import CheckpointError, ModelError
+from finetune.model.attention.supported_models import needs_own_attention, padding_reason, was_once_padded
 from finetune.model.frozen_models import load_teacher_config
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
 AdapterConfig = Mapping[str, Any] | None
 """What an adapter_config.json says."""
@@ -20,12 +24,19 @@ AdapterConfig = Mapping[str, Any] | None
 ATTENTION_WITHOUT_MASK = ("auto", "flash_attention_2", "flash_attention_3")
 """Values of `model.attention` that are told where samples begin and need no mask of the whole row."""
 
+LAYOUT, PADDING_FREE = "batches", "padding-free"
+"""What a checkpoint records where samples share rows that older versions padded."""
+
+FIRST_TASKS = ("sft", "pretrain")
+"""Tasks whose samples every version packs."""
+
 
 def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> DataSection:
     """Return `data:` with `auto` of `padding_free` and `length_window_steps` settled, the same on every rank.
 
-    It depends on the job and on the model's config alone: a run that goes on lays its samples out as before. `model` is
-    the config of a model in place of the job's, with the adapter beside it.
+    It depends on the job, on the model's config and on the checkpoint that the run resumes from: a resumed run lays
+    its samples out as before, also where only newer versions know the model. `model` is the config of a model in place
+    of the job's, with the adapter beside it.
     """
     data, batching = config.data, config.data.batching
     is_free = batching.padding_free
@@ -40,26 +51,71 @@ def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: Adapt
 
 
 def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]:
-    """Return what `auto` has come to, where the task leaves a choice."""
+    """Return what `auto` has come to and why, where the task leaves a choice."""
     if config.task.name in PADDED_TASKS or config.data.batching.padding_free != "auto" or data.batching.by == "packs":
         return ()
     if data.batching.padding_free is True:
         return ("padding-free batches: the model keeps the samples of a row apart",)
     how = ", and sorted by length within each step" if data.batching.length_window_steps == 1 else ""
-    return (f"samples are padded{how}: this model or its attention is not known to keep packed samples apart",)
+    return (f"samples are padded{how}: {why_padded(config)}",)
 
 
 def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:
-    """Tell whether samples may stand in one row without a proof by the model itself."""
-    if config.task.name in PADDED_TASKS or config.model.attention not in ATTENTION_WITHOUT_MASK:
-        return False
+    """Tell whether samples may share one row without a proof by the model itself."""
+    return why_padded(config, model=model, adapter=adapter) is None
+
+
+def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> str | None:
+    """Return why samples are padded where the user leaves the choice; None where they share rows."""
+    attention = config.model.attention
+    if config.task.name in PADDED_TASKS:
+        return f"`task: {config.task.name}` pads"
+    if attention not in ATTENTION_WITHOUT_MASK:
+        return f"`model.attention: {attention}` needs a mask of the whole row. Write `auto`"
     if _has_prompt_adapter(config, adapter):
-        return False
+        return "samples in one row would share what the adapter prepends to the text"
     try:
         own = load_model_config(config.model) if model is None else model
-        return all(supports_packed_samples(each) for each in (own, *_teachers(config)))
+        teachers = _teachers(config)
     except ModelError:
-        return False  # there is no such model here, which is said where it is loaded
+        return "the model cannot be loaded"  # which is said where it is loaded
+    reasons = (*(padding_reason(each) for each in (own, *teachers)), None)
+    if (reason := next((each for each in reasons if each), None)) is not None:
+        return reason
+    if needs_own_attention(own) and attention != "auto":
+        return f"`model.attention: {attention}` does not keep samples of this model apart. Write `auto`"
+    if model is None and _was_once_padded(config, own) and _resumes_padded(config):
+        return (
+            "the checkpoint that the run resumes from is of a run that padded them. To pack them from here on, which "
+            "changes losses within rounding and dropout, write `data.batching.padding_free: true`"
+        )
+    return None
+
+
+def recorded_layout(config: RunConfig) -> Mapping[str, str]:
+    """Return what checkpoints of this run record about its layout; nothing where every version has the same."""
+    batching = resolve_padding_free(config).batching
+    if batching.padding_free is not True or not _was_once_padded(config, load_model_config(config.model)):
+        return {}
+    return {LAYOUT: PADDING_FREE}
+
+
+def _was_once_padded(config: RunConfig, own: Any) -> bool:
+    """Tell whether older versions pad this task, or the samples of this model."""
+    return config.task.name not in FIRST_TASKS or was_once_padded(own)
+
+
+def _resumes_padded(config: RunConfig) -> bool:
+    """Tell whether the run resumes from a checkpoint whose run, in an older version, padded its samples."""
+    resume = config.checkpoint.resume
+    if resume == "never" or is_url(config.run.folder) or is_url(resume):
+        return False
+    newest = layout.newest_checkpoint(Path(config.run.folder) / CHECKPOINTS_FOLDER)
+    path = newest if resume == "auto" else Path(resume)
+    try:
+        return path is not None and read_manifest_of_step(path).run.origin.get(LAYOUT) != PADDING_FREE
+    except (CheckpointError, OSError):
+        return False  # which is said where it is resumed from
 
 
 def _teachers(config: RunConfig) -> tuple[Any, ...]:
@@ -69,7 +125,7 @@ def _teachers(config: RunConfig) -> tuple[Any, ...]:
 
 
 def _has_prompt_adapter(config: RunConfig, adapter: AdapterConfig) -> bool:
-    """Tell whether something is learnt before the text, which samples in one row would share."""
+    """Tell whether something is learned before the text, which samples in one row would share."""
     if adapter is None and config.model.adapter is not None:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
         adapter = read_adapter_config(path.parent) if path.is_file() else None

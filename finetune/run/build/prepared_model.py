@@ -17,6 +17,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView
 from finetune.model.attention.implementation import check_isolation, require_position_ids
+from finetune.model.attention.supported_models import carries_state, has_sinks
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
@@ -26,13 +27,14 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
 from finetune.run.build.memory import memory_estimate, step_memory
-from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters
+from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters, router_coefficient
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.build.tf32 import set_tf32
 from finetune.run.context import RunContext
 from finetune.runtime import distributed, seeds
 from finetune.runtime.resources import resident_bytes
+from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modules
 from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
@@ -48,13 +50,16 @@ from finetune.task.lm_loss.fallback import fallback_warning
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, unwrap_model
 from finetune.task.pooling import sample_logits
-from finetune.task.protocol import ModelHead
+from finetune.task.protocol import ModelHead, Task
+from finetune.task.router_loss.loss import RoutedTask
+from finetune.task.router_loss.recorder import RoutingRecorder
+from finetune.task.router_loss.routers import Router, find_routers
 from finetune.train.accelerator import build_accelerator, check_prepared
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
 from finetune.train.optim.optimizers import build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import NamedParameter, describe_groups, list_parameters
-from finetune.train.parts import no_op
+from finetune.train.parts import StepTask, no_op
 from finetune.train.plan import Plan
 
 
@@ -69,6 +74,7 @@ class PreparedModel:
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
     reduces_every_microbatch: bool = False
     memory: MemoryEstimate | None = None  # of this rank
+    routers: tuple[Router, ...] = ()  # where a key of the job is about them
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class BuiltRun:
     training_data: TrainingData
     plan: Plan
     prepared: PreparedModel
+    step_task: StepTask
 
 
 def make_accelerator(context: RunContext) -> Accelerator:
@@ -118,11 +125,12 @@ def prepare_model(
     accumulation, memory = _log_size(
         context, plain, accelerator, training=training_data.training, plan=plan, process_bytes=process_bytes
     )
-    _warn(context)
+    _warn(context, plain)
     optimizer = _optimizer(context, list_parameters(plain), learning_rate=learning_rate)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(context, unwrap_model(plain))
+    routers = _routers(context, plain)
     model, prepared = _prepare(context, accelerator, plain, optimizer)
     kernel, _ = resolve_kernel(config.train.loss_kernel)
     if (warning := fallback_warning(model, training_data.task.head, kernel)) is not None:
@@ -130,7 +138,7 @@ def prepare_model(
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
     every = accumulation.reduces_every_microbatch
-    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory)
+    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory, routers)
 
 
 def _build_plain(context: RunContext, training_data: TrainingData, *, device: torch.device) -> Any:
@@ -157,6 +165,8 @@ def _prepare(
     ):
         set_zero_bucket_sizes(accelerator, plain)
         reduce_zero_buckets_in_place(accelerator)
+        keep_experts_in_graph(plain)
+        set_zero3_leaf_modules(accelerator, plain)
         if strategy.init_context(accelerator.device).on_meta_device and config.model.quantization is None:
             widen_unfilled_parameters(accelerator, plain)
         model, prepared = accelerator.prepare(plain, optimizer)
@@ -225,7 +235,7 @@ def _optimizer(context: RunContext, named: list[NamedParameter], *, learning_rat
     return optimizer
 
 
-def _warn(context: RunContext) -> None:
+def _warn(context: RunContext, model: Any) -> None:
     config, log = context.config, context.log
     lora = config.model.lora
     for warning in precision_warnings(
@@ -238,7 +248,9 @@ def _warn(context: RunContext) -> None:
         log(f"warning: {warning}")
     is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
     missing = (
-        missing_kernel_warning(is_half=is_half) if is_padding_free(resolve_padding_free(config).batching) else None
+        missing_kernel_warning(is_half=is_half, has_sinks=has_sinks(unwrap_model(model).config))
+        if is_padding_free(resolve_padding_free(config).batching)
+        else None
     )
     if missing and config.model.attention == "auto":
         log(f"warning: {missing}")
@@ -252,6 +264,37 @@ def _warn(context: RunContext) -> None:
         log(note)
 
 
+def make_step_task(context: RunContext, task: Task, prepared: PreparedModel) -> StepTask:
+    """Return the task, or with it what `train.router_aux_loss` adds to its loss and `report.expert_load` to the log."""
+    if not prepared.routers:
+        return task
+    inner = unwrap_model(prepared.unwrapped_model)
+    recorder = RoutingRecorder(inner, prepared.routers)
+    return RoutedTask(task, recorder, router_coefficient(context.config, inner.config), prepared.before_batch)
+
+
+def _routers(context: RunContext, plain: Any) -> tuple[Router, ...]:
+    """Return the routers where a key is about them, before FSDP1 flattens their weights; log if they are frozen."""
+    config = context.config
+    if config.train.router_aux_loss is None and not config.report.expert_load:
+        return ()
+    inner = unwrap_model(plain)
+    routers = find_routers(inner)
+    places = tuple(f"{_without_wrappers(router.name)}." for router in routers)
+    trained = [_without_wrappers(name) for name, each in inner.named_parameters() if each.requires_grad]
+    if config.train.router_aux_loss is not None and not any(name.startswith(places) for name in trained):
+        context.log(
+            "train.router_aux_loss: the routers are frozen; the balance loss trains the layers below them, on whose "
+            "output their choice depends"
+        )
+    return routers
+
+
+def _without_wrappers(name: str) -> str:
+    """Return the name without the parts that adapters on the module add; their parameters stand beside the base."""
+    return name.replace(".base_layer", "")
+
+
 def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeights:
     """Return the weights to evaluate and export: the average where the optimizer keeps one, else the trained."""
     found = average_formula(context.config.train)
@@ -263,12 +306,11 @@ def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeig
 
 def require_sample_isolation(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
     """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
-    config, task = context.config, training_data.task
-    is_asked_for, is_row = (is_padding_free(each.batching) for each in (config.data, resolve_padding_free(config)))
-    if not is_asked_for and (not is_row or task.head == "causal_lm"):
-        return
-    model = prepared.model
+    config, model, task = context.config, prepared.model, training_data.task
     inner = unwrap_model(prepared.unwrapped_model)
+    is_asked_for, is_row = (is_padding_free(each.batching) for each in (config.data, resolve_padding_free(config)))
+    if not is_asked_for and not (is_row and (task.head != "causal_lm" or carries_state(inner.config))):
+        return
     require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()

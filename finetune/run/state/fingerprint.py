@@ -8,6 +8,7 @@ from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_mat
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
 from finetune.run.build.data import TrainingData, input_identity
+from finetune.run.build.padding_free import recorded_layout
 from finetune.run.build.teacher import teacher_identity
 from finetune.run.context import RunContext
 from finetune.runtime import distributed
@@ -42,7 +43,11 @@ def fingerprint_with(
     return RunFingerprint(
         identity={**keys_that_must_match(context.config), **digests},
         settings=keys_that_may_differ(context.config),
-        origin={"strategy": context.strategy.name, "processes": str(distributed.world())},
+        origin={
+            "strategy": context.strategy.name,
+            "processes": str(distributed.world()),
+            **recorded_layout(context.config),
+        },
     )
 
 

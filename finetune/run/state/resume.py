@@ -90,7 +90,7 @@ def _warm_up(built: BuiltRun, *, first_position: int) -> None:
     """Have DDP build its gradient buckets as the run that is resumed had them; other models are left alone."""
     task, prepared = built.training_data.task, built.prepared
     batch = task.collate([built.training_data.sample_at(first_position)]).to(prepared.accelerator.device)
-    loss_sums = partial(task.loss_sums, prepared.model, batch)
+    loss_sums = partial(built.step_task.loss_sums, prepared.model, batch)
     warm_up_ddp_buckets(prepared.accelerator, prepared.model, loss=lambda: loss_sums()["loss_sum"])
 
 
@@ -114,7 +114,7 @@ def format_restored(position: int, *, is_scaled: bool, was_scaled: bool) -> Iter
 def format_strategy_change(saved: RunFingerprint, *, current: RunFingerprint) -> Iterator[str]:
     """Yield what another strategy or number of processes changes in the results; nothing where both are the same."""
     there = saved.origin
-    if there == current.origin or not there:
+    if not there or all(there[name] == current.origin[name] for name in ("strategy", "processes")):
         return
     masks = ""
     if there["processes"] != current.origin["processes"]:

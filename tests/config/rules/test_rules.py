@@ -274,6 +274,7 @@ IDLE = [
         "model.train_only",
         "with adapters all of the model's own weights are frozen",
     ),
+    (["train.router_aux_loss=0.01", "report.expert_load=true"], "report.expert_load", "logs it already"),
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
 ]
 
@@ -304,6 +305,8 @@ RIGHT = [
     ["model.name=.", "model.trust_remote_code=true"],
     ["report.trackers=[tensorboard]", "report.project=mine"],
     ["train.nonfinite={action: skip, max_skips: 5}"],
+    ["train.router_aux_loss=auto"],
+    ["report.expert_load=true", "task.name=preference"],
     [*EVALUATION, "train.early_stopping.metric=perplexity"],
     [SAVED, *EVALUATION, "checkpoint.keep_best={metric: token_accuracy, goal: maximize, count: 3}"],
     [SAVED, "checkpoint.keep_every_steps=50"],

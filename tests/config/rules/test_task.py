@@ -62,6 +62,8 @@ IDLE = [
     ([*IMAGES, "model.tokenizer={name: x}"], "model.tokenizer", "images have no tokens"),
     ([*IMAGES, "model.new_tokens={tokens: [x]}"], "model.new_tokens", "images have no tokens"),
     ([*IMAGES, "train.embedding_noise=5.0"], "train.embedding_noise", "only `task.name: sft` and"),
+    ([*IMAGES, "train.router_aux_loss=0.01"], "train.router_aux_loss", "only `task.name: sft` and"),
+    ([*IMAGES, "report.expert_load=true"], "report.expert_load", "only `task.name: sft` and"),
     ([*IMAGES, "data.allow_special_tokens=true"], "data.allow_special_tokens", "images have no tokens"),
     (["task.name=pretrain", "data.chat_template=chatml"], "data.chat_template", "reads text without turns"),
     (
@@ -100,6 +102,8 @@ def test_every_key_that_can_be_idle_has_a_row_in_the_table():
 
 
 WRONG = [
+    (["train.router_aux_loss=auto", "model.compile=full"], "train.router_aux_loss", "in a compiled model"),
+    (["report.expert_load=true", "model.compile=regional"], "report.expert_load", "in a compiled model"),
     (["task.z_loss=0.1", "train.loss_kernel=liger"], "train.loss_kernel", "`liger` does not support `task.z_loss`"),
     (["data.max_length=null"], "data.max_length", "the maximum length of a sample in tokens"),
     (["task.name=distillation"], "task.distillation", "there is no teacher"),

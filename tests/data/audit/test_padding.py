@@ -1,6 +1,6 @@
 """What is computed on padding, on batches whose lengths are known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -61,6 +61,16 @@ def test_samples_end_to_end_have_no_padding():
     assert found.share == 0.0
     assert found.plain_computed > 40
     assert found.saved == pytest.approx(1 - 40 / found.plain_computed)
+
+
+def test_of_a_source_and_its_target_the_positions_of_the_encoder_count():
+    def sources(features):
+        lengths = tuple(each.length - 1 for each in features)
+        batch = batch_of(features, rows=len(features), columns=max(lengths))
+        return replace(batch, lengths=lengths)
+
+    found = measured(sources)
+    assert (found.tokens, found.computed) == (40 - 8, 2 * (8 + 7 + 6 + 5))
 
 
 def test_a_budget_tells_how_full_its_positions_are():

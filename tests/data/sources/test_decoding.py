@@ -99,3 +99,8 @@ def test_bytes_that_are_not_utf8_are_named_with_the_encoding_to_try(tmp_path, na
 def test_utf16_without_a_mark_is_told_which_one_it_is(tmp_path, encoding):
     with pytest.raises(DataError, match=f"looks like UTF-16.*`encoding: {encoding}`"):
         list(opened(tmp_path, "rows.csv", "text,label\nabc,1\n".encode(encoding)).rows())
+
+
+def test_an_encoding_that_needs_a_mark_is_told_its_byte_order(tmp_path):
+    with pytest.raises(DataError, match=r"has no byte order mark.*`encoding: utf-16-le`"):
+        list(opened(tmp_path, "rows.csv", b"text,label\nabcd,1\n", "utf-16").rows())

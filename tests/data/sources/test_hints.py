@@ -78,9 +78,9 @@ def test_each_gives_one_message(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
-def test_a_million_columns_are_one_short_message(tmp_path):
-    (tmp_path / "wide.csv").write_bytes(b",".join(b"c%d" % n for n in range(10**6)) + b"\n" + b"," * (10**6 - 1))
-    with pytest.raises(DataError, match=r"wide\.csv, row 1: cannot tell the format.*and 999,960 more") as error:
+def test_a_hundred_thousand_columns_are_one_short_message(tmp_path):
+    (tmp_path / "wide.csv").write_bytes(b",".join(b"c%d" % n for n in range(10**5)) + b"\n" + b"," * (10**5 - 1))
+    with pytest.raises(DataError, match=r"wide\.csv, row 1: cannot tell the format.*and 99,960 more") as error:
         open_source(SourceSection(path=str(tmp_path / "wide.csv")), key="data.train", log=lambda _: None)
     assert len(str(error.value)) < 1500
 

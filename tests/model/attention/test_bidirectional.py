@@ -18,13 +18,13 @@ from finetune.model.attention.bidirectional import (
 )
 from finetune.model.attention.causal import MAX_QUERY_BLOCK, AttentionSettings, QueryKeyValue
 from finetune.model.attention.implementation import (
-    PACKING_MODEL_TYPES,
     attend_sample_by_sample,
     check_isolation,
     default_attention,
     register_per_sample,
-    supports_packed_samples,
 )
+from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, supports_packed_samples
+from finetune.model.attention.upstream import patch_row_functions
 from finetune.runtime.packed_rows import SampleLengths
 from finetune.task import model_inputs
 from finetune.task.model_inputs import collate_row, forward_logits
@@ -67,6 +67,7 @@ def models(kind, head, **others):
     """Return one model with our attention, and the same with transformers' own."""
     config = tiny_config(kind, **{"pad_token_id": PAD, "num_labels": 3, **SMALL.get(kind, {}), **others})
     register_per_sample()
+    patch_row_functions(tiny_config(kind))
     made = []
     for attention in ("per_sample", "eager"):
         torch.manual_seed(0)

@@ -16,15 +16,14 @@ from finetune.errors import ModelError
 from finetune.model.attention import varlen_kernels
 from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, causal_attention
 from finetune.model.attention.implementation import (
-    PACKING_MODEL_TYPES,
     attend_sample_by_sample,
     check_isolation,
     default_attention,
     register_per_sample,
     requested_attention,
     require_position_ids,
-    supports_packed_samples,
 )
+from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, supports_packed_samples
 from finetune.runtime.packed_rows import SampleLengths
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
@@ -45,8 +44,7 @@ def test_a_sample_in_a_row_is_the_sample_alone_under_eager_attention(kind):
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}),
-        ("llama4_text", {}),
+        ("jamba", {}),
         ("bert", {"is_decoder": True}),
         ("mpnet", {}),
         ("deberta-v2", {}),
@@ -257,6 +255,9 @@ def test_a_gpu_without_a_kernel_for_rows_is_told_of(monkeypatch, found, said):
     warning = varlen_kernels.missing_kernel_warning(is_half=True)
     assert warning is None if said is None else said in warning
     assert varlen_kernels.missing_kernel_warning(is_half=False) is None
+    of_sinks = varlen_kernels.missing_kernel_warning(is_half=True, has_sinks=True)
+    assert of_sinks is not None
+    assert said is not None or "no varlen kernel supports attention sinks" in of_sinks
 
 
 SMALL = {

@@ -94,6 +94,28 @@ def lengths_on(device):
 
 
 @EVERY_DEVICE
+def test_values_narrower_than_keys_are_widened_for_the_kernel(device):
+    lengths, dtype = lengths_on(device)[0], torch.bfloat16
+    query, key, value = inputs(lengths, heads=4, key_heads=4, width=96, dtype=dtype, device=device)
+    narrow = value[..., :64].detach().requires_grad_()
+    gradient = torch.randn_like(narrow[0].transpose(0, 1))
+    with kernels(device) as counted:
+        output, (_, _, of_values) = ours((query, key, narrow), lengths, gradient=gradient)
+    assert counted is None or counted.calls["forward"] == 1
+    exact, (_, _, exact_of_values) = reference((query, key, narrow), lengths, gradient=gradient)
+    assert output.shape == exact.shape
+    assert error(output, exact) < DTYPES[dtype]
+    assert error(of_values, exact_of_values) < DTYPES[dtype]
+
+
+def test_no_kernel_is_given_attention_sinks():
+    qkv = QueryKeyValue(*inputs((5, 7), heads=4, key_heads=4, width=64, dtype=torch.bfloat16, device="cpu"))
+    with flash_on_cpu():
+        assert varlen_kernel(qkv, AttentionSettings()) is not None
+        assert varlen_kernel(qkv, AttentionSettings(sinks=torch.zeros(4))) is None
+
+
+@EVERY_DEVICE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("key_heads", [1, 8])

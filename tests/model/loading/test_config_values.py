@@ -17,7 +17,7 @@ from finetune.model.adapters.context import AdapterContext
 from finetune.model.loading.architecture import load_pretrained_config
 from finetune.model.loading.dry_run import dry_run_model
 from finetune.model.loading.load import load_model
-from finetune.model.loading.saved import inspect_model_folder, load_saved_model
+from finetune.model.loading.saved import attach_adapters, inspect_model_folder, load_saved_base, load_saved_model
 from finetune.runtime.parameters import InitContext
 
 SIZES = {
@@ -63,6 +63,7 @@ SCALING = {
         "original_max_position_embeddings": 32,
     },
 }
+SCALED = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
 CHANGES = {
     **{name: {"rope_scaling": scaling} for name, scaling in SCALING.items()},
     "yarn, longer": {"rope_scaling": SCALING["yarn"], "max_position_embeddings": 512},
@@ -143,6 +144,22 @@ def test_an_adapter_brings_the_config_with_which_its_base_is_loaded(tmp_path, ba
     assert torch.allclose(logits(plain), logits(model), atol=1e-5)
     ours = load_saved_model(inspect_model_folder(folder, key="chat"), key="chat")
     assert torch.allclose(logits(ours), logits(model), atol=1e-5)
+
+
+def test_adapters_of_other_configs_are_not_put_on_one_base(tmp_path, bases):
+    folders = {}
+    for name, values in (("plain", {}), ("scaled", {"rope_scaling": SCALING["yarn"]}), ("again", SCALED)):
+        written = section(bases, "llama", **values)
+        model = add_adapter(loaded(written), LoraSection(rank=2), AdapterContext(seed=1))
+        folders[name] = exported(tmp_path / name, model, written)
+    bare = load_saved_base(inspect_model_folder(folders["scaled"], key="chat"), key="chat")
+    with pytest.raises(ModelError, match=r"chat: the adapter .*plain was trained with the base's own config"):
+        attach_adapters(bare, {"one": folders["scaled"], "two": folders["plain"]}, key="chat")
+    both = attach_adapters(bare, {"one": folders["scaled"], "two": folders["again"]}, key="chat")
+    assert sorted(both.peft_config) == ["one", "two"]
+    plain = load_saved_base(inspect_model_folder(folders["plain"], key="chat"), key="chat")
+    with pytest.raises(ModelError, match=r"scaled was trained with other values of rope_parameters"):
+        attach_adapters(plain, {"one": folders["scaled"]}, key="chat")
 
 
 def test_an_adapter_of_an_unchanged_base_brings_no_config(tmp_path, bases):

@@ -1,5 +1,6 @@
 """The audit of real data says what a plain script of its own counts in them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoTokenizer
 from finetune.config.load import load_config
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_training_data
-from finetune.run.build.data_audit import audit_training_data
+from finetune.run.build.data_audit import audit_training_data, write_audit
 from tests.run.plain_audit import gsm8k, hh_rlhf, plain_audit
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -57,6 +58,31 @@ def audited(folder, path, source, *, max_length, over_length, cache):
     lessons.tokenizer.save_pretrained(folder / "tokenizer")
     (source,) = audit_training_data(config, lessons).as_json()["sources"]
     return {**source["counts"], "duplicates": source["duplicates"]}, AutoTokenizer.from_pretrained(folder / "tokenizer")
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_the_start_says_what_padding_costs(tmp_path, is_padded):
+    rows = [{"question": "a " * length, "answer": "b"} for length in (1, 40, 3, 30, 5, 20, 2, 10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"path": "rows.jsonl", "source": COLUMNS, "max_length": 128, "over_length": "truncate", "cache": "cache"}
+    (tmp_path / "job.yaml").write_text(JOB.format(**settings))
+    said: list[str] = []
+    shares = []
+    for steps in ("auto", 0) if is_padded else ("auto",):
+        layout = [
+            f"data.batching.padding_free={str(not is_padded).lower()}",
+            f"data.batching.length_window_steps={steps}",
+        ]
+        config = load_config(tmp_path / "job.yaml", layout).config
+        data = make_training_data(config, RunLog(is_main=False))
+        write_audit(tmp_path, config, data, log=said.append)
+        shares.append(audit_training_data(config, data).padding.share)
+    lines = [line for line in said if line.startswith("padding: ")]
+    if is_padded:
+        assert 0 < shares[0] < shares[1]
+        assert lines[0].startswith(f"padding: {shares[0]:.1%} of the computed positions (plain batches: ")
+    else:
+        assert (shares, lines) == ([0.0], [])
 
 
 @pytest.mark.full

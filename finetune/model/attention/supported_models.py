@@ -1,0 +1,134 @@
+"""Model types whose layers keep the samples of a packed row apart with our attention, and why others do not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from finetune.model.attention.bidirectional import supports_packed_encoders
+from finetune.model.attention.upstream import modeling_file
+
+PLAIN_MODEL_TYPES = frozenset(
+    {
+        *("afmoe", "apertus", "aria_text", "arcee", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm"),
+        *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo"),
+        *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4"),
+        *("glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared"),
+        *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "llama"),
+        *("mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder"),
+        *("nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe"),
+        *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"),
+    }
+)
+"""Values of `model_type` whose attention is told the lengths and the window; nothing else mixes tokens."""
+
+SINK_MODEL_TYPES = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa"})
+"""Those with attention sinks, which torch's kernels do not know."""
+
+PACKED_FROM_THE_FIRST = frozenset(
+    {
+        *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
+        *("gpt_bigcode", "gpt_neox", "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral"),
+        *("olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+        "starcoder2",
+    }
+)
+"""Types that every version packs. Checkpoints of others say so where their run did: older versions padded them."""
+
+_CONVOLUTION, _DELTA_RULE = ("causal_conv1d_fn",), ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+_DELTA_ATTENTION = ("causal_conv1d_fn", "chunk_kimi_delta_attention")
+_MAMBA_2 = ("causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan")
+HYBRID_MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _CONVOLUTION),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA_RULE),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _DELTA_ATTENTION),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), _MAMBA_2),
+}
+"""Those with layers that carry a state along the row, and transformers' functions that must be told the lengths."""
+
+OWN_ATTENTION_TYPES = SINK_MODEL_TYPES | {"llama4_text"} | frozenset(HYBRID_MODEL_TYPES)
+PACKING_MODEL_TYPES = PLAIN_MODEL_TYPES | OWN_ATTENTION_TYPES
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LAYER_TYPES_OF: Mapping[str, frozenset[str]] = {
+    "llama4_text": frozenset({"full_attention", "chunked_attention"}),
+    "qwen2_moe": frozenset({"full_attention"}),  # transformers 5.23 does not tell its attention the window
+    **dict.fromkeys(
+        HYBRID_MODEL_TYPES,
+        frozenset({"full_attention", "linear_attention", "conv", "hybrid", "attention", "mamba", "mlp", "moe"}),
+    ),
+}
+
+_SCAN = "its scan (Mamba 1) is not told where samples begin"
+_STATE = "its layers carry a state along the row in one piece of code, which is not told where samples begin"
+_UNTOLD = "its attention is not told where samples begin"
+_INDEXER = "its sparse attention picks keys from the whole row"
+_REASONS: Mapping[str, str] = {
+    **dict.fromkeys(("jamba", "mamba", "falcon_mamba", "zamba"), _SCAN),
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), _STATE),
+    **dict.fromkeys(
+        ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "nemotron", "phimoe", "stablelm"), _UNTOLD
+    ),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "axk2", "minimax_m3_vl_text"), _INDEXER),
+}
+
+
+def supports_packed_samples(config: Any) -> bool:
+    """Tell whether the config is of such a model, with transformers' own code and layers that are known."""
+    return padding_reason(config) is None
+
+
+def needs_own_attention(config: Any) -> bool:
+    """Tell whether only our attention keeps samples apart in this model, not flash attention."""
+    return text_config(config).model_type in OWN_ATTENTION_TYPES
+
+
+def has_sinks(config: Any) -> bool:
+    """Tell whether layers of this model have attention sinks."""
+    return text_config(config).model_type in SINK_MODEL_TYPES
+
+
+def carries_state(config: Any) -> bool:
+    """Tell whether layers of this model carry a state along the row."""
+    return text_config(config).model_type in HYBRID_MODEL_TYPES
+
+
+def was_once_padded(config: Any) -> bool:
+    """Tell whether older versions pad the samples of this model, which is packed now."""
+    return text_config(config).model_type not in PACKED_FROM_THE_FIRST
+
+
+def padding_reason(config: Any) -> str | None:
+    """Return why samples must be padded; None where they can be packed into one row without padding."""
+    if supports_packed_encoders(config):
+        return None
+    config = text_config(config)
+    kind, layers = config.model_type, set(getattr(config, "layer_types", None) or ())
+    if not type(config).__module__.startswith("transformers.models."):
+        return f"`{kind}` brings its own code"
+    if kind not in PACKING_MODEL_TYPES and "vision_config" in (getattr(config, "sub_configs", None) or ()):
+        return f"`{kind}` is built with its image part, which is not known to keep packed samples apart"
+    if kind not in PACKING_MODEL_TYPES:
+        return f"`{kind}`: {_REASONS.get(kind, 'it is not known to keep packed samples apart')}"
+    unknown = layers - LAYER_TYPES_OF.get(kind, SUPPORTED_LAYER_TYPES)
+    if unknown:
+        return f"`{kind}` has layers of another kind: {', '.join(sorted(unknown))}"
+    if getattr(config, "add_cross_attention", False) or not _is_causal(config):
+        return f"`{kind}` is not a causal decoder here"
+    if getattr(config, "output_router_logits", False):
+        return f"`{kind}`: its `output_router_logits` reads the padding mask"
+    missing = [name for name in HYBRID_MODEL_TYPES.get(kind, ()) if not hasattr(modeling_file(config), name)]
+    return f"`{kind}`: this transformers has no `{missing[0]}`" if missing else None
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of the model that is built as a causal decoder: a model of images may give its text part."""
+    part = (getattr(config, "sub_configs", None) or {}).get("text_config")
+    if part is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    return config.get_text_config() if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is part else config
+
+
+def _is_causal(config: Any) -> bool:
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    return getattr(config, "is_causal", True) is not False and not is_bidirectional

@@ -1,0 +1,120 @@
+"""The load-balancing loss of a whole step, added to a task's loss.
+
+Fedus, Zoph and Shazeer, "Switch Transformers" (2021, arXiv:2101.03961, equations 4 to 6), as transformers computes it
+(`load_balancing_loss_func`): over E experts, with all layers and tokens in one pool of N (layers x tokens),
+
+    aux = E * sum_e f_e P_e,    f_e = 1/N * sum of tokens sent to e,    P_e = 1/N * sum of probabilities of e
+
+so that perfect balance gives the number of experts for each token. The gradient flows through P alone; f is a constant.
+
+transformers takes the pool from a microbatch: its loss depends on how a batch is cut. Here it is the step's, of all
+ranks and microbatches, without padding. With F summed over the step, each microbatch contributes `E / N^2 * sum F S`
+with its own sums S of probabilities: the contributions add up to the loss above, and their gradients to its gradient.
+
+F and N must be known before the first backward pass. With one microbatch a step, they are summed over the ranks
+between its forward and its backward pass. With several, each is first run without gradients and with the same random
+numbers: one more forward pass, a third to a half more time. Nothing smaller is exact, since the gradient of the first
+microbatch depends on the choices of the last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.data.batch import Batch
+from finetune.runtime import distributed
+from finetune.runtime.seeds import keep_random_state
+from finetune.task.protocol import Task
+from finetune.task.router_loss.recorder import RoutingRecorder
+
+ROUTER_AUX_LOSS = "router_aux_loss"
+TOKENS_PER_EXPERT = "tokens_per_expert"
+STEP_TOTALS = "router_totals"
+"""The extra of a batch that holds the step's tokens of each expert and, last, its number of targets."""
+
+
+def load_balancing_loss(tokens: Tensor, probability_sums: Tensor, *, top_k: int) -> Tensor:
+    """Return `E * sum_e f_e P_e` for tokens sent to each of E experts and sums of probabilities, both [experts].
+
+    The probabilities may be those of a part of the tokens: what is returned is then this part's contribution.
+    """
+    pool = tokens.sum() / top_k  # layers x tokens
+    return len(tokens) * (tokens / pool * probability_sums).sum() / pool
+
+
+def load_metrics(tokens: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return `expert_load_max` and `experts_unused` of tokens by layer and expert.
+
+    The first is the load of the busiest expert of all layers, 1 being an equal share of its layer's; the second counts
+    the experts of all layers that were sent no token.
+    """
+    loads = [max(layer) * len(layer) / sum(layer) for layer in tokens if sum(layer)]
+    unused = sum(count == 0 for layer in tokens for count in layer)
+    return {"expert_load_max": max(loads, default=float("nan")), "experts_unused": float(unused)}
+
+
+@dataclass(frozen=True)
+class RoutedTask:
+    """What a step calls of a task, with the routing recorded and, given a coefficient, the balance loss added.
+
+    The value of the loss stays the task's own; the balance loss adds its gradient, and is logged beside it.
+    """
+
+    task: Task
+    recorder: RoutingRecorder
+    coefficient: float | None  # of the balance loss; None: there is none
+    before_batch: Callable[[Batch], None]  # what the step calls before each forward pass
+
+    def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the batches as the task prepares them, each of several with the step's totals. Collective."""
+        batches = self.task.prepare_step(model, batches)
+        if self.coefficient is None or len(batches) == 1:
+            return batches
+        with torch.no_grad(), keep_random_state():
+            tokens = torch.stack([self._tokens(model, batch) for batch in batches]).sum(dim=0)
+        totals = _step_totals(tokens, num_targets=sum(batch.num_targets for batch in batches))
+        return [replace(batch, extras={**batch.extras, STEP_TOTALS: totals}) for batch in batches]
+
+    def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the task's sums, the balance loss of this batch and the tokens of each expert, [layers, experts].
+
+        A batch without totals is taken for this rank's whole step; this is collective then.
+        """
+        with self.recorder.recording() as routings:
+            sums = dict(self.task.loss_sums(model, batch))
+        tokens = self.recorder.tokens_per_expert(routings)
+        sums[TOKENS_PER_EXPERT] = tokens.to(torch.float32)
+        if self.coefficient is None:
+            return sums
+        totals = batch.extras.get(STEP_TOTALS)
+        if totals is None:
+            totals = _step_totals(tokens.sum(dim=0), num_targets=batch.num_targets)
+        of_step, num_targets = totals[:-1].to(torch.float32), totals[-1].to(torch.float32)
+        loss = load_balancing_loss(of_step, self.recorder.probability_sums(routings), top_k=self.recorder.top_k)
+        weighted = self.coefficient * num_targets * loss  # the step divides by the number of targets
+        sums["loss_sum"] = sums["loss_sum"] + (weighted - weighted.detach())
+        return {**sums, ROUTER_AUX_LOSS: loss.detach()}
+
+    def step_metrics(self, sums: Mapping[str, Any], *, num_targets: int) -> Mapping[str, float]:
+        """Return the task's metrics, `router_aux_loss`, `expert_load_max` and `experts_unused`."""
+        others = dict(sums)
+        own = load_metrics(others.pop(TOKENS_PER_EXPERT))
+        if self.coefficient is not None:
+            own[ROUTER_AUX_LOSS] = others.pop(ROUTER_AUX_LOSS)
+        return {**self.task.step_metrics(others, num_targets=num_targets), **own}
+
+    def _tokens(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the tokens that a forward pass sends to each expert, summed over the layers, [experts]."""
+        self.before_batch(batch)
+        with self.recorder.recording() as routings:
+            self.task.loss_sums(model, batch)
+        return self.recorder.tokens_per_expert(routings).sum(dim=0)
+
+
+def _step_totals(tokens: Tensor, *, num_targets: int) -> Tensor:
+    """Return the tokens of each expert, [experts], and the number of targets behind them, of all ranks. Collective."""
+    own = torch.full((1,), num_targets, dtype=tokens.dtype, device=tokens.device)
+    return distributed.sum_tensor(torch.cat([tokens, own]))

@@ -1,0 +1,147 @@
+"""Models whose layers are not plain attention, or not attention at all: each sample of a row is as if alone."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from finetune.model.attention.implementation import default_attention
+from finetune.model.attention.supported_models import (
+    HYBRID_MODEL_TYPES,
+    LAYER_TYPES_OF,
+    PACKED_FROM_THE_FIRST,
+    PACKING_MODEL_TYPES,
+    carries_state,
+    needs_own_attention,
+    padding_reason,
+    supports_packed_samples,
+    text_config,
+    was_once_padded,
+)
+from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
+
+KINDS = [
+    *("deepseek_v3", "falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoehybrid", "lfm2"),
+    *("lfm2_moe", "llama4_text", "mamba2", "ministral3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
+    *("bailing_hybrid", "qwen3_5_text", "qwen3_next", "zamba2"),
+]
+LAYOUTS = {"of any length": LENGTHS, "of one length": (9, 9, 9), "one": (13,)}
+
+
+def samples_of(lengths):
+    return [tokens(length, salt) for salt, length in enumerate(lengths)]
+
+
+def padded(samples):
+    """Return the samples as a padded batch, and where its tokens are."""
+    longest = max(each.shape[1] for each in samples)
+    mask = torch.stack([(torch.arange(longest) < each.shape[1]).long() for each in samples])
+    ids = torch.cat([torch.nn.functional.pad(each, (0, longest - each.shape[1])) for each in samples])
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}, mask.bool()
+
+
+def gradients(model, logits):
+    """Return the gradient of a sum over all tokens, by parameter; experts that no token reaches have none."""
+    model.zero_grad()
+    logits.log_softmax(-1)[..., 5].sum().backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_same(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    norm = torch.stack([each.norm() for each in theirs.values()]).norm()
+    for name, each in ours.items():
+        difference = (each - theirs[name]).norm()
+        assert difference <= tolerance * theirs[name].norm() or difference <= 1e-6 * norm, name
+
+
+@pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_a_sample_alone_and_gradients_those_of_a_padded_batch(kind, lengths):
+    model, samples = tiny_model(kind), samples_of(lengths)
+    logits = model(**row_of(samples)).logits
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=each, use_cache=False).logits for each in samples], dim=1)
+    assert ((logits - alone).abs().max() / alone.abs().max()).item() < 1e-5
+    of_row = gradients(model, logits)
+    inputs, is_token = padded(samples)
+    assert_same(of_row, gradients(model, model(**inputs).logits[is_token][None]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_sample_of_the_row_changes_nothing(kind):
+    model, samples = tiny_model(kind), samples_of(LENGTHS)
+    changed = [samples[0], tokens(LENGTHS[1], 7), samples[2], tokens(LENGTHS[3], 8), *samples[4:]]
+    one, other = (model(**row_of(each)).logits[0].split(LENGTHS) for each in (samples, changed))
+    for place in (0, 2, 4, 5):
+        assert torch.allclose(one[place], other[place], rtol=0, atol=1e-6)
+    assert not torch.allclose(one[1], other[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputed_layers_keep_samples_apart(kind):
+    model, given = tiny_model(kind).train(), row_of(samples_of(LENGTHS))
+    plain = gradients(model, model(**given).logits)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    assert_same(gradients(model, model(**given).logits), plain, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(PACKING_MODEL_TYPES))
+def test_the_small_model_has_every_kind_of_layer_that_is_said_to_be_supported(kind):
+    config = tiny_config(kind)
+    layers = set(getattr(config, "layer_types", None) or ())
+    assert padding_reason(config) is None
+    if kind in HYBRID_MODEL_TYPES:
+        assert carries_state(config)
+        assert needs_own_attention(config)
+        assert layers & {"linear_attention", "conv", "hybrid"}
+    elif kind in LAYER_TYPES_OF:
+        assert layers == LAYER_TYPES_OF[kind]
+    assert was_once_padded(config) == (kind not in PACKED_FROM_THE_FIRST)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("jamba", "its scan (Mamba 1) is not told where samples begin"),
+        ("minimax", "its layers carry a state along the row"),
+        ("stablelm", "its attention is not told where samples begin"),
+        ("deepseek_v32", "its sparse attention picks keys from the whole row"),
+        ("xglm", "it is not known to keep packed samples apart"),
+    ],
+)
+def test_a_model_that_must_be_padded_is_told_why(kind, reason):
+    said = padding_reason(AutoConfig.for_model(kind))
+    assert said is not None
+    assert said.startswith(f"`{kind}`: {reason}")
+    assert default_attention(AutoConfig.for_model(kind)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "reason"),
+    [
+        ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layers of another kind: sliding_att"),
+        ("qwen3_next", {"output_router_logits": True}, "reads the padding mask"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "is not a causal decoder"),
+    ],
+)
+def test_values_of_a_config_may_rule_it_out(kind, values, reason):
+    assert reason in padding_reason(tiny_config(kind, **values))
+
+
+def test_a_model_of_images_that_is_built_as_its_text_part_is_judged_by_that():
+    config = AutoConfig.for_model("qwen3_5")
+    assert text_config(config).model_type == "qwen3_5_text"
+    assert supports_packed_samples(config)
+    assert default_attention(config) == "per_sample"
+    assert text_config(AutoConfig.for_model("gemma3")).model_type == "gemma3"
+
+
+def test_a_transformers_without_the_functions_that_are_told_the_lengths_pads(monkeypatch):
+    config = tiny_config("lfm2")
+    monkeypatch.setattr("finetune.model.attention.supported_models.modeling_file", lambda _: object())
+    assert padding_reason(config) == "`lfm2`: this transformers has no `causal_conv1d_fn`"
+
+
+def test_a_model_that_is_built_with_its_image_part_says_so():
+    assert "is built with its image part" in padding_reason(AutoConfig.for_model("gemma3"))

@@ -1,0 +1,126 @@
+"""Each workaround for transformers in packed rows is still needed, and leaves everything else as it was."""
+
+import functools
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from finetune.model.attention import upstream
+from finetune.model.attention.supported_models import HYBRID_MODEL_TYPES
+from finetune.model.attention.upstream import ROW_FUNCTIONS, modeling_file, patch_row_functions, sample_index
+from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
+from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tiny_model, tokens
+
+EDGES = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+def function_of(kind, name):
+    """Return a function of a model's file as transformers defines it."""
+    config = tiny_config(kind)
+    patch_row_functions(config)
+    return vars(modeling_file(config))[name].__wrapped__
+
+
+@pytest.mark.parametrize("name", ROW_FUNCTIONS)
+def test_transformers_own_functions_cannot_keep_samples_apart(name):
+    kind = next(kind for kind, names in HYBRID_MODEL_TYPES.items() if name in names and kind != "lfm3")
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        function_of(kind, name)(seq_idx=torch.zeros(1, 5))
+
+
+@pytest.mark.parametrize("kind", HYBRID_MODEL_TYPES)
+def test_every_function_of_a_file_that_mixes_positions_is_known(kind):
+    file = modeling_file(tiny_config(kind))
+    functions = {name: each for name, each in vars(file).items() if inspect.isfunction(each)}
+    found = {name for name, each in functions.items() if hasattr(each, "__wrapped__") or name in ROW_FUNCTIONS}
+    mixing = {name for name in found if not name.endswith("_update") and "recurrent" not in name}
+    assert mixing - OF_TRANSFORMERS == set(HYBRID_MODEL_TYPES[kind])
+
+
+OF_TRANSFORMERS = {"can_return_tuple", "force_accelerate_hooks", "auto_docstring", "merge_with_config_defaults"}
+
+
+def test_functions_are_told_once_and_without_lengths_nothing_changes():
+    config = tiny_config("lfm2")
+    patch_row_functions(config)
+    told = modeling_file(config).causal_conv1d_fn
+    patch_row_functions(config)
+    assert modeling_file(config).causal_conv1d_fn is told
+    row, weight = torch.randn(1, 3, 5), torch.randn(3, 4)
+    assert torch.equal(told(row, weight), function_of("lfm2", "causal_conv1d_fn")(row, weight))
+
+
+@pytest.mark.parametrize(
+    ("name", "boundaries", "given"),
+    [
+        ("causal_conv1d_fn", {"seq_idx": [[0, 0, 1, 1, 1]]}, {"cu_seq_lens_q": EDGES}),
+        ("mamba2_chunk_scan", {"seq_idx": [[0, 0, 1, 1, 1]]}, {"cu_seq_lens_q": EDGES}),
+        ("torch_chunk_gated_delta_rule", {"cu_seqlens": [0, 2, 5]}, {"cu_seqlens": EDGES}),
+    ],
+)
+def test_a_kernel_that_separates_samples_is_told_where_they_begin(monkeypatch, name, boundaries, given):
+    monkeypatch.setattr(upstream, "_takes", lambda *_: True)
+    calls = []
+    told = upstream._separating(calling_a_kernel(lambda *args, **named: calls.append(named)), ROW_FUNCTIONS[name])
+    told(SimpleNamespace(is_cuda=True), activation="silu", **given, **{SAMPLE_LENGTHS: SampleLengths((2, 3))})
+    (named,) = calls
+    assert named.pop("activation") == "silu"
+    assert {key: named[key].tolist() for key in boundaries} == boundaries
+    assert SAMPLE_LENGTHS not in named
+
+
+def calling_a_kernel(kernel):
+    """Return what transformers' decorator makes of a function where the kernel is installed."""
+    return functools.wraps(lambda: None)(lambda *args, **named: kernel(*args, **named))
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_function_that_never_calls_a_kernel_is_told_nothing(monkeypatch):
+    monkeypatch.setattr(upstream, "_takes", lambda *_: True)
+    plain = function_of("lfm3", "causal_conv1d_fn")
+    assert not hasattr(plain, "__wrapped__")
+    row, weight, lengths = torch.randn(1, 3, 5), torch.randn(3, 4), SampleLengths((2, 3))
+    on_gpu = row.as_subclass(OnGpu)
+    output = upstream._separating(plain, ROW_FUNCTIONS["causal_conv1d_fn"])(on_gpu, weight, sample_lengths=lengths)
+    expected = torch.cat([plain(each, weight) for each in row.split(lengths.values, 2)], 2)
+    torch.testing.assert_close(output.as_subclass(torch.Tensor), expected)
+
+
+def test_a_fused_kernel_that_cannot_separate_samples_is_left_out(monkeypatch):
+    monkeypatch.setattr(upstream, "_takes", lambda *_: False)
+    told = upstream._separating(calling_a_kernel(pytest.fail), ROW_FUNCTIONS["mamba2_split_conv1d_scan_combined"])
+    assert told(SimpleNamespace(is_cuda=True), **{SAMPLE_LENGTHS: SampleLengths((2, 3))}) is None
+
+
+def test_a_kernel_is_asked_for_its_arguments():
+    assert upstream._takes("torch", "cumsum_of_samples", "seq_idx") is False
+    assert upstream._takes("no_such_package.ops", "scan", "seq_idx") is False
+    assert upstream._takes("finetune.model.attention.upstream", "sample_index", "edges") is True
+
+
+def test_the_number_of_a_tokens_sample_comes_from_the_edges():
+    assert sample_index(EDGES, SampleLengths((2, 3))).tolist() == [[0, 0, 1, 1, 1]]
+
+
+def test_mamba_2_still_drops_what_its_head_is_given():
+    model, seen = tiny_model("mamba2"), []
+    model.backbone.register_forward_pre_hook(lambda _, __, named: seen.append(set(named)), with_kwargs=True)
+    given = row_of([tokens(3, 0), tokens(4, 1)])
+    given.pop("position_ids")
+    model(**given)
+    assert SAMPLE_LENGTHS not in seen[0], "transformers passes it on: remove mamba2 from DROPPED_ARGUMENTS"
+
+
+@torch.no_grad()
+def test_llama_4_still_tunes_temperatures_by_the_place_in_the_row():
+    model = tiny_model("llama4_text", "sdpa", layer_types=["full_attention"] * 2)
+    row = row_of([tokens(length, salt) for salt, length in enumerate(LENGTHS)])
+    given = {name: row[name] for name in ("input_ids", "position_ids", "use_cache")}
+    alone = model(input_ids=tokens(LENGTHS[2], 2), use_cache=False).logits[0]
+    in_row = model(**given).logits[0].split(LENGTHS)[2]
+    assert (alone - in_row).abs().max() > 1e-3, "transformers reads the positions: remove retune_queries"
