@@ -139,7 +139,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "modernbert": Architecture(
         "modernbert",
-        {"local_attention": 32, "global_attn_every_n_layers": 2},
+        {"local_attention": 32},
         leaves_out=("num_key_value_heads",),
         task="masked_lm",
     ),
@@ -232,8 +232,8 @@ def judge(folder: Path, name: str, strategy: str, variant: str) -> tuple[str, bo
     result = Result(place(folder, strategy, name, variant))
     resumed = Result(result.folder.with_name(f"{result.folder.name}-resumed"))
     if result.error is not None:
-        has_trained = bool(result.losses)
-        return f"{'failed' if has_trained else 'refused'}: {result.error[:300]}", has_trained
+        is_failure = bool(result.losses) or result.error.startswith("fault: ")
+        return f"{'failed' if is_failure else 'refused'}: {result.error[:300]}", is_failure
     proved = result.message("verified in a fresh process")
     if not proved:
         return "not proved", True
@@ -358,7 +358,7 @@ def work(spec: Path) -> int:
         except FinetuneError as error:
             _note(target, f"{error}\n{traceback.format_exc()}")
         except Exception as error:  # a fault of ours: the others go on
-            _note(target, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            _note(target, f"fault: {type(error).__name__}: {error}\n{traceback.format_exc()}")
         forget()
         gc.collect()
         target.mkdir(parents=True, exist_ok=True)
