@@ -82,7 +82,7 @@ class ConversationEncoder:
         arguments = own_arguments(row.get(ARGUMENTS) or {}, self._known_arguments)
         texts = (row["messages"], row.get("tools") or (), arguments)
         if not self._control.held_by(texts):
-            chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if arguments else row, dropped)
+            chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if row.get(ARGUMENTS) else row, dropped)
         else:
             stood_in = {**row, **_named(*self._control.with_stand_ins(texts))}
             if not self._finder.train_on_reasoning:

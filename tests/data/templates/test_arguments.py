@@ -52,6 +52,8 @@ def test_a_jobs_arguments_and_a_rows_own_reach_the_template(tokenizer):
     assert (features.has_arguments, features.has_overrides) == (True, True)
     whole = tokenizer.apply_chat_template(ROW["messages"], tokenize=True, return_dict=False, mood="sad", brief=True)
     assert features.arrays["input_ids"].tolist() == whole
+    absent = {**ROW, "chat_template_kwargs": {"mood": None, "custom_instructions": ""}}
+    assert text(tokenizer, absent) == text(tokenizer)
     set_template_arguments(tokenizer, {})
     (features,) = ConversationEncoder(tokenizer)([own])
     assert (features.has_arguments, features.has_overrides) == (True, False)
