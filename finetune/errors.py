@@ -11,6 +11,7 @@ FinetuneError
 ├── HubError               the hub rejected an upload: exit code 1
 └── TrainingError          the run itself went wrong: exit code 1
     ├── DiskError          what the run writes cannot be written: the disk is full, read-only or gone
+    ├── ExportError        an exported folder is not the model that was trained
     ├── NonFiniteError     a loss or gradient is NaN or infinite; names the step and the sample ids
     ├── LostContact        another process of the run is gone; names it where that can be known
     └── Hang               no progress for too long; names the process that the others wait for
@@ -109,6 +110,10 @@ class TrainingError(FinetuneError):
 
 class DiskError(TrainingError):
     """A disk did not take what was to be written."""
+
+
+class ExportError(TrainingError):
+    """What was exported gives other logits or other tokens than the trained model."""
 
 
 class NonFiniteError(TrainingError):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import proof_server
 from tests.launching import ADDRESS, OWNER, SETTINGS
 
 pytest_plugins = ["tests.gpu", "tests.figures"]
@@ -50,10 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist: the first process has set it up
         return
     os.environ[OWNER] = str(os.getpid())
-    os.environ[ADDRESS] = ""
+    os.environ[ADDRESS] = os.environ[proof_server.ADDRESS] = ""
+    os.environ[proof_server.OWNER] = str(os.getpid())
     if not config.getoption("--cold"):
         folder = Path(tempfile.mkdtemp(prefix="finetune-tests-"))
         os.environ[ADDRESS] = str(folder / "warm")
+        os.environ[proof_server.ADDRESS] = str(folder / "proof")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

@@ -17,6 +17,7 @@ from finetune.cli.options import (
     Temperature,
     TemplateArguments,
     Trust,
+    Verify,
 )
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
@@ -52,11 +53,13 @@ def export(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Create the repository as public, not private.")] = False,
     trust_remote_code: Trust = False,
+    verify: Verify = True,
 ) -> None:
     """Write a checkpoint, or an adapter merged into its base, as a Hugging Face model folder.
 
     RUN_OR_FOLDER is a run (its newest checkpoint, or that of --step) or any folder with a model or a PEFT adapter.
-    Merging is computed in float64 and rounded once. Runs on the CPU, in one process.
+    Merging is computed in float64 and rounded once. Runs on the CPU; a second process loads what was written and
+    compares it.
     """
     export_command.export(
         source,
@@ -67,6 +70,7 @@ def export(
         push_to_hub=push_to_hub,
         public=public,
         trust_remote_code=trust_remote_code,
+        verify=None if verify else False,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Dtype, Step, Trust
+from finetune.cli.options import Dtype, Step, Trust, Verify
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -117,6 +117,7 @@ def export(
         Dtype | None, typer.Option(help="Data type of the weights. Default: that of the run's `export` section.")
     ] = None,
     trust_remote_code: Trust = False,
+    verify: Verify = True,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face model folder, like the `final/` of a finished run.
 
@@ -129,6 +130,7 @@ def export(
         to=to,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        verify=None if verify else False,
     )
 
 

@@ -22,6 +22,13 @@ Source = Annotated[
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Step of the checkpoint. Default: the newest.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow Python code that comes with the model to run.")]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify/--no-verify",
+        help="Compare the written folder, in a fresh process, with what was to be written. Default: as the job says.",
+    ),
+]
 NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens in an answer.")]
 Temperature = Annotated[
     float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy decoding: always the most likely token.")

@@ -16,6 +16,7 @@ from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorReco
 from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
+from finetune.commands.proven_export import ModelToExport, export_proven
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
@@ -27,10 +28,11 @@ from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts
 from finetune.export.files_beside import read_sentence_files
 from finetune.export.push import push_folder
-from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
+from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.run.build.model import build_model, parameters_in
+from finetune.run.export_proof import load_options
 from finetune.run.final_export import (
     export_inputs,
     exports_trained_only,
@@ -68,17 +70,19 @@ def export_checkpoint(
     dtype: str | None,
     merge: bool = False,
     trust_remote_code: bool = False,
+    verify: bool | None = None,
 ) -> Path:
     """Write the model of one checkpoint to a folder, as the end of a run writes `final/`; print and return the folder.
 
-    With `merge`, an adapter is merged into its base, as with the run's `export.merge`. Needs the run's folder and, for
-    frozen weights, the base model of its job; no data and no launcher. Raises UserError if the folder exists or nothing
-    can be merged, CheckpointError if the checkpoint is bad or does not match the model.
+    With `merge`, an adapter is merged into its base, as with the run's `export.merge`; `verify` None is the job's own.
+    Needs the run's folder and, for frozen weights, the base model of its job; no data and no launcher. Raises UserError
+    if the folder exists or nothing can be merged, CheckpointError if the checkpoint is bad or does not match the model,
+    ExportError if what was written is another model.
     """
     quiet_libraries(is_main=True)
     request = _choose_checkpoint(run, step=step, to=to)
     own = with_trust(load_resolved(request.run), trust_remote_code=trust_remote_code)
-    loaded = _with_export(own, dtype=dtype, merge=merge)
+    loaded = _with_export(own, dtype=dtype, merge=merge, verify=verify)
     require_mergeable(loaded.config)
     checkpoint = open_checkpoint(request.checkpoint)
     report = _export(request, loaded, checkpoint=checkpoint, run_inputs=load_run_inputs(request.run, loaded.config))
@@ -127,12 +131,13 @@ def _choose_checkpoint(run: Path, *, step: int | None, to: Path | None) -> _Chec
     return _CheckpointExport(checkpoint, location.run, folder)
 
 
-def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool) -> LoadedConfig:
+def _with_export(loaded: LoadedConfig, *, dtype: str | None, merge: bool, verify: bool | None) -> LoadedConfig:
     """Return the run's config with the command's options for the export."""
     if merge and adapter_of(loaded.config) is None:
         raise UserError("--merge: this run has no adapter; its checkpoints are full models. Remove --merge.")
     section = loaded.config.export
     options = {"dtype": section.dtype if dtype is None else dtype, "merge": section.merge or merge}
+    options |= {"verify": section.verify if verify is None else verify}
     export = section.model_copy(update=options)
     return replace(loaded, config=loaded.config.model_copy(update={"export": export}))
 
@@ -144,14 +149,17 @@ def _export(
     recorded = parameters_in(request.checkpoint)
     model = build_model(config, task=task, tokenizer=tokenizer, init_context=InitContext(), recorded=recorded)
     weights = exported_weights(model, checkpoint, train=config.train, trained_only=exports_trained_only(config))
-    return export_model(
-        request.folder,
+    source = ModelToExport(
         model=model,
         weights=weights | load_unquantized_base(config, task, tokenizer=tokenizer, log=print),
         preprocessors=export_inputs(run_inputs.processing, task, model),
         section=resolve_export_section(config),
         facts=_card(request, loaded=loaded, checkpoint=checkpoint, head=task.head),
+        trust_remote_code=config.model.trust_remote_code,
+        is_quantized=config.model.quantization is not None,
+        load_options=load_options(config),
     )
+    return export_proven(source, request.folder, verify=config.export.verify, log=print)
 
 
 def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
@@ -194,6 +202,7 @@ def export(
     push_to_hub: str | None,
     public: bool = False,
     trust_remote_code: bool = False,
+    verify: bool | None = None,
 ) -> None:
     """Export a checkpoint of a run, merge the adapter of any folder, or upload a folder; print what was done.
 
@@ -203,7 +212,7 @@ def export(
     quiet_libraries(is_main=True)
     if is_run(source):
         folder = export_checkpoint(
-            source, step=step, to=to, dtype=dtype, merge=merge, trust_remote_code=trust_remote_code
+            source, step=step, to=to, dtype=dtype, merge=merge, trust_remote_code=trust_remote_code, verify=verify
         )
     else:
         if step is not None:
@@ -216,6 +225,7 @@ def export(
             merge=merge,
             is_pushed=push_to_hub is not None,
             trust_remote_code=trust_remote_code,
+            verify=verify is not False,
         )
     if push_to_hub is not None:
         print(f"uploaded to {push_folder(folder, push_to_hub, private=not public)}")
@@ -229,7 +239,14 @@ def is_run(folder: Path) -> bool:
 
 
 def _export_folder(
-    saved: SavedModel, *, to: Path | None, dtype: str | None, merge: bool, is_pushed: bool, trust_remote_code: bool
+    saved: SavedModel,
+    *,
+    to: Path | None,
+    dtype: str | None,
+    merge: bool,
+    is_pushed: bool,
+    trust_remote_code: bool,
+    verify: bool,
 ) -> Path:
     """Return the folder of the requested model: a new one, or this one if it is only to be uploaded."""
     if merge and saved.adapter is None:
@@ -246,7 +263,8 @@ def _export_folder(
     folder = (to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}")).absolute()
     if folder.exists():
         raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
-    report = _write(saved, folder, section=ExportSection(dtype=dtype, merge=merge), trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
+    section = ExportSection(dtype=dtype, merge=merge, verify=verify)  # type: ignore[arg-type]
+    report = _write(saved, folder, section=section, trust_remote_code=trust_remote_code)
     print(f"exported {saved.folder.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
@@ -254,12 +272,13 @@ def _export_folder(
 
 def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_remote_code: bool) -> ExportReport:
     model = load_saved_model(saved, key="export", trust_remote_code=trust_remote_code)
-    return export_model(
-        folder,
+    source = ModelToExport(
         model=model,
         weights=_weights(model),
         preprocessors=inputs_in(saved, trust_remote_code=trust_remote_code),
         section=section,
+        trust_remote_code=trust_remote_code,
+        adapter_folder=None if saved.adapter is None else saved.folder,
         facts=CardFacts(
             title=folder.name,
             task=saved.head,
@@ -270,6 +289,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_rem
             head=saved.head,
         ),
     )
+    return export_proven(source, folder, verify=section.verify, log=print)
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:

@@ -117,6 +117,7 @@ MAY_DIFFER = (
     "report.expert_load",  # counts what the step does in any case
     "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
+    "export.verify",
 )
 
 RECORDED_UNLESS_DEFAULT = (

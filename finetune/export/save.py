@@ -83,6 +83,18 @@ class ExportReport:
     files: tuple[str, ...]
     num_tensors: int
     size_bytes: int
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of the whole model, by the names that it gives them
+    adapter_tensors: Mapping[str, Tensor] = field(default_factory=dict)  # by peft's names
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The tensors of a folder, and the bytes of their files."""
+
+    num_tensors: int
+    size_bytes: int
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    adapter_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def export_model(
@@ -104,10 +116,10 @@ def export_model(
     """
     with replace_folder(folder) as staging:
         if has_adapter(model) and section.merge:
-            counts = _write_merged(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
+            written = _write_merged(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
         elif has_adapter(model):
             weights = _cast(weights, section.dtype)
-            counts = _write_adapter(
+            written = _write_adapter(
                 staging, folder, model=model, weights=weights, preprocessors=preprocessors, section=section
             )
             base_model = unwrap_adapter(model)
@@ -115,14 +127,14 @@ def export_model(
                 _save_config(base_model, staging / CONFIG_FOLDER, is_for_values=bool(facts.config_values))
         else:
             weights = _cast(weights, section.dtype)
-            counts = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
+            written = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
         preprocessors.save(staging)
         base = card_base(model, is_merged=section.merge, facts=facts)
         arguments = preprocessors.text.template_arguments if preprocessors.text else {}
         card = write_card(facts, base=base, template_arguments=arguments)
         (staging / "README.md").write_text(printable(card), encoding="utf-8")
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
-    return ExportReport(folder, files, num_tensors=counts[0], size_bytes=counts[1])
+    return ExportReport(folder, files, **vars(written))
 
 
 def _has_own_config(facts: CardFacts, base: PreTrainedModel) -> bool:
@@ -172,13 +184,13 @@ def _write_model(
     preprocessors: Preprocessors,
     section: ExportSection,
     untie: bool = False,
-) -> tuple[int, int]:
+) -> _Written:
     meta_model = build_meta_model(model, dtype=_dtype(weights), untie=untie)
     complete = complete_weights(meta_model, weights)
     if _generates(model) and preprocessors.text is not None:
         meta_model.generation_config = generation_config(model.generation_config, preprocessors.text)
     meta_model.save_pretrained(folder, state_dict=dict(complete), max_shard_size=section.max_shard_size)
-    return check_files(folder, complete)
+    return _Written(*check_files(folder, complete), tensors=complete)
 
 
 def _write_merged(
@@ -188,7 +200,7 @@ def _write_merged(
     weights: Mapping[str, Tensor],
     preprocessors: Preprocessors,
     section: ExportSection,
-) -> tuple[int, int]:
+) -> _Written:
     merged = merging.merge(model, weights, dtype=getattr(torch, section.dtype) if section.dtype else None)
     return _write_model(
         folder,
@@ -213,7 +225,7 @@ def _write_adapter(
     weights: Mapping[str, Tensor],
     preprocessors: Preprocessors,
     section: ExportSection,
-) -> tuple[int, int]:
+) -> _Written:
     adapter, config = adapters.adapter_for_export(model, weights, dtype=_dtype(weights))
     base = unwrap_adapter(model)
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
@@ -223,9 +235,9 @@ def _write_adapter(
         generation_config(base.generation_config, preprocessors.text).save_pretrained(staging)
     num_tensors, size_bytes = check_files(staging, adapter)
     if base.name_or_path:
-        return num_tensors, size_bytes
+        return _Written(num_tensors, size_bytes, adapter_tensors=adapter)
     base_folder = staging / BASE_FOLDER
-    counts = _write_model(
+    base_written = _write_model(
         base_folder,
         model=base,
         weights=adapters.base_weights(model, weights),
@@ -233,7 +245,8 @@ def _write_adapter(
         section=section,
     )
     preprocessors.save(base_folder)
-    return num_tensors + counts[0], size_bytes + counts[1]
+    num_tensors, size_bytes = num_tensors + base_written.num_tensors, size_bytes + base_written.size_bytes
+    return _Written(num_tensors, size_bytes, base_written.tensors, adapter)
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:

@@ -6,14 +6,17 @@ A trained one is a byte-level BPE (Radford et al., 2019), and cached: the same t
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
+from finetune.model.loading.architecture import load_pretrained_config
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import load_auto_class, load_trained_tokenizer
+from finetune.model.loading.tokenizer_class import as_loaded_for
 from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
@@ -132,10 +135,32 @@ def load_tokenizer(
         tokenizer = _load_pretrained(model.name, key="model.name", model=model, revision=model.revision)
     else:
         raise ModelError("model.tokenizer: a model built `from_config` has no tokenizer. Write `train` or `name`.")
+    if tokenizer_section is not None:
+        tokenizer = _as_exported(tokenizer, model, log=log)
     ensure_padding(tokenizer, log=log)
     if model.new_tokens is not None:
         add_tokens(tokenizer, model.new_tokens)
     return tokenizer
+
+
+def _as_exported(
+    tokenizer: PreTrainedTokenizerBase, model: ModelSection, *, log: Callable[[str], None]
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that AutoTokenizer is going to load beside the trained model, so that both read alike."""
+    try:
+        config: Any = model.from_config or (None if model.name is None else load_pretrained_config(model))
+    except ModelError:
+        config = None  # it is not on this machine, which is said where it is loaded
+    if config is None:
+        return tokenizer
+    kind = str(config.model_type)
+    loaded, text = as_loaded_for(tokenizer, model_type=kind, trust_remote_code=model.trust_remote_code)
+    if text is not None:
+        log(
+            f"the tokenizer is used as {type(loaded).__name__}, since transformers loads it so beside a model of type "
+            f"`{kind}`: texts such as {text!r} have other tokens than with {type(tokenizer).__name__}"
+        )
+    return loaded
 
 
 def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, log: Callable[[str], None]) -> None:

@@ -3,8 +3,10 @@
 A failed upload is a warning: it fails no training.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -22,12 +24,14 @@ from finetune.errors import DiskError, HubError, ModelError
 from finetune.export.card import CardFacts
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
+from finetune.export.verify.rows import HeldRow
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.build.model import build_model
 from finetune.run.build.prepared_model import BuiltRun, make_weights
 from finetune.run.context import RunContext
+from finetune.run.export_proof import begin_proof, expected_of_run, needs_unmerged, trained_logits
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
@@ -110,13 +114,32 @@ def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, pr
         reporter(Noted(progress.step, f"{context.paths.final} already holds the model of this step"))
         return
     fault_point("export.begin", step=progress.step)
+    preprocessors = export_inputs(built.training_data.processing, built.training_data.task, prepared.unwrapped_model)
     with make_weights(context, prepared).swapped_in():
+        rows, logits = trained_logits(loaded.config, built.training_data, prepared, preprocessors=preprocessors)
         weights = gather_weights(prepared.accelerator, prepared.model, trained_only=exports_trained_only(loaded.config))
     with distributed.rank_0_works_alone():
         fault_point("export.write", step=progress.step)
         if distributed.is_main():
-            _write_final(context, built, reporter, progress=progress, reason=reason, weights=weights)
+            _write_final(
+                context,
+                built,
+                reporter,
+                progress=progress,
+                reason=reason,
+                weights=weights,
+                trained=Trained(rows, logits, preprocessors),
+            )
     fault_point("export.done", step=progress.step)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the trained model gives for a few rows, and what makes its inputs."""
+
+    rows: Sequence[HeldRow]
+    logits: Sequence[Tensor] | None
+    preprocessors: Preprocessors
 
 
 def _write_final(
@@ -126,24 +149,47 @@ def _write_final(
     *,
     progress: Progress,
     reason: str,
-    weights: Mapping[str, Tensor],
+    weights: dict[str, Tensor],
+    trained: Trained,
 ) -> None:
-    """Export the gathered weights and record the step they are from. Not collective: for rank 0."""
+    """Export the gathered weights, prove them and record the step they are from. Not collective: for rank 0."""
     loaded, run_folder, training_data = context.loaded, context.paths.folder, built.training_data
     _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
     (run_folder / FINAL_RECORD).unlink(missing_ok=True)
-    base = load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print)
-    report = export_model(
-        context.paths.final,
-        model=built.prepared.unwrapped_model,
-        weights={**weights, **base},
-        preprocessors=export_inputs(training_data.processing, training_data.task, built.prepared.unwrapped_model),
-        section=resolve_export_section(loaded.config),
-        facts=_card(loaded, progress, head=training_data.task.head),
-    )
+    model, head = built.prepared.unwrapped_model, training_data.task.head
+    with begin_proof(loaded.config, model, head=head) as proof, TemporaryDirectory(dir=run_folder, prefix=".") as aside:
+        base = load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print)
+        how: dict[str, Any] = {
+            "model": model,
+            "weights": {**weights, **base},
+            "preprocessors": trained.preprocessors,
+            "facts": _card(loaded, progress, head=head),
+        }
+        unmerged = write_unmerged(Path(aside) / "adapter", loaded.config, how)
+        report = export_model(context.paths.final, section=resolve_export_section(loaded.config), **how)
+        weights.clear()  # the proof needs the memory
+        how.clear()
+        expected = expected_of_run(
+            loaded.config,
+            training_data,
+            trained.rows,
+            trained.logits,
+            preprocessors=trained.preprocessors,
+            unmerged=unmerged,
+        )
+        proved = proof.check(report, expected)
     _record(loaded, report, step=progress.step, reason=reason)
     tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
     reporter(Noted(progress.step, f"exported {tensors}, to {context.paths.final}"))
+    reporter(Noted(progress.step, proved))
+
+
+def write_unmerged(folder: Path, config: RunConfig, how: Mapping[str, Any]) -> Path | None:
+    """Write the adapter that is merged as it is, where the proof of the merge needs it; return its folder."""
+    if not needs_unmerged(config):
+        return None
+    section = config.export.model_copy(update={"merge": False, "dtype": None})
+    return export_model(folder, section=section, **how).folder
 
 
 def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:

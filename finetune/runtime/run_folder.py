@@ -4,6 +4,9 @@ CHECKPOINTS_FOLDER = "checkpoints"
 FINAL_FOLDER = "final"
 """The exported model of a finished run."""
 
+FAILED_FINAL_FOLDER = "final.failed"
+"""An export that was not the trained model, put aside."""
+
 HANG_FOLDER = "hang"
 """The stacks of all ranks, written when a run hangs."""
 

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from finetune.export.verify import proof
 from finetune.report.jsonl import read_events
 from finetune.runtime.supervision.faults import VARIABLE
 from tests import launching
+from tests.proof_server import use_server
 from tests.run.running import Running
 from tests.run.trained import forget, run_folder, stay
+
+use_server(proof)
 
 TIMEOUT_SECONDS = 540  # the first DeepSpeed run on a machine compiles for minutes
 WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]
@@ -43,6 +47,7 @@ train:
 checkpoint: {every_steps: 4}
 evaluate: {every_steps: 4}
 report: {console: plain, log_every_steps: 1}
+export: {verify: false}
 """
 
 

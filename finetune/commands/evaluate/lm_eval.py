@@ -36,7 +36,7 @@ def evaluate_with_harness(
     else:
         with tempfile.TemporaryDirectory(prefix="finetune-lm-eval-") as scratch:
             to, trusts = Path(scratch) / "model", trust_remote_code
-            folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts)
+            folder = export_checkpoint(source, step=step, to=to, dtype=None, trust_remote_code=trusts, verify=False)
             results = _results(harness, folder, tasks=tasks, trusts=trusts)
     if json is not None:
         atomic.write_text(json, format_json(redacted_config(results), indent=2, default=str) + "\n")

@@ -19,3 +19,7 @@ class ExportSection(Section):
         None,
     )
     private: bool = key("Make the repository private if it is new.", True)
+    verify: bool = key(
+        "Load the written folder in a fresh process and compare its logits, tensors and tokens with the training's.",
+        True,
+    )

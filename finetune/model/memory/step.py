@@ -39,20 +39,28 @@ def read_shapes(config: Any) -> Shapes | None:
     if not all(isinstance(getattr(text, name, None), int) for name in required):
         return None
     hidden, heads = text.hidden_size, text.num_attention_heads
-    width = getattr(text, "head_dim", None) or hidden // heads
+    width = _widest(text, "head_dim") or hidden // heads
     experts = getattr(text, "num_experts_per_tok", None) or 1
-    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+    intermediate = _widest(text, "intermediate_size") or 4 * hidden
     if experts > 1:
         intermediate = experts * (getattr(text, "moe_intermediate_size", None) or intermediate)
     return Shapes(
         hidden=hidden,
         queries=heads * width,
-        keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
+        keys=(_widest(text, "num_key_value_heads") or heads) * width,
         heads=heads,
         intermediate=intermediate,
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
     )
+
+
+def _widest(text: Any, name: str) -> int:
+    """Return the value, of the widest layer where layers differ (Gemma 3n, Gemma 4); 0 for none."""
+    layers = getattr(text, "per_layer_config", None) or (text,)
+    found = [getattr(each, name, None) for each in layers]
+    sizes = [size for each in found for size in (each if isinstance(each, list | tuple) else [each])]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 @dataclass(frozen=True)

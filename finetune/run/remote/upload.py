@@ -19,7 +19,7 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError
 from finetune.run.remote.download import marked_steps, step_of
 from finetune.runtime.files.remote import RemoteFolder
-from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FAILED_FINAL_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.heartbeat import fault_point
 
 T = TypeVar("T")
@@ -28,7 +28,11 @@ RETRY_PAUSES_SECONDS = (1.0, 5.0, 20.0)
 """Between the attempts to upload one file."""
 
 _LINKS = ".uploading"
-_NOT_UPLOADED = (CHECKPOINTS_FOLDER, "STOP")  # of the folder's first level; a request to stop is for this start alone
+_NOT_UPLOADED = (
+    CHECKPOINTS_FOLDER,
+    FAILED_FINAL_FOLDER,
+    "STOP",
+)  # of the folder's first level; a request to stop is for this start alone
 
 
 class FolderSync:

@@ -166,9 +166,15 @@ def format_finished(
 
 
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
-    """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then."""
-    record = read_record(run_folder)
-    if record is None or record["step"] != step or record["export"] != redacted_config(section.model_dump()):
+    """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then.
+
+    One that was not verified is none where that is wanted now; older versions did not record it.
+    """
+    record, wanted = read_record(run_folder), dict(redacted_config(section.model_dump()))
+    if record is None or record["step"] != step:
+        return False
+    exported = {**record["export"], "verify": record["export"].get("verify", True) or not section.verify}
+    if exported != {**wanted, "verify": True}:
         return False
     try:
         sizes = {name: (run_folder / FINAL_FOLDER / name).stat().st_size for name in record["files"]}

@@ -1,0 +1,68 @@
+"""What the training's tokenizer makes of texts: ids, rendered conversations, special ids."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS
+
+MOST_TEXTS = 200
+MOST_CHARACTERS = 2_000
+
+CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "What is 12 x 12?"}, {"role": "assistant", "content": "144."}],
+    [
+        {"role": "system", "content": "Be brief.\n"},
+        {"role": "user", "content": " Name\ta colour "},
+        {"role": "assistant", "content": "Blue"},
+    ],
+    [
+        {"role": "user", "content": "héllo"},
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "4"},
+    ],
+)
+
+
+def expected_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, renders: Callable[[list[dict[str, str]]], bool]
+) -> dict[str, Any]:
+    """Return what the tokenizer makes of these texts, of hostile ones, and of conversations that its template takes.
+
+    `renders` tells whether the template takes a conversation, within the bounds that hold for templates of others.
+    """
+    rendered = []
+    for turns in CONVERSATIONS:
+        if tokenizer.chat_template and renders(turns):
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+            rendered.append({"turns": turns, "text": text, "arguments": {}})
+    names = [f"{token} a{token}b " for token in islice(map(str, tokenizer.all_special_tokens), 10)]
+    own = [*HOSTILE_TEXTS, *names, *(str(each["text"]) for each in rendered)]
+    joined = (one + other for one, other in pairwise(reversed(HOSTILE_TEXTS)))
+    chosen = dict.fromkeys((*own, *(text[:MOST_CHARACTERS] for text in texts), *joined))
+    listed = list(islice((text for text in chosen if _is_valid(text)), MOST_TEXTS))
+    return {
+        "class": type(tokenizer).__name__,
+        "texts": [_encoded(tokenizer, text, special=place % 2 == 0) for place, text in enumerate(listed)],
+        "conversations": rendered,
+        "special_ids": {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> Mapping[str, Any]:
+    return {"text": text, "special": special, "ids": _ids(tokenizer, text, special=special)}
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> Sequence[int]:
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def _is_valid(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,229 @@
+"""Whatever makes an exported folder another model, or another tokenizer, is found by the process that loads it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, pre_tokenizers
+
+from finetune.config.sections.export import ExportSection
+from finetune.config.sections.model import FromConfigSection, ModelSection
+from finetune.data.templates.chat_template import stop_ids
+from finetune.errors import ExportError
+from finetune.export import save
+from finetune.export.save import Preprocessors, TextPreprocessor
+from finetune.export.verify.proof import Expected, ExportProof, failed_folder, model_facts
+from finetune.export.verify.rows import logits_of, made_up_rows
+from finetune.export.verify.texts import expected_tokens
+from tests.export.conftest import FACTS, GATED, load_from, values_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def proven(tmp_path, tokenizer):
+    """Return a function that exports a model, lets the folder be damaged, and proves it."""
+
+    def prove(model, *, damage=lambda folder: None, merge=False, rows_of=None, **keys):
+        inputs = Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer)))
+        section = ExportSection(merge=merge, **keys)
+        rows = made_up_rows(inputs, head="causal_lm")
+        logits = logits_of(model, rows, device=CPU)
+        how = {"model": model, "weights": values_of(model), "preprocessors": inputs, "facts": FACTS}
+        with ExportProof(
+            model_facts(model, head="causal_lm", merge=merge, trust_remote_code=False), num_threads=1
+        ) as it:
+            unmerged = None
+            if merge and "dtype" in keys:
+                unmerged = save.export_model(tmp_path / "unmerged", section=ExportSection(), **how).folder
+            report = save.export_model(tmp_path / "final", section=section, **how)
+            damage(report.folder)
+            tokens = expected_tokens(tokenizer, ["amber violet", "2 + 2"], renders=lambda turns: True)
+            return it.check(report, Expected(rows, logits, "float32", tokens, inputs.text, unmerged))
+
+    return prove
+
+
+@pytest.mark.full
+def test_an_export_that_is_the_trained_model_says_what_was_compared(proven, build, architecture_name, tmp_path):
+    said = proven(build(architecture_name))
+    assert said.startswith("verified in a fresh process in ") and "the same tokens for" in said
+    assert "logits of 4 rows within" in said
+    assert (tmp_path / "final").is_dir() and not failed_folder(tmp_path / "final").exists()
+
+
+def rewritten(name, change):
+    """Return a damage that changes a JSON file."""
+
+    def damage(folder):
+        path = folder / name
+        values = json.loads(path.read_text())
+        change(values)
+        path.write_text(json.dumps(values))
+
+    return damage
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4096])
+
+
+def swapped(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    one, other = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    save_file(tensors, path, {"format": "pt"})
+
+
+def nudged(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] += 1e-7
+    save_file(tensors, path, {"format": "pt"})
+
+
+def with_other_pre_tokenizer(folder):
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def without_template(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+
+
+def tied(folder):
+    """Leave the head out, as if it were the embeddings."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    rewritten("config.json", lambda values: values.update(tie_word_embeddings=True))(folder)
+
+
+def set_theta(config):
+    config["rope_parameters"]["rope_theta"] = 100.0
+
+
+DAMAGES = {
+    "a truncated shard": ("llama untied", truncated, "cannot be loaded: SafetensorError"),
+    "two tensors swapped": (
+        "llama untied",
+        swapped,
+        "2 of 21 tensors are not those .*layers.0.self_attn.q_proj.weight",
+    ),
+    "one value of one tensor": (
+        "llama untied",
+        nudged,
+        r"1 of 21 tensors .*layers.0.mlp.up_proj.weight \(other values",
+    ),
+    "weights tied that were not": ("llama untied", tied, r"tensors are not those .*: lm_head.weight \(other values"),
+    "weights untied that were": (
+        "qwen3 tied",
+        rewritten("config.json", lambda values: values.update(tie_word_embeddings=False)),
+        r"1 missing tensors: lm_head.weight",
+    ),
+    "another value in the config": (
+        "llama untied",
+        rewritten("config.json", set_theta),
+        "logits differ from the trained model's by .*config is wrong",
+    ),
+    "a stop id missing": (
+        "llama untied",
+        rewritten("generation_config.json", lambda values: values.update(eos_token_id=0)),
+        r"generation_config.json: `eos_token_id` is \[0\] instead of \[0, 2\]",
+    ),
+    "another pre-tokeniser": (
+        "llama untied",
+        with_other_pre_tokenizer,
+        r"differs from the training's .* texts:\n.*trained with \[.*loaded gives \[",
+    ),
+    "another chat template": ("llama untied", without_template, "the chat template renders"),
+}
+
+
+ALWAYS = ("two tensors swapped", "another pre-tokeniser")
+"""Of the damages, those that the quick tier looks for."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(each, marks=[] if each in ALWAYS else [pytest.mark.full]) for each in DAMAGES]
+)
+def test_a_damaged_export_is_named_and_put_aside(proven, build, tmp_path, what):
+    name, damage, message = DAMAGES[what]
+    with pytest.raises(ExportError, match=f"(?s){message}") as raised:
+        proven(build(name), damage=damage)
+    assert raised.value.exit_code == 1
+    assert "final.failed; do not use it" in str(raised.value)
+    assert not (tmp_path / "final").exists() and failed_folder(tmp_path / "final").is_dir()
+
+
+@pytest.mark.full
+def test_a_later_export_that_is_right_removes_the_one_put_aside(proven, build, tmp_path):
+    with pytest.raises(ExportError):
+        proven(build(), damage=truncated)
+    assert proven(build())
+    assert not failed_folder(tmp_path / "final").exists()
+
+
+@pytest.fixture
+def mixture():
+    """Return a mixture of experts with an adapter on its experts that does something."""
+    values = {**GATED, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = load_from(ModelSection(from_config=FromConfigSection(model_type="mixtral", values=values)))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return adapted.eval()
+
+
+@pytest.fixture
+def merge_without_one_expert(monkeypatch):
+    """Have a merge leave out the adapter of one expert of one layer."""
+    right = save.merging.merge
+
+    def merge(model, weights, *, dtype):
+        merged = right(model, weights, dtype=dtype)
+        name = "model.layers.1.mlp.experts.down_proj"
+        base = next(
+            value for key, value in weights.items() if key.endswith("layers.1.mlp.experts.base_layer.down_proj")
+        )
+        found = dict(merged.weights)
+        found[name] = found[name].clone()
+        found[name][2] = base[2].to(found[name].dtype)
+        return replace(merged, weights=found)
+
+    monkeypatch.setattr(save.merging, "merge", merge)
+
+
+@pytest.mark.full
+def test_a_merge_is_compared_with_the_adapter(proven, mixture):
+    assert "logits of 4 rows within" in proven(mixture, merge=True)
+
+
+def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(proven, mixture, merge_without_one_expert):
+    with pytest.raises(ExportError, match=r"(?s)its logits differ from the trained model's by .*a merge"):
+        proven(mixture, merge=True)
+
+
+@pytest.mark.full
+def test_rounding_does_not_hide_that_it_lacks_it(proven, mixture, merge_without_one_expert):
+    with pytest.raises(
+        ExportError, match=r"merged tensors differ from peft's own merge.*layers.1.mlp.experts.down_proj"
+    ):
+        proven(mixture, merge=True, dtype="bfloat16")
+
+
+@pytest.mark.full
+def test_a_rounded_merge_is_right(proven, mixture):
+    assert "logits of 4 rows within" in proven(mixture, merge=True, dtype="bfloat16")

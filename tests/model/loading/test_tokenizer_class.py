@@ -1,0 +1,73 @@
+"""What AutoTokenizer makes of a tokenizer of one's own beside each type of model, and that training uses just that."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from finetune.errors import ModelError
+from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS, as_loaded_for, differing_text
+
+TYPES = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"),
+    *("qwen3_5_moe_text", "mixtral", "mistral", "ministral3", "gpt_oss", "deepseek_v3", "glm4", "glm4_moe", "olmo3"),
+    *("olmoe", "granitemoe", "granitemoehybrid", "gemma3n_text", "gemma4_text", "lfm2", "falcon_h1", "mamba2"),
+    *("modernbert", "gpt2", "bert", "roberta", "t5", "gemma2", "phi3", "smollm3", "lfm2_moe"),
+)
+WITH_A_CLASS_OF_THEIR_OWN = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"}
+TEXTS = ["the cat sat on the mat while 12 dogs slept", "the dog ate the cat's hat", "2026-11-23, 12345 times"] * 9
+
+
+def tokenizer(model, trainer, pre_tokenizer, decoder=None):
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        backend.decoder = decoder
+    backend.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def bytes_and_digits():
+    """A byte-level BPE that cuts digits one by one and puts a space before every text."""
+    cuts = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=True)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["</s>", "<unk>"], initial_alphabet=alphabet)
+    return tokenizer(models.BPE(), trainer, cuts, decoders.ByteLevel())
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """A unigram model as SentencePiece writes it."""
+    trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=["</s>", "<unk>"], unk_token="<unk>")
+    return tokenizer(models.Unigram(), trainer, pre_tokenizers.Metaspace(), decoders.Metaspace())
+
+
+def exported(made, model_type, folder):
+    """Return what anybody loads from the exported folder."""
+    made.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_training_reads_texts_as_the_exported_folder_does(bytes_and_digits, model_type, tmp_path):
+    used, text = as_loaded_for(bytes_and_digits, model_type=model_type, trust_remote_code=False)
+    assert (text is not None) is (model_type in WITH_A_CLASS_OF_THEIR_OWN)
+    assert differing_text(used, exported(used, model_type, tmp_path)) is None
+    assert len(HOSTILE_TEXTS) > 60
+
+
+def test_the_one_that_transformers_would_not_load_reads_otherwise(bytes_and_digits, tmp_path):
+    assert differing_text(bytes_and_digits, exported(bytes_and_digits, "qwen2", tmp_path)) is not None
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_vocabulary_that_the_class_cannot_use_is_refused(pieces, model_type, tmp_path):
+    if model_type in WITH_A_CLASS_OF_THEIR_OWN:
+        with pytest.raises(ModelError, match=f"beside a model of type `{model_type}` .* Use a byte-level BPE"):
+            as_loaded_for(pieces, model_type=model_type, trust_remote_code=False)
+        return
+    used, _ = as_loaded_for(pieces, model_type=model_type, trust_remote_code=False)
+    assert differing_text(used, exported(used, model_type, tmp_path)) is None

@@ -1,0 +1,168 @@
+"""A run exports what it has trained, or fails with exit code 1, leaves no `final/`, and proves the next export anew."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.commands.export import export
+from finetune.config.load import load_config
+from finetune.config.sections.export import ExportSection
+from finetune.data.features import Features
+from finetune.errors import ExportError
+from finetune.export import save
+from finetune.export.verify import program, proof
+from finetune.export.verify.rows import held_row
+from finetune.run import export_proof
+from finetune.run.state.finished import is_exported
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
+from finetune.task.model_inputs import collate_padded, collate_padding_free
+from tests.run.trained import forget, stay
+
+QUICK = ["train.steps=4", "checkpoint.every_steps=4", "train.microbatch_size=2", "export.verify=true"]
+LORA = "model.lora={rank: 4, alpha: 8.0}"
+
+
+@pytest.fixture
+def run(job, tmp_path, monkeypatch, capsys):
+    """Return a function that runs the job in this process and returns what it said."""
+    monkeypatch.setattr(distributed, "shut_down", stay)
+
+    def start(*overrides):
+        try:
+            train_from_config(load_config(job, [f"run.folder={tmp_path / 'run'}", *QUICK, *overrides]))
+        finally:
+            forget()
+        return capsys.readouterr().out
+
+    return start
+
+
+@pytest.fixture
+def merge_without_adapter(monkeypatch):
+    """Have every merge return the base: what the merge of a mixture of experts once did silently."""
+    right = save.merging.merge
+
+    def merge(model, weights, *, dtype):
+        zeroed = {name: value * 0 if "lora_B" in name else value for name, value in weights.items()}
+        return right(model, zeroed, dtype=dtype)
+
+    monkeypatch.setattr(save.merging, "merge", merge)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), (LORA,), (LORA, "export={merge: true, dtype: bfloat16, verify: true}")])
+def test_a_run_says_that_its_export_is_what_was_trained(run, tmp_path, overrides):
+    said = run(*overrides)
+    assert "verified in a fresh process in" in said and "logits of 4 rows within" in said
+    record = json.loads((tmp_path / "run" / "final.json").read_text())
+    assert record["export"]["verify"] is True
+
+
+@pytest.mark.full
+def test_another_model_is_put_aside_and_the_same_command_proves_again(run, tmp_path, request, monkeypatch):
+    with monkeypatch.context():
+        request.getfixturevalue("merge_without_adapter")
+        with pytest.raises(ExportError, match="its logits differ from the trained model's") as raised:
+            run(LORA, "export.merge=true")
+        assert raised.value.exit_code == 1
+    folder = tmp_path / "run"
+    assert (folder / "final.failed" / "model.safetensors").is_file()
+    assert not (folder / "final").exists() and not (folder / "final.json").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(distributed, "shut_down", stay)
+    assert "verified in a fresh process" in run(LORA, "export.merge=true")
+    assert (folder / "final").is_dir() and not (folder / "final.failed").exists()
+    assert "nothing to do" in run(LORA, "export.merge=true")
+
+
+@pytest.mark.full
+def test_nothing_that_failed_is_uploaded(trained, tmp_path, monkeypatch, merge_without_adapter):
+    monkeypatch.setattr("finetune.commands.export.push_folder", pytest.fail)
+    with pytest.raises(ExportError, match="logits differ"):
+        export(trained("lora"), step=None, to=tmp_path / "out", dtype=None, merge=True, push_to_hub="me/x", verify=True)
+    assert (tmp_path / "out.failed").is_dir() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_a_checkpoint_and_a_folder_are_proved_unless_asked_not_to(trained, tmp_path, capsys):
+    export(trained("lora"), step=2, to=tmp_path / "a", dtype=None, merge=True, push_to_hub=None, verify=True)
+    export(trained("full") / "final", step=None, to=tmp_path / "b", dtype="float16", merge=False, push_to_hub=None)
+    assert capsys.readouterr().out.count("verified in a fresh process in") == 2
+    export(trained("lora"), step=2, to=tmp_path / "c", dtype=None, merge=False, push_to_hub=None, verify=False)
+    assert "verified" not in capsys.readouterr().out
+
+
+def test_an_export_that_was_not_verified_is_made_again_where_that_is_wanted(tmp_path):
+    def recorded(**keys):
+        section = ExportSection().model_dump() | keys
+        record = {"step": 4, "reason": "finished", "export": section, "files": {}}
+        (tmp_path / "final.json").write_text(json.dumps(record))
+        return [is_exported(tmp_path, step=4, section=ExportSection(verify=each)) for each in (True, False)]
+
+    assert recorded(verify=True) == [True, True]
+    assert recorded(verify=False) == [False, True]
+    assert recorded(verify=True, dtype="bfloat16") == [False, False]
+    (tmp_path / "final.json").write_text(
+        json.dumps(
+            {
+                "step": 4,
+                "reason": "finished",
+                "files": {},
+                "export": {key: value for key, value in ExportSection().model_dump().items() if key != "verify"},
+            }
+        )
+    )
+    assert is_exported(tmp_path, step=4, section=ExportSection())  # older versions recorded no such key
+
+
+def features(length):
+    return Features({"input_ids": np.arange(1, length + 1, dtype=np.uint32), "is_target": np.ones(length, bool)})
+
+
+def test_samples_are_taken_out_of_the_row_that_they_share():
+    batch = collate_padding_free([features(3), features(5)])
+    first, second = export_proof._inputs(batch, None, head="causal_lm")
+    assert first["input_ids"].tolist() == [[1, 2, 3]] and second["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
+    assert second["attention_mask"].tolist() == [[1] * 5]
+
+
+def test_positions_are_those_of_tokens_and_long_rows_are_cut():
+    batch = collate_padded([features(2), features(4)], pad_id=0)
+    row = held_row(batch.inputs, head="causal_lm")
+    assert row.positions.tolist() == [0, 1, 4, 5, 6, 7]
+    long = held_row({"input_ids": torch.ones(1, 1000).long()}, head="causal_lm")
+    assert long.inputs["input_ids"].shape == (1, 256) and len(long.positions) == 32
+    assert held_row({"pixel_values": torch.zeros(1, 3, 8, 8)}, head="image_classification").positions is None
+
+
+def test_a_merge_is_compared_unmerged_where_rounding_would_hide_a_fault(job):
+    def asks(*overrides):
+        return export_proof.needs_unmerged(load_config(job, ["export.verify=true", *overrides]).config)
+
+    assert not asks() and not asks(LORA) and not asks(LORA, "export.merge=true")
+    assert asks(LORA, "export={merge: true, dtype: bfloat16}") and asks(
+        LORA, "export.merge=true", "train.precision=bf16"
+    )
+
+
+@pytest.mark.full
+def test_the_process_is_a_fresh_one_that_knows_nothing_of_this_package(tmp_path):
+    words = [sys.executable, "-P", program.__file__, "AutoModelForCausalLM", "peft"]
+    code = "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
+    code += "assert not [name for name in sys.modules if name.split('.')[0] == 'finetune']"
+    subprocess.run([sys.executable, "-P", "-c", code, *words[2:]], input=b"\n", check=True, timeout=120)
+
+
+@pytest.mark.full
+def test_a_process_that_dies_is_a_failed_proof(trained, tmp_path, monkeypatch):
+    def die(words, *, log):
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit('no memory')"], stdin=-1, stderr=log)
+
+    monkeypatch.setattr(proof, "start_program", die)
+    with pytest.raises(ExportError, match="ended with exit code 1: no memory"):
+        export(trained("full"), step=None, to=tmp_path / "out", dtype=None, merge=False, push_to_hub=None, verify=True)
