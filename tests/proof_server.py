@@ -68,13 +68,16 @@ def use_server(proof: ModuleType) -> None:
         return
 
     def start(words: Sequence[str], *, log: int) -> ForkedProgram:
-        return ForkedProgram(_started(Path(os.environ[ADDRESS])))
+        return ForkedProgram(started_server())
 
     proof.start_program = start  # type: ignore[attr-defined]
 
 
-def _started(address: Path) -> Path:
+def started_server() -> Path:
     """Return the address of the running server, which the first who asks starts."""
+    address = Path(os.environ[ADDRESS])
+    if address.exists():
+        return address
     with contextlib.suppress(FileExistsError):
         address.with_suffix(".claimed").touch(exist_ok=False)
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -14,12 +14,14 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import proof_server
 from tests.present_stream import log_to_present_stream
 
 PLAIN = ("finetune.cli.app", "finetune.run.start", "finetune.config.schema")
@@ -105,6 +107,9 @@ def _serve(modules: Sequence[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a case leaves behind becomes our child
     for name in modules:
         importlib.import_module(name)
+    if os.environ.get(proof_server.ADDRESS) and "finetune.export.verify.proof" in sys.modules:
+        proof_server.use_server(sys.modules["finetune.export.verify.proof"])
+        proof_server.started_server()  # not by a case, which may not write there
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing but answers on the pipe
     for line in sys.stdin:
@@ -191,6 +196,7 @@ def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.chdir(home)
     os.environ |= {"HOME": folder, "TMPDIR": f"{folder}/tmp", "HF_HOME": f"{folder}/cache/hf", "PWD": folder}
+    tempfile.tempdir = None  # the parent may have asked for it, which keeps its answer
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
     sys.argv = ["finetune", *words]
     log_to_present_stream()
