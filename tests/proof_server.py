@@ -74,20 +74,27 @@ def use_server(proof: ModuleType) -> None:
 
 
 def started_server() -> Path:
-    """Return the address of the running server, which the first who asks starts."""
+    """Return the address of the running server."""
     address = Path(os.environ[ADDRESS])
-    if address.exists():
-        return address
-    with contextlib.suppress(FileExistsError):
-        address.with_suffix(".claimed").touch(exist_ok=False)
-        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        words = [sys.executable, "-P", str(Path(__file__)), str(address), os.environ[OWNER]]
-        subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
+    if not address.exists():
+        start_server()
     deadline = time.monotonic() + _SECONDS_TO_START
     while not address.exists():
         assert time.monotonic() < deadline, "the server of proofs does not start"
         time.sleep(0.05)
     return address
+
+
+def start_server() -> None:
+    """Start the server unless somebody has, or none is wanted; by a process whose children are not killed before it."""
+    if not os.environ.get(ADDRESS):
+        return
+    address = Path(os.environ[ADDRESS])
+    with contextlib.suppress(FileExistsError):
+        address.with_suffix(".claimed").touch(exist_ok=False)
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        words = [sys.executable, "-P", str(Path(__file__)), str(address), os.environ[OWNER]]
+        subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def serve(address: Path, owner: int) -> None:

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import psutil
 
 from tests.present_stream import log_to_present_stream
-from tests.proof_server import use_server
+from tests.proof_server import start_server, use_server
 
 MODULES = (
     *("finetune.cli.app", "finetune.run.start", "finetune.run.train", "finetune.commands.convert"),
@@ -70,6 +70,7 @@ def serve(address: Path, owner: int) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _fork_ranks()
+    start_server()
     use_server(importlib.import_module("finetune.export.verify.proof"))
     gc.collect()
     gc.freeze()

@@ -35,7 +35,7 @@ def test_every_command_explains_itself(typed, command):
         (
             ("export", "--dtype", "bfloat16", "--to", "out"),
             "commands.export:export_checkpoint",
-            {"step": None, "to": Path("out"), "dtype": "bfloat16", "trust_remote_code": False},
+            {"step": None, "to": Path("out"), "dtype": "bfloat16", "trust_remote_code": False, "verify": None},
         ),
         (
             ("convert", "--to", "out"),
