@@ -283,7 +283,7 @@ def job_text(architecture: Architecture) -> str:
             "model": {"from_config": architecture.config(), "tokenizer": tokenizer},
             "data": {**data, "cache_folder": "cache"},
             "task": {"name": architecture.task},
-            "train": {"global_batch_size": 8, "microbatch_size": 2, "steps": STEPS, "learning_rate": 0.01},
+            "train": {"global_batch_size": 8, "microbatch_size": 2, "steps": STEPS, "learning_rate": 0.001},
             "checkpoint": {"every_steps": SAVED_AT, "keep_last": 2},
             "report": {"console": "plain", "log_every_steps": 1},
         },
