@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from finetune.data.batch import Batch
 from finetune.task.model_inputs import forward_inputs, unwrap_model
+from finetune.task.upstream import replaced_forward
 
 _INPUTS_OF_BODY = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "past_key_values")
 
@@ -53,8 +54,7 @@ def _mask(batch: Batch) -> Tensor:
 def _body_computes_row(model: Any, inputs: Mapping[str, Any], batch: Batch) -> Iterator[None]:
     """Give the model's body the row in place of what the head is given, and the head the samples padded."""
     body: nn.Module = model.base_model
-    own, attributes = body.forward, body.__dict__
-    before = attributes.get("forward")
+    own = body.forward
 
     def forward(*_: Any, **given: Any) -> Any:
         others = {name: value for name, value in given.items() if name not in _INPUTS_OF_BODY}
@@ -64,14 +64,8 @@ def _body_computes_row(model: Any, inputs: Mapping[str, Any], batch: Batch) -> I
             output.pooler_output = _pooled(body, output.last_hidden_state)
         return output
 
-    attributes["forward"] = forward
-    try:
+    with replaced_forward(body, forward):
         yield
-    finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
 
 
 def _pooled(body: Any, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Workarounds for libraries; `tests/task/test_upstream.py` fails where one is no longer needed."""
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,8 +54,7 @@ def through_wrappers(model: nn.Module, inner: nn.Module, *, dropped: Collection[
     if model is inner:
         yield
         return
-    attributes, own_forward, is_inside = inner.__dict__, inner.forward, False
-    before = attributes.get("forward")
+    own_forward, is_inside = inner.forward, False
 
     @functools.wraps(own_forward)
     def forward(*values: Any, **named: Any) -> Any:
@@ -70,6 +69,15 @@ def through_wrappers(model: nn.Module, inner: nn.Module, *, dropped: Collection[
         finally:
             is_inside = False
 
+    with replaced_forward(inner, forward):
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have the module's forward pass done by this function meanwhile, and by the former one afterwards."""
+    attributes = module.__dict__
+    before = attributes.get("forward")
     attributes["forward"] = forward
     try:
         yield

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from finetune.task.lm_loss.chunked_loss import AUTOGRAD_LOGIT_BYTES, rows_per_chunk
 from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.model_inputs import unwrap_model
+from finetune.task.upstream import replaced_forward
 
 Forward = Callable[[Tensor], Tensor]
 Interceptor = Callable[[Tensor, Forward], Tensor]
@@ -77,18 +78,12 @@ class LmHead:
     @contextmanager
     def intercept(self, interceptor: Interceptor) -> Iterator[None]:
         """Replace the module's forward by the interceptor within the context."""
-        attributes = self.module.__dict__
-        before = attributes.get("forward")
         self._own_forward, self._interceptor = self.module.forward, interceptor
-        attributes["forward"] = self._forward
         try:
-            yield
+            with replaced_forward(self.module, self._forward):
+                yield
         finally:
             self._interceptor = None
-            if before is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = before
 
     def _intercepted(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         assert self._interceptor is not None
