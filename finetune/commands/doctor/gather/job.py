@@ -128,7 +128,9 @@ def _is_cached(kind: str, name: str) -> bool:
 
 def _cache_bytes(config: RunConfig) -> int:
     """Return about what the prepared rows take: a token of 4 bytes has about 4 letters, so as much as the text."""
-    paths = [Path(source.path) for _, source in _sources(config) if source.path is not None and "://" not in str(source.path)]
+    paths = [
+        Path(source.path) for _, source in _sources(config) if source.path is not None and "://" not in str(source.path)
+    ]
     return sum(_size(path) for path in paths)
 
 

@@ -90,4 +90,3 @@ def _own_address() -> str | None:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return None
-
