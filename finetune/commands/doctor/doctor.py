@@ -3,7 +3,7 @@
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from finetune.commands.doctor.checks.check import check_facts
-from finetune.commands.doctor.facts import Facts, HostFacts, LinkFacts, RankFacts, read_facts
-from finetune.commands.doctor.findings import has_severe
+from finetune.commands.doctor.checks.findings import has_severe
+from finetune.commands.doctor.facts.host import HostFacts
+from finetune.commands.doctor.facts.launch import Facts, LinkFacts, RankFacts, read_facts
 from finetune.commands.doctor.gather.host import gather_host
 from finetune.commands.doctor.gather.job import gather_job, places_of
 from finetune.commands.doctor.link import measure
@@ -49,13 +50,14 @@ def examine(
     if recorded is not None:
         return _report(read_facts(recorded), as_json=as_json)
     loaded = with_local_folder(load_config(path, overrides)) if path else None
+    variables = dict(os.environ)  # libraries set some when they are imported
     quiet_libraries(is_main=distributed.is_main())
     if not is_launched():
-        facts = Facts((_gather_host(loaded),))
+        facts = Facts((_gather_host(loaded, variables),))
         return _report(_with_job(facts, loaded), as_json=as_json)
     waited = meet(os.environ, seconds=wait_seconds)
     with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
-        facts = _gather_ranks(loaded, waited=waited)
+        facts = _gather_ranks(loaded, variables, waited=waited)
     code = _report(_with_job(facts, loaded), as_json=as_json) if distributed.is_main() else 0
     return distributed.shut_down(distributed.broadcast_object(code))
 
@@ -70,15 +72,15 @@ def _with_job(facts: Facts, loaded: LoadedConfig | None) -> Facts:
     return facts if loaded is None else replace(facts, job=gather_job(loaded))
 
 
-def _gather_host(loaded: LoadedConfig | None) -> HostFacts:
+def _gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> HostFacts:
     usual = {"cache": Path(DEFAULT_FOLDER).expanduser(), "run": Path.cwd()}
-    return gather_host(places_of(loaded.config) if loaded is not None else usual)
+    return gather_host(places_of(loaded.config) if loaded is not None else usual, variables=variables)
 
 
-def _gather_ranks(loaded: LoadedConfig | None, *, waited: float) -> Facts:
+def _gather_ranks(loaded: LoadedConfig | None, variables: Mapping[str, str], *, waited: float) -> Facts:
     """Return the facts of all machines and ranks; one rank of each machine looks at it. Collective."""
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    found = distributed.run_on_all_ranks(partial(_gather_host, loaded) if is_first_here else lambda: None)
+    found = distributed.run_on_all_ranks(partial(_gather_host, loaded, variables) if is_first_here else lambda: None)
     hosts = tuple(host for host in found if host is not None)
     link: LinkFacts = measure.measure_link()
     offset = measure.measure_clock_offset()
@@ -105,8 +107,8 @@ def _end_hang() -> None:
         print(
             f"FIX: all ranks have started, and measuring between them has not ended within {_MEASURE_SECONDS:g} s\n"
             "    why: a collective hangs, and so would training\n"
-            "    fix: export NCCL_P2P_DISABLE=1 (GPUs of one machine), or NCCL_SOCKET_IFNAME=eth0 with the interface of\n"
-            "         the machines' network; NCCL_DEBUG=INFO shows the way that NCCL takes",
+            "    fix: export NCCL_P2P_DISABLE=1 (GPUs of one machine), or NCCL_SOCKET_IFNAME=eth0 with the interface\n"
+            "         of the machines' network; NCCL_DEBUG=INFO shows the way that NCCL takes",
             flush=True,
         )
     exit_process(1)

@@ -1,12 +1,15 @@
 """Facts and findings as they are printed, and as JSON."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
 from rich.table import Table
 
-from finetune.commands.doctor.facts import Facts, Gpu, HostFacts, LinkFacts, facts_as_json
-from finetune.commands.doctor.findings import Finding, finding_as_json, format_finding
+from finetune.commands.doctor.checks.findings import Finding, finding_as_json, format_finding
+from finetune.commands.doctor.checks.links import pair_links
+from finetune.commands.doctor.facts.host import Gpu, HostFacts
+from finetune.commands.doctor.facts.launch import Facts, LinkFacts, facts_as_json
 from finetune.commands.doctor.link.strategies import NOMINAL, compute_seconds, strategy_costs
 from finetune.commands.printing import print_facts, print_table
 from finetune.runtime.resources import format_size
@@ -39,27 +42,21 @@ def print_report(facts: Facts, findings: Sequence[Finding]) -> None:
 
 def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
     system, software, gpus = host.system, host.software, host.gpus
-    yield (
-        "system",
-        f"{system.platform}{', WSL2' if system.is_wsl else ''}{', in a container' if system.is_container else ''}",
-    )
+    is_in = f"{', WSL2' if system.is_wsl else ''}{', in a container' if system.is_container else ''}"
+    yield "system", f"{system.platform}{is_in}"
     yield "python", software.python
     yield "packages", ", ".join(f"{name} {number}" for name, number in software.packages.items())
     if gpus.driver is not None:
-        torch_cuda = software.torch_cuda or "none"
-        yield (
-            "driver",
-            f"{gpus.driver}, CUDA up to {gpus.driver_cuda}; torch has CUDA {torch_cuda}, NCCL {software.nccl}",
-        )
+        built = f"torch has CUDA {software.torch_cuda}, NCCL {software.nccl}"
+        yield "driver", f"{gpus.driver}, CUDA up to {gpus.driver_cuda}; {built}"
     for gpu in gpus.gpus:
         yield f"GPU {gpu.index}", _gpu_line(gpu)
     if gpus.topology is not None:
         yield "links", _links_line(host)
     cores = f"{system.usable_cores} may be used of {system.num_cores}"
     yield "cores", f"{cores}, {len(system.numa)} NUMA nodes" if len(system.numa) > 1 else cores
-    limit = (
-        "" if system.memory_limit_bytes is None else f", the container may use {format_size(system.memory_limit_bytes)}"
-    )
+    most = system.memory_limit_bytes
+    limit = "" if most is None else f", the container may use {format_size(most)}"
     yield "memory", f"{format_size(system.available_bytes)} free of {format_size(system.memory_bytes)}{limit}"
     yield "open files", f"{system.files_soft:,}, which a run raises up to {system.files_hard:,} where it needs more"
     yield from _network_lines(host)
@@ -93,11 +90,7 @@ def _gpu_line(gpu: Gpu) -> str:
 
 
 def _links_line(host: HostFacts) -> str:
-    found: dict[str, int] = {}
-    for row in (host.gpus.topology.links if host.gpus.topology is not None else {}).items():
-        for other, link in row[1].items():
-            if row[0].startswith("GPU") and other.startswith("GPU") and row[0] < other:
-                found[link] = found.get(link, 0) + 1
+    found = Counter(pair_links(host.gpus.topology).values())
     return ", ".join(f"{count} pairs by {link}" for link, count in found.items())
 
 
@@ -112,12 +105,8 @@ def _network_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
         yield "InfiniBand", ", ".join(f"{each.device} {each.state} {each.rate}" for each in network.infiniband)
     hub = network.hub
     if hub is not None:
-        answer = (
-            "not asked (HF_HUB_OFFLINE)"
-            if hub.is_offline_wanted
-            else hub.problem or f"answers in {hub.seconds or 0:.2f} s"
-        )
-        yield "hub", f"{hub.endpoint}: {answer}"
+        answer = hub.problem or f"answers in {hub.seconds or 0:.2f} s"
+        yield "hub", f"{hub.endpoint}: {'not asked (HF_HUB_OFFLINE)' if hub.is_offline_wanted else answer}"
 
 
 def _print_link(facts: Facts, link: LinkFacts) -> None:
@@ -126,9 +115,8 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
     world, table = facts.world, _table("size", "time", "algorithm bandwidth", "bus bandwidth")
     for each in link.all_reduce:
         rate = each.num_bytes / each.seconds
-        table.add_row(
-            format_size(each.num_bytes), _time(each.seconds), _rate(rate), _rate(2 * (world - 1) / world * rate)
-        )
+        bus = 2 * (world - 1) / world * rate
+        table.add_row(format_size(each.num_bytes), _time(each.seconds), _rate(rate), _rate(bus))
     print_table(table)
     _print_pairs(link)
     _print_strategies(facts)
@@ -139,9 +127,8 @@ def _print_pairs(link: LinkFacts) -> None:
         return
     slowest = sorted(link.pairs, key=lambda each: each.bytes_per_second)[:_MAX_PAIRS]
     usual = median(each.bytes_per_second for each in link.pairs)
-    print(
-        f"\nmessages between two ranks, the slowest first ({len(slowest)} of {len(link.pairs)}; median {_rate(usual)})"
-    )
+    shown = f"{len(slowest)} of {len(link.pairs)}; median {_rate(usual)}"
+    print(f"\nmessages between two ranks, the slowest first ({shown})")
     table = _table("ranks", "latency", "bandwidth")
     for each in slowest:
         table.add_row(f"{each.first}-{each.second}", _time(each.latency_seconds), _rate(each.bytes_per_second))
@@ -152,9 +139,8 @@ def _print_strategies(facts: Facts) -> None:
     computed = compute_seconds(facts)
     job = facts.job if facts.job is not None and facts.job.num_parameters else NOMINAL
     against = "" if computed is None else f", against about {_time(computed)} of computing"
-    print(
-        f"\ncommunication per step of {job.file} ({job.num_trained:,} of {job.num_parameters:,} parameters trained){against}"
-    )
+    trained = f"{job.num_trained:,} of {job.num_parameters:,} parameters trained"
+    print(f"\ncommunication per step of {job.file} ({trained}){against}")
     table = _table("strategy", "sent by a rank", "time", "of computing", "")
     for cost in strategy_costs(facts):
         share = "" if cost.share is None else f"{cost.share:.0%}"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from finetune.commands.doctor.checks.drivers import check_drivers
+from finetune.commands.doctor.checks.findings import Finding, merge_hosts, note
 from finetune.commands.doctor.checks.gpus import check_gpus
 from finetune.commands.doctor.checks.host import check_host
 from finetune.commands.doctor.checks.links import check_links
@@ -13,8 +14,8 @@ from finetune.commands.doctor.checks.software import check_software
 from finetune.commands.doctor.checks.speed import check_speed
 from finetune.commands.doctor.checks.storage import check_storage
 from finetune.commands.doctor.checks.variables import check_variables
-from finetune.commands.doctor.facts import Facts, HostFacts
-from finetune.commands.doctor.findings import Finding, merge_hosts, note
+from finetune.commands.doctor.facts.host import HostFacts
+from finetune.commands.doctor.facts.launch import Facts
 
 HOST_CHECKS: tuple[Callable[[HostFacts, Facts], Iterator[Finding]], ...] = (
     check_drivers,

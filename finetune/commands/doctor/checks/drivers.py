@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from finetune.commands.doctor.facts import Facts, Gpu, GpuFacts, HostFacts
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import Gpu, GpuFacts, HostFacts
+from finetune.commands.doctor.facts.launch import Facts
 
 _WHEELS = ((13, 0), (12, 8), (12, 6))
 """Versions of CUDA for which download.pytorch.org has builds of torch, the newest first."""
@@ -35,12 +36,12 @@ def check_drivers(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     yield from _driver_version(gpus, software.torch_cuda, software.compatibility_library)
     for gpu in gpus.gpus:
         yield from _architecture(gpu, software.torch_architectures)
-    if gpus.gpus and software.num_torch_devices == 0 and not host.variables.get("CUDA_VISIBLE_DEVICES") == "":
+    if gpus.gpus and software.num_torch_devices == 0 and host.variables.get("CUDA_VISIBLE_DEVICES") != "":
         yield must_fix(
             "torch-sees-no-gpu",
             f"NVML lists {len(gpus.gpus)} GPUs, and torch sees none",
             why="every rank would train on the CPU",
-            fix="python -c 'import torch; torch.cuda.init()' prints the reason; in a container start it with --gpus all",
+            fix="python -c 'import torch; torch.cuda.init()' prints the reason; start a container with --gpus all",
         )
     if len(gpus.gpus) > 1 and software.num_torch_devices and software.nccl is None:
         yield must_fix(

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from finetune.commands.doctor.facts import Facts, Gpu, HostFacts
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import Gpu, HostFacts
+from finetune.commands.doctor.facts.launch import Facts
 from finetune.runtime.resources import format_size
 
 BUSY_SHARE = 0.05
@@ -37,7 +38,7 @@ def check_gpus(host: HostFacts, facts: Facts) -> Iterator[Finding]:
         yield note(
             "persistence",
             f"persistence mode is off (GPU {', '.join(off)})",
-            why="the driver is unloaded between processes, so that each start takes seconds longer and settings are lost",
+            why="the driver is unloaded between processes: each start takes seconds longer, and settings are lost",
             fix="sudo nvidia-smi -pm 1",
         )
     old = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability < _BF16_CAPABILITY]
@@ -56,7 +57,7 @@ def _memory_errors(gpu: Gpu) -> Iterator[Finding]:
             "ecc",
             f"GPU {gpu.index} has damaged memory that can no longer be replaced",
             why="runs on it end with CUDA error `uncorrectable ECC error`",
-            fix=f"leave it out (CUDA_VISIBLE_DEVICES) and have the card exchanged; `nvidia-smi -q -d ECC -i {gpu.index}`",
+            fix=f"leave it out (CUDA_VISIBLE_DEVICES) and have it exchanged; `nvidia-smi -q -d ECC -i {gpu.index}`",
         )
     elif gpu.uncorrected_errors or gpu.remap_pending:
         yield should_fix(
@@ -96,8 +97,8 @@ def _bus(gpu: Gpu) -> Iterator[Finding]:
         yield should_fix(
             "pcie-width",
             f"GPU {gpu.index} is connected by {width} of {most} PCIe lanes",
-            why="copies between host and GPU, and between GPUs without NVLink, are that much slower; offloading suffers most",
-            fix="put the card into a slot with all lanes, seat it anew, or look at the riser and the BIOS's bifurcation",
+            why="copies to and from the GPU are that much slower; offloading suffers most",
+            fix="put the card into a slot with all lanes, seat it anew; look at the riser and the BIOS's bifurcation",
         )
     is_working = gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > _WORKING * gpu.power_limit_watts
     if is_working and (gpu.pcie_generation or 0) < (gpu.max_pcie_generation or 0):

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from finetune.commands.doctor.facts import Facts, HostFacts, SystemFacts
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import HostFacts, SystemFacts
+from finetune.commands.doctor.facts.launch import Facts
 from finetune.runtime.resources import files_needed, format_size
 
 MANY_PROCESSES = 1000
@@ -103,8 +104,8 @@ def _power(system: SystemFacts, *, has_gpu: bool) -> Iterator[Finding]:
         yield note(
             "laptop",
             "this is a laptop",
-            why="its GPU has a lower power limit than the card of that name and slows down when it is hot; suspend ends runs",
-            fix="`systemd-inhibit python -m finetune --config job.yaml` keeps it awake; checkpoint.every_steps for the rest",
+            why="its GPU has less power than the card of that name and slows down with heat; suspend ends a run",
+            fix="systemd-inhibit python -m finetune --config job.yaml   # and save often: checkpoint.every_steps",
         )
     if system.governor == "powersave" and not system.is_wsl and not system.has_battery:
         yield note(
@@ -119,8 +120,8 @@ def _wsl(host: HostFacts) -> Iterator[Finding]:
     yield note(
         "wsl",
         "this is WSL2",
-        why="the GPU is shared with Windows' desktop; pinned memory is limited, NVLink and P2P do not exist, and by default "
-        "Linux has half of the memory",
+        why="the GPU is shared with Windows' desktop; pinned memory is limited, there is neither NVLink nor P2P, and "
+        "Linux has half of the memory unless told otherwise",
         fix="data.pin_memory: false where pinning fails; memory= and swap= in %UserProfile%\\.wslconfig; "
         "export LD_LIBRARY_PATH=/usr/lib/wsl/lib where libcuda is not found, and install no Linux driver",
     )

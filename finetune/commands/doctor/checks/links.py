@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from finetune.commands.doctor.facts import Facts, HostFacts, Topology
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import HostFacts, Topology
+from finetune.commands.doctor.facts.launch import Facts
 
 P2P_OFF = "export NCCL_P2P_DISABLE=1"
 
@@ -53,7 +54,7 @@ def _peer_to_peer(host: HostFacts, links: Mapping[str, str]) -> Iterator[Finding
         yield must_fix(
             "no-p2p",
             f"RTX 40 cards have no P2P, and the driver {host.gpus.driver} reports that they have",
-            why="NCCL hangs or returns wrong sums; `accelerate launch` sets the two variables itself, torchrun does not",
+            why="NCCL hangs or sums wrongly; `accelerate launch` sets the two variables itself, torchrun does not",
             fix=f"{P2P_OFF} NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer",
         )
         return
@@ -76,7 +77,7 @@ def _through_processors(host: HostFacts, allowed: Mapping[str, str]) -> Iterator
         yield should_fix(
             "p2p-across-sockets",
             f"GPUs {_listed(crossing)} are connected by SYS: over PCIe and the link between the processors",
-            why="P2P over that link is slower than copies through host memory, and in virtual machines or with an IOMMU "
+            why="P2P over that link is slower than copies through host memory; in a virtual machine or with an IOMMU "
             "NCCL may hang in its first all-reduce",
             fix=f"{P2P_OFF}   # keep it if `accelerate launch ... -m finetune doctor` is faster with it",
         )

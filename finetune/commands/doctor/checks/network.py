@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from finetune.commands.doctor.facts import Facts, HostFacts, HubFacts, Interface, JobFacts
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import HostFacts, HubFacts, Interface
+from finetune.commands.doctor.facts.launch import Facts, JobFacts
 from finetune.runtime.resources import format_size
 
 _VIRTUAL = ("docker", "lo", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman")
@@ -119,9 +120,7 @@ def _hub(hub: HubFacts, job: JobFacts | None) -> Iterator[Finding]:
         yield finding(
             "hub",
             f"the hub {hub.endpoint} cannot be reached{through}: {hub.problem}",
-            why=f"the run needs {listed}"
-            if absent
-            else "models and datasets that are not in the cache cannot be loaded",
+            why=f"the run needs {listed}" if absent else "what is not in the local cache cannot be loaded",
             fix=_download(absent[0].key, absent[0].name)
             if absent
             else "set HTTPS_PROXY or HF_ENDPOINT (a mirror), or export HF_HUB_OFFLINE=1 to save each start 3 s",
@@ -130,6 +129,4 @@ def _hub(hub: HubFacts, job: JobFacts | None) -> Iterator[Finding]:
 
 def _download(key: str, name: str) -> str:
     kind = " --repo-type dataset" if key.startswith("data.") else ""
-    return (
-        f"on a machine with network access: HF_HUB_OFFLINE=0 hf download {name}{kind}; then copy ~/.cache/huggingface"
-    )
+    return f"HF_HUB_OFFLINE=0 hf download {name}{kind}   # with network access; then copy ~/.cache/huggingface"

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from finetune.commands.doctor.facts import Facts, RankFacts
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.launch import Facts, RankFacts
 
 MAX_CLOCK_SECONDS = 1.0
 MAX_LATE_SECONDS = 10.0
@@ -62,7 +62,7 @@ def _clocks(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
         yield should_fix(
             "clock",
             "clocks differ from rank 0's: " + ", ".join(f"{host} by {offset:+.1f} s" for host, offset in away.items()),
-            why="locks, leftovers of killed runs and files on shared disks are judged by their age; logs cannot be compared",
+            why="locks and leftovers of killed runs are judged by their age; logs cannot be compared",
             fix="sudo timedatectl set-ntp true   # or: sudo chronyc makestep",
         )
 
@@ -93,7 +93,7 @@ def _arrival(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
     if late:
         yield note(
             "late-rank",
-            "arrived late: "
+            "late ranks: "
             + ", ".join(f"rank {each.rank} on {each.hostname} by {each.arrived_seconds:.0f} s" for each in late),
             why="a slow disk or a cold page cache: imports take long there, at every start",
             fix="put the environment on a local disk of that machine",

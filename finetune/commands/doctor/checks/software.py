@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from finetune.commands.doctor.facts import Facts, HostFacts, SoftwareFacts
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import HostFacts, Lock, SoftwareFacts
+from finetune.commands.doctor.facts.launch import Facts
 from finetune.runtime.upstream import ABANDONED, BUILDING
 
 
@@ -16,7 +17,7 @@ def check_software(host: HostFacts, facts: Facts) -> Iterator[Finding]:
             "compiler",
             f"ZeRO with an offloaded optimizer (zero2_offload, zero3_offload) cannot start: "
             f"{software.missing_for_cpu_adam.partition('. Run ')[0].rstrip('.')}",
-            why="DeepSpeed compiles its Adam for the CPU at the first run on a machine; other strategies do not need it",
+            why="DeepSpeed compiles its Adam for the CPU at the first run on a machine; nothing else needs it",
             fix=software.missing_for_cpu_adam.partition("Run ")[2].strip("`. ") or "apt-get install g++ ninja-build",
         )
     nvcc, cuda = software.nvcc, software.torch_cuda
@@ -38,11 +39,14 @@ def _locks(software: SoftwareFacts) -> Iterator[Finding]:
             "build-lock",
             lock.text.rstrip("."),
             why="torch waits for this file without a word and without a limit",
-            fix=f"rm {lock.path}"
-            + ("   # a launch of finetune under DeepSpeed removes it, too" if lock.state == ABANDONED else "")
-            if lock.state != BUILDING
-            else "wait until it has compiled",
+            fix=_lock_fix(lock),
         )
+
+
+def _lock_fix(lock: Lock) -> str:
+    if lock.state == BUILDING:
+        return "wait until it has compiled"
+    return f"rm {lock.path}" + ("   # or launch under DeepSpeed, which removes it" if lock.state == ABANDONED else "")
 
 
 def _accelerate_config(host: HostFacts) -> Iterator[Finding]:
@@ -62,7 +66,7 @@ def _accelerate_config(host: HostFacts) -> Iterator[Finding]:
     finding = should_fix if wrong else note
     yield finding(
         "accelerate-config",
-        f"{path} exists{f', with {chr(59).join(wrong)}' if wrong else ''}",
+        f"{path} exists{', with ' if wrong else ''}{'; '.join(wrong)}",
         why="`accelerate launch` without --config_file takes it, though no command names it",
         fix="accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune --config job.yaml; or delete it",
     )

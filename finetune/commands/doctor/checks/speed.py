@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
+from finetune.commands.doctor.checks.findings import Finding, note, should_fix
 from finetune.commands.doctor.checks.links import P2P_OFF, pair_links
-from finetune.commands.doctor.facts import Facts, PairSpeed
-from finetune.commands.doctor.findings import Finding, note, should_fix
+from finetune.commands.doctor.facts.launch import Facts, PairSpeed
 from finetune.commands.doctor.link.strategies import HIDDEN_SHARE, bus_bandwidth, compute_seconds, strategy_costs
 from finetune.runtime.resources import format_size
 
@@ -30,7 +30,7 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
             "nvlink-unused",
             f"the GPUs have NVLink, and an all-reduce reaches {format_size(round(speed))}/s",
             why="NCCL does not use it: P2P is switched off, or the fabric manager of the NVSwitches does not run",
-            fix="unset NCCL_P2P_DISABLE; sudo systemctl restart nvidia-fabricmanager; NCCL_DEBUG=INFO says the way taken",
+            fix="unset NCCL_P2P_DISABLE; sudo systemctl restart nvidia-fabricmanager; NCCL_DEBUG=INFO shows the way",
         )
     yield from _strategy(facts)
 

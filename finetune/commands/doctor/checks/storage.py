@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from finetune.commands.doctor.facts import Disk, Facts, HostFacts, JobFacts
-from finetune.commands.doctor.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import Disk, HostFacts
+from finetune.commands.doctor.facts.launch import Facts, JobFacts
 from finetune.runtime.resources import format_size
 
 FULL_BYTES = 1_000_000_000
@@ -21,7 +22,7 @@ def check_storage(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     """Yield what a run would miss on its disks."""
     for disk in host.storage.disks:
         yield from _disk(disk, facts.job, is_wsl=host.system.is_wsl)
-    yield from _room(host, facts.job)
+    yield from _needed_bytes(host, facts.job)
     yield from _shared_memory(host)
 
 
@@ -61,13 +62,13 @@ def _disk(disk: Disk, job: JobFacts | None, *, is_wsl: bool) -> Iterator[Finding
         seconds = f": a checkpoint of {format_size(checkpoint)} takes {checkpoint / speed:.0f} s" if checkpoint else ""
         yield should_fix(
             "disk-slow",
-            f"the disk of the {disk.name} folder {disk.folder} ({disk.filesystem}) writes {format_size(round(speed))}/s",
+            f"the {disk.name} folder {disk.folder} ({disk.filesystem}) is written at {format_size(round(speed))}/s",
             why=f"saving and preparing data wait for it{seconds}",
-            fix=f"name a folder on a local SSD ({_key(disk)}), or give run.folder a URL and run.local_folder a local one",
+            fix=f"name a folder on a local SSD ({_key(disk)}); results can go to a URL (run.folder) meanwhile",
         )
 
 
-def _room(host: HostFacts, job: JobFacts | None) -> Iterator[Finding]:
+def _needed_bytes(host: HostFacts, job: JobFacts | None) -> Iterator[Finding]:
     """Yield where a job writes more than there is room for."""
     if job is None:
         return

@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from finetune.commands.doctor.facts import Facts, HostFacts
-from finetune.commands.doctor.findings import Finding, Severity, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, Severity, must_fix, note, should_fix
+from finetune.commands.doctor.facts.host import HostFacts
+from finetune.commands.doctor.facts.launch import Facts
 
 _TRUE = ("1", "true", "yes", "on")
 
@@ -81,7 +82,7 @@ def check_variables(host: HostFacts, facts: Facts) -> Iterator[Finding]:
         yield note(
             "library-path",
             f"LD_LIBRARY_PATH={variables['LD_LIBRARY_PATH']}",
-            why="libraries of that CUDA toolkit (cuBLAS, cuDNN, NCCL) may take the place of those that torch was built with",
+            why="that toolkit's libraries (cuBLAS, cuDNN, NCCL) may take the place of those of torch",
             fix="unset LD_LIBRARY_PATH, unless torch does not start without it",
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from finetune.commands.doctor.facts import Gpu, GpuFacts, GpuProcess
+from finetune.commands.doctor.facts.host import Gpu, GpuFacts, GpuProcess
 from finetune.runtime.optional import lazily
 
 with lazily():
@@ -37,10 +37,10 @@ def gather_gpus() -> GpuFacts:
         return GpuFacts(has_driver=has_driver, problem=str(error) if has_driver else None)
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-        cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        cuda = _query(pynvml.nvmlSystemGetCudaDriverVersion_v2)
         return GpuFacts(
             has_driver=True,
-            driver=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
+            driver=_text(_query(pynvml.nvmlSystemGetDriverVersion)),
             driver_cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
             gpus=tuple(_gpu(index, handle) for index, handle in enumerate(handles)),
             p2p=dict(_p2p(handles)),
@@ -49,7 +49,7 @@ def gather_gpus() -> GpuFacts:
         pynvml.nvmlShutdown()
 
 
-def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return NVML's answer; None where this GPU or driver has none."""
     try:
         return function(*arguments)
@@ -62,18 +62,18 @@ def _text(value: Any) -> str | None:
 
 
 def _gpu(index: int, handle: Any) -> Gpu:
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return Gpu(
         index=index,
-        name=_text(_ask(pynvml.nvmlDeviceGetName, handle)) or "unknown",
+        name=_text(_query(pynvml.nvmlDeviceGetName, handle)) or "unknown",
         memory_bytes=0 if memory is None else int(memory.total),
         memory_used_bytes=0 if memory is None else int(memory.used),
         capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        pci_bus=_text(getattr(_ask(pynvml.nvmlDeviceGetPciInfo, handle), "busId", None)) or "",
-        mig=_is_on(_ask(pynvml.nvmlDeviceGetMigMode, handle)) is True,
-        persistence=_is_on(_ask(pynvml.nvmlDeviceGetPersistenceMode, handle)),
-        compute_mode=_COMPUTE_MODES.get(_ask(pynvml.nvmlDeviceGetComputeMode, handle) or 0, "default"),
+        pci_bus=_text(getattr(_query(pynvml.nvmlDeviceGetPciInfo, handle), "busId", None)) or "",
+        mig=_is_on(_query(pynvml.nvmlDeviceGetMigMode, handle)) is True,
+        persistence=_is_on(_query(pynvml.nvmlDeviceGetPersistenceMode, handle)),
+        compute_mode=_COMPUTE_MODES.get(_query(pynvml.nvmlDeviceGetComputeMode, handle) or 0, "default"),
         processes=tuple(_processes(handle)),
         **_errors(handle),
         **_power_and_clocks(handle),
@@ -88,27 +88,27 @@ def _is_on(mode: Any) -> bool | None:
 
 def _errors(handle: Any) -> dict[str, Any]:
     counted = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-    remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     return {
-        "ecc": _is_on(_ask(pynvml.nvmlDeviceGetEccMode, handle)),
-        "uncorrected_errors": _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, *counted),
+        "ecc": _is_on(_query(pynvml.nvmlDeviceGetEccMode, handle)),
+        "uncorrected_errors": _query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *counted),
         "remap_pending": bool(remapped[2]),
         "remap_failed": bool(remapped[3]),
     }
 
 
 def _power_and_clocks(handle: Any) -> dict[str, Any]:
-    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
     return {
-        "power_watts": _watts(_ask(pynvml.nvmlDeviceGetPowerUsage, handle)),
-        "power_limit_watts": _watts(_ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
-        "power_default_watts": _watts(_ask(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
-        "clock_mhz": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        "max_clock_mhz": _ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "power_watts": _watts(_query(pynvml.nvmlDeviceGetPowerUsage, handle)),
+        "power_limit_watts": _watts(_query(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+        "power_default_watts": _watts(_query(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
+        "clock_mhz": _query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "max_clock_mhz": _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
         "throttle_reasons": tuple(text for bit, text in _THROTTLE_REASONS.items() if reasons & bit),
-        "temperature_celsius": _ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-        "slowdown_celsius": _ask(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown),
+        "temperature_celsius": _query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        "slowdown_celsius": _query(pynvml.nvmlDeviceGetTemperatureThreshold, handle, slowdown),
     }
 
 
@@ -118,16 +118,16 @@ def _watts(milliwatts: int | None) -> float | None:
 
 def _pcie(handle: Any) -> dict[str, Any]:
     return {
-        "pcie_generation": _ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        "max_pcie_generation": _ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        "pcie_width": _ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        "max_pcie_width": _ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        "pcie_generation": _query(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        "max_pcie_generation": _query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        "pcie_width": _query(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        "max_pcie_width": _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
     }
 
 
 def _processes(handle: Any) -> Iterator[GpuProcess]:
     """Yield the processes of others; those outside this container have no name."""
-    for process in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+    for process in _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
         if process.pid == os.getpid():
             continue
         try:
@@ -139,6 +139,6 @@ def _processes(handle: Any) -> Iterator[GpuProcess]:
 
 def _p2p(handles: list[Any]) -> Iterator[tuple[str, str]]:
     for (first, one), (second, other) in combinations(enumerate(handles), 2):
-        status = _ask(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
+        status = _query(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
         if status is not None:
             yield f"{first}-{second}", _P2P.get(int(status), "unknown")

@@ -1,6 +1,7 @@
 """What a job computes, reads and writes, from its config and the shapes of its model; nothing is downloaded."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from huggingface_hub import constants
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from finetune.commands.doctor.facts import HubName, JobFacts
+from finetune.commands.doctor.facts.launch import HubName, JobFacts
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import SourceSection
@@ -18,6 +19,7 @@ from finetune.model.adapters.context import adapter_config
 from finetune.model.loading.dry_run import meta_model
 from finetune.model.loading.hub import is_local_path
 from finetune.model.size import measure_model, optimizer_state_bytes
+from finetune.runtime.distributed import error_text
 from finetune.runtime.upstream import without_hub_retries
 from finetune.task.registry import model_head
 
@@ -31,16 +33,16 @@ _UNLIMITED_LENGTH = 2048
 def gather_job(loaded: LoadedConfig) -> JobFacts:
     """Return the facts of a job; where its model cannot be built here, `problem` has the reason."""
     config, names = loaded.config, tuple(hub_names(loaded.config))
-    known = {"file": loaded.path.name, "names": names, "cache_bytes": _cache_bytes(config), **_batch(config)}
+    facts = JobFacts(loaded.path.name, names=names, cache_bytes=_cache_bytes(config), **_batch(config))
     missing = next((each for each in names if each.key == "model.name" and not each.is_cached), None)
     if missing is not None:
-        return JobFacts(**known, problem=f"the model {missing.name} is not in the local cache, so its size is unknown")
+        return replace(facts, problem=f"the model {missing.name} is not in the local cache, so its size is unknown")
     try:
         with without_hub_retries(is_local=True):
             model = meta_model(config.model, head=model_head(config.task.name))
     except Exception as error:  # of any library: `finetune check --model` explains it
-        return JobFacts(**known, problem=f"the model cannot be built: {str(error).splitlines()[0]}")
-    return JobFacts(**known, **_sizes(config, model))
+        return replace(facts, problem=f"the model cannot be built: {error_text(error).splitlines()[0]}")
+    return replace(facts, **_sizes(config, model))
 
 
 def _batch(config: RunConfig) -> dict[str, int]:

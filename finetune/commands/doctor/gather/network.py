@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from finetune.commands.doctor.facts import HubFacts, InfinibandPort, Interface, NetworkFacts
+from finetune.commands.doctor.facts.host import HubFacts, InfinibandPort, Interface, NetworkFacts
 from finetune.runtime.hub import PROXIES
 from finetune.runtime.text.redact import redacted_text
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.commands.doctor.facts import Lock, SoftwareFacts
+from finetune.commands.doctor.facts.host import Lock, SoftwareFacts
 from finetune.commands.doctor.gather.tools import run_tool
 from finetune.config.yaml import read_yaml
 from finetune.runtime.environment import default_config, launcher_variables, nccl_version, package_versions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.commands.doctor.facts import Disk, StorageFacts
+from finetune.commands.doctor.facts.host import Disk, StorageFacts
 from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.resources import free_bytes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from finetune.commands.doctor.facts import NumaNode, SystemFacts
+from finetune.commands.doctor.facts.host import NumaNode, SystemFacts
 from finetune.runtime.resources import CGROUPS, file_limit, usable_cores
 
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io"))

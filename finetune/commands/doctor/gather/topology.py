@@ -2,7 +2,7 @@
 
 import re
 
-from finetune.commands.doctor.facts import Topology
+from finetune.commands.doctor.facts.host import Topology
 from finetune.commands.doctor.gather.tools import run_tool
 
 _DEVICE = re.compile(r"(GPU|NIC)\d+|(mlx|bnxt|efa|irdma|rocep|ibp)\w*")

@@ -1,4 +1,4 @@
-"""All-reduces over all ranks, messages between two, clocks and matrix products, each measured for a fraction of a second."""
+"""All-reduces over all ranks, messages between two, clocks and matrix products, each in less than a second."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from finetune.commands.doctor.facts import AllReduceSpeed, LinkFacts, PairSpeed
+from finetune.commands.doctor.facts.launch import AllReduceSpeed, LinkFacts, PairSpeed
 from finetune.runtime import distributed
 
 CPU_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)

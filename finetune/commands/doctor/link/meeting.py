@@ -1,4 +1,4 @@
-"""How ranks meet: within a time limit, over the store of the launcher, so that a missing one is named and not waited for."""
+"""How ranks meet: within a time limit, over the store of the launcher, so that a missing one is named."""
 
 import os
 import socket
@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from finetune.errors import LostContact
 
@@ -24,7 +25,7 @@ def meet(variables: Mapping[str, str], *, seconds: float) -> float:
     arrive within the time limit.
     """
     rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    store = dist.PrefixStore(
+    store = PrefixStore(
         f"doctor/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(variables, rank=rank, seconds=seconds)
     )
     started = time.monotonic()
@@ -36,7 +37,7 @@ def meet(variables: Mapping[str, str], *, seconds: float) -> float:
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),
+            store=PrefixStore("group", store),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=max(seconds, 10.0)),
@@ -50,12 +51,12 @@ def meet(variables: Mapping[str, str], *, seconds: float) -> float:
     return waited
 
 
-def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> dist.Store:
+def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
     """Return the launcher's store; where there is none, rank 0 keeps one."""
     address, port = variables.get("MASTER_ADDR", "127.0.0.1"), int(variables.get("MASTER_PORT", "29500"))
     is_kept_by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
-        return dist.TCPStore(
+        return TCPStore(
             address,
             port,
             is_master=rank == 0 and not is_kept_by_launcher,
@@ -64,13 +65,13 @@ def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> dist.S
         )
     except RuntimeError as error:
         raise LostContact(
-            f"rank {rank} on {socket.gethostname()} has not reached {address}, port {port}, within {seconds:g} s: rank 0 "
-            "has not started there, or a firewall is between them. `main_process_ip` and `main_process_port` of the "
+            f"rank {rank} on {socket.gethostname()} has not reached {address}, port {port}, within {seconds:g} s: rank "
+            "0 has not started there, or a firewall is between them. `main_process_ip` and `main_process_port` of the "
             f"accelerate config must be rank 0's; try `nc -vz {address} {port}`."
         ) from error
 
 
-def _await_all(store: dist.Store, *, rank: int, world: int, seconds: float) -> None:
+def _await_all(store: Store, *, rank: int, world: int, seconds: float) -> None:
     """Wait until rank 0 has seen every rank; raises LostContact naming those that it has not."""
     store.set(f"arrived/{rank}", socket.gethostname())
     deadline = time.monotonic() + seconds
@@ -83,13 +84,13 @@ def _await_all(store: dist.Store, *, rank: int, world: int, seconds: float) -> N
         missing = _await_answer(store, deadline=deadline + seconds)
     if missing:
         raise LostContact(
-            f"of {world} ranks, {_ranks(missing)} did not arrive within {seconds:g} s. Look at what that process printed, "
-            "whether it was started (machine_rank, num_machines and num_processes of the accelerate config), and "
+            f"of {world} ranks, {_ranks(missing)} did not arrive within {seconds:g} s. Look at what that process "
+            "printed, whether it was started (machine_rank, num_machines, num_processes of the accelerate config), and "
             "whether a firewall is between the machines. `--wait SECONDS` waits longer."
         )
 
 
-def _await_arrivals(store: dist.Store, *, world: int, deadline: float) -> list[int]:
+def _await_arrivals(store: Store, *, world: int, deadline: float) -> list[int]:
     missing = list(range(world))
     while True:
         missing = [rank for rank in missing if not store.check([f"arrived/{rank}"])]
@@ -98,7 +99,7 @@ def _await_arrivals(store: dist.Store, *, world: int, deadline: float) -> list[i
         time.sleep(_POLL_SECONDS)
 
 
-def _await_answer(store: dist.Store, *, deadline: float) -> list[int]:
+def _await_answer(store: Store, *, deadline: float) -> list[int]:
     try:
         while time.monotonic() < deadline:
             if store.check(["answer"]):
@@ -117,7 +118,7 @@ def _ranks(missing: list[int]) -> str:
 
 @contextmanager
 def time_limit(seconds: float, *, on_late: Callable[[], None]) -> Iterator[None]:
-    """Call `on_late`, in another thread, where the block takes longer: a collective that hangs cannot be interrupted."""
+    """Call `on_late` in another thread where the block takes longer: a collective cannot be interrupted."""
     timer = threading.Timer(seconds, on_late)
     timer.daemon = True
     timer.start()

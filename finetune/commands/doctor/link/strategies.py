@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.commands.doctor.facts import Facts, JobFacts, LinkFacts
+from finetune.commands.doctor.facts.launch import Facts, JobFacts, LinkFacts
 
 EFFICIENCY = 0.5
 """Of the speed of a large matrix product, what a training step reaches."""
