@@ -91,7 +91,7 @@ def _gpu_line(gpu: Gpu) -> str:
 
 def _links_line(host: HostFacts) -> str:
     found = Counter(pair_links(host.gpus.topology).values())
-    return ", ".join(f"{count} pairs by {link}" for link, count in found.items())
+    return ", ".join(f"{count} x {link}" for link, count in found.items())
 
 
 def _network_lines(host: HostFacts) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
+from finetune.commands.doctor.checks.findings import Finding, has_severe, must_fix, note, should_fix
 from finetune.commands.doctor.facts.host import Gpu, GpuFacts, HostFacts
 from finetune.commands.doctor.facts.launch import Facts
 
@@ -33,10 +33,12 @@ def check_drivers(host: HostFacts, facts: Facts) -> Iterator[Finding]:
             fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}",
         )
         return
-    yield from _driver_version(gpus, software.torch_cuda, software.compatibility_library)
+    misfits = list(_driver_version(gpus, software.torch_cuda, software.compatibility_library))
+    yield from misfits
     for gpu in gpus.gpus:
         yield from _architecture(gpu, software.torch_architectures)
-    if gpus.gpus and software.num_torch_devices == 0 and host.variables.get("CUDA_VISIBLE_DEVICES") != "":
+    is_explained = has_severe(misfits) or host.variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if gpus.gpus and software.num_torch_devices == 0 and not is_explained:
         yield must_fix(
             "torch-sees-no-gpu",
             f"NVML lists {len(gpus.gpus)} GPUs, and torch sees none",

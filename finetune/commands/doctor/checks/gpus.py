@@ -23,9 +23,10 @@ def check_gpus(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     for gpu in gpus:
         yield from _memory_errors(gpu)
         yield from _power_and_heat(gpu)
-        yield from _bus(gpu)
-        yield from _other_use(gpu)
+        yield from _bus_generation(gpu)
+        yield from _other_use(gpu, is_wsl=host.system.is_wsl)
         yield from _modes(gpu, num_ranks=sum(rank.hostname == host.hostname for rank in facts.ranks))
+    yield from _bus_width(gpus)
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
         yield should_fix(
@@ -71,7 +72,7 @@ def _memory_errors(gpu: Gpu) -> Iterator[Finding]:
 
 def _power_and_heat(gpu: Gpu) -> Iterator[Finding]:
     limit, default = gpu.power_limit_watts, gpu.power_default_watts
-    if limit is not None and default is not None and limit < _CAPPED * default:
+    if limit is not None and default is not None and limit < _CAPPED * default and "Laptop" not in gpu.name:
         yield should_fix(
             "power-cap",
             f"GPU {gpu.index} may draw {limit:.0f} W, its default is {default:.0f} W",
@@ -91,15 +92,19 @@ def _power_and_heat(gpu: Gpu) -> Iterator[Finding]:
         )
 
 
-def _bus(gpu: Gpu) -> Iterator[Finding]:
-    width, most = gpu.pcie_width, gpu.max_pcie_width
-    if width and most and width < most:
+def _bus_width(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
+    narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
+    for width, most in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
+        alike = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, most)]
         yield should_fix(
             "pcie-width",
-            f"GPU {gpu.index} is connected by {width} of {most} PCIe lanes",
+            f"GPU {', '.join(alike)}: {width} of {most} PCIe lanes are connected",
             why="copies to and from the GPU are that much slower; offloading suffers most",
             fix="put the card into a slot with all lanes, seat it anew; look at the riser and the BIOS's bifurcation",
         )
+
+
+def _bus_generation(gpu: Gpu) -> Iterator[Finding]:
     is_working = gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > _WORKING * gpu.power_limit_watts
     if is_working and (gpu.pcie_generation or 0) < (gpu.max_pcie_generation or 0):
         yield should_fix(
@@ -110,17 +115,19 @@ def _bus(gpu: Gpu) -> Iterator[Finding]:
         )
 
 
-def _other_use(gpu: Gpu) -> Iterator[Finding]:
+def _other_use(gpu: Gpu, *, is_wsl: bool) -> Iterator[Finding]:
     if gpu.memory_used_bytes <= BUSY_SHARE * gpu.memory_bytes:
         return
     users = ", ".join(f"{each.name} (pid {each.pid})" for each in gpu.processes[:4])
     pids = " ".join(str(each.pid) for each in gpu.processes)
+    outside = "close programs in Windows" if is_wsl else "outside the container, end it"
+    unnamed = f"`nvidia-smi` names what uses it: {outside}"
     yield should_fix(
         "gpu-in-use",
         f"{format_size(gpu.memory_used_bytes)} of {format_size(gpu.memory_bytes)} of GPU {gpu.index} are in use"
         f"{f' by {users}' if users else ''}",
         why="the run has that much less memory and shares the time of the GPU",
-        fix=f"end them (`kill {pids}`)" if pids else "`nvidia-smi` outside the container names the process; end it",
+        fix=f"end them (`kill {pids}`)" if pids else unnamed,
     )
 
 

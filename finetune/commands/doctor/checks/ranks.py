@@ -101,13 +101,16 @@ def _arrival(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
 
 
 def _speed(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
-    speeds = {rank.rank: rank.flops_per_second for rank in ranks if rank.flops_per_second > 0}
-    usual = median(speeds.values()) if speeds else 0.0
-    for rank, speed in speeds.items():
+    speeds: dict[str, float] = {}
+    for rank in ranks:  # ranks on one CPU take each other's time: the fastest of a machine counts
+        place = rank.hostname if rank.device == "cpu" else f"rank {rank.rank} ({rank.hostname})"
+        speeds[place] = max(speeds.get(place, 0.0), rank.flops_per_second)
+    usual = median(speeds.values())
+    for place, speed in speeds.items():
         if speed < _SLOW_RANK * usual:
             yield should_fix(
                 "slow-rank",
-                f"rank {rank} computes {speed / usual:.0%} of the others' speed",
+                f"{place} computes at {speed / usual:.0%} of the others' speed",
                 why="each step waits for it",
                 fix="look there at throttling, power cap and other processes (`nvidia-smi`, `top`)",
             )

@@ -64,7 +64,7 @@ def _disk(disk: Disk, job: JobFacts | None, *, is_wsl: bool) -> Iterator[Finding
             "disk-slow",
             f"the {disk.name} folder {disk.folder} ({disk.filesystem}) is written at {format_size(round(speed))}/s",
             why=f"saving and preparing data wait for it{seconds}",
-            fix=f"name a folder on a local SSD ({_key(disk)}); results can go to a URL (run.folder) meanwhile",
+            fix=f"name a folder on a local SSD ({_key(disk)})",
         )
 
 

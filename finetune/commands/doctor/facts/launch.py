@@ -116,5 +116,7 @@ def read_facts(path: Path) -> Facts:
         return _FACTS.validate_python(content.get("facts", content) if isinstance(content, dict) else content)
     except ValidationError as error:
         raise UserError(f"--facts {path}: {first_problem(error)}. Give a file that `doctor --json` wrote.") from error
-    except ValueError as error:
-        raise UserError(f"--facts {path}: it is not JSON ({error}). Give a file that `doctor --json` wrote.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--facts {path}: it cannot be read ({error}). Give a file that `doctor --json` wrote."
+        ) from error

@@ -45,7 +45,7 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
     return replace(facts, **_sizes(config, model))
 
 
-def _batch(config: RunConfig) -> dict[str, int]:
+def _batch(config: RunConfig) -> dict[str, Any]:
     train, longest = config.train, config.data.max_length or _UNLIMITED_LENGTH
     budget = config.data.batching.tokens or longest
     return {
@@ -69,7 +69,7 @@ def _num_checkpoints(config: RunConfig) -> int:
     return kept if steps is None else min(kept, -(-steps // section.every_steps))
 
 
-def _sizes(config: RunConfig, model: nn.Module) -> dict[str, int]:
+def _sizes(config: RunConfig, model: nn.Module) -> dict[str, Any]:
     size, adapter = measure_model(model), adapter_config(config.model)
     trained, weights = size.num_parameters, sum(size.bytes_by_dtype.values())
     if isinstance(adapter, LoraSection):

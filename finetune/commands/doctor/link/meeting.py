@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from finetune.errors import LostContact
 
 _POLL_SECONDS = 0.05
-_ALL_HERE = b"all"
+_ALL_HERE = "all"
 
 
 def meet(variables: Mapping[str, str], *, seconds: float) -> float:
@@ -55,20 +55,29 @@ def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
     """Return the launcher's store; where there is none, rank 0 keeps one."""
     address, port = variables.get("MASTER_ADDR", "127.0.0.1"), int(variables.get("MASTER_PORT", "29500"))
     is_kept_by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    is_keeper = rank == 0 and not is_kept_by_launcher
     try:
-        return TCPStore(
-            address,
-            port,
-            is_master=rank == 0 and not is_kept_by_launcher,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
+        if not is_keeper:
+            _await_port(address, port, deadline=time.monotonic() + seconds)
+        return TCPStore(address, port, is_master=is_keeper, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
         raise LostContact(
             f"rank {rank} on {socket.gethostname()} has not reached {address}, port {port}, within {seconds:g} s: rank "
             "0 has not started there, or a firewall is between them. `main_process_ip` and `main_process_port` of the "
             f"accelerate config must be rank 0's; try `nc -vz {address} {port}`."
         ) from error
+
+
+def _await_port(address: str, port: int, *, deadline: float) -> None:
+    """Wait until someone listens there; raises OSError. torch would print a trace of C++ for each attempt."""
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
 
 
 def _await_all(store: Store, *, rank: int, world: int, seconds: float) -> None:
@@ -77,7 +86,7 @@ def _await_all(store: Store, *, rank: int, world: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     if rank == 0:
         missing = _await_arrivals(store, world=world, deadline=deadline)
-        store.set("answer", ",".join(map(str, missing)).encode() or _ALL_HERE)
+        store.set("answer", ",".join(map(str, missing)) or _ALL_HERE)
         if missing:
             time.sleep(4 * _POLL_SECONDS)  # the others read the answer before the store ends with this process
     else:
@@ -103,8 +112,8 @@ def _await_answer(store: Store, *, deadline: float) -> list[int]:
     try:
         while time.monotonic() < deadline:
             if store.check(["answer"]):
-                answer = store.get("answer")
-                return [] if answer == _ALL_HERE else [int(each) for each in answer.decode().split(",")]
+                answer = store.get("answer").decode()
+                return [] if answer == _ALL_HERE else [int(each) for each in answer.split(",")]
             time.sleep(_POLL_SECONDS)
     except RuntimeError as error:
         raise LostContact("the store of rank 0 is gone: rank 0 has ended.") from error
