@@ -62,7 +62,7 @@ def _cores(host: HostFacts, *, ranks: int) -> Iterator[Finding]:
     if threads.isdigit() and int(threads) > max(1, share):
         yield should_fix(
             "too-many-threads",
-            f"OMP_NUM_THREADS={threads}, and a rank has {max(1, share)} cores ({system.usable_cores} for {ranks} ranks)",
+            f"OMP_NUM_THREADS={threads}, and a rank has {max(1, share)} cores ({system.usable_cores} for {ranks})",
             why="threads that share a core wait for each other: work on the CPU takes several times as long",
             fix=f"export OMP_NUM_THREADS={max(1, share)}",
         )
