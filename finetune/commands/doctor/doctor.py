@@ -21,6 +21,7 @@ from finetune.commands.doctor.link.meeting import is_launched, meet, time_limit
 from finetune.commands.doctor.report import print_json, print_report
 from finetune.config.load import LoadedConfig, load_config
 from finetune.data.token_cache.cache import DEFAULT_FOLDER
+from finetune.errors import LostContact
 from finetune.run.remote.download import with_local_folder
 from finetune.runtime import distributed
 from finetune.runtime.environment import nccl_version, package_versions
@@ -31,6 +32,12 @@ WAIT_SECONDS = 60.0
 
 _MEASURE_SECONDS = 180.0
 """For all measurements between ranks: what takes longer hangs."""
+
+
+_HANG_FIX = (
+    "    fix: export NCCL_P2P_DISABLE=1 (GPUs of one machine), or NCCL_SOCKET_IFNAME=eth0 with the interface of the\n"
+    "         machines' network; NCCL_DEBUG=INFO shows the way that NCCL takes"
+)
 
 
 def examine(
@@ -56,8 +63,11 @@ def examine(
         facts = Facts((_gather_host(loaded, variables),))
         return _report(_with_job(facts, loaded), as_json=as_json)
     waited = meet(os.environ, seconds=wait_seconds)
-    with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
-        facts = _gather_ranks(loaded, variables, waited=waited)
+    try:
+        with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
+            facts = _gather_ranks(loaded, variables, waited=waited)
+    except RuntimeError as error:  # of NCCL or gloo: a rank has failed, or the link
+        raise LostContact(f"all ranks have met, but cannot communicate: {error}\n{_HANG_FIX}") from error
     code = _report(_with_job(facts, loaded), as_json=as_json) if distributed.is_main() else 0
     return distributed.shut_down(distributed.broadcast_object(code))
 
@@ -106,9 +116,7 @@ def _end_hang() -> None:
     if distributed.is_main():
         print(
             f"FIX: all ranks have started, and measuring between them has not ended within {_MEASURE_SECONDS:g} s\n"
-            "    why: a collective hangs, and so would training\n"
-            "    fix: export NCCL_P2P_DISABLE=1 (GPUs of one machine), or NCCL_SOCKET_IFNAME=eth0 with the interface\n"
-            "         of the machines' network; NCCL_DEBUG=INFO shows the way that NCCL takes",
+            f"    why: a collective hangs, and so would training\n{_HANG_FIX}",
             flush=True,
         )
     exit_process(1)

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from finetune.errors import LostContact
+from finetune.errors import LostContact, UserError
 
 _POLL_SECONDS = 0.05
 _ALL_HERE = "all"
+_WORK_SECONDS = 60.0
+"""What ranks do between two collectives, such as looking at their machine, at most."""
 
 
 def meet(variables: Mapping[str, str], *, seconds: float) -> float:
@@ -32,7 +34,7 @@ def meet(variables: Mapping[str, str], *, seconds: float) -> float:
     _await_all(store, rank=rank, world=world, seconds=seconds)
     waited = time.monotonic() - started
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(variables.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(_own_device(variables))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(
@@ -40,7 +42,7 @@ def meet(variables: Mapping[str, str], *, seconds: float) -> float:
             store=PrefixStore("group", store),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=max(seconds, 10.0)),
+            timeout=timedelta(seconds=seconds + _WORK_SECONDS),
         )
     except RuntimeError as error:
         raise LostContact(
@@ -49,6 +51,17 @@ def meet(variables: Mapping[str, str], *, seconds: float) -> float:
             "address`), and open its ports in the firewall."
         ) from error
     return waited
+
+
+def _own_device(variables: Mapping[str, str]) -> int:
+    local, num_devices = int(variables.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= num_devices:
+        raise UserError(
+            f"{variables.get('LOCAL_WORLD_SIZE', local + 1)} processes were launched on {socket.gethostname()}, and "
+            f"torch sees {num_devices} GPUs there: NCCL refuses two ranks on one. Launch {num_devices} per machine, or "
+            "look at CUDA_VISIBLE_DEVICES."
+        )
+    return local
 
 
 def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
