@@ -33,7 +33,6 @@ WAIT_SECONDS = 60.0
 _MEASURE_SECONDS = 180.0
 """For all measurements between ranks: what takes longer hangs."""
 
-
 _HANG_FIX = (
     "    fix: export NCCL_P2P_DISABLE=1 (GPUs of one machine), or NCCL_SOCKET_IFNAME=eth0 with the interface of the\n"
     "         machines' network; NCCL_DEBUG=INFO shows the way that NCCL takes"

@@ -1,7 +1,7 @@
 """How the GPUs of a machine reach each other: NVLink, PCIe switches, or through the processors."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from finetune.commands.doctor.checks.findings import Finding, must_fix, note, should_fix
 from finetune.commands.doctor.facts.host import HostFacts, Topology
@@ -130,6 +130,6 @@ def _affinity(host: HostFacts) -> Iterator[Finding]:
         )
 
 
-def _listed(pairs: "Mapping[str, str] | set[str]") -> str:
+def _listed(pairs: Collection[str]) -> str:
     found = sorted(pairs)
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more pairs" if len(found) > 4 else "")

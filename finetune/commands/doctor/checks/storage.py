@@ -74,7 +74,7 @@ def _needed_bytes(host: HostFacts, job: JobFacts | None) -> Iterator[Finding]:
         return
     needs = {
         "run": (
-            job.num_checkpoints * job.checkpoint_bytes + job.final_bytes,
+            job.num_checkpoints * job.checkpoint_bytes + job.final_bytes - job.written_bytes,
             f"{job.num_checkpoints} checkpoints of {format_size(job.checkpoint_bytes)} and the final model of "
             f"{format_size(job.final_bytes)}",
             "lower checkpoint.keep_last, or name another folder (run.folder)",
@@ -90,9 +90,9 @@ def _needed_bytes(host: HostFacts, job: JobFacts | None) -> Iterator[Finding]:
         if needed > disk.free_bytes:
             yield must_fix(
                 "disk-room",
-                f"the job writes about {format_size(needed)} to the {disk.name} folder {disk.folder} ({parts}), and "
+                f"the job still writes {format_size(needed)} to the {disk.name} folder {disk.folder} ({parts}), and "
                 f"{format_size(disk.free_bytes)} are free",
-                why="the run would stop at a checkpoint in the middle of the night",
+                why="the run stops at the checkpoint that no longer fits",
                 fix=fix,
             )
 

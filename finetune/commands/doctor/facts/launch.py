@@ -37,6 +37,7 @@ class JobFacts:
     checkpoint_bytes: int = 0
     num_checkpoints: int = 0  # at the same time
     final_bytes: int = 0
+    written_bytes: int = 0  # of the run folder, if the job has been run before
     cache_bytes: int = 0
     names: tuple[HubName, ...] = ()
     problem: str | None = None  # why the model could not be built

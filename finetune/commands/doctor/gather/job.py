@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ _UNLIMITED_LENGTH = 2048
 def gather_job(loaded: LoadedConfig) -> JobFacts:
     """Return the facts of a job; where its model cannot be built here, `problem` has the reason."""
     config, names = loaded.config, tuple(hub_names(loaded.config))
-    facts = JobFacts(loaded.path.name, names=names, cache_bytes=_cache_bytes(config), **_batch(config))
+    facts = JobFacts(loaded.path.name, names=names, cache_bytes=_text_bytes(config), **_batch(config))
+    facts = replace(facts, written_bytes=_size(Path(config.run.folder)))
     missing = next((each for each in names if each.key == "model.name" and not each.is_cached), None)
     if missing is not None:
         return replace(facts, problem=f"the model {missing.name} is not in the local cache, so its size is unknown")
@@ -128,12 +130,11 @@ def _is_cached(kind: str, name: str) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def _cache_bytes(config: RunConfig) -> int:
+def _text_bytes(config: RunConfig) -> int:
     """Return about what the prepared rows take: a token of 4 bytes has about 4 letters, so as much as the text."""
-    paths = [
-        Path(source.path) for _, source in _sources(config) if source.path is not None and "://" not in str(source.path)
-    ]
-    return sum(_size(path) for path in paths)
+    paths = [str(source.path) for _, source in _sources(config) if source.path is not None]
+    files = [file for path in paths if "://" not in path for file in glob(path, recursive=True)]
+    return sum(_size(Path(file)) for file in files)
 
 
 def _size(path: Path) -> int:
