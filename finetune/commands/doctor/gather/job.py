@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +131,8 @@ def _is_cached(kind: str, name: str) -> bool:
 
 def _text_bytes(config: RunConfig) -> int:
     """Return about what the prepared rows take: a token of 4 bytes has about 4 letters, so as much as the text."""
-    paths = [str(source.path) for _, source in _sources(config) if source.path is not None]
-    files = [file for path in paths if "://" not in path for file in glob(path, recursive=True)]
-    return sum(_size(Path(file)) for file in files)
+    paths = [Path(source.path).absolute() for _, source in _sources(config) if source.path is not None]
+    return sum(_size(file) for path in paths for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))))
 
 
 def _size(path: Path) -> int:

@@ -165,7 +165,7 @@ model:
   from_config: {{model_type: llama, values: {values}}}
   tokenizer: {{train: {{vocabulary_size: 300}}}}
 {more}
-data: {{train: {{path: {folder}/rows.jsonl}}, max_length: 64, chat_template: chatml, cache_folder: {folder}/cache}}
+data: {{train: {{path: "{folder}/*.jsonl"}}, max_length: 64, chat_template: chatml, cache_folder: {folder}/cache}}
 task: {{name: sft}}
 train: {{global_batch_size: 8, microbatch_size: 2, steps: 100, learning_rate: 1e-3}}
 checkpoint: {{every_steps: 10, keep_last: 3}}
