@@ -11,7 +11,7 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.runtime.gpus.table import read_table
 
-_OWN_TABLE = Path(__file__).with_name("kinds.yaml")
+_OWN_TABLE = Path(__file__).with_name("specifications.yaml")
 
 _VENDOR_WORDS = re.compile(r"\b(nvidia|tesla|geforce|amd|instinct)\b")
 _NUM_NAMES = 6

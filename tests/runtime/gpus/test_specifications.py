@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import UserError
-from finetune.runtime.gpus.kinds import find_gpu, gpu_kinds, nearest_names, require_gpu
+from finetune.runtime.gpus.specifications import find_gpu, gpu_kinds, nearest_names, require_gpu
 
 
 @pytest.mark.parametrize(
