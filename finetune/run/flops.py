@@ -1,4 +1,4 @@
-"""The arithmetic that a trained token takes, from which a run's model FLOPs utilisation (MFU) follows.
+"""What model FLOPs utilisation (MFU) is computed from: the arithmetic of a trained token, and the peak of the devices.
 
 Chowdhery et al. (2022, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T per token, of which a third is the forward pass.
 What gradient checkpointing computes again is not counted: the utilisation is the model's, not the hardware's.
@@ -6,13 +6,26 @@ What gradient checkpointing computes again is not counted: the utilisation is th
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from finetune.data.order.dataset_view import DatasetView
 from finetune.model.memory.step import read_shapes
+from finetune.runtime.gpus import find_gpu
 from finetune.runtime.parameters import num_values
+from finetune.task.model_inputs import unwrap_model
+from finetune.train.plan import Plan
 
 _EXPERTS = ".experts."
 """In the name of a parameter of which a token passes only its own experts' part."""
+
+_SEEN_POSITIONS = 256
+"""At the start of the data, whose samples stand for all."""
+
+
+def model_flops(model: nn.Module, training: DatasetView, plan: Plan) -> float | None:
+    """Return the FLOPs of one trained token; None where they are not known."""
+    return flops_per_token(unwrap_model(model), attended=attended_tokens(training, plan))
 
 
 def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
@@ -39,11 +52,33 @@ def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
     return 4 * multiplied + 2 * trained + 12 * shapes.layers * shapes.queries * attended
 
 
+def attended_tokens(training: DatasetView, plan: Plan) -> float:
+    """Return the length of the sample that a token is in, on average over the tokens of the first positions.
+
+    Of a stream, whose samples arrive in windows, those are the first microbatch.
+    """
+    num = min(_SEEN_POSITIONS, plan.num_positions or plan.microbatch_size)
+    lengths = training.samples.lengths_of(training.order.samples(0, num)).astype(float)
+    return float((lengths**2).sum() / max(1.0, lengths.sum()))
+
+
+def peak_flops(device: torch.device, *, precision: str, world: int) -> float | None:
+    """Return the peak FLOP/s of `world` devices like this one; None on a CPU and for a kind that is in no table.
+
+    That of the dtype in which matrices are multiplied; TF32 where float32 products are allowed to use it.
+    """
+    kind = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if kind is None:
+        return None
+    uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    return world * kind.peak_flops("tf32" if uses_tf32 else precision)
+
+
 def _looked_up(model: nn.Module) -> set[int]:
     """Return the parameters of embeddings, without one that is the head's matrix, too."""
     heads = {id(each.weight) for each in model.modules() if isinstance(each, nn.Linear)}
-    tables = {id(each) for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
-    return tables - heads
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return {id(each.weight) for each in tables} - heads
 
 
 def _expert_share(config: Any) -> float:

@@ -1,0 +1,52 @@
+"""The table of a window: each phase per step on the main rank, and its spread over the ranks."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from finetune.report.events import Profiled
+from finetune.report.profile.phases import COMMUNICATION, PHASES
+from finetune.report.profile.trace import PhaseSeconds
+
+WALL, OVERLAPPED = "wall", "overlapped"
+
+
+def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, float]]:
+    """Return min, median and max seconds of every phase and of the wall time, and which rank is the slowest."""
+    found = {}
+    for name in (*PHASES, OVERLAPPED, WALL):
+        values = [_value(each, name) for each in ranks]
+        slowest = max(range(len(values)), key=values.__getitem__)
+        found[name] = {
+            "min": min(values),
+            "median": median(values),
+            "max": values[slowest],
+            "slowest_rank": float(slowest),
+        }
+    return found
+
+
+def format_profile(event: Profiled) -> tuple[str, ...]:
+    """Return the table, in milliseconds per step.
+
+    The phases of a column add up to its last row in that of this rank, not in those of the spread.
+    """
+    shown = {**event.seconds, WALL: event.wall_seconds}
+    last = event.first_step + event.num_steps - 1
+    lines = [
+        f"profile of steps {event.first_step} to {last}, ms per step (rank 0; then all ranks)",
+        f"  {'phase':<14}{'rank 0':>10}{'share':>8}{'min':>10}{'median':>10}{'max':>10}  slowest",
+    ]
+    for name, seconds in shown.items():
+        row = event.ranks.get(name, {})
+        numbers = [seconds, *(row.get(each, seconds) for each in ("min", "median", "max"))]
+        own, *others = (f"{1000 * number / max(1, event.num_steps):>10.2f}" for number in numbers)
+        share = seconds / event.wall_seconds if event.wall_seconds else 0.0
+        lines.append(f"  {name:<14}{own}{share:>8.1%}{''.join(others)}  rank {row.get('slowest_rank', 0):.0f}")
+    hidden = 1000 * event.overlapped_seconds / max(1, event.num_steps)
+    lines.append(f"  {COMMUNICATION}: exposed; {hidden:.2f} ms more is hidden behind computation")
+    return (*lines, *([f"  trace {event.trace}"] if event.trace else []))
+
+
+def _value(of_rank: PhaseSeconds, name: str) -> float:
+    others: Mapping[str, float] = {WALL: of_rank.wall, OVERLAPPED: of_rank.overlapped}
+    return others[name] if name in others else of_rank.seconds[name]
