@@ -8,6 +8,7 @@ from functools import partial
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.report.events import RunEnded, RunStarted, Warned
+from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import Reporter
 from finetune.run.build.loop import make_parts, remove_stop_file
 from finetune.run.context import RunContext
@@ -43,21 +44,23 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
     restored.checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     sync = partial(sync_batch_norm, restored.built.prepared.model)
     save = ReportingSaver(restored.checkpointer, reporter, supervision.status.checkpoint, before=sync)
-    parts = make_parts(
-        context,
-        restored.built,
-        reporter=reporter,
-        save=save,
-        signals=supervision.signals,
-        startup=supervision.startup,
-    )
-    parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
-    reporter(_run_started(context, restored))
-    started = time.monotonic()
-    supervision.status.run(progress, num_steps=plan.num_steps)
-    if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
-        parts.evaluate(progress.step)
-    return Fitted(_run_loop(parts, progress, supervision=supervision), started)
+    with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
+        parts = make_parts(
+            context,
+            restored.built,
+            reporter=reporter,
+            save=save,
+            signals=supervision.signals,
+            startup=supervision.startup,
+            gpu=gpu,
+        )
+        parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
+        reporter(_run_started(context, restored))
+        started = time.monotonic()
+        supervision.status.run(progress, num_steps=plan.num_steps)
+        if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
+            parts.evaluate(progress.step)
+        return Fitted(_run_loop(parts, progress, supervision=supervision), started)
 
 
 def _run_started(context: RunContext, restored: RestoredRun) -> RunStarted:

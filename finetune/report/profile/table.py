@@ -7,13 +7,14 @@ from finetune.report.events import Profiled
 from finetune.report.profile.phases import COMMUNICATION, PHASES
 from finetune.report.profile.trace import PhaseSeconds
 
-WALL, OVERLAPPED = "wall", "overlapped"
+WALL, OVERLAPPED, BUSY = "wall", "overlapped", "busy"
+"""Rows beside the phases; `busy` is the wall time without communication, in which a rank waits for slower ones."""
 
 
 def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, float]]:
     """Return min, median and max seconds of every phase and of the wall time, and which rank is the slowest."""
     found = {}
-    for name in (*PHASES, OVERLAPPED, WALL):
+    for name in (*PHASES, OVERLAPPED, BUSY, WALL):
         values = [_value(each, name) for each in ranks]
         slowest = max(range(len(values)), key=values.__getitem__)
         found[name] = {
@@ -44,9 +45,18 @@ def format_profile(event: Profiled) -> tuple[str, ...]:
         lines.append(f"  {name:<14}{own}{share:>8.1%}{''.join(others)}  rank {row.get('slowest_rank', 0):.0f}")
     hidden = 1000 * event.overlapped_seconds / max(1, event.num_steps)
     lines.append(f"  {COMMUNICATION}: exposed; {hidden:.2f} ms more is hidden behind computation")
+    lines += [_slowest_rank(event.ranks[BUSY], num_steps=event.num_steps)] if BUSY in event.ranks else []
     return (*lines, *([f"  trace {event.trace}"] if event.trace else []))
 
 
+def _slowest_rank(busy: Mapping[str, float], *, num_steps: int) -> str:
+    most, usual = (1000 * busy[name] / max(1, num_steps) for name in ("max", "median"))
+    return (
+        f"  slowest: rank {busy['slowest_rank']:.0f}, {most:.2f} ms a step outside communication, median {usual:.2f}"
+    )
+
+
 def _value(of_rank: PhaseSeconds, name: str) -> float:
-    others: Mapping[str, float] = {WALL: of_rank.wall, OVERLAPPED: of_rank.overlapped}
+    busy = of_rank.wall - of_rank.seconds[COMMUNICATION]
+    others: Mapping[str, float] = {WALL: of_rank.wall, OVERLAPPED: of_rank.overlapped, BUSY: busy}
     return others[name] if name in others else of_rank.seconds[name]
