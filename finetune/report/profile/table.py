@@ -51,9 +51,7 @@ def format_profile(event: Profiled) -> tuple[str, ...]:
 
 def _slowest_rank(busy: Mapping[str, float], *, num_steps: int) -> str:
     most, usual = (1000 * busy[name] / max(1, num_steps) for name in ("max", "median"))
-    return (
-        f"  slowest: rank {busy['slowest_rank']:.0f}, {most:.2f} ms a step outside communication, median {usual:.2f}"
-    )
+    return f"  slowest: rank {busy['slowest_rank']:.0f}, {most:.2f} ms a step outside communication, median {usual:.2f}"
 
 
 def _value(of_rank: PhaseSeconds, name: str) -> float:

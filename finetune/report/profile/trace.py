@@ -21,8 +21,11 @@ from finetune.runtime.files import atomic
 _COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ncclKernel", "ncclDevKernel")
 """How the names of collectives begin: torch's own on the host, and NCCL's kernels."""
 
-_MESSAGING = ("c10d", "_c10d_functional", "autograd", "record_param_comms", "nccl", "gloo")
-"""Namespaces of operators that wait for others or contain other operators."""
+_WAITING = ("c10d", "_c10d_functional")
+"""Namespaces of operators that wait for other ranks, perhaps inside of one that computes."""
+
+_CONTAINERS = "autograd::"
+"""How the names begin of what runs other operators, and hooks that may wait."""
 
 _KERNELS = ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 _MEMORY = "[memory]"
@@ -43,7 +46,7 @@ def read_trace(events: Iterable[Any]) -> Traced:
     collectives: list[Interval] = []
     kernels: list[Interval] = []
     operators: list[Interval] = []
-    messaging: list[Interval] = []
+    waiting: list[Interval] = []
     allocations: list[tuple[int, int]] = []
     for event in events:
         name, kind = event.name(), event.activity_type()
@@ -56,9 +59,9 @@ def read_trace(events: Iterable[Any]) -> Traced:
                 collectives.append(interval)
         elif kind in _KERNELS:
             kernels.append(interval)
-        elif kind == "cpu_op" and "::" in name:
-            (messaging if name.startswith(_MESSAGING) else operators).append(interval)
-    computing = union(kernels) if kernels else difference(union(operators), union(messaging))
+        elif kind == "cpu_op" and "::" in name and not name.startswith(_CONTAINERS):
+            (waiting if name.startswith(_WAITING) else operators).append(interval)
+    computing = union(kernels) if kernels else difference(union(operators), union(waiting))
     return Traced(union(collectives), computing, sorted(allocations))
 
 
