@@ -1,4 +1,5 @@
 import random
+from itertools import pairwise
 
 from finetune.report.profile.intervals import difference, intersection, length, union
 
@@ -14,7 +15,7 @@ def test_sets_of_moments_are_those_of_the_moments_one_by_one():
         merged, others = union(one), union(other)
         assert moments(merged) == moments(one)
         assert length(merged) == len(moments(one))
-        assert all(end < start for (_, end), (start, _) in zip(merged, merged[1:], strict=False))
+        assert all(end < start for (_, end), (start, _) in pairwise(merged))
         assert moments(intersection(merged, others)) == moments(one) & moments(other)
         assert moments(difference(merged, others)) == moments(one) - moments(other)
         assert length(difference(merged, others)) == len(moments(one) - moments(other))
