@@ -105,7 +105,7 @@ class PrometheusReporter:
             thread.join()
 
     def _start(self, event: RunStarted) -> None:
-        self._info.info(self._labels | {"strategy": event.strategy})
+        self._info.info(self._labels | {"strategy": event.strategy.split()[0]})
         self._gauges["num_steps"].set(event.num_steps)
         self._gauges["step"].set(event.step)
         self._gauges["running"].set(1)

@@ -38,36 +38,19 @@ def profile_parts(parts: Parts, section: ProfileSection | None, *, run_folder: P
         parts,
         groups=partial(_timed_groups, parts.groups, profile),
         task=timed(parts.task, phases={"prepare_step": FORWARD, "loss_sums": FORWARD}),
-        before_batch=_timed_call(parts.before_batch, FORWARD, profile),
+        before_batch=timed_call(parts.before_batch, FORWARD, profile),
         update=timed(parts.update, phases={"backward": BACKWARD, "clip": OPTIMIZER}, called=OPTIMIZER),
         meters=timed(parts.meters, phases={"read": LOG}),
         reporter=timed(parts.reporter, phases={}, called=LOG),
-        evaluate=_timed_call(parts.evaluate, EVALUATE, profile),
+        evaluate=timed_call(parts.evaluate, EVALUATE, profile),
         save=timed(parts.save, phases={"report_written": SAVE, "wait_for_writes": SAVE}, called=SAVE),
         profile=profile,
     )
 
 
-class _Timed:
-    """Stands for an object whose calls count for phases: the named methods, and calls of the object itself."""
+def timed_call(function: Callable[..., Any], phase: str, profile: StepProfile) -> Callable[..., Any]:
+    """Return the function, whose time counts for the phase while the window of the profile is open."""
 
-    def __init__(
-        self, inner: Any, *, profile: StepProfile, phases: Mapping[str, str], called: str | None = None
-    ) -> None:
-        self._inner = inner
-        self._call = _timed_call(inner, called, profile) if called else inner
-        for name, phase in phases.items():
-            setattr(self, name, _timed_call(getattr(inner, name), phase, profile))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        """Call the object itself."""
-        return self._call(*given, **named)
-
-
-def _timed_call(function: Callable[..., Any], phase: str, profile: StepProfile) -> Callable[..., Any]:
     def call(*given: Any, **named: Any) -> Any:
         if not profile.is_open:
             return function(*given, **named)
@@ -77,11 +60,30 @@ def _timed_call(function: Callable[..., Any], phase: str, profile: StepProfile) 
     return call
 
 
+class _Timed:
+    """Stands for an object whose calls count for phases: the named methods, and calls of the object itself."""
+
+    def __init__(
+        self, inner: Any, *, profile: StepProfile, phases: Mapping[str, str], called: str | None = None
+    ) -> None:
+        self._inner = inner
+        self._call = timed_call(inner, called, profile) if called else inner
+        for name, phase in phases.items():
+            setattr(self, name, timed_call(getattr(inner, name), phase, profile))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call the object itself."""
+        return self._call(*given, **named)
+
+
 def _timed_groups(
     groups: Callable[..., Iterator[tuple[Batch, ...]]], profile: StepProfile, *, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     coming = groups(first_step=first_step)
-    fetch = _timed_call(partial(next, coming, None), DATA, profile)
+    fetch = timed_call(partial(next, coming, None), DATA, profile)
     while (group := fetch()) is not None:
         yield group
 
@@ -92,7 +94,7 @@ def _timed_optimizer(parts: Parts, profile: StepProfile) -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(parts.model, "zero_optimization_stage"):
             engine: Any = parts.model
-            stack.enter_context(replace_engine_step(engine, _timed_call(engine.step, OPTIMIZER, profile)))
+            stack.enter_context(replace_engine_step(engine, timed_call(engine.step, OPTIMIZER, profile)))
         else:
             _time_steps(without_accelerate_wrapper(parts.optimizer), profile, stack=stack)
         yield
