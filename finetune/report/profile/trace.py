@@ -4,6 +4,8 @@ In flight, a collective either hides behind computation or is exposed: on a GPU,
 CPU, behind operators of this process. Waiting for a slower rank is part of its collective.
 """
 
+import os
+import pickle
 import shutil
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -30,6 +32,7 @@ _CONTAINERS = "autograd::"
 _KERNELS = ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 _MEMORY = "[memory]"
 _NUM_TIMES = 1000
+_QUIET = "6"  # Kineto's level above all that it logs; it would print a line as a trace starts and as it stops
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,11 @@ class TraceRecorder:
     """Records a trace, and the memory, until it is stopped."""
 
     def __init__(self, *, has_cuda: bool, memory: bool, stacks: bool) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         kinds = torch.profiler.ProfilerActivity
         activities = [kinds.CPU, *([kinds.CUDA] if has_cuda else [])]
         self._memory_of_device = memory and has_cuda
+        self._snapshot: Any = None
         self._profiler = torch.profiler.profile(
             activities=activities, profile_memory=memory and not has_cuda, with_stack=stacks
         )
@@ -119,6 +124,9 @@ class TraceRecorder:
     def stop(self) -> None:
         """Stop recording."""
         self._profiler.stop()
+        if self._memory_of_device:
+            self._snapshot = torch.cuda.memory._snapshot()  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def read(self) -> Traced:
         """Return what was recorded."""
@@ -138,9 +146,8 @@ class TraceRecorder:
 
     def write_memory(self, folder: Path, name: str, segments: Sequence[Segment], traced: Traced) -> None:
         """Write the memory: torch's snapshot of a GPU (for pytorch.org/memory_viz), else the live bytes by phase."""
-        if self._memory_of_device:
-            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._snapshot is not None:
+            atomic.write_bytes(folder / f"{name}.memory.pickle", pickle.dumps(self._snapshot))
         elif traced.allocations:
             atomic.write_json(folder / f"{name}.memory.json", live_memory(segments, traced.allocations))
 

@@ -157,6 +157,7 @@ class StepProfile:
 
     def _measure(self, first: int, last: int) -> _Outcome:
         """Return what this rank has measured, and write its files; not collective, so it may fail."""
+        self._stack.close()
         clock, self._clock = self._clock, None
         recorder, self._recorder = self._recorder, None
         if clock is None or recorder is None:
@@ -165,7 +166,6 @@ class StepProfile:
             clock.stop()
             segments = clock.segments()
             wall = time.monotonic() - self._began
-            self._stack.close()
             recorder.stop()
             traced = recorder.read()
             spent = phase_seconds(segments, traced, wall=wall)

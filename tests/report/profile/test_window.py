@@ -7,6 +7,7 @@ from finetune.config.sections.report import ProfileSection
 from finetune.report.events import Noted, Profiled, Warned
 from finetune.report.profile import window
 from finetune.report.profile.window import StepProfile
+from tests.devices import ON_GPU
 
 
 @pytest.fixture
@@ -79,3 +80,22 @@ def test_a_profiler_that_cannot_be_started_is_a_warning(profile, monkeypatch):
     assert train(profile) == []
     assert [type(event) for event in events] == [Warned]
     assert "ZeroDivisionError" in events[0].message
+
+
+class TestOnAGpu:
+    pytestmark = ON_GPU
+
+    def test_phases_are_those_of_the_device_and_the_memory_is_a_snapshot(self, profile, tmp_path):
+        profile, events = profile(device=torch.device("cuda"))
+        weights = torch.ones(4096, 4096, device="cuda")
+        profile.begin(0)
+        for step in range(1, 9):
+            with profile.phase("forward"):
+                for _ in range(20):
+                    weights @ weights
+            profile.end_step(step)
+        (event,) = [each for each in events if isinstance(each, Profiled)]
+        assert sum(event.seconds.values()) == pytest.approx(event.wall_seconds, rel=0.03)
+        assert event.seconds["forward"] > 0.9 * event.wall_seconds
+        written = sorted(path.name for path in (tmp_path / "profile" / "steps-000003-000004").iterdir())
+        assert written == ["rank-0.memory.pickle", "rank-0.pt.trace.json.gz"]
