@@ -60,7 +60,7 @@ class PrometheusReporter:
         self._labels = {"name": name, "world": str(world)}
         self._registry = self._client.CollectorRegistry()
         given: dict[str, Any] = {"namespace": "finetune", "registry": self._registry}
-        self._gauges = {key: self._client.Gauge(key, text, **given) for key, text in _GAUGES.items()}
+        self._gauges: dict[str, Any] = {}  # those with a value: what is not known is not served as 0
         self._counters = {key: self._client.Counter(key, text, **given) for key, text in _COUNTERS.items()}
         self._labelled = {
             key: self._client.Gauge(key, text, [label], **given) for key, (label, text) in _LABELLED.items()
@@ -93,7 +93,7 @@ class PrometheusReporter:
             case Warned():
                 self._counters["warnings"].inc()
             case RunEnded():
-                self._gauges["running"].set(0)
+                self._set({"running": 0})
 
     def close(self) -> None:
         """Serve no more."""
@@ -106,9 +106,7 @@ class PrometheusReporter:
 
     def _start(self, event: RunStarted) -> None:
         self._info.info(self._labels | {"strategy": event.strategy.split()[0]})
-        self._gauges["num_steps"].set(event.num_steps)
-        self._gauges["step"].set(event.step)
-        self._gauges["running"].set(1)
+        self._set({"num_steps": event.num_steps, "step": event.step, "running": 1})
         self._meter = ThroughputMeter(event.num_steps)
         if event.flops_per_token and event.peak_flops_per_second:
             self._flops = event.flops_per_token, event.peak_flops_per_second
@@ -137,12 +135,20 @@ class PrometheusReporter:
         if self._flops is not None and event.seconds > 0:
             per_token, peak = self._flops
             values["mfu_ratio"] = event.num_tokens * per_token / event.seconds / peak
-        for name, value in values.items():
-            self._gauges[name].set(value)
+        self._set(values)
+        for name in COLUMNS:
+            if name not in event.device and name in self._gauges:  # the GPU is lost
+                self._registry.unregister(self._gauges.pop(name))
         self._counters["tokens"].inc(event.num_tokens)
         self._counters["targets"].inc(event.num_targets)
         self._seconds.observe(event.seconds)
         self._set_labelled("step_metric", event.metrics)
+
+    def _set(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._client.Gauge(name, _GAUGES[name], **self._given)
+            self._gauges[name].set(value)
 
     def _save_checkpoint(self) -> None:
         self._counters["checkpoints"].inc()

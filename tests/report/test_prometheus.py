@@ -77,6 +77,14 @@ def test_a_run_is_served_as_of_its_last_events(served):
     assert [found[f"finetune_{name}"] for name in COLUMNS] == [1, 2, 3, 4, 5, 6]
 
 
+def test_what_is_not_known_is_not_served(served, take_step):
+    reporter, port = served
+    reporter(take_step(21))  # the GPU is lost
+    assert not {f"finetune_{name}" for name in COLUMNS} & scrape(port).keys()
+    fresh = PrometheusReporter(port, address="127.0.0.1", name="a", world=1)
+    assert not [metric.name for metric in fresh._registry.collect() if metric.name.startswith("finetune_gpu")]
+
+
 def test_the_run_that_has_ended_says_so_and_is_no_longer_served(served):
     reporter, port = served
     reporter(RunEnded(20, "finished", 1.0, {}, None))

@@ -19,6 +19,8 @@ from tests.run.trained import forget, stay
 PROFILED = "report.profile={start: 3, steps: 3}"
 STEP = ["model.gradient_checkpointing=true", "train.microbatch_size=2", "train.steps=6", "evaluate.every_steps=4"]
 STRATEGIES = [pytest.param(name, marks=needs(name)) for name in ("ddp", "fsdp2", "zero2", "zero3")]
+SECONDS_LATE = 1.0
+SLOW_RANK_1 = f"forward step=3 rank=1 do=sleep seconds={SECONDS_LATE}"  # in the fourth step
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def weights(folder):
     "strategy", [pytest.param(name, marks=needs(name)) for name in ("ddp", "fsdp2", "zero2", "zero3")]
 )
 def test_the_phases_of_two_ranks_add_up_and_change_nothing(strategy, launch):
-    profiled = launch(strategy, name=f"profiled-{strategy}", overrides=[*STEP, PROFILED])
+    profiled = launch(strategy, name=f"profiled-{strategy}", overrides=[*STEP, PROFILED], faults=SLOW_RANK_1)
     assert profiled.code == 0, profiled.output
     (event,) = profiled.events("Profiled")
     assert tuple(event["seconds"]) == PHASES
@@ -81,7 +83,9 @@ def test_the_phases_of_two_ranks_add_up_and_change_nothing(strategy, launch):
     assert all(event["seconds"][phase] > 0 for phase in PHASES)
     steps = [each["seconds"] for each in profiled.events("StepTaken")[2:5]]
     assert sum(steps) < event["wall_seconds"]
-    assert 0 <= event["ranks"]["busy"]["slowest_rank"] <= 1
+    assert event["ranks"]["busy"]["slowest_rank"] == 1
+    assert event["seconds"]["communication"] > 0.9 * SECONDS_LATE  # rank 0 waited for it
+    assert f"slowest: rank 1, {1000 * event['ranks']['busy']['max'] / 3:.2f} ms" in profiled.output
     assert "profile of steps 3 to 5" in profiled.output
     for rank in (0, 1):
         path = profiled.folder / "profile" / "steps-000003-000005" / f"rank-{rank}.pt.trace.json.gz"

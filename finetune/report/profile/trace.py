@@ -125,7 +125,7 @@ class TraceRecorder:
         """Stop recording."""
         self._profiler.stop()
         if self._memory_of_device:
-            self._snapshot = torch.cuda.memory._snapshot()  # type: ignore[no-untyped-call]
+            self._snapshot = torch.cuda.memory._snapshot()
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def read(self) -> Traced:
