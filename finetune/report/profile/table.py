@@ -45,7 +45,8 @@ def format_profile(event: Profiled) -> tuple[str, ...]:
         lines.append(f"  {name:<14}{own}{share:>8.1%}{''.join(others)}  rank {row.get('slowest_rank', 0):.0f}")
     hidden = 1000 * event.overlapped_seconds / max(1, event.num_steps)
     lines.append(f"  {COMMUNICATION}: exposed; {hidden:.2f} ms more is hidden behind computation")
-    lines += [_slowest_rank(event.ranks[BUSY], num_steps=event.num_steps)] if BUSY in event.ranks else []
+    busy = event.ranks.get(BUSY, {"min": 0.0, "max": 0.0})
+    lines += [_slowest_rank(busy, num_steps=event.num_steps)] if busy["min"] < busy["max"] else []
     return (*lines, *([f"  trace {event.trace}"] if event.trace else []))
 
 
