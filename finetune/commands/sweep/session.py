@@ -11,17 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TextIO
 
-from finetune.commands.sweep.axes import Axis
-from finetune.commands.sweep.book import SweepBook
-from finetune.commands.sweep.launch import LaunchPlan
-from finetune.commands.sweep.outcome import FAILED, OVER
-from finetune.commands.sweep.plan import SweepRun, Values, job_facts, load_run, make_run
-from finetune.commands.sweep.prepare import prepare_data, shared_data
-from finetune.commands.sweep.process import Start, StopSignals, start_process
-from finetune.commands.sweep.results import Objective, RunResult, rank, read_result
-from finetune.commands.sweep.schedule import POLL_SECONDS, RunSource, Scheduler
-from finetune.commands.sweep.screen import open_screen
-from finetune.commands.sweep.state import RecordedRun, SweepState, read_state, require_same_job
+from finetune.commands.sweep.plan.axes import Axis
+from finetune.commands.sweep.plan.grid import SweepRun, Values, job_facts, load_run, make_run
+from finetune.commands.sweep.plan.launch import LaunchPlan
+from finetune.commands.sweep.results.ranking import Objective, RunResult, rank, read_result
+from finetune.commands.sweep.running.prepare import prepare_data, shared_data
+from finetune.commands.sweep.running.process import Start, StopSignals, start_process
+from finetune.commands.sweep.running.schedule import POLL_SECONDS, RunSource, Scheduler
+from finetune.commands.sweep.running.screen import open_screen
+from finetune.commands.sweep.state.book import SweepBook
+from finetune.commands.sweep.state.outcome import FAILED, OVER
+from finetune.commands.sweep.state.record import RecordedRun, SweepState, read_state, require_same_job
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.run_config import RunConfig

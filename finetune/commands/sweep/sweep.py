@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from finetune.commands.printing import print_table
-from finetune.commands.sweep.axes import Axis, parse_axes
-from finetune.commands.sweep.book import SweepBook
-from finetune.commands.sweep.launch import plan_launch
-from finetune.commands.sweep.outcome import FAILED
-from finetune.commands.sweep.plan import SweepRun, check_runs, grid_points, name_runs
-from finetune.commands.sweep.process import Start, StopSignals, start_process
-from finetune.commands.sweep.results import choose_objective
-from finetune.commands.sweep.schedule import GridSource
+from finetune.commands.sweep.plan.axes import Axis, parse_axes
+from finetune.commands.sweep.plan.grid import SweepRun, check_runs, grid_points, name_runs
+from finetune.commands.sweep.plan.launch import plan_launch
+from finetune.commands.sweep.results.ranking import choose_objective
+from finetune.commands.sweep.results.tables import closing_lines, results_json, results_table
+from finetune.commands.sweep.running.process import Start, StopSignals, start_process
+from finetune.commands.sweep.running.schedule import GridSource
 from finetune.commands.sweep.session import SweepRequest, SweepSession, open_state, sweep_folder
-from finetune.commands.sweep.state import lock_sweep
-from finetune.commands.sweep.tables import closing_lines, results_json, results_table
+from finetune.commands.sweep.state.book import SweepBook
+from finetune.commands.sweep.state.outcome import FAILED
+from finetune.commands.sweep.state.record import lock_sweep
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
 from finetune.runtime.text.terminal import format_json

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from finetune.commands.sweep.axes import shown_value, value_text
+from finetune.commands.sweep.plan.axes import shown_value, value_text
 
 _MAX_VALUE_LENGTH, _MAX_LENGTH = 40, 120
 """Characters of a value, and of a whole name; a file system allows 255 bytes, and files beside it have longer names."""

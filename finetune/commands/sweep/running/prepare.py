@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from finetune.commands.sweep.launch import VISIBLE_DEVICES, LaunchPlan
-from finetune.commands.sweep.plan import LOGS_FOLDER, SweepRun, data_facts
-from finetune.commands.sweep.process import Start, StopSignals, last_message
-from finetune.commands.sweep.schedule import POLL_SECONDS
+from finetune.commands.sweep.plan.grid import LOGS_FOLDER, SweepRun, data_facts
+from finetune.commands.sweep.plan.launch import VISIBLE_DEVICES, LaunchPlan
+from finetune.commands.sweep.running.process import Start, StopSignals, last_message
+from finetune.commands.sweep.running.schedule import POLL_SECONDS
 from finetune.config.load import LoadedConfig
 
 _WORD = ("-m", "finetune", "prepare")

@@ -9,10 +9,10 @@ from rich import box
 from rich.live import Live
 from rich.table import Table
 
-from finetune.commands.sweep.history import RunHistory
-from finetune.commands.sweep.outcome import Outcome, read_status
-from finetune.commands.sweep.plan import SweepRun
-from finetune.commands.sweep.schedule import ActiveRun
+from finetune.commands.sweep.plan.grid import SweepRun
+from finetune.commands.sweep.running.history import RunHistory
+from finetune.commands.sweep.running.schedule import ActiveRun
+from finetune.commands.sweep.state.outcome import Outcome, read_status
 from finetune.report.console import format_duration, format_metrics
 from finetune.runtime.text.rich_console import SafeConsole, styled_stream
 

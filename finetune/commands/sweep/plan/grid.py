@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.sweep.axes import Axis, override_of, value_text
-from finetune.commands.sweep.names import run_name
+from finetune.commands.sweep.plan.axes import Axis, override_of, value_text
+from finetune.commands.sweep.plan.names import run_name
 from finetune.config.limits import MAX_LISTED
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match

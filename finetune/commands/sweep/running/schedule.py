@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from finetune.commands.sweep.book import SweepBook
-from finetune.commands.sweep.history import RunHistory
-from finetune.commands.sweep.launch import LaunchPlan
-from finetune.commands.sweep.outcome import FAILED, Outcome
-from finetune.commands.sweep.plan import SweepRun
-from finetune.commands.sweep.process import (
+from finetune.commands.sweep.plan.grid import SweepRun
+from finetune.commands.sweep.plan.launch import LaunchPlan
+from finetune.commands.sweep.running.history import RunHistory
+from finetune.commands.sweep.running.process import (
     Start,
     StartedProcess,
     StopSignals,
@@ -19,6 +17,8 @@ from finetune.commands.sweep.process import (
     last_message,
     start_process,
 )
+from finetune.commands.sweep.state.book import SweepBook
+from finetune.commands.sweep.state.outcome import FAILED, Outcome
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
 from finetune.runtime.supervision.writer_lock import is_locked

@@ -4,9 +4,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from finetune.commands.sweep.outcome import Outcome, outcome_of, read_status
-from finetune.commands.sweep.plan import SweepRun
-from finetune.commands.sweep.state import RecordedRun, SweepState, write_state
+from finetune.commands.sweep.plan.grid import SweepRun
+from finetune.commands.sweep.state.outcome import Outcome, outcome_of, read_status
+from finetune.commands.sweep.state.record import RecordedRun, SweepState, write_state
 
 
 class SweepBook:

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from finetune.commands.sweep.plan import LOGS_FOLDER, RUNS_FOLDER, Values, is_within, point_key
+from finetune.commands.sweep.plan.grid import LOGS_FOLDER, RUNS_FOLDER, Values, is_within, point_key
 from finetune.config.formatting import truncate
 from finetune.errors import UserError
 from finetune.runtime.files import atomic

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.commands.sweep.axes import override_of
-from finetune.commands.sweep.plan import SweepRun
+from finetune.commands.sweep.plan.axes import override_of
+from finetune.commands.sweep.plan.grid import SweepRun
 from finetune.config.load import LoadedConfig, read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import UserError

@@ -10,10 +10,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from finetune.commands.sweep.axes import shown_value
-from finetune.commands.sweep.names import short_keys
-from finetune.commands.sweep.outcome import FAILED, FINISHED, PRUNED
-from finetune.commands.sweep.results import Objective, RunResult, best_of
+from finetune.commands.sweep.plan.axes import shown_value
+from finetune.commands.sweep.plan.names import short_keys
+from finetune.commands.sweep.results.ranking import Objective, RunResult, best_of
+from finetune.commands.sweep.state.outcome import FAILED, FINISHED, PRUNED
 from finetune.report.console import format_duration
 from finetune.runtime.text.redact import redacted_config
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.sweep.history import TRAIN_LOSS, RunHistory
-from finetune.commands.sweep.outcome import FINISHED, Outcome
-from finetune.commands.sweep.plan import SweepRun
+from finetune.commands.sweep.plan.grid import SweepRun
+from finetune.commands.sweep.running.history import TRAIN_LOSS, RunHistory
+from finetune.commands.sweep.state.outcome import FINISHED, Outcome
 from finetune.config.formatting import format_list
 from finetune.config.rules.evaluate import GOALS, metrics_of
 from finetune.config.run_config import RunConfig

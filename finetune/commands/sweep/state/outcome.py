@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.sweep.state import RecordedRun
+from finetune.commands.sweep.state.record import RecordedRun
 from finetune.runtime.files.read import read_json
 from finetune.runtime.supervision import status as status_file
 
