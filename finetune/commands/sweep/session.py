@@ -1,13 +1,11 @@
 """One call of `finetune sweep`: what was asked, what the folder remembers, and the runs under the scheduler."""
 
 import json
-import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -79,12 +77,11 @@ def sweep_folder(request: SweepRequest, config: RunConfig) -> Path:
     return Path(f"{config.run.folder}-sweep")
 
 
-def open_state(folder: Path, config: RunConfig, *, axes: Sequence[Axis], job: Path) -> SweepState:
+def open_state(folder: Path, config: RunConfig, *, swept: Sequence[str], job: Path) -> SweepState:
     """Return what the folder remembers, or a new state; raises UserError where it is another job's.
 
     A key that is swept for the first time had one value in all runs so far: they keep their names with it.
     """
-    swept = [axis.key for axis in axes if axis.is_swept]
     state = read_state(folder)
     if state is None:
         return SweepState(str(job), job_facts(config, swept=swept), tuple(swept))
@@ -111,17 +108,11 @@ class SweepSession:
     book: SweepBook
     stop: StopSignals
     start: Start = start_process
-    _is_paged: bool = field(default=False)
 
     @property
     def folder(self) -> Path:
         """Return the sweep's folder."""
         return self.book.folder
-
-    @cached_property
-    def again(self) -> str:
-        """Return the command that continues the sweep."""
-        return shlex.join(self.request.command)
 
     def log(self, line: str) -> None:
         """Print a line of progress."""
@@ -140,35 +131,29 @@ class SweepSession:
         require_same_job(self.book.state, facts, swept=frozenset(swept), folder=self.folder)
         return loaded
 
-    def wait_for_writers(self, runs: Iterable[SweepRun]) -> None:
+    def wait_for_writers(self) -> None:
         """Wait until no process of an earlier call writes to a run: killed with it, they save and end."""
         has_logged = False
-        for run in runs:
+        for run in map(self.recorded_run, self.book.state.runs.values()):
             while is_locked(run.folder) and self.stop.first is None:
                 if not has_logged:
                     has_logged = True
                     self.log(f"waiting for {run.folder}, which a run of an earlier call still writes")
                 time.sleep(POLL_SECONDS)
 
-    def prepare(self, runs: Sequence[SweepRun], loaded: Mapping[str, LoadedConfig]) -> list[SweepRun]:
-        """Tokenize the data that several runs share; return the runs that can be started."""
-        left = list(runs)
+    def prepare(
+        self, runs: Sequence[SweepRun], loaded: Mapping[str, LoadedConfig]
+    ) -> Iterator[tuple[Sequence[SweepRun], str]]:
+        """Tokenize the data that several of the runs share; yield those for which it failed, with the message."""
         for number, group in enumerate(shared_data(runs, loaded), start=1):
             if self.stop.first is not None:
-                return []
-            self.log(f"preparing the data of {len(group)} runs")
-            started = time.time()
+                return
+            self.log("preparing the data that the runs share")
             message = prepare_data(
                 group, number=number, plan=self.plan, folder=self.folder, stop=self.stop, start=self.start
             )
-            if message is None:
-                continue
-            self.log(f"the data cannot be prepared, so {len(group)} runs fail: {message}")
-            for run in group:
-                left.remove(run)
-                self.book.start(run, now=started)
-                self.book.end(run, exit_code=2, message=message)
-        return left
+            if message is not None:
+                yield group, message
 
     def run_all(self, source: RunSource, *, num_runs: int) -> None:
         """Run what the source gives, to its end or to a signal."""

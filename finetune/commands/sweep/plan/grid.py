@@ -41,11 +41,10 @@ class SweepRun:
         return self.sweep_folder / LOGS_FOLDER / f"{self.name}.log"
 
 
-def grid_points(axes: Sequence[Axis], *, swept: Iterable[str]) -> list[Values]:
-    """Return every combination of the values of the swept keys; the last key changes fastest."""
-    chosen = [axis for axis in axes if axis.key in set(swept)]
-    combinations = itertools.product(*(axis.values for axis in chosen))
-    return [dict(zip((axis.key for axis in chosen), values, strict=True)) for values in combinations]
+def grid_points(axes: Sequence[Axis]) -> list[Values]:
+    """Return every combination of the values; the last key changes fastest."""
+    combinations = itertools.product(*(axis.values for axis in axes))
+    return [dict(zip((axis.key for axis in axes), values, strict=True)) for values in combinations]
 
 
 def make_run(values: Values, axes: Sequence[Axis], *, name: str, folder: Path) -> SweepRun:
@@ -55,12 +54,16 @@ def make_run(values: Values, axes: Sequence[Axis], *, name: str, folder: Path) -
 
 
 def name_runs(
-    points: Sequence[Values], axes: Sequence[Axis], *, folder: Path, names: Mapping[str, str]
+    points: Sequence[Values], axes: Sequence[Axis], *, swept: Iterable[str], folder: Path, names: Mapping[str, str]
 ) -> list[SweepRun]:
-    """Return the runs of the points; `names` are those that a sweep has given by `point_key`, and they keep them."""
-    taken = set(names.values())
+    """Return the runs of the points, named after their values of the swept keys.
+
+    `names` are those that a sweep has given, by `point_key`: its runs keep them.
+    """
+    keys, taken = frozenset(swept), set(names.values())
     runs = []
-    for values in points:
+    for point in points:
+        values = {key: value for key, value in point.items() if key in keys}
         name = names.get(point_key(values)) or run_name(values, taken=taken)
         taken.add(name)
         runs.append(make_run(values, axes, name=name, folder=folder))
