@@ -101,7 +101,9 @@ def step_scales(history: RunHistory) -> dict[str, Any]:
 
 def rounded(values: np.ndarray, *, digits: int = 6) -> list[float | int]:
     """Return the values with so many significant digits, whole ones as integers: the page is half as large."""
-    return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in _significant(values, digits)]
+    return [
+        int(value) if value == int(value) and abs(value) < 1e15 else value for value in _significant(values, digits)
+    ]
 
 
 def _significant(values: np.ndarray, digits: int) -> Iterator[float]:

@@ -91,7 +91,9 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
     planned = f"of {history.num_steps:,}" if history.num_steps else ""
     yield Tile("steps", f"{history.step:,}", planned)
     yield from _loss_tiles(history)
-    yield Tile("training time", format_duration(history.seconds), f"start-up {format_duration(history.startup_seconds)}")
+    yield Tile(
+        "training time", format_duration(history.seconds), f"start-up {format_duration(history.startup_seconds)}"
+    )
     recent = [each for each in history.recent if each["seconds"] > 0]
     if recent:
         rates = sorted(each["num_tokens"] / each["seconds"] for each in recent)
@@ -158,7 +160,11 @@ def phase_rows(profiles: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for profile in profiles:
         wall, steps = float(profile["wall_seconds"]), int(profile["num_steps"])
         phases = [
-            {"name": name, "milliseconds": 1000 * seconds / max(steps, 1), "percent": 100 * seconds / wall if wall else 0}
+            {
+                "name": name,
+                "milliseconds": 1000 * seconds / max(steps, 1),
+                "percent": 100 * seconds / wall if wall else 0,
+            }
             for name, seconds in sorted(profile["seconds"].items(), key=lambda item: -item[1])
         ]
         first = int(profile["first_step"])

@@ -42,8 +42,8 @@ class Answers:
 class RunHistory:
     """Curves and lists of a run; a step that is taken again counts as taken the last time.
 
-    `seconds` is the time in steps, evaluations and waiting for saves, steps that were lost in a crash included; start-up
-    and the time between two starts are not. `device_seconds` is the same times the number of processes.
+    `seconds` is the time in steps, evaluations and waiting for saves, with steps that were lost in a crash, without
+    start-up and the time between two starts. `device_seconds` is the same times the number of processes.
     """
 
     def __init__(self) -> None:

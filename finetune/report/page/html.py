@@ -1,7 +1,7 @@
 """Pages that hold all they need: template, style, charts.js and plotly.js in one file, and nothing that data can start.
 
-Everything is escaped where it stands, and only scripts that bear the page's random nonce run (Content-Security-Policy),
-so an answer or a config that holds `</script>` stays text. Plotly's file is read from its package, which is not imported.
+Everything is escaped where it stands, and only scripts that bear the page's random nonce run (its content security
+policy), so an answer that holds `</script>` stays text. Plotly's file is read from its package, which is not imported.
 """
 
 import importlib.util
@@ -67,5 +67,7 @@ def _plotly() -> Markup:
     found = importlib.util.find_spec("plotly")
     path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None
     if path is None or not path.is_file():
-        raise MissingPackage("report.html is drawn with plotly, which is not installed. Install it with: pip install plotly")
+        raise MissingPackage(
+            "report.html is drawn with plotly, which is not installed. Install it with: pip install plotly"
+        )
     return Markup(path.read_text(encoding="utf-8").replace("</script", "<\\/script"))

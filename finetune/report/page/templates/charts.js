@@ -60,7 +60,7 @@
         hovertemplate: `%{y:${chart.share ? ".1%" : ".5~g"}}${controls.x.value === "step" ? "" : " (step %{customdata})"}` };
       if (series.marks) return [{ ...base, x, y: series.y, mode: "lines+markers", line: { color, dash, width: 1.5 }, marker: { color, size: 6 } }];
       const means = series.means || series, isSmooth = amount > 0 || series.means;
-      const raw = { ...base, x, y: series.y, mode: "lines", line: { color, dash, width: isSmooth ? 1 : 1.5 }, opacity: isSmooth ? 0.28 : 1, showlegend: !isSmooth, hoverinfo: isSmooth ? "skip" : undefined };
+      const raw = { ...base, x, y: series.y, mode: "lines", line: { color, dash, width: isSmooth ? 1 : 1.5 }, opacity: isSmooth ? 0.42 : 1, showlegend: !isSmooth, hoverinfo: isSmooth ? "skip" : undefined };
       if (isSmooth) delete raw.hovertemplate;
       const line = { ...base, x: xValues(means.x, run), y: smooth(means.y, amount), customdata: means.x, mode: "lines", line: { color, dash, width: 2 } };
       return isSmooth ? [...(controls.raw && !controls.raw.checked ? [] : [raw]), line] : [raw];
@@ -82,6 +82,7 @@
       xaxis: { title: { text: xTitle, standoff: 6 }, gridcolor: grid, zeroline: false, linecolor: grid, automargin: false, nticks: narrow.matches ? 5 : 8, exponentformat: "SI" },
       yaxis: { gridcolor: grid, zeroline: false, linecolor: grid, type: isLog ? "log" : "linear", rangemode: chart.zero && !isLog ? "tozero" : "normal", tickformat: chart.share ? ".0%" : undefined, exponentformat: "SI", nticks: 7,
         dtick: isLog && spansDecades(chart) ? 1 : undefined, minexponent: 4 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink, orientation: "h" },
       shapes: [...lines(data.resumed || [], ink), ...lines(data.skipped || [], isDark() ? "#ff8a80" : "#b3261e")],
     };
   }
@@ -93,7 +94,7 @@
 
   function draw() {
     for (const [chart, place] of plots) {
-      Plotly.react(place, traces(chart), layout(chart), { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",
+      Plotly.react(place, traces(chart), layout(chart), { responsive: true, displaylogo: false, displayModeBar: !narrow.matches,
         modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { filename: chart.id, scale: 2 } });
     }
     showCost();
