@@ -77,7 +77,7 @@ def _judge(steps: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[Ve
         text = f"no mean of {window} steps differs by more than noise explains (95%, block bootstrap); "
         return "same within noise", text + f"the largest single difference is {largest:.1e} (relative)", largest, None
     start = int(steps[place])
-    text = f"different from step {start:,} on: over {window} steps the loss is {abs(deviation):.4f} "
+    text = f"from step {start:,} on: over {window} steps the loss is {abs(deviation):.4f} "
     return "different", text + ("higher" if deviation > 0 else "lower") + ", more than noise explains", largest, start
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.commands.compare.runs import ComparedRun
 from finetune.report.page.facts import config_lines
 
-ABSENT = "–"
+ABSENT = "-"
 _OF_A_PROCESS = re.compile(r"launcher\.((LOCAL_|GROUP_|ROLE_)?RANK|MASTER_\w+|TORCHELASTIC_\w+)")
 """Variables that name a process or a launch; they set nothing."""
 

@@ -12,6 +12,8 @@ from finetune.report.page.page import SMOOTHING
 from finetune.runtime.files import atomic
 
 TEMPLATES = Path(__file__).parent / "templates"
+MOST_COLUMNS = 5
+"""Of runs side by side; more are rows."""
 
 
 def write_page(comparison: Comparison, target: Path) -> None:
@@ -36,7 +38,7 @@ def comparison_page(comparison: Comparison) -> str:
         title=" · ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs",
         written=format_time(time.time()),
         comparison=comparison,
-        results=list(zip(*results, strict=True)),  # a row for each run
+        results=results if len(runs) <= MOST_COLUMNS else list(zip(*results, strict=True)),
         missing=[
             f"{each.run}: not found or damaged: {', '.join(each.missing)}"
             for each in comparison.results

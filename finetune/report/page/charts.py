@@ -1,7 +1,7 @@
 """Charts as plain values for charts.js: which curves stand in which chart, and what a step is in tokens and seconds."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +24,20 @@ class ChartKind:
     logs: bool = False
     is_share: bool = False
     starts_at_zero: bool = False
+    smooths: bool = True  # noise is in it
 
 
 LOSS = ChartKind("Loss", {"loss": "training", "evaluation/loss": "evaluation"}, unit="nats per target", logs=True)
 TIME = ChartKind("Seconds per step", {"seconds_per_step": "step"}, unit="s", logs=True, starts_at_zero=True)
 FIXED = (
     LOSS,
-    ChartKind("Learning rate", {"learning_rate": "learning rate"}, starts_at_zero=True),
+    ChartKind("Learning rate", {"learning_rate": "learning rate"}, starts_at_zero=True, smooths=False),
     ChartKind("Gradient norm", {"gradient_norm": "gradient norm"}, logs=True),
     ChartKind("Tokens per second", {"tokens_per_second": "tokens/s"}, unit="tokens/s", starts_at_zero=True),
     ChartKind("MFU: share of the devices' peak", {"mfu": "MFU"}, is_share=True, starts_at_zero=True),
     TIME,
     ChartKind("Time spent waiting for data", {"data_share": "share"}, is_share=True, starts_at_zero=True),
-    ChartKind("Peak memory of rank 0", {"memory_bytes": "memory"}, 1 / GIB, "GiB", starts_at_zero=True),
+    ChartKind("Peak memory of rank 0", {"memory_bytes": "memory"}, 1 / GIB, "GiB", starts_at_zero=True, smooths=False),
     ChartKind(
         "Checkpoints",
         {"save_seconds": "until complete", "stall_seconds": "training waited"},
@@ -75,7 +76,7 @@ def charts_of(history: RunHistory) -> list[dict[str, Any]]:
     return [format_chart(kind, [("", history.curves)]) for kind in chart_kinds(set(history.curves))]
 
 
-def format_chart(kind: ChartKind, runs: list[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:
+def format_chart(kind: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:
     """Return a chart of the same curves of runs with their names; a run without such a curve has none in it."""
     series = [
         _series(run, name=name, label=label, curve=curves[curve], kind=kind, column=curve, style=style)
@@ -85,7 +86,13 @@ def format_chart(kind: ChartKind, runs: list[tuple[str, Mapping[str, Curve]]]) -
     ]
     return {
         **{"id": re.sub(r"\W+", "-", kind.title.lower()).strip("-"), "title": kind.title, "unit": kind.unit},
-        **{"logs": kind.logs, "share": kind.is_share, "zero": kind.starts_at_zero, "series": series},
+        **{
+            "logs": kind.logs,
+            "share": kind.is_share,
+            "zero": kind.starts_at_zero,
+            "smooths": kind.smooths,
+            "series": series,
+        },
     }
 
 
@@ -116,7 +123,7 @@ def _series(
     points = curve.points()
     has_marks = column.startswith(POINTS)
     found = {
-        **{"run": run, "style": style, "marks": has_marks, "not_finite": curve.num_not_finite},
+        **{"run": run, "style": style, "label": label, "marks": has_marks, "not_finite": curve.num_not_finite},
         **{"name": f"{name} {label}".strip() if len(kind.curves) > 1 or not name else name, "width": points.width},
         **{"x": rounded(points.steps, digits=9), "y": rounded(points.values * kind.scale)},
     }

@@ -41,7 +41,7 @@ def render_page(template: str, *, folder: Path, data: Mapping[str, Any], **value
 
 def script_json(value: Any) -> Markup:
     """Return JSON that may stand within `<script type="application/json">`, whatever its texts hold."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)  # ASCII: no U+2028 either, which ends a line in old readers

@@ -43,24 +43,29 @@
     return steps.map(step => lookUp(curve, step) * scale);
   }
 
-  // Exponential moving average without the bias of its first values (as in Adam).
+  // Exponential averages of the values before and after each, so that the curve does not lag behind; without the bias of
+  // the first values (as in Adam).
   function smooth(values, amount) {
     if (amount <= 0) return values;
+    const after = average([...values].reverse(), amount).reverse();
+    return average(values, amount).map((before, place) => (before + after[place]) / 2);
+  }
+  function average(values, amount) {
     let sum = 0, weight = 0;
     return values.map(value => { sum = amount * sum + (1 - amount) * value; weight = amount * weight + 1 - amount; return sum / weight; });
   }
 
   function traces(chart) {
-    const palette = COLORS[isDark() ? "dark" : "light"], amount = parseFloat(controls.smoothing.value), several = data.runs.length > 1;
+    const palette = COLORS[isDark() ? "dark" : "light"], amount = chart.smooths ? parseFloat(controls.smoothing.value) : 0, several = data.runs.length > 1;
     return chart.series.flatMap(series => {
       const run = data.runs[series.run], x = xValues(series.x, run);
       const color = palette[(several ? run.color : series.style) % palette.length];
       const dash = several && series.style ? ["solid", "dash", "dot"][series.style % 3] : "solid";
-      const base = { type: "scatter", name: plain(series.name || chart.title), legendgroup: `${series.run}/${series.style}`, customdata: series.x,
+      const base = { type: "scatter", name: plain(series.name || chart.title), legendgroup: `${series.run}/${series.style}`, showlegend: !(several && series.style), customdata: series.x,
         hovertemplate: `%{y:${chart.share ? ".1%" : ".5~g"}}${controls.x.value === "step" ? "" : " (step %{customdata})"}` };
       if (series.marks) return [{ ...base, x, y: series.y, mode: "lines+markers", line: { color, dash, width: 1.5 }, marker: { color, size: 6 } }];
       const means = series.means || series, isSmooth = amount > 0 || series.means;
-      const raw = { ...base, x, y: series.y, mode: "lines", line: { color, dash, width: isSmooth ? 1 : 1.5 }, opacity: isSmooth ? 0.42 : 1, showlegend: !isSmooth, hoverinfo: isSmooth ? "skip" : undefined };
+      const raw = { ...base, x, y: series.y, mode: "lines", line: { color, dash, width: isSmooth ? 1 : 1.5 }, opacity: isSmooth ? 0.42 : 1, showlegend: base.showlegend && !isSmooth, hoverinfo: isSmooth ? "skip" : undefined };
       if (isSmooth) delete raw.hovertemplate;
       const line = { ...base, x: xValues(means.x, run), y: smooth(means.y, amount), customdata: means.x, mode: "lines", line: { color, dash, width: 2 } };
       return isSmooth ? [...(controls.raw && !controls.raw.checked ? [] : [raw]), line] : [raw];
@@ -79,7 +84,7 @@
       hovermode: "x unified", dragmode: narrow.matches ? false : "zoom", showlegend: chart.series.length > 1, uirevision: controls.x.value + isLog,
       legend: { orientation: "h", x: 1, xanchor: "right", y: 1, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)", itemsizing: "constant" },
       hoverlabel: { bgcolor: isDark() ? "#242b34" : "#ffffff", font: { color: isDark() ? "#e3e7ec" : "#1b1f24" } },
-      xaxis: { title: { text: xTitle, standoff: 6 }, gridcolor: grid, zeroline: false, linecolor: grid, automargin: false, nticks: narrow.matches ? 5 : 8, exponentformat: "SI" },
+      xaxis: { rangemode: "tozero", title: { text: xTitle, standoff: 6 }, gridcolor: grid, zeroline: false, linecolor: grid, automargin: false, nticks: narrow.matches ? 5 : 8, exponentformat: "SI" },
       yaxis: { gridcolor: grid, zeroline: false, linecolor: grid, type: isLog ? "log" : "linear", rangemode: chart.zero && !isLog ? "tozero" : "normal", tickformat: chart.share ? ".0%" : undefined, exponentformat: "SI", nticks: 7,
         dtick: isLog && spansDecades(chart) ? 1 : undefined, minexponent: 4 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink, orientation: "h" },
@@ -115,7 +120,8 @@
       if (number === 0) figure.className = "wide";
       caption.textContent = chart.title;
       const widths = Math.max(1, ...chart.series.map(series => series.width)), lost = chart.series.reduce((sum, series) => sum + series.not_finite, 0);
-      note.textContent = [chart.unit, widths > 1 ? `extremes and mean of each ${widths} steps` : "", lost ? `${lost} values not finite` : ""].filter(Boolean).join(" · ");
+      const others = data.runs.length > 1 ? [...new Set(chart.series.filter(series => series.style === 1).map(series => series.label))] : [];
+      note.textContent = [chart.unit, ...others.map(label => `dashed: ${label}`), widths > 1 ? `extremes and mean of each ${widths} steps` : "", lost ? `${lost} values not finite` : ""].filter(Boolean).join(" · ");
       place.className = "plot";
       caption.append(note);
       figure.append(caption, place);
