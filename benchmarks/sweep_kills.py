@@ -2,8 +2,8 @@
 
     python benchmarks/sweep_kills.py FOLDER [--accelerate accelerate_configs/ddp.yaml] [--lora] [--at-once 2]
 
-Runs the sweep once undisturbed; then once for each kill (the sweep with SIGKILL, the sweep with SIGTERM, one of its runs
-with SIGKILL), continues it with the same command, and compares every run. Exit code 1 unless all are equal.
+Runs the sweep once undisturbed; then once for each kill (the sweep with SIGKILL, the sweep with SIGTERM, one of its
+runs with SIGKILL), continues it with the same command, and compares every run. Exit code 1 unless all are equal.
 """
 
 import argparse

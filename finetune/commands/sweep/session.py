@@ -12,6 +12,7 @@ from typing import TextIO
 from finetune.commands.sweep.plan.axes import Axis
 from finetune.commands.sweep.plan.grid import SweepRun, Values, job_facts, load_run, make_run
 from finetune.commands.sweep.plan.launch import LaunchPlan
+from finetune.commands.sweep.results.page import write_page
 from finetune.commands.sweep.results.ranking import Objective, RunResult, rank, read_result
 from finetune.commands.sweep.running.prepare import prepare_data, shared_data
 from finetune.commands.sweep.running.process import Start, StopSignals, start_process
@@ -97,6 +98,9 @@ def _with_facts(run: RecordedRun, facts: Mapping[str, str], swept: Iterable[str]
     return {**run.values, **former}
 
 
+_SECONDS_BETWEEN_PAGES = 60.0
+
+
 @dataclass
 class SweepSession:
     """A sweep that is going on; nothing of it is shared with another call."""
@@ -108,6 +112,7 @@ class SweepSession:
     book: SweepBook
     stop: StopSignals
     start: Start = start_process
+    _drawn_at: float = -_SECONDS_BETWEEN_PAGES
 
     @property
     def folder(self) -> Path:
@@ -158,7 +163,14 @@ class SweepSession:
     def run_all(self, source: RunSource, *, num_runs: int) -> None:
         """Run what the source gives, to its end or to a signal."""
         with closing(open_screen(self.request.output, num_runs=num_runs)) as screen:
-            Scheduler(self.plan, self.book, screen, self.stop, self.load, start=self.start).run_all(source)
+            scheduler = Scheduler(self.plan, self.book, screen, self.stop, self.load, self.draw, start=self.start)
+            scheduler.run_all(source)
+
+    def draw(self) -> None:
+        """Write the page with the curves of all runs, once a minute at most."""
+        if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_PAGES:
+            self._drawn_at = time.monotonic()
+            write_page(self.results(), self.folder)
 
     def results(self) -> list[RunResult]:
         """Return the results of all runs that the sweep has ever had, the best first."""

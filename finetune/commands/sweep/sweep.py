@@ -14,6 +14,7 @@ from finetune.commands.printing import print_table
 from finetune.commands.sweep.plan.axes import Axis, parse_axes
 from finetune.commands.sweep.plan.grid import SweepRun, Values, check_runs, grid_points, name_runs
 from finetune.commands.sweep.plan.launch import plan_launch
+from finetune.commands.sweep.results.page import write_page
 from finetune.commands.sweep.results.ranking import choose_objective
 from finetune.commands.sweep.results.tables import closing_lines, results_json, results_table
 from finetune.commands.sweep.running.process import Start, StopSignals, start_process
@@ -27,8 +28,6 @@ from finetune.commands.sweep.study.space import Space, bounds_of, parse_space, r
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
 from finetune.runtime.text.terminal import format_json
-
-PAGE = "sweep.html"
 
 
 def sweep(request: SweepRequest, *, start: Start = start_process) -> int:
@@ -101,14 +100,17 @@ def run_search(
 def conclude(session: SweepSession) -> int:
     """Print the results, and return the exit code."""
     results, request = session.results(), session.request
+    page = write_page(results, session.folder)
     if request.as_json:
-        facts = results_json(results, session.objective, folder=session.folder, page=session.folder / PAGE)
+        facts = results_json(results, session.objective, folder=session.folder, page=page)
         print(format_json(facts, indent=2))
     else:
         print()
         print_table(results_table(results, session.objective, swept=session.book.state.swept))
         for line in closing_lines(results, session.objective, job=request.job, again=request.command):
             print(line)
+        if page is not None:
+            print(f"curves of the runs: {page}")
     if session.stop.first is not None:
         return 128 + session.stop.first
     return int(any(each.outcome.state in (FAILED, INTERRUPTED) for each in results))

@@ -79,7 +79,9 @@ def _options(best: RunResult) -> list[str]:
     return [word for override in best.overrides for word in ("--set", override)]
 
 
-def results_json(results: Sequence[RunResult], objective: Objective, *, folder: Path, page: Path) -> dict[str, Any]:
+def results_json(
+    results: Sequence[RunResult], objective: Objective, *, folder: Path, page: Path | None
+) -> dict[str, Any]:
     """Return the sweep as plain JSON values; a number that is not finite is a text."""
     best = best_of(results)
     return {
@@ -87,7 +89,7 @@ def results_json(results: Sequence[RunResult], objective: Objective, *, folder: 
         "metric": objective.metric,
         "goal": "minimize" if objective.is_minimized else "maximize",
         "best": best.name if best is not None else None,
-        "page": str(page) if page.exists() else None,
+        "page": str(page) if page is not None else None,
         "runs": [_json(each) for each in results],
     }
 

@@ -68,8 +68,8 @@ class SweepScreen(Protocol):
         """Show a line."""
 
 
-def never(run: SweepRun) -> None:
-    """Do nothing after a run."""
+def do_nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Scheduler:
     screen: SweepScreen
     stop: StopSignals
     load: Callable[[SweepRun], LoadedConfig]
-    after_run: Callable[[SweepRun], None] = never
+    after_run: Callable[[], None] = do_nothing
     start: Start = start_process
     active: list[ActiveRun] = field(default_factory=list)
     _watched_at: float = 0.0
@@ -158,7 +158,7 @@ class Scheduler:
         outcome = self.book.end(run, exit_code=exit_code, message=message)
         source.end_run(run, outcome, history)
         self.screen.end_run(run, outcome, history)
-        self.after_run(run)
+        self.after_run()
 
     def _watch(self, source: RunSource) -> None:
         """Read what the runs have written, and prune those that are hopeless."""

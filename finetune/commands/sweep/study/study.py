@@ -55,7 +55,7 @@ class SearchStudy:
         known = {key: self._parameter(key, value) for key, value in result.values.items()} if is_known else {}
         if is_due and is_known:
             self._study.enqueue_trial(known)
-            self._trials[result.name] = self._ask()
+            self._trials[result.name] = self._new_trial()
             return
         state, value = self._verdict(result)
         if not is_known:
@@ -76,7 +76,7 @@ class SearchStudy:
 
     def next_trial(self) -> tuple[str, Values]:
         """Return the name and the values of the next run."""
-        trial = self._ask()
+        trial = self._new_trial()
         values = {key: self._value(key, trial.params[key]) for key in self._space}
         name = trial_name(values, trial.number)
         self._trials[name] = trial
@@ -91,9 +91,8 @@ class SearchStudy:
 
     def end(self, result: RunResult, history: RunHistory) -> None:
         """Learn what the run has reached; one that was interrupted stays open."""
-        if result.outcome.state not in (FINISHED, STOPPED, PRUNED, FAILED) or result.outcome.message.startswith(
-            "signal"
-        ):
+        was_signalled = result.outcome.message.startswith("signal")
+        if result.outcome.state not in (FINISHED, STOPPED, PRUNED, FAILED) or was_signalled:
             return
         trial = self._trials.pop(result.name)
         self._report(trial, history.metric(self._objective.metric))
@@ -109,7 +108,7 @@ class SearchStudy:
             return states.FAIL, None
         return states.COMPLETE, result.final
 
-    def _ask(self) -> Any:
+    def _new_trial(self) -> Any:
         """Return a new trial; its sampler is seeded by its number, so that an interruption changes nothing."""
         seed = (self._seed * 1_000_003 + self.num_trials) % _SEEDS
         self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM_TRIALS)
