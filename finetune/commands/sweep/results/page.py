@@ -16,7 +16,7 @@ _FEWEST_RUNS, MOST_RUNS = 2, 20
 
 
 def write_page(results: Sequence[RunResult], folder: Path) -> Path | None:
-    """Write the page of the best runs that have taken a step; return it, or None where fewer than two have, or it failed.
+    """Write the page of the best runs that have taken a step; return it, or None where fewer than two have.
 
     A page that cannot be drawn is a warning: it must not end a sweep.
     """

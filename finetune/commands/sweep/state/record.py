@@ -86,7 +86,7 @@ def read_state(folder: Path) -> SweepState | None:
     path = folder / STATE_FILE
     try:
         stored = _STORED.validate_json(read_regular(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         _require_sweep_folder(folder)
         return None
     except (OSError, ValueError) as error:
