@@ -30,7 +30,7 @@ def results_table(results: Sequence[RunResult], objective: Objective, *, swept: 
     table.add_column("status", overflow="fold")
     for each in results:
         table.add_row(
-            *(shown_value(each.values[key]) if key in each.values else ABSENT for key in swept),
+            *(_value(each.values[key]) if key in each.values else ABSENT for key in swept),
             _number(each.final),
             _number(each.best),
             ABSENT if each.best_step is None else str(each.best_step),
@@ -40,6 +40,10 @@ def results_table(results: Sequence[RunResult], objective: Objective, *, swept: 
             _status(each),
         )
     return table
+
+
+def _value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else shown_value(value)
 
 
 def _number(value: float | None) -> str:

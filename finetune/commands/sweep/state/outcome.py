@@ -46,11 +46,11 @@ def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> Outcome:
 
 
 def _state(status: Mapping[str, Any], record: RecordedRun) -> tuple[str, str]:
-    if record.is_pruned:
+    state = status.get("state")
+    if record.is_pruned and state != status_file.FINISHED:  # it may have ended before it saw that it is to stop
         return PRUNED, ""
     if _is_older(status, record.started) and record.exit_code is not None and record.exit_code > 0:
         return FAILED, record.message or f"exit code {record.exit_code}"  # before it wrote any status
-    state = status.get("state")
     if state == status_file.FINISHED:
         return FINISHED, ""
     if state == status_file.STOPPED:

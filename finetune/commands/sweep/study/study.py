@@ -5,6 +5,7 @@ them, so a kill loses nothing. `search.journal` is written for `optuna-dashboard
 the seed, on N and on the results before it, not on how often the search was interrupted.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,6 @@ from finetune.commands.sweep.study.space import Choices, Range, Space, is_inside
 from finetune.runtime.optional import require
 
 JOURNAL = "search.journal"
-
-_SEEDS = 1 << 32
 
 
 class SearchStudy:
@@ -110,7 +109,8 @@ class SearchStudy:
 
     def _new_trial(self) -> Any:
         """Return a new trial; its sampler is seeded by its number, so that an interruption changes nothing."""
-        seed = (self._seed * 1_000_003 + self.num_trials) % _SEEDS
+        digest = hashlib.sha256(f"{self._seed}:{self.num_trials}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
         self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM_TRIALS)
         return self._study.ask(self._distributions)
 
