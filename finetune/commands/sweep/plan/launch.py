@@ -117,7 +117,7 @@ def _declared_processes(path: Path) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--accelerate {path}: the file cannot be read: {error}.") from error
     values = document.values if isinstance(document.values, dict) else {}
-    if document.problems or not values:
+    if document.problems or not values.keys() & {"distributed_type", "num_processes", "compute_environment"}:
         raise UserError(f"--accelerate {path}: this is not an accelerate config, a YAML file with its settings.")
     machines = values.get("num_machines", 1)
     if machines != 1:

@@ -144,14 +144,17 @@ def _shown(text: str | None) -> str:
 @contextmanager
 def lock_sweep(folder: Path) -> Iterator[None]:
     """Hold the sweep's folder, which is made; raises UserError where another sweep holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK_FILE)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(
             f"--folder: another `finetune sweep` is running in {folder}. Wait for it, or choose another folder."
         ) from None
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"--folder: {folder} cannot be written: {why}. Choose another folder.") from error
     try:
         yield
     finally:

@@ -48,6 +48,9 @@ def test_the_accelerate_config_says_how_many_processes(without_devices, tmp_path
         plan_launch(
             Path("job.yaml"), num_processes=None, accelerate_config=CONFIGS / "multi_node_ddp.yaml", at_once=None
         )
+    (tmp_path / "job.yaml").write_text("train: {steps: 4}")
+    with pytest.raises(UserError, match="this is not an accelerate config"):
+        plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=tmp_path / "job.yaml", at_once=None)
     with pytest.raises(UserError, match="cannot be read"):
         plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=tmp_path / "none.yaml", at_once=None)
 

@@ -1,6 +1,7 @@
 """What a sweep remembers, and what it refuses to continue."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -74,4 +75,9 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
     ):
         pass
     with lock_sweep(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_refused():
+    with pytest.raises(UserError, match="cannot be written"), lock_sweep(Path("/proc/none/sweep")):
         pass
