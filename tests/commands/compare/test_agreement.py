@@ -55,19 +55,21 @@ def test_noise_is_called_noise_in_nineteen_of_twenty_cases():
 
 
 def test_a_lasting_difference_is_found_where_it_begins():
+    places = []
     for seed in range(20):
         losses = curve() + noise(2 * seed)
         worse = curve() + noise(2 * seed + 1) + np.where(np.arange(COUNT) >= 300, 0.3, 0.0)
         found = compare_losses(steps_of(losses), steps_of(worse, order=2))
         assert found.verdict == "different"
-        assert 270 <= found.different_from <= 345
         assert found.order_differs_at == 1
+        places.append(found.different_from)
+    assert sum(270 <= place <= 345 for place in places) >= 17  # a false alarm before it comes once in 20 cases
 
 
 def test_losses_that_are_the_same_within_noise():
     found = compare_losses(steps_of(curve() + noise(4)), steps_of(curve() + noise(5)))
     assert found.verdict == "same within noise"
-    assert "block bootstrap" in found.sentence
+    assert "95%, bootstrap" in found.sentence
 
 
 def test_a_run_that_diverges_is_different_from_that_step_on():

@@ -68,7 +68,7 @@ def test_json_is_all_that_is_printed(runs: list[Path], capsys: pytest.CaptureFix
 
 def test_the_terminal_shows_results_and_verdict(runs: list[Path], capsys: pytest.CaptureFixture):
     compare_runs(runs, price=2.0)
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "every loss is bitwise equal at all 100 common steps. Sample order: the same." in printed
     assert "first at evaluation/loss" in printed
     assert "packages.torch" in printed
@@ -86,7 +86,7 @@ def test_a_run_is_reported_with_pngs(runs: list[Path], tmp_path: Path):
     pytest.importorskip("matplotlib")
     report(runs[0], png=tmp_path / "png")
     assert (runs[0] / "report.html").stat().st_size > 1_000_000
-    assert (tmp_path / "png" / "evaluation-exact-match.png").is_file()
+    assert (tmp_path / "png" / "evaluation-exact_match.png").is_file()
 
 
 def test_unfinished_and_short_runs_are_compared(tmp_path: Path):

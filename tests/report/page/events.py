@@ -16,7 +16,7 @@ def started(step: int = 0, *, num_steps: int = 100, processes: int = 1, **fields
 def taken(step: int, loss: float, **fields) -> dict:
     return {
         **{"event": "StepTaken", "time": 1000.0 + step, "step": step, "loss": loss, "gradient_norm": 1.0},
-        **{"learning_rate": 1e-3, "num_targets": 100, "num_tokens": 400, "samples_sha256": f"{step:064x}"},
+        **{"learning_rate": 1e-3, "num_targets": 100, "num_tokens": 400, "samples_sha256": f"{step:016x}" * 4},
         **{"epoch": step / 50, "seconds": 0.5, "data_seconds": 0.05, "data_share": 0.1, "memory_bytes": 2**30},
         **{"metrics": {}, **fields},
     }

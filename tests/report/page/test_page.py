@@ -58,7 +58,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_headline_figures_come_first(page: str):
-    text = " ".join("".join(Tags(without_library(page)).texts).split())
+    text = " ".join(" ".join(Tags(without_library(page)).texts).split())
     for figure in ("first finished", "steps 100 of 100", "evaluation exact_match 1.0000 highest 1.0000 at step 100"):
         assert figure in text
     assert text.index("tokens per second 800") < text.index("Answers over time")
