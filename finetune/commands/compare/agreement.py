@@ -2,12 +2,13 @@
 
 Losses are paired by step, which takes the common trend out; where the samples of each step are the same, the noise of
 the data cancels as well. What is left, the differences d, is cut into windows. The runs are the same within noise
-unless the mean of some window is further from 0 than noise makes it: further than in 95% of resampled series, where
-the largest of all windows counts, so that many windows raise no false alarm (max-T: Westfall & Young 1993,
-Resampling-Based Multiple Testing, ch. 2). A series is resampled by the moving block bootstrap, which keeps the
-correlation of neighbouring steps (Künsch 1989, Annals of Statistics 17(3), 1217-1241), from the differences less their
-window's mean, divided by their window's deviation. So noise means what goes up and down within a window of steps; a
-difference that lasts for a window counts as one, be it a better learning rate or another seed's luck.
+unless the mean of some window is further from 0 than noise makes it: further, in deviations of its window, than the
+furthest of all windows is in 95% of simulated series, so that many windows raise no false alarm (max-T: Westfall and
+Young 1993, Resampling-Based Multiple Testing, ch. 2). A series is simulated by the sieve bootstrap of order 1, which
+keeps the correlation of neighbouring steps (Bühlmann 1997, Bernoulli 3(2), 123-148): an autoregression is fitted to the
+differences less their window's mean, its coefficient corrected for that (Marriott and Pope 1954, Biometrika 41,
+390-402), and driven by its own residuals, drawn at random. So noise means what goes up and down within a window of
+steps; a difference that lasts for a window counts as one, be it a better learning rate or another seed's luck.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ ROUNDING = 1e-4
 LEVEL = 0.05
 MIN_STEPS, MIN_WINDOW, MOST_WINDOWS, MOST_GROUPS = 40, 20, 20, 4000
 _NUM_SERIES, _SEED = 1000, 0
+_LARGEST_COEFFICIENT = 0.99
 
 Verdict = Literal["bitwise equal", "equal within rounding", "same within noise", "different", "unknown"]
 
@@ -74,7 +76,7 @@ def _judge(steps: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[Ve
         return "unknown", text, largest, None
     place, window, deviation = first_different_window(second - first)
     if place is None:
-        text = f"no mean of {window} steps differs by more than noise explains (95%, block bootstrap); "
+        text = f"no mean of {window} steps differs by more than noise explains (95%, bootstrap); "
         return "same within noise", text + f"the largest single difference is {largest:.1e} (relative)", largest, None
     start = int(steps[place])
     text = f"from step {start:,} on: over {window} steps the loss is {abs(deviation):.4f} "
@@ -89,23 +91,23 @@ def first_different_window(differences: np.ndarray) -> tuple[int | None, int, fl
     windows = groups[: len(groups) // window * window].reshape(-1, window)
     means = windows.mean(axis=1)
     deviations = np.maximum(windows.std(axis=1, ddof=1), 1e-300)
-    noise = ((windows - means[:, None]) / deviations[:, None] * np.sqrt(window / (window - 1))).ravel()
-    is_outside = np.abs(means) / deviations > _critical_value(noise, window=window)
+    is_outside = np.abs(means) / deviations > _critical_value((windows - means[:, None]) / deviations[:, None])
     if not is_outside.any():
         return None, window * width, 0.0
     place = int(is_outside.argmax())
     return place * window * width, window * width, float(means[place])
 
 
-def _critical_value(noise: np.ndarray, *, window: int) -> float:
-    """Return what the largest studentized mean of all windows of a resampled series exceeds in 5% of the series."""
+def _critical_value(noise: np.ndarray) -> float:
+    """Return what the furthest window exceeds in 5% of simulated series; `noise` is [windows, steps]."""
+    num_windows, window = noise.shape
+    before, after = noise[:, :-1], noise[:, 1:]
+    fitted = float((before * after).sum() / max((before * before).sum(), 1e-300))
+    coefficient = min((fitted * window + 1) / (window - 3), _LARGEST_COEFFICIENT)
     generator = np.random.default_rng(_SEED)
-    block = round(np.sqrt(window))
-    num_blocks = -(-len(noise) // block)
-    starts = generator.integers(0, len(noise) - block + 1, size=(_NUM_SERIES, num_blocks))
-    largest = np.empty(_NUM_SERIES)
-    for number, row in enumerate(starts):
-        series = noise[(row[:, None] + np.arange(block)).ravel()[: len(noise)]].reshape(-1, window)
-        spread = np.maximum(series.std(axis=1, ddof=1), 1e-300)
-        largest[number] = np.max(np.abs(series.mean(axis=1)) / spread)
-    return float(np.quantile(largest, 1 - LEVEL))
+    drawn = generator.choice((after - coefficient * before).ravel(), size=(num_windows * window + window, _NUM_SERIES))
+    for step in range(1, len(drawn)):
+        drawn[step] += coefficient * drawn[step - 1]
+    series = drawn[window:].reshape(num_windows, window, _NUM_SERIES)  # the first window starts it
+    distances = np.abs(series.mean(axis=1)) / np.maximum(series.std(axis=1, ddof=1), 1e-300)
+    return float(np.quantile(distances.max(axis=0), 1 - LEVEL))

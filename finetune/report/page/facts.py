@@ -216,14 +216,14 @@ def _text(value: Any) -> str:
         return "\n".join(f"{name}: {_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
     if isinstance(value, list):
         is_flat = all(isinstance(item, str | int | float) for item in value)
-        return " ".join(map(str, value)) if is_flat else "\n".join(map(_text_on_a_line, value))
+        return redacted_text(" ".join(map(str, value))) if is_flat else "\n".join(map(_text_on_a_line, value))
     return "" if value is None else redacted_text(str(value))
 
 
 def _text_on_a_line(value: Any) -> str:
     with suppress(AttributeError):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
-    return str(value)
+        return redacted_text(", ".join(f"{name} {item}" for name, item in value.items()))
+    return redacted_text(str(value))
 
 
 def _count(value: Any) -> str:
