@@ -134,7 +134,9 @@ def _print_plan(session: SweepSession, runs: Sequence[SweepRun], configs: Mappin
         each = [{"name": run.name, "folder": str(run.folder), "command": commands[run.name]} for run in runs]
         print(json.dumps({"folder": str(session.folder), "at_once": session.plan.at_once, "runs": each}, indent=2))
         return
-    print(f"{len(runs)} runs, {session.plan.at_once} at once, in {session.folder}")
+    search = session.request.search
+    what = f"{len(runs)} runs" if search is None else f"search of {search} runs, checked at the bounds below"
+    print(f"{what}, {session.plan.at_once} at once, in {session.folder}")
     for run in runs:
         state = session.book.outcome(run).state if run.name in session.book.state.runs else "waiting"
         print(f"{run.name}: {state}\n  {shlex.join(commands[run.name])}")
