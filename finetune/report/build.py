@@ -7,6 +7,7 @@ from typing import Any
 from finetune.config.sections.report import ReportSection
 from finetune.report.console import ConsoleReporter, choose_screen
 from finetune.report.jsonl import JsonlReporter
+from finetune.report.page.reporter import PageReporter
 from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, NullReporter, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers
@@ -23,7 +24,7 @@ def build_reporter(
     is_main: bool,
     notes: Sequence[str] = (),
 ) -> Reporter:
-    """Return the run's reporter on the main rank, nothing on the others: events.jsonl, console, trackers, `/metrics`.
+    """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
 
     `notes` were printed already; they go to events.jsonl. Nothing is written before the first event.
     Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
@@ -36,6 +37,7 @@ def build_reporter(
     reporters: list[Reporter] = [
         JsonlReporter(run_folder / EVENTS_FILE, notes=notes),
         ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
+        PageReporter(run_folder / EVENTS_FILE),
     ]
     if section.trackers:
         tracked = TrackersReporter(
