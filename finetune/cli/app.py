@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, checkpoint, verify
+from finetune.cli import after_training, checkpoint, rehearse, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
@@ -183,3 +183,4 @@ def init(
 
 
 after_training.add_to(app)
+rehearse.add_to(app)
