@@ -58,7 +58,7 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
     if num_parameters <= SMALL_PARAMETERS:
         return _finished(real, config, config, stacks, model=real)
     values = config.to_dict()
-    keep = _kept(values, stacks)
+    keep = _remaining(values, stacks)
     tried = []
     for level in (0, 1, 2):
         small = _with_values(config, shrunk_values(values, keep=keep, level=level, sizes=sizes))
@@ -116,7 +116,9 @@ def _unfit(config: PreTrainedConfig, section: ModelSection, *, head: str, real: 
         error = forward_error(model)
     except Exception as raised:
         error = raised
-    return None if error is None else f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    return (
+        None if error is None else f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    )
 
 
 def _finished(
@@ -143,9 +145,9 @@ def _finished(
     )
 
 
-def _kept(values: Values, stacks: Sequence[Stack]) -> Mapping[str, Sequence[int]]:
+def _remaining(values: Values, stacks: Sequence[Stack]) -> Mapping[str, Sequence[int]]:
     """Return which layers are kept, by the part of the config that counts them."""
-    kept: dict[str, Sequence[int]] = {}
+    remaining: dict[str, Sequence[int]] = {}
     parts = {"": values} | {name: part for name, part in values.items() if name.endswith("_config") and part}
     for place, part in parts.items():
         counts = {part[name] for name in LAYERS if is_count(part.get(name))} if isinstance(part, dict) else set()
@@ -155,12 +157,12 @@ def _kept(values: Values, stacks: Sequence[Stack]) -> Mapping[str, Sequence[int]
         lists = {len(value) for value in part.values() if isinstance(value, list)} if isinstance(part, dict) else set()
         chosen = [kept_layers(each.kinds, can_pick=len(each.kinds) in lists) for each in own]
         if chosen:
-            kept[place] = max(chosen, key=len)
-    return kept
+            remaining[place] = max(chosen, key=len)
+    return remaining
 
 
 def from_config_values(written: FromConfigSection, architecture: Architecture) -> Values:
-    """Return `model.from_config.values` with those of the small model; a value under another of its names is left out."""
+    """Return `model.from_config.values` with those of the small model, each under one of its names only."""
     values: dict[str, Any] = {**written.values}
     names = {own: alias for alias, own in getattr(architecture.config, "attribute_map", {}).items()}
     for change in architecture.changes:

@@ -73,7 +73,7 @@ def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> Itera
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:
     """Return the values as `--set` takes them: JSON is YAML."""
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _run(config: RunConfig, folder: Path) -> Iterator[Change]:

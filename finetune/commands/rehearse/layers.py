@@ -1,6 +1,6 @@
 """The layers of a model: which kinds there are, how many of them are kept, and where an index of the real one lands."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,20 +48,20 @@ def _switches(module: nn.Module) -> Iterator[str]:
             yield f"{name}={value is not None}"
 
 
-def kept_layers(kinds: Sequence[str], *, can_pick: bool) -> tuple[int, ...]:
+def kept_layers(layer_kinds: Sequence[str], *, can_pick: bool) -> tuple[int, ...]:
     """Return which layers are kept: the first ones until every kind is there, at least two.
 
     Where these would be too many and the config lists its layers, the first of every kind.
 
-    >>> kept_layers("aaaa", can_pick=False), kept_layers("abab", can_pick=False), kept_layers("a" * 40 + "b", can_pick=True)
-    ((0, 1), (0, 1), (0, 40))
+    >>> kept_layers("aaaa", can_pick=False), kept_layers("a" * 40 + "b", can_pick=True)
+    ((0, 1), (0, 40))
     """
-    firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    firsts = {kind: index for index, kind in reversed(list(enumerate(layer_kinds)))}
     needed = max(max(firsts.values(), default=0) + 1, MIN_LAYERS)
     if needed > MAX_PREFIX and can_pick:
         picked = sorted(firsts.values())
         return tuple(picked if len(picked) >= MIN_LAYERS else [*picked, picked[-1] + 1])
-    return tuple(range(min(needed, len(kinds))))
+    return tuple(range(min(needed, len(layer_kinds))))
 
 
 def map_index(index: int, *, real: Sequence[str], small: Sequence[str]) -> int:
@@ -73,11 +73,6 @@ def map_index(index: int, *, real: Sequence[str], small: Sequence[str]) -> int:
     wanted = index * len(small) / len(real)
     same = [place for place, kind in enumerate(small) if kind == real[index]] or range(len(small))
     return min(same, key=lambda place: abs(place - int(wanted)))
-
-
-def stack_sizes(stacks: Sequence[Stack]) -> Mapping[str, int]:
-    """Return the number of layers by the name of their list."""
-    return {each.name: len(each.kinds) for each in stacks}
 
 
 def is_count(value: Any) -> bool:

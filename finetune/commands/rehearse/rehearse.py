@@ -116,7 +116,7 @@ def _kept_log(error: PhaseError, folder: Path, keep: Path | None) -> str | None:
         return None
     if keep is not None:
         return str(error.log)
-    return shutil.copy(error.log, Path(tempfile.mkdtemp(prefix="finetune-rehearse-failed-")) / error.log.name)
+    return str(shutil.copy(error.log, Path(tempfile.mkdtemp(prefix="finetune-rehearse-failed-")) / error.log.name))
 
 
 class _Phases:

@@ -22,7 +22,7 @@ UNPROVED = (
 
 @dataclass
 class Rehearsal:
-    """What is known so far; `say` prints each phase at once."""
+    """What is known so far; prints each phase at once."""
 
     is_json: bool
     replaced: list[Change] = field(default_factory=list)
@@ -32,16 +32,16 @@ class Rehearsal:
     def passed(self, phase: str, *evidence: str) -> None:
         """Say that the phase is behind, and with what evidence."""
         self.proved += [(phase, each) for each in evidence]
-        self._say(f"rehearse: {phase} ... ok{f' ({evidence[0]})' if evidence else ''}")
+        self._log(f"rehearse: {phase} ... ok{f' ({evidence[0]})' if evidence else ''}")
 
     def failed(self, phase: str, message: str, *, log: str | None) -> None:
         """Say which phase failed, with the error of the run and the path of its log."""
         if self.is_json:
             print(json.dumps(self._as_json(failed={"phase": phase, "error": message, "log": log}), indent=2))
             return
-        self._say(f"rehearse: {phase} ... FAILED: {message}")
+        self._log(f"rehearse: {phase} ... FAILED: {message}")
         if log is not None:
-            self._say(f"logs of the run: {log}")
+            self._log(f"logs of the run: {log}")
 
     def finish(self) -> None:
         """Print the lists."""
@@ -52,16 +52,23 @@ class Rehearsal:
         _print_list("proved", [f"{phase}: {text}" for phase, text in self.proved])
         _print_list("not proved", self.unproved)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if not self.is_json:
             print(printable(text), flush=True)
 
     def _as_json(self, *, failed: dict[str, Any] | None) -> dict[str, Any]:
         replaced = [
-            {"key": each.key, "was": _plain(each.was), "now": _plain(each.now), "why": each.why} for each in self.replaced
+            {"key": each.key, "was": _plain(each.was), "now": _plain(each.now), "why": each.why}
+            for each in self.replaced
         ]
         proved = [{"phase": phase, "evidence": text} for phase, text in self.proved]
-        return {"ok": failed is None, "failed": failed, "replaced": replaced, "proved": proved, "unproved": self.unproved}
+        return {
+            "ok": failed is None,
+            "failed": failed,
+            "replaced": replaced,
+            "proved": proved,
+            "unproved": self.unproved,
+        }
 
 
 def _plain(value: Any) -> Any:

@@ -88,7 +88,7 @@ def _chosen(source: Source, section: SourceSection, *, wanted: Wanted, folder: P
     folder.mkdir(parents=True)
     path = folder / "rows.jsonl"
     try:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     except (TypeError, ValueError, UnicodeEncodeError):
         path.unlink(missing_ok=True)
         return _first_rows(rows, was=was, why="they hold more than JSON can: none of the longest")
@@ -128,7 +128,7 @@ def _read(source: Source, wanted: Wanted) -> tuple[list[Any], int, bool]:
     drawn: list[tuple[int, Any]] = []
     characters, number, draw = 0, 0, random.Random(0)
     deadline = time.monotonic() + MAX_READ_SECONDS
-    for number, raw in enumerate(source.rows(), start=1):  # noqa: B007 - how many there were
+    for number, raw in enumerate(source.rows(), start=1):
         row = _parsed(raw)
         if len(first) < MAX_ROWS and (len(first) < wanted.num_rows or characters < wanted.num_characters):
             first.append(row)

@@ -154,10 +154,10 @@ def _failure(launch: Launch, log: Path, *, phase: str, code: int) -> PhaseError:
 
 
 def error_in(log: str) -> str | None:
-    """Return the error that a run printed first; None where it ended with a traceback, or with nothing.
+    r"""Return the error that a run printed first; None where it ended with a traceback, or with nothing.
 
-    >>> error_in("ok\\nerror: 2 problems\\n  one\\n  two\\nW1123 launcher ...")
-    '2 problems\\n  one\\n  two'
+    >>> error_in("ok\nerror: 2 problems\n  one\n  two\nW1123 launcher ...")
+    '2 problems\n  one\n  two'
     """
     lines = log.splitlines()
     places = [place for place, line in enumerate(lines) if _ERROR.match(line)]

@@ -1,6 +1,6 @@
-"""A model's config made small: the same type, kinds of layers, switches, ties and head ratio; fewer and narrower layers.
+"""A model's config made small: the same type, kinds of layers, switches, ties and head ratio; fewer, narrower layers.
 
-Everything is done on the config's values, and `changed_values` compares before and after, so nothing shrinks in silence.
+Everything is done on the config's values, and `changed_values` compares before and after: nothing shrinks in silence.
 """
 
 import copy
@@ -79,7 +79,7 @@ def shrunk_values(values: Values, *, keep: Mapping[str, Sequence[int]], level: i
         if level <= 1:
             _shrink_inner(part, values=_at(values, place), sizes=sizes)
             _shrink_experts(part)
-        _keep_layers(part, kept=keep.get(place, keep.get("", ())))
+        _keep_layers(part, layers=keep.get(place, keep.get("", ())))
     for _, part in _parts(small):
         _match_widths(part, widths)
     return small
@@ -172,7 +172,10 @@ def _set_width(part: Values, key: str, width: int, widths: dict[int, int]) -> No
 
 def _shrink_rope(part: Values, *, was: int, now: int) -> None:
     """Scale what counts parts of a head: sections and factors of rotary embeddings, also one level down."""
-    for inner in (part, *(part[name] for name in ("rope_scaling", "rope_parameters") if isinstance(part.get(name), dict))):
+    for inner in (
+        part,
+        *(part[name] for name in ("rope_scaling", "rope_parameters") if isinstance(part.get(name), dict)),
+    ):
         for name in ("long_factor", "short_factor"):
             factors = inner.get(name)
             if isinstance(factors, list) and factors:
@@ -201,7 +204,7 @@ def _shrink_latent(part: Values) -> None:
 
 
 def _shrink_states(part: Values, *, hidden: int) -> None:
-    """Make state-space and linear-attention layers small; their inner width stays the same multiple of the hidden one."""
+    """Make state-space and linear-attention layers small; their inner width stays the same multiple of the hidden."""
     width = part[_first(part, HIDDEN) or "hidden_size"]
     for heads, size, total in (
         *(("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"), ("mamba_num_heads", "mamba_head_dim", "")),
@@ -257,28 +260,32 @@ def _shrink_experts(part: Values) -> None:
                 part["num_experts_per_tok"] = min(part["num_experts_per_tok"], part["topk_group"] * 2)
 
 
-def _keep_layers(part: Values, *, kept: Sequence[int]) -> None:
+def _keep_layers(part: Values, *, layers: Sequence[int]) -> None:
     """Keep these layers in the counts, in lists with a value for each layer, and in lists of layers' numbers."""
     counts = {part[name] for name in LAYERS if is_count(part.get(name))}
-    if not kept or not counts:
+    if not layers or not counts:
         return
     for name, value in list(part.items()):
         if name in LAYERS and is_count(value):
-            part[name] = min(value, len(kept))
-        elif isinstance(value, list) and len(value) in counts and len(value) > len(kept):
-            part[name] = [value[index] for index in kept]
+            part[name] = min(value, len(layers))
+        elif isinstance(value, list) and len(value) in counts and len(value) > len(layers):
+            part[name] = [value[index] for index in layers]
         elif isinstance(value, str) and name == "hybrid_override_pattern":
-            part[name] = "".join(value[index] for index in kept)
+            part[name] = "".join(value[index] for index in layers)
         elif name.endswith(("_indexes", "_indices", "_only_layers")) and isinstance(value, list):
-            part[name] = _mapped_numbers(value, num_layers=max(counts), kept=kept, is_filter=name.endswith("_only_layers"))
+            part[name] = _mapped_numbers(
+                value, num_layers=max(counts), layers=layers, is_filter=name.endswith("_only_layers")
+            )
     if isinstance(part.get("attention_types"), list):  # gpt_neo: kinds, and how often they are repeated
-        part["attention_types"] = [[kinds, max(len(kept) // len(kinds), 1)] for kinds, _ in part["attention_types"][:1]]
+        part["attention_types"] = [
+            [kinds, max(len(layers) // len(kinds), 1)] for kinds, _ in part["attention_types"][:1]
+        ]
 
 
-def _mapped_numbers(numbers: list[Any], *, num_layers: int, kept: Sequence[int], is_filter: bool) -> list[Any]:
+def _mapped_numbers(numbers: list[Any], *, num_layers: int, layers: Sequence[int], is_filter: bool) -> list[Any]:
     if is_filter:
-        return [kept.index(each) for each in numbers if each in kept]
-    return sorted({each if each < 0 else each * len(kept) // num_layers for each in numbers})
+        return [layers.index(each) for each in numbers if each in layers]
+    return sorted({each if each < 0 else each * len(layers) // num_layers for each in numbers})
 
 
 def _match_widths(part: Values, widths: Mapping[int, int]) -> None:

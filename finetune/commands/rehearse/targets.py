@@ -83,7 +83,8 @@ def _check_real(config: RunConfig, architecture: Architecture) -> Iterator[str]:
     train_only(real, section.train_only)
     if section.freeze or section.train_only:
         trained = sum(each.requires_grad for each in real.parameters())
-        yield f"model.{'freeze' if section.freeze else 'train_only'}: {trained} parameters of the real model are trained"
+        key = "model.freeze" if section.freeze else "model.train_only"
+        yield f"{key}: {trained} parameters of the real model are trained"
 
 
 def _check_layers(layers: Sequence[int], stacks: Sequence[Stack]) -> None:

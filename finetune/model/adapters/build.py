@@ -114,7 +114,9 @@ def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterC
     layers = getattr(config, "layers_to_transform", None)
     if layers is not None:
         most = model.config.get_text_config().num_hidden_layers
-        config.layers_to_transform = sorted({min(each, most - 1) for each in ([layers] if isinstance(layers, int) else layers)})
+        config.layers_to_transform = sorted(
+            {min(each, most - 1) for each in ([layers] if isinstance(layers, int) else layers)}
+        )
     try:
         adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME)
     except (ValueError, TypeError) as error:
