@@ -250,9 +250,17 @@ class _Phases:
         straight = set_aside(run, keep=schedule.saved_at, folder=self._folder / "uninterrupted")
         with _phase("checkpoint"):
             self._report.passed("checkpoint", *checkpoint_evidence(run))
-        run_to_end(launch, step=schedule.saved_at, last=schedule.steps, log=resumed_log)
+        export_error = None
+        try:
+            run_to_end(launch, step=schedule.saved_at, last=schedule.steps, log=resumed_log)
+        except PhaseError as error:
+            if error.phase != "export":
+                raise
+            export_error = error
         resumed = compare_resumed(straight, run, step=schedule.saved_at, log=resumed_log)
         self._report.passed("resume", *resume_evidence(resumed, step=schedule.saved_at))
+        if export_error is not None:
+            raise export_error
         self._report.passed("export", *export_evidence(loaded.config, run))
 
 
