@@ -27,7 +27,7 @@ from finetune.commands.rehearse.evidence import (
     strategy_evidence,
     template_evidence,
 )
-from finetune.commands.rehearse.job import Schedule, as_overrides, job_changes, plan_schedule, wanted_sizes
+from finetune.commands.rehearse.job import Schedule, as_overrides, job_changes, not_proved, plan_schedule, wanted_sizes
 from finetune.commands.rehearse.model_copy import write_model_copy, write_new_adapter
 from finetune.commands.rehearse.report import Rehearsal
 from finetune.commands.rehearse.rows import Wanted, choose_rows
@@ -227,6 +227,7 @@ class _Phases:
     def _replace(self, changes: Sequence[Change]) -> None:
         changed = [each for each in changes if each.was != each.now]
         self._report.replaced += changed
+        self._report.unproved += not_proved(changed)
         self._values |= {each.key: each.now for each in changed}
 
     def _rehearsed(self) -> LoadedConfig:

@@ -8,8 +8,6 @@ from typing import Any
 from finetune.commands.rehearse.shrink import Change, shown
 from finetune.runtime.text.terminal import printable
 
-PHASES = ("job", "model", "data", "template", "strategy", "steps", "checkpoint", "resume", "export")
-
 UNPROVED = (
     "memory on the real devices (`finetune plan` predicts it)",
     "NCCL, the links between the machines, and how they are launched there",
