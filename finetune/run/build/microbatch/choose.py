@@ -1,10 +1,11 @@
 """The microbatch size that fits, as a pure function of the memory that smaller ones have taken.
 
 Memory is close to affine in the microbatch size: what does not depend on it, and so much per sample. From one measured
-size the rest is extrapolated in proportion, from two or more along the steepest line between neighbours. A size is
-tried only where it is predicted to fit on every rank: a rank that runs out of memory within a collective would leave
-the others waiting, and a Linux machine kills a process rather than refuse it memory. All ranks are given the same
-numbers, so they agree without a vote; the rank with the least room decides.
+size the rest is extrapolated in proportion, from two or more along the steepest line between neighbours, or along a
+parabola where the lines become steeper. A size is tried only where it is predicted to fit on every rank: a rank that
+runs out of memory within a collective would leave the others waiting, and a Linux machine kills a process rather than
+refuse it memory. All ranks are given the same numbers, so they agree without a vote; the rank with the least room
+decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ Peaks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of all ranks: what is used before anything is tried, and what may be used."""
+    """The memory of all ranks: what any size takes at least (weights, gradients, states), and what may be used."""
 
     used: Peaks
     limits: Peaks
@@ -76,4 +77,11 @@ def _extrapolated(size: int, sizes: Sequence[int], peaks: Sequence[int], *, base
     steepest = max(slopes, default=0.0)
     if steepest <= 0:
         return base + max(0, peaks[-1] - base) * size // sizes[-1]
+    if len(slopes) > 1 and slopes[-1] > _CURVED * slopes[-2]:
+        quadratic = (size + sizes[-1]) / (sizes[-1] + sizes[-2])  # how much steeper the next piece of a parabola is
+        steepest = max(steepest, slopes[-1] * quadratic)
     return int(peaks[-1] + steepest * (size - sizes[-1]))
+
+
+_CURVED = 1.2
+"""Slopes that differ by more are not those of a line: attention may need a square of the length."""

@@ -16,7 +16,7 @@ def missing_state_bytes(optimizer: Any, train: TrainSection) -> int:
         optimizer = optimizer.optimizer
     if any(isinstance(each, Tensor) and each.dim() for state in optimizer.state.values() for each in state.values()):
         return 0
-    local = [_local(each) for group in optimizer.param_groups for each in group["params"]]
+    local = [local_tensor(each) for group in optimizer.param_groups for each in group["params"]]
     num_trained = sum(each.numel() for each in local)
     state = optimizer_state_bytes(
         train.optimizer.name,
@@ -37,6 +37,7 @@ def zero_buffer_bytes(model: Any) -> int:
     return 2 * bucket + sum(4 * each.numel() for each in partitions)
 
 
-def _local(parameter: Any) -> Tensor:
-    found: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+def local_tensor(parameter: Any) -> Tensor:
+    """Return the part of the parameter that this rank holds."""
+    found: Tensor = parameter.tolocal_tensor() if hasattr(parameter, "to_local") else parameter
     return found

@@ -50,7 +50,7 @@ class _Tries:
             release_freed_memory()
             keep_freed_memory()  # as in the steps: what malloc keeps counts
         self.memories = memories(device)
-        self.room = _room(self.memories)
+        self.room = _room(self.memories, fixed=self._trial.extra_bytes + self._trial.gradient_bytes)
         self.tried: dict[int, _Tried] = {}
 
     @property
@@ -223,9 +223,9 @@ def _sizes(context: RunContext) -> tuple[int, ...]:
     return possible_microbatch_sizes(context.config, num_processes=distributed.world())
 
 
-def _room(kinds: Sequence[Memory]) -> Room:
-    """Return the memory of all ranks. Collective."""
-    gathered = distributed.gather_objects([(memory.used(), memory.limit) for memory in kinds])
+def _room(kinds: Sequence[Memory], *, fixed: int) -> Room:
+    """Return the memory of all ranks; `fixed` is what every size takes on this rank beside what is used. Collective."""
+    gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit) for memory in kinds])
     pairs = [pair for of_rank in gathered for pair in of_rank]
     return Room(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
 

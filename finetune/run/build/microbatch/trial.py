@@ -24,6 +24,7 @@ from finetune.data.batch import Batch
 from finetune.errors import StrategyError
 from finetune.model.trial_state import keep_model_state
 from finetune.run.build.microbatch.limits import Memory, is_out_of_memory
+from finetune.run.build.microbatch.pretended import local_tensor
 from finetune.run.build.prepared_model import PreparedModel
 from finetune.runtime import distributed
 from finetune.runtime.seeds import keep_random_state
@@ -41,6 +42,14 @@ class Trial:
     is_sharded: bool  # the parameters are
     frees_gradients: bool  # in the backward pass, as soon as each is computed
     extra_bytes: int  # that a step has beside, and that is not there yet: optimizer state, buffers of ZeRO
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return what this rank's gradients take where they are accumulated over microbatches."""
+        if self.frees_gradients or _is_engine(self.prepared.model):
+            return 0
+        trained = (each for each in self.prepared.model.parameters() if each.requires_grad)
+        return sum(local_tensor(each).nbytes for each in trained)
 
     def peaks(self, batch: Batch, *, num_batches: int, memories: tuple[Memory, ...]) -> tuple[int, ...] | None:
         """Return the peak of each kind of memory on this rank; None where it was out of memory.
@@ -76,16 +85,15 @@ class Trial:
                 if self.frees_gradients:
                     alias.register_post_accumulate_grad_hook(_free)  # type: ignore[no-untyped-call]
                 elif num_batches > 1:
-                    alias.grad = torch.zeros_like(alias)
+                    alias.grad = torch.empty_like(alias).zero_()  # touched: calloc would give pages that are not there
             prepared = self.task.prepare_step(inner, [batch] * num_batches)
             self._loss(inner, prepared[-1]).backward()  # type: ignore[no-untyped-call]
 
     def _run_sharded(self, batch: Batch, num_batches: int) -> None:
-        """Run one microbatch, or where gradients are accumulated whole, one before it. Collective."""
+        """Run one microbatch, or two where gradients are accumulated, which ZeRO has buffers for. Collective."""
         prepared, accelerator = self.prepared, self.prepared.accelerator
         model, is_zero, before = prepared.model, _is_engine(prepared.model), accelerator.sync_gradients
-        accumulates = num_batches > 1 and not prepared.reduces_every_microbatch
-        batches = self.task.prepare_step(model, [batch] * num_batches)[-2 if accumulates and not is_zero else -1 :]
+        batches = self.task.prepare_step(model, [batch] * num_batches)[-1 if is_zero else -2 :]
         try:
             for number, each in enumerate(batches):
                 accelerator.sync_gradients = number == len(batches) - 1 and not is_zero  # DeepSpeed would step there
