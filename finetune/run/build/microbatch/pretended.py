@@ -39,5 +39,5 @@ def zero_buffer_bytes(model: Any) -> int:
 
 def local_tensor(parameter: Any) -> Tensor:
     """Return the part of the parameter that this rank holds."""
-    found: Tensor = parameter.tolocal_tensor() if hasattr(parameter, "to_local") else parameter
+    found: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return found
