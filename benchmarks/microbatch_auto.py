@@ -15,8 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.config.run_config import possible_microbatch_sizes
 from finetune.config.load import load_config
+from finetune.config.run_config import possible_microbatch_sizes
 from tests import launching
 
 JOB = """
@@ -82,7 +82,11 @@ def run(folder: Path, case: Case, name: str, *overrides: str) -> tuple[int, str]
     words += [word for each in settings for word in ("--set", each)]
     log = folder / f"{name}.log"
     alone = case.processes == 1
-    command = [sys.executable, *words] if alone else launching.accelerate_command(case.strategy, *words, processes=case.processes)
+    command = (
+        [sys.executable, *words]
+        if alone
+        else launching.accelerate_command(case.strategy, *words, processes=case.processes)
+    )
     code = launching.run(command, log=log, timeout_seconds=600, is_cold=True)
     return code, log.read_text(errors="replace")
 
@@ -102,7 +106,9 @@ def compare(folder: Path, title: str, case: Case) -> str:
     for larger in possible_microbatch_sizes(config, num_processes=case.processes):
         if larger <= size:
             continue
-        code, _ = run(folder, case, f"{name}-{larger}", f"train.microbatch_size={larger}", "train.try_longest_batch=never")
+        code, _ = run(
+            folder, case, f"{name}-{larger}", f"train.microbatch_size={larger}", "train.try_longest_batch=never"
+        )
         if code != 0:
             break
         best = larger

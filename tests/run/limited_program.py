@@ -13,7 +13,7 @@ from typing import Any
 from finetune.__main__ import main
 from finetune.run import train as run
 
-settle = run.settle_microbatch_size
+resolve = run.resolve_microbatch_size
 
 
 def limited(*values: Any, **named: Any) -> Any:
@@ -22,11 +22,11 @@ def limited(*values: Any, **named: Any) -> Any:
         line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmData"))
         limit = 1024 * int(line.split()[1]) + (megabytes << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    return settle(*values, **named)
+    return resolve(*values, **named)
 
 
 if __name__ == "__main__":
     LIMITS = [int(each) for each in sys.argv[1].split(",")]
-    run.settle_microbatch_size = limited  # type: ignore[assignment]
+    run.resolve_microbatch_size = limited  # type: ignore[assignment]
     del sys.argv[1]
     main()

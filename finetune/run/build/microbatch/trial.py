@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.data.batch import Batch
 from finetune.errors import StrategyError
-from finetune.model.trial_state import keep_model_state
 from finetune.run.build.microbatch.limits import Memory, is_out_of_memory
+from finetune.run.build.microbatch.model_state import keep_model_state
 from finetune.run.build.microbatch.pretended import local_tensor
 from finetune.run.build.prepared_model import PreparedModel
 from finetune.runtime import distributed

@@ -8,11 +8,11 @@ from finetune.config.load import LoadedConfig
 from finetune.config.run_config import possible_microbatch_sizes
 from finetune.config.section import KeyLocation
 from finetune.errors import UserError
-from finetune.run.build.microbatch.choose import Peaks, Room, largest_fitting, next_size
+from finetune.run.build.microbatch.choose import MemoryLimits, Peaks, largest_fitting, next_size
 from finetune.run.build.microbatch.limits import Memory, memories, release_freed_memory
 from finetune.run.build.microbatch.longest import LongestBatch, find_longest_batch
 from finetune.run.build.microbatch.messages import out_of_memory_message, tried_line
-from finetune.run.build.microbatch.pretended import missing_state_bytes, zero_buffer_bytes
+from finetune.run.build.microbatch.pretended import later_host_bytes, missing_state_bytes, zero_buffer_bytes
 from finetune.run.build.microbatch.record import MicrobatchRecord, memory_settings, read_record, write_record
 from finetune.run.build.microbatch.trial import Trial
 from finetune.run.build.prepared_model import BuiltRun
@@ -50,7 +50,9 @@ class _Tries:
             release_freed_memory()
             keep_freed_memory()  # as in the steps: what malloc keeps counts
         self.memories = memories(device)
-        self.room = _room(self.memories, fixed=self._trial.extra_bytes + self._trial.gradient_bytes)
+        fixed = self._trial.extra_bytes + self._trial.gradient_bytes
+        later = later_host_bytes(built.prepared.optimizer, context.config, strategy=context.strategy)
+        self.limits = _memory_limits(self.memories, fixed=fixed, later=later if device.type == "cpu" else 0)
         self.tried: dict[int, _Tried] = {}
 
     @property
@@ -96,7 +98,7 @@ class _Tries:
         return {name: max(peaks[number :: len(names)]) for number, name in enumerate(names)}
 
 
-def settle_microbatch_size(context: RunContext, built: BuiltRun, *, first_step: int) -> tuple[RunContext, BuiltRun]:
+def resolve_microbatch_size(context: RunContext, built: BuiltRun, *, first_step: int) -> tuple[RunContext, BuiltRun]:
     """Return both with the number that `auto` comes to; the longest batch of the steps to come is tried. Collective.
 
     Raises UserError where it does not fit into memory. The run has its weights, those of a checkpoint included.
@@ -130,15 +132,15 @@ def _why_not_tried(context: RunContext, built: BuiltRun, tries: _Tries) -> str |
     if built.prepared.accelerator.device.type != "cpu" or built.prepared.memory is None:
         return None
     needed = max(0, built.prepared.memory.peak_bytes - tries.memories[0].used())
-    room = min(memory.limit - memory.used() for memory in tries.memories)
-    needed, room = (
+    free = min(memory.limit - memory.used() for memory in tries.memories)
+    needed, free = (
         max(each) if number == 0 else min(each)
-        for number, each in enumerate(zip(*distributed.gather_objects((needed, room)), strict=True))
+        for number, each in enumerate(zip(*distributed.gather_objects((needed, free)), strict=True))
     )
-    if CPU_FACTOR * needed > room:
+    if CPU_FACTOR * needed > free:
         return None
     return (
-        f"longest batch: not tried, since about {format_size(needed)} are needed of {format_size(room)} that are free "
+        f"longest batch: not tried, since about {format_size(needed)} are needed of {format_size(free)} that are free "
         "(train.try_longest_batch)"
     )
 
@@ -159,9 +161,9 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
         return record.microbatch_size
     if record is not None:
         sizes = _sizes_after(record, context, sizes)
-    while (size := next_size(sizes, tries.measured, tries.room)) is not None:
+    while (size := next_size(sizes, tries.measured, tries.limits)) is not None:
         tries.run(size)
-    best = largest_fitting(tries.measured, tries.room)
+    best = largest_fitting(tries.measured, tries.limits)
     if best is None:
         tries.refuse(sizes[0], tries.tried[sizes[0]].longest)
     _log_choice(context, tries, best, sizes=sizes)
@@ -178,7 +180,7 @@ def _still_holds(record: MicrobatchRecord, context: RunContext, tries: _Tries, *
     )
     names = [memory.name for memory in tries.memories]
     recorded = tuple(record.peaks.get(name, 0) for name in names) * distributed.world()
-    return is_same and record.microbatch_size in sizes and tries.room.holds(recorded)
+    return is_same and record.microbatch_size in sizes and tries.limits.holds(recorded)
 
 
 def _sizes_after(record: MicrobatchRecord, context: RunContext, sizes: Sequence[int]) -> Sequence[int]:
@@ -223,11 +225,14 @@ def _sizes(context: RunContext) -> tuple[int, ...]:
     return possible_microbatch_sizes(context.config, num_processes=distributed.world())
 
 
-def _room(kinds: Sequence[Memory], *, fixed: int) -> Room:
-    """Return the memory of all ranks; `fixed` is what every size takes on this rank beside what is used. Collective."""
-    gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit) for memory in kinds])
+def _memory_limits(own: Sequence[Memory], *, fixed: int, later: int) -> MemoryLimits:
+    """Return the memory of all ranks. Collective.
+
+    Beside what is used, every size takes `fixed` on this rank, and the run needs `later` for other things.
+    """
+    gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit - later) for memory in own])
     pairs = [pair for of_rank in gathered for pair in of_rank]
-    return Room(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
+    return MemoryLimits(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
 
 
 def _make_trial(context: RunContext, built: BuiltRun) -> Trial:
