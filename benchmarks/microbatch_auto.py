@@ -52,19 +52,19 @@ class Case:
 
 
 CASES = {
-    "single": Case("single", 1, "250"),
-    "single, 30 = odd divisors": Case("single", 1, "200", ("train.global_batch_size=30",)),
-    "single, LoRA, padded": Case("single", 1, "250", ("model.lora={rank: 4, dropout: 0.1}", PADDED)),
-    "ddp, 2": Case("ddp", 2, "250"),
-    "ddp, 2, rank 1 has less": Case("ddp", 2, "400,150"),
-    "ddp, 2, 30 = odd divisors": Case("ddp", 2, "200", ("train.global_batch_size=30",)),
-    "ddp, 3": Case("ddp", 3, "200"),
-    "fsdp2, 2": Case("fsdp2", 2, "250"),
-    "fsdp2, 2, rank 1 has less": Case("fsdp2", 2, "400,150"),
-    "fsdp2, 3, padded": Case("fsdp2", 3, "250", (PADDED,)),
-    "zero2, 2": Case("zero2", 2, "250"),
-    "zero3, 2": Case("zero3", 2, "250"),
-    "zero3, 3, 30": Case("zero3", 3, "200", ("train.global_batch_size=30",)),
+    "single": Case("single", 1, "400"),
+    "single, 30 = odd divisors": Case("single", 1, "350", ("train.global_batch_size=30",)),
+    "single, LoRA, padded": Case("single", 1, "400", ("model.lora={rank: 4, dropout: 0.1}", PADDED)),
+    "ddp, 2": Case("ddp", 2, "400"),
+    "ddp, 2, rank 1 has less": Case("ddp", 2, "600,300"),
+    "ddp, 2, 30 = odd divisors": Case("ddp", 2, "350", ("train.global_batch_size=30",)),
+    "ddp, 3": Case("ddp", 3, "350"),
+    "fsdp2, 2": Case("fsdp2", 2, "400"),
+    "fsdp2, 2, rank 1 has less": Case("fsdp2", 2, "600,300"),
+    "fsdp2, 3, padded": Case("fsdp2", 3, "400", (PADDED,)),
+    "zero2, 2": Case("zero2", 2, "400"),
+    "zero3, 2": Case("zero3", 2, "400"),
+    "zero3, 3, 30": Case("zero3", 3, "350", ("train.global_batch_size=30",)),
 }
 
 

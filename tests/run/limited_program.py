@@ -1,7 +1,8 @@
 """A run of `finetune` whose ranks may take MEGABYTES more from when the longest batch is tried, or would be.
 
 `limited_program.py MEGABYTES[,MEGABYTES of rank 1,...] WORDS...`: the limit is one of the data segment (RLIMIT_DATA),
-beyond which torch's allocator raises an error. `0` is no limit.
+beyond which torch's allocator raises an error. `0` is no limit. `datasets`, which Accelerate imports with the loader of
+several processes, is imported before: pyarrow reserves a gigabyte of addresses that it does not use.
 """
 
 import os
@@ -9,6 +10,8 @@ import resource
 import sys
 from pathlib import Path
 from typing import Any
+
+import datasets  # noqa: F401
 
 from finetune.__main__ import main
 from finetune.run import train as run
