@@ -30,18 +30,18 @@ def out_of_memory_message(
     longest: LongestBatch,
     places: Sequence[str],
     smaller: Sequence[int],
-    memories: Sequence[Memory],
+    free: Mapping[str, tuple[int, int]],
 ) -> str:
-    """Return which batch does not fit, what this rank could give it, and what to set; `places` are its rows."""
+    """Return which batch does not fit and what to set; `places` are its rows.
+
+    `free` is what was free of each kind of memory on this rank before, and the limit.
+    """
     named = "; ".join([*places[:_MAX_NAMED_ROWS], *([f"and {len(places) - _MAX_NAMED_ROWS} more"] * (len(places) > 4))])
-    free = ", ".join(
-        f"{format_size(max(0, memory.limit - memory.used()))} of {format_size(memory.limit)} {memory.name}"
-        for memory in memories
-    )
+    had = ", ".join(f"{format_size(left)} of {format_size(limit)} {name}" for name, (left, limit) in free.items())
     return (
         f"out of memory: the longest batch of this run does not fit, so step {longest.step} would end it. It has "
         f"{longest.format()}. Rows: {named}. A forward and backward pass over it needs more than is free on this rank: "
-        f"{free}. To make it fit:\n" + "\n".join(f"  {line}" for line in _advice(config, strategy, smaller))
+        f"{had}. To make it fit:\n" + "\n".join(f"  {line}" for line in _advice(config, strategy, smaller))
     )
 
 

@@ -50,6 +50,7 @@ class _Tries:
             release_freed_memory()
             keep_freed_memory()  # as in the steps: what malloc keeps counts
         self.memories = memories(device)
+        self._free = {each.name: (max(0, each.limit - each.used()), each.limit) for each in self.memories}
         fixed = self._trial.extra_bytes + self._trial.gradient_bytes
         later = later_host_bytes(built.prepared.optimizer, context.config, strategy=context.strategy)
         self.limits = _memory_limits(self.memories, fixed=fixed, later=later if device.type == "cpu" else 0)
@@ -88,7 +89,7 @@ class _Tries:
                 longest=longest,
                 places=[view.samples.place(each) for each in longest.batch.sample_ids],
                 smaller=[each for each in _sizes(self._context) if each < size],
-                memories=self.memories,
+                free=self._free,
             )
         )
 
