@@ -99,7 +99,9 @@ def launch(folder: Path, strategy: str, jobs: dict[str, list[str]]) -> dict[str,
     return left
 
 
-@pytest.mark.parametrize("strategy", PROCESSES)
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "zero2", "zero3"))]
+)
 def test_a_tried_batch_changes_nothing(folder, strategy):
     jobs = {
         f"{variant}-{tries}": [*overrides, f"train.try_longest_batch={tries}"]
