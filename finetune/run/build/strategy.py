@@ -26,7 +26,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     job = JobSettings(
         strategy=config.run.strategy,
         precision=config.train.precision,
-        microbatch_size=config.train.microbatch_size,
+        microbatch_size=config.train.known_microbatch_size,
         max_gradient_norm=config.train.max_gradient_norm,
         optimizer=config.train.optimizer.name,
         averages_weights=config.train.average is not None,
