@@ -1,1 +1,1 @@
-"""`finetune plan`: which strategies fit, how long a step and the job take, what they cost - before any weight is loaded."""
+"""`finetune plan`: which strategies fit, how long the job takes and what it costs, before any weight is loaded."""

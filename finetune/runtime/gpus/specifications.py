@@ -56,13 +56,13 @@ def find_gpu(name: str, *, table: Path | None = None) -> GpuKind | None:
     return None
 
 
-def require_gpu(name: str, *, table: Path | None = None) -> GpuKind:
-    """Return the kind of this name; raises UserError that lists those whose names are nearest."""
+def require_gpu(name: str, *, table: Path | None = None, place: str = "--gpus") -> GpuKind:
+    """Return the kind of this name, which is written at `place`; raises UserError that lists the nearest names."""
     kind = find_gpu(name, table=table)
     if kind is not None:
         return kind
     raise UserError(
-        f"--gpus: there is no GPU `{name}` in the table. Nearest: {', '.join(nearest_names(name, table=table))}. "
+        f"{place}: there is no GPU `{name}` in the table. Nearest: {', '.join(nearest_names(name, table=table))}. "
         "A kind that is missing can be described in a file of your own: --gpu-table FILE."
     )
 
