@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, checkpoint, verify
+from finetune.cli import after_training, checkpoint, plan, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
@@ -182,4 +182,5 @@ def init(
     init_command.init(name, into)
 
 
+plan.add_to(app)
 after_training.add_to(app)

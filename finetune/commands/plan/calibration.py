@@ -1,6 +1,6 @@
 """What earlier runs of the job say: how much longer or shorter a step took than the cost model says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,16 +39,8 @@ def read_measured_run(folder: Path, *, gpu_table: Path | None = None) -> Measure
     rates = _rates([event for event in events if event["event"] == "StepTaken"])
     if kind is None or not started or len(rates) < _MIN_STEPS:
         return None
-    return MeasuredRun(kind, world, str(started[-1].get("strategy", "")), median(rates), len(rates))
-
-
-def calibration_factor(run: MeasuredRun | None, modelled: Callable[[MeasuredRun], float | None]) -> float:
-    """Return by what modelled times are multiplied: 1 without a run, or where its layout cannot be modelled.
-
-    `modelled` returns the tokens per second that the cost model says for the run's GPUs and strategy.
-    """
-    expected = None if run is None else modelled(run)
-    return 1.0 if run is None or not expected else expected / run.tokens_per_second
+    name = str(started[-1].get("strategy", "")).partition(" ")[0]  # `fsdp2 on 8 processes splits ...`
+    return MeasuredRun(kind, world, name, median(rates), len(rates))
 
 
 def _rates(steps: Sequence[dict[str, Any]]) -> list[float]:

@@ -30,6 +30,7 @@ class Machine:
     kind: GpuKind
     gpus_per_node: int
     num_nodes: int = 1
+    slowdown: float = 1.0  # by which an earlier run of the job took longer than the cost model says
 
     @property
     def num_gpus(self) -> int:
@@ -55,8 +56,9 @@ class Machine:
     def device(self, dtype: str) -> Device:
         """Return what one GPU reaches when it computes in this data type."""
         kind = self.kind
-        flops = kind.peak_flops(dtype) * kind.matmul_share * TRAINING_SHARE
-        return Device(flops=flops, memory_bandwidth=kind.memory_bandwidth, pcie_bandwidth=kind.pcie_bandwidth)
+        flops = kind.peak_flops(dtype) * kind.matmul_share * TRAINING_SHARE / self.slowdown
+        memory = kind.memory_bandwidth / self.slowdown
+        return Device(flops=flops, memory_bandwidth=memory, pcie_bandwidth=kind.pcie_bandwidth)
 
     def with_gpus(self, num_gpus: int) -> "Machine":
         """Return so many GPUs of the same kind: on one machine as far as they fit there, else on whole ones."""

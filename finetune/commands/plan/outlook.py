@@ -51,7 +51,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Offer:
-    """The job at one price: with preemptions for spot, with failures on demand. None: the number of steps is unknown."""
+    """The job at one price, preemptions or failures included. None where the number of steps is not known."""
 
     price: Price
     is_spot: bool

@@ -121,6 +121,7 @@ WITHOUT_EFFECT = frozenset(
 
 _ROWS_BETWEEN_LOGS = 100_000
 
+
 class NotPrepared(DataError):
     """The set is not in the cache, and was not to be built."""
 
