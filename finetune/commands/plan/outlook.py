@@ -23,6 +23,10 @@ DISK_BANDWIDTH = 1e9
 RESTART_SECONDS = 600.0
 """Until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
 
+MIN_INTERVAL_SECONDS = 300.0
+"""Between two checkpoints: more of them gain next to nothing, and each is a folder. Less where preemptions are
+frequent: a twentieth of the time between them."""
+
 _COPY_SHARE = 0.5
 """Of PCIe, what copying a checkpoint to host memory reaches."""
 
@@ -38,14 +42,17 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint and how often to write one. Intervals are of computation, in seconds."""
+    """A checkpoint and how often to write one. Intervals are of computation, in seconds.
+
+    `interval_seconds` is Daly's, unless writing takes longer or it is pointlessly short.
+    """
 
     size_bytes: int
     stall_seconds: float  # training waits
     write_seconds: float
     hours_between_failures: float
     young_seconds: float
-    daly_seconds: float
+    interval_seconds: float
     every_steps: int
 
 
@@ -121,15 +128,16 @@ def plan_saving(job: Job, machine: Machine, plan: StrategyPlan, *, is_spot: bool
     stall = copy if job.config.checkpoint.asynchronous else copy + write
     between = _hours_between_failures(machine, is_spot=is_spot, assumed=assumed) * 3600
     young = young_interval(save=stall, between_failures=between)
-    daly = max(daly_interval(save=stall, between_failures=between), write)  # the one before must be written by then
+    least = max(write, min(MIN_INTERVAL_SECONDS, between / 20))  # the one before must be written by then
+    interval = max(daly_interval(save=stall, between_failures=between), least)
     return Saving(
         size_bytes=size,
         stall_seconds=stall,
         write_seconds=write,
         hours_between_failures=between / 3600,
         young_seconds=young,
-        daly_seconds=daly,
-        every_steps=max(1, round(daly / plan.time.seconds)),
+        interval_seconds=interval,
+        every_steps=max(1, round(interval / plan.time.seconds)),
     )
 
 
@@ -156,7 +164,7 @@ def _offer(
     assert asked is not None
     stretch = expected_time(
         1.0,
-        interval=saving.daly_seconds,
+        interval=saving.interval_seconds,
         save=saving.stall_seconds,
         restart=assumed.restart_seconds,
         between_failures=saving.hours_between_failures * 3600,

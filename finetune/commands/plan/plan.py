@@ -89,7 +89,13 @@ def make_plan(
         job=job,
         job_file=loaded.path.name,
         machines=planned,
-        assumptions=[*sentences, job.counts.sentence, *measured, *_assumptions(options.assumed)],
+        assumptions=[
+            *sentences,
+            job.counts.sentence,
+            *_emulated(job, machines),
+            *measured,
+            *_assumptions(options.assumed),
+        ],
         seconds=clock() - started,
     )
 
@@ -203,6 +209,14 @@ def _modelled(job: Job, memory: Memory, run: MeasuredRun) -> float | None:
 def partial_predict(loaded: LoadedConfig) -> Predict:
     """Return what predicts the job's memory, made at its first use."""
     raise UserError("not yet")
+
+
+def _emulated(job: Job, machines: Sequence[Machine]) -> list[str]:
+    """Return a sentence for each kind of GPU that lacks the data type of the job's matrix products."""
+    dtype = job.train.precision
+    lacking = dict.fromkeys(each.kind.name for each in machines if dtype not in each.kind.flops)
+    instead = " Write train.precision: fp16." if dtype == "bf16" else ""
+    return [f"{name} has no {dtype} units: it is counted at the pace of fp32.{instead}" for name in lacking]
 
 
 def _assumptions(assumed: Assumed) -> list[str]:

@@ -98,6 +98,8 @@ def _print_machine(plan: Plan, planned: MachinePlan) -> None:
         print_facts(_facts(plan, planned, best, planned.outlook))
     print()
     print_table(_strategies_table(planned))
+    for reason, names in _without_prediction(planned).items():
+        print_facts([("", f"{', '.join(names)}: {reason}")], indent=0)
     if planned.variants:
         print("\nother methods, with this strategy" if best else "\nother methods")
         print_table(_variants_table(planned.variants, job))
@@ -107,7 +109,7 @@ def _print_machine(plan: Plan, planned: MachinePlan) -> None:
     if len(planned.points) > 1:
         print(f"\nhow many GPUs pay ({planned.machine.kind.name}, the same global batch)")
         print_table(_scaling_table(planned, plan))
-        print(_scaling_sentence(planned))
+        print_facts([("", _scaling_sentence(planned))], indent=0)
 
 
 def _advice(planned: MachinePlan) -> str:
@@ -162,7 +164,7 @@ def _hint(job: Job, planned: MachinePlan, best: StrategyPlan) -> Iterable[tuple[
 
 def _checkpoint_sentence(outlook: Outlook) -> str:
     spot, own = outlook.saving_spot, outlook.saving_on_demand
-    often, seldom = (_format_hours(each.daly_seconds / 3600) for each in (spot, own))
+    often, seldom = (_format_hours(each.interval_seconds / 3600) for each in (spot, own))
     return (
         f"{spot.size_bytes / 1e9:.3g} GB, training waits {spot.stall_seconds:.2g} s. On spot machines, with a "
         f"preemption every {spot.hours_between_failures:.3g} hours, checkpoint.every_steps: {spot.every_steps} "
@@ -201,10 +203,19 @@ _WRAPPED = ("note", "source")
 
 def _strategies_table(planned: MachinePlan) -> Table:
     table = _table("strategy", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
-    others = [each for each in planned.plans if each is not planned.best]
+    others = [each for each in planned.plans if each is not planned.best and each.prediction is not None]
     for each in [*([planned.best] if planned.best is not None else []), *others]:
         table.add_row(each.strategy, *_cells(each, planned), style="bold" if each is planned.best else None)
     return table
+
+
+def _without_prediction(planned: MachinePlan) -> dict[str, list[str]]:
+    """Return the strategies that cannot be taken whatever the memory, by reason."""
+    found: dict[str, list[str]] = {}
+    for each in planned.plans:
+        if each.prediction is None:
+            found.setdefault(each.reason or "", []).append(each.strategy)
+    return found
 
 
 def _cells(each: StrategyPlan, planned: MachinePlan) -> list[str]:
@@ -291,8 +302,8 @@ def _scaling_table(planned: MachinePlan, plan: Plan) -> Table:
 
 def _scaling_sentence(planned: MachinePlan) -> str:
     paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
-    serial = "" if share is None else f"; {share:.1%} of a step does not get shorter with more GPUs (Amdahl)"
-    return f"up to {paying.num_gpus} GPUs do at least three quarters of what each of the fewest does{serial}"
+    serial = "" if not share else f"; {share:.1%} of a step does not get shorter with more GPUs (Amdahl)"
+    return f"With up to {paying.num_gpus} GPUs, each does at least three quarters of what it can{serial}."
 
 
 def _format_peak(prediction: Prediction | None) -> str:

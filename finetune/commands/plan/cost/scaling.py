@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_EFFICIENCY = 0.75
-"""A number of GPUs pays as long as each does at least this share of what each of the fewest does."""
+"""A number of GPUs pays as long as each does at least this share of what each does where each does most."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,15 @@ class ScalePoint:
 
 
 def efficiency(points: Sequence[ScalePoint]) -> list[float]:
-    """Return for each point what a GPU does there, as a share of what one does at the point with the fewest.
+    """Return for each point what a GPU does there, as a share of what one does where each does most.
+
+    That is where there are fewest, unless they have to make do with a slower strategy.
 
     >>> efficiency([ScalePoint(1, 100.0), ScalePoint(2, 180.0), ScalePoint(4, 300.0)])
     [1.0, 0.9, 0.75]
     """
-    fewest = min(points, key=lambda point: point.num_gpus)
-    each = fewest.tokens_per_second / fewest.num_gpus
-    return [point.tokens_per_second / point.num_gpus / each for point in points]
+    each = [point.tokens_per_second / point.num_gpus for point in points]
+    return [one / max(each) for one in each]
 
 
 def most_that_pay(points: Sequence[ScalePoint], *, least: float = MIN_EFFICIENCY) -> ScalePoint:
