@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from finetune.commands.plan.cost.preemption import daly_interval, expected_time, young_interval
+from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import Job
-from finetune.commands.plan.machine import Machine
 from finetune.commands.plan.strategies import StrategyPlan
 from finetune.commands.plan.work import checkpoint_bytes
 from finetune.model.size import optimizer_state_bytes
@@ -83,7 +83,7 @@ class Outlook:
 
 
 def make_outlook(
-    job: Job, machine: Machine, plan: StrategyPlan, *, prices: tuple[Price, ...], assumed: Assumed
+    job: Job, hardware: Hardware, plan: StrategyPlan, *, prices: tuple[Price, ...], assumed: Assumed
 ) -> Outlook:
     """Return what the plan comes to on this machine."""
     prediction = plan.prediction
@@ -91,8 +91,8 @@ def make_outlook(
     seconds = plan.time.seconds
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
     num_steps, rate = job.counts.num_steps, tokens / seconds
-    peak = machine.kind.peak_flops(job.peak_dtype(has_tf32="tf32" in machine.kind.flops))
-    on_demand, spot = (plan_saving(job, machine, plan, is_spot=is_spot, assumed=assumed) for is_spot in (False, True))
+    peak = hardware.kind.peak_flops(job.peak_dtype(has_tf32="tf32" in hardware.kind.flops))
+    on_demand, spot = (plan_saving(job, hardware, plan, is_spot=is_spot, assumed=assumed) for is_spot in (False, True))
     return Outlook(
         tokens_per_second=rate,
         step_seconds=seconds,
@@ -103,7 +103,7 @@ def make_outlook(
         saving_on_demand=on_demand,
         saving_spot=spot,
         offers=tuple(
-            _offer(price, machine, seconds, num_steps, rate, saving=saving, is_spot=is_spot, assumed=assumed)
+            _offer(price, hardware, seconds, num_steps, rate, saving=saving, is_spot=is_spot, assumed=assumed)
             for is_spot, saving in ((False, on_demand), (True, spot))
             for price in prices
             if (price.spot if is_spot else price.on_demand) is not None
@@ -111,7 +111,7 @@ def make_outlook(
     )
 
 
-def plan_saving(job: Job, machine: Machine, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
+def plan_saving(job: Job, hardware: Hardware, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
     """Return how often to save on machines that are taken back, or that only fail."""
     prediction = plan.prediction
     assert prediction is not None and plan.time is not None
@@ -124,9 +124,9 @@ def plan_saving(job: Job, machine: Machine, plan: StrategyPlan, *, is_spot: bool
     )
     size = checkpoint_bytes(job, prediction, optimizer_bytes=state)
     write = size / assumed.disk_bandwidth
-    copy = size / plan.layout.num_ranks / (machine.kind.pcie_bandwidth * _COPY_SHARE)
+    copy = size / plan.layout.num_ranks / (hardware.kind.pcie_bandwidth * _COPY_SHARE)
     stall = copy if job.config.checkpoint.asynchronous else copy + write
-    between = _hours_between_failures(machine, is_spot=is_spot, assumed=assumed) * 3600
+    between = _hours_between_failures(hardware, is_spot=is_spot, assumed=assumed) * 3600
     young = young_interval(save=stall, between_failures=between)
     least = max(write, min(MIN_INTERVAL_SECONDS, between / 20))  # the one before must be written by then
     interval = max(daly_interval(save=stall, between_failures=between), least)
@@ -141,17 +141,17 @@ def plan_saving(job: Job, machine: Machine, plan: StrategyPlan, *, is_spot: bool
     )
 
 
-def _hours_between_failures(machine: Machine, *, is_spot: bool, assumed: Assumed) -> float:
-    failures = FAILURE_GPU_HOURS / machine.num_gpus
+def _hours_between_failures(hardware: Hardware, *, is_spot: bool, assumed: Assumed) -> float:
+    failures = FAILURE_GPU_HOURS / hardware.num_gpus
     if not is_spot:
         return failures
     asked = assumed.hours_between_preemptions
-    return min(failures, asked if asked is not None else SPOT_HOURS_PER_MACHINE / machine.num_nodes)
+    return min(failures, asked if asked is not None else SPOT_HOURS_PER_MACHINE / hardware.num_nodes)
 
 
 def _offer(
     price: Price,
-    machine: Machine,
+    hardware: Hardware,
     step_seconds: float,
     num_steps: int | None,
     tokens_per_second: float,
@@ -169,7 +169,7 @@ def _offer(
         restart=assumed.restart_seconds,
         between_failures=saving.hours_between_failures * 3600,
     )
-    usd_per_hour = asked * machine.num_gpus
+    usd_per_hour = asked * hardware.num_gpus
     hours = None if num_steps is None else num_steps * step_seconds / 3600 * stretch
     per_million = usd_per_hour / 3600 * stretch / tokens_per_second * 1e6
     return Offer(price, is_spot, hours, None if hours is None else hours * usd_per_hour, per_million)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from finetune.commands.plan.calibration import MeasuredRun, read_measured_run
 from finetune.commands.plan.cost.step_time import TRAINING_SHARE
+from finetune.commands.plan.hardware import USABLE_SHARE, USUAL_HARDWARE, Hardware, own_hardware, parse_hardware
 from finetune.commands.plan.job import Job, read_job
-from finetune.commands.plan.machine import USABLE_SHARE, USUAL_MACHINES, Machine, own_machine, parse_machine
 from finetune.commands.plan.memory import Fit, Memory, Predict
 from finetune.commands.plan.outlook import (
     FAILURE_GPU_HOURS,
@@ -18,7 +18,7 @@ from finetune.commands.plan.outlook import (
     Assumed,
     make_outlook,
 )
-from finetune.commands.plan.result import MachinePlan, Plan, plan_json
+from finetune.commands.plan.result import HardwarePlan, Plan, plan_json
 from finetune.commands.plan.scale import scale_points
 from finetune.commands.plan.strategies import (
     StrategyPlan,
@@ -75,15 +75,15 @@ def make_plan(
 ) -> Plan:
     """Return the plan; raises UserError for machines and tables, ModelError for a model that cannot be read."""
     started = clock()
-    machines, sentences = _machines(options)
-    _ = [prices_of(machine.kind.name, table=options.prices, gpu_table=options.gpu_table) for machine in machines]
+    machines, sentences = _hardware(options)
+    _ = [prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table) for hardware in machines]
     job = read_job(loaded)
     memory = Memory(predict or partial_predict(loaded), clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
     planned = [
-        _plan_machine(job, machine, memory, options, is_over=lambda: clock() - started > BUDGET_SECONDS)
-        for machine in machines
+        _plan_hardware(job, hardware, memory, options, is_over=lambda: clock() - started > BUDGET_SECONDS)
+        for hardware in machines
     ]
     return Plan(
         job=job,
@@ -100,56 +100,56 @@ def make_plan(
     )
 
 
-def _machines(options: PlanOptions) -> tuple[list[Machine], list[str]]:
+def _hardware(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
     """Return the machines to plan for, and a sentence where they were not asked for."""
     parse = partial(
-        parse_machine,
+        parse_hardware,
         num_nodes=options.num_nodes,
         gpu_table=options.gpu_table,
         network_gbit=options.network_gbit,
     )
     if options.gpus is not None:
         return [parse(text) for text in options.gpus.split(",")], []
-    own = own_machine(num_nodes=options.num_nodes, gpu_table=options.gpu_table)
+    own = own_hardware(num_nodes=options.num_nodes, gpu_table=options.gpu_table)
     if own is not None:
         return [own], [f"Planned for the GPUs of this machine: {own}."]
-    usual = ", ".join(USUAL_MACHINES)
+    usual = ", ".join(USUAL_HARDWARE)
     note = f"This machine has no GPU: planned for {usual}. Write --gpus 8xH100-80GB for another, or for all the tables."
-    return [parse(text) for text in USUAL_MACHINES], [note]
+    return [parse(text) for text in USUAL_HARDWARE], [note]
 
 
-def _plan_machine(
-    job: Job, machine: Machine, memory: Memory, options: PlanOptions, *, is_over: Callable[[], bool]
-) -> MachinePlan:
-    print(f"planning for {machine} ...", file=sys.stderr, flush=True)
-    prices = prices_of(machine.kind.name, table=options.prices, gpu_table=options.gpu_table)
-    plans = plan_strategies(job, machine, memory)
+def _plan_hardware(
+    job: Job, hardware: Hardware, memory: Memory, options: PlanOptions, *, is_over: Callable[[], bool]
+) -> HardwarePlan:
+    print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
+    prices = prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
+    plans = plan_strategies(job, hardware, memory)
     best = choose(plans)
     cheapest = lowest(prices, "on_demand")
     usd = cheapest.on_demand if cheapest is not None else None
-    return MachinePlan(
-        machine=machine,
+    return HardwarePlan(
+        hardware=hardware,
         plans=plans,
         best=best,
         why=_why(best, plans),
-        outlook=None if best is None else make_outlook(job, machine, best, prices=prices, assumed=options.assumed),
-        points=scale_points(job, machine, plans, usd_per_gpu_hour=usd),
-        variants=_variants(job, machine, memory, best, is_over=is_over) if options.gpus is not None else [],
+        outlook=None if best is None else make_outlook(job, hardware, best, prices=prices, assumed=options.assumed),
+        points=scale_points(job, hardware, plans, usd_per_gpu_hour=usd),
+        variants=_variants(job, hardware, memory, best, is_over=is_over) if options.gpus is not None else [],
     )
 
 
 def _variants(
-    job: Job, machine: Machine, memory: Memory, best: StrategyPlan | None, *, is_over: Callable[[], bool]
+    job: Job, hardware: Hardware, memory: Memory, best: StrategyPlan | None, *, is_over: Callable[[], bool]
 ) -> list[StrategyPlan]:
     """Return the chosen strategy with each method, with and without recomputation, until the time is over."""
-    strategy = best.strategy if best is not None else ("fsdp2" if machine.num_gpus > 1 else "single")
+    strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
     found: list[StrategyPlan] = []
     ordered = sorted(_METHODS, key=lambda method: method != job.method)
     for method in ordered:
         for checkpointing in (False, True):
             if is_over():
                 return found
-            found.append(plan_strategy(strategy, job, machine, memory, method=method, checkpointing=checkpointing))
+            found.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=checkpointing))
     return found
 
 
@@ -171,8 +171,8 @@ def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
 
 
 def _calibrated(
-    machines: list[Machine], job: Job, memory: Memory, run: MeasuredRun | None
-) -> tuple[list[Machine], list[str]]:
+    machines: list[Hardware], job: Job, memory: Memory, run: MeasuredRun | None
+) -> tuple[list[Hardware], list[str]]:
     """Return the machines with the pace that an earlier run of the job had on such GPUs, and what was done."""
     expected = None if run is None else _modelled(job, memory, run)
     if run is None or expected is None:
@@ -191,17 +191,17 @@ def _calibrated(
 def _modelled(job: Job, memory: Memory, run: MeasuredRun) -> float | None:
     """Return the tokens per second of the run by the cost model; None where its layout cannot be modelled."""
     strategy = next((name for name in STRATEGIES if name == run.strategy), None)
-    machine = Machine(run.kind, run.num_gpus).with_gpus(run.num_gpus)
+    hardware = Hardware(run.kind, run.num_gpus).with_gpus(run.num_gpus)
     size = job.train.microbatch_size
     share = job.train.global_batch_size // run.num_gpus
     if strategy is None or not isinstance(size, int) or share % size:
         return None
     try:
-        layout = with_microbatch(plan_strategy(strategy, job, machine, memory).layout, size)
+        layout = with_microbatch(plan_strategy(strategy, job, hardware, memory).layout, size)
         found = memory.at(layout)
     except ModelError:
         return None
-    modelled = timed(job, machine, layout, Fit(size, found, found))
+    modelled = timed(job, hardware, layout, Fit(size, found, found))
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
     return tokens / modelled.time.seconds if modelled.time is not None else None
 
@@ -211,7 +211,7 @@ def partial_predict(loaded: LoadedConfig) -> Predict:
     raise UserError("not yet")
 
 
-def _emulated(job: Job, machines: Sequence[Machine]) -> list[str]:
+def _emulated(job: Job, machines: Sequence[Hardware]) -> list[str]:
     """Return a sentence for each kind of GPU that lacks the data type of the job's matrix products."""
     dtype = job.train.precision
     lacking = dict.fromkeys(each.kind.name for each in machines if dtype not in each.kind.flops)

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.commands.plan.cost.scaling import ScalePoint, amdahl_share, efficiency, most_that_pay
+from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import Job
-from finetune.commands.plan.machine import Machine
 from finetune.commands.plan.outlook import Offer, Outlook
 from finetune.commands.plan.strategies import StrategyPlan, accelerate_file
 
@@ -15,10 +15,10 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class MachinePlan:
+class HardwarePlan:
     """The plan for one machine; `best` and `outlook` are None where nothing fits."""
 
-    machine: Machine
+    hardware: Hardware
     plans: Sequence[StrategyPlan]
     best: StrategyPlan | None
     why: str
@@ -33,7 +33,7 @@ class Plan:
 
     job: Job
     job_file: str
-    machines: Sequence[MachinePlan]
+    machines: Sequence[HardwarePlan]
     assumptions: Sequence[str]
     seconds: float
 
@@ -53,31 +53,31 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "num_steps": job.counts.num_steps,
             "data_is_prepared": job.counts.is_measured,
         },
-        "machines": [_machine_json(each) for each in plan.machines],
+        "machines": [_hardware_json(each) for each in plan.machines],
         "assumptions": list(plan.assumptions),
         "planned_in_seconds": round(plan.seconds, 1),
     }
 
 
-def _machine_json(planned: MachinePlan) -> dict[str, Any]:
-    machine, best = planned.machine, planned.best
+def _hardware_json(planned: HardwarePlan) -> dict[str, Any]:
+    hardware, best = planned.hardware, planned.best
     return {
-        "gpu": machine.kind.name,
-        "gpus_per_node": machine.gpus_per_node,
-        "num_nodes": machine.num_nodes,
-        "memory_bytes": machine.kind.memory_bytes,
-        "usable_bytes": machine.usable_bytes,
+        "gpu": hardware.kind.name,
+        "gpus_per_node": hardware.gpus_per_node,
+        "num_nodes": hardware.num_nodes,
+        "memory_bytes": hardware.kind.memory_bytes,
+        "usable_bytes": hardware.usable_bytes,
         "fits": best is not None,
         "best": None if best is None else best.strategy,
         "why": planned.why,
-        "strategies": [_strategy_json(each, machine) for each in planned.plans],
-        "variants": [_strategy_json(each, machine) for each in planned.variants],
+        "strategies": [_strategy_json(each, hardware) for each in planned.plans],
+        "variants": [_strategy_json(each, hardware) for each in planned.variants],
         "outlook": None if planned.outlook is None else _outlook_json(planned.outlook),
         "scaling": _scaling_json(planned.points),
     }
 
 
-def _strategy_json(plan: StrategyPlan, machine: Machine) -> dict[str, Any]:
+def _strategy_json(plan: StrategyPlan, hardware: Hardware) -> dict[str, Any]:
     prediction, time, fit = plan.prediction, plan.time, plan.fit
     return {
         "strategy": plan.strategy,
@@ -86,7 +86,7 @@ def _strategy_json(plan: StrategyPlan, machine: Machine) -> dict[str, Any]:
         "gradient_checkpointing": plan.layout.gradient_checkpointing,
         "fits": plan.fits,
         "reason": plan.reason,
-        "accelerate_file": accelerate_file(plan.strategy, machine),
+        "accelerate_file": accelerate_file(plan.strategy, hardware),
         "microbatch_size": plan.layout.microbatch_size if plan.fits else None,
         "num_microbatches": plan.num_microbatches if plan.fits else None,
         "is_confirmed": None if fit is None else fit.is_confirmed,

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from finetune.commands.plan.cost.step_time import StepTime, step_time
+from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import Job
-from finetune.commands.plan.machine import Machine
 from finetune.commands.plan.memory import Fit, Memory, unpredictable
 from finetune.commands.plan.work import step_work
 from finetune.config.run_config import RunConfig
@@ -55,22 +55,22 @@ class StrategyPlan:
         return self.fit.largest or self.fit.smallest
 
 
-def accelerate_file(strategy: str, machine: Machine) -> str:
+def accelerate_file(strategy: str, hardware: Hardware) -> str:
     """Return the accelerate config to launch with."""
-    if machine.num_nodes > 1 and strategy in MULTI_NODE_FILES:
+    if hardware.num_nodes > 1 and strategy in MULTI_NODE_FILES:
         return MULTI_NODE_FILES[strategy]
     return f"accelerate_configs/{strategy}.yaml"
 
 
-def plan_strategies(job: Job, machine: Machine, memory: Memory) -> list[StrategyPlan]:
+def plan_strategies(job: Job, hardware: Hardware, memory: Memory) -> list[StrategyPlan]:
     """Return a plan for every strategy, in their usual order; the best fit is confirmed by a prediction at its size."""
-    plans = [plan_strategy(name, job, machine, memory) for name in STRATEGIES]
+    plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
     for _ in plans:
         best = choose(plans)
         if best is None or best.fit is None or best.fit.is_confirmed:
             break
         place = plans.index(best)
-        plans[place] = plan_strategy(best.strategy, job, machine, memory, confirms=True)
+        plans[place] = plan_strategy(best.strategy, job, hardware, memory, confirms=True)
     return plans
 
 
@@ -92,7 +92,7 @@ def is_partial(plan: StrategyPlan, plans: Sequence[StrategyPlan]) -> bool:
 def plan_strategy(
     strategy: StrategyName,
     job: Job,
-    machine: Machine,
+    hardware: Hardware,
     memory: Memory,
     *,
     method: Method | None = None,
@@ -100,14 +100,14 @@ def plan_strategy(
     confirms: bool = False,
 ) -> StrategyPlan:
     """Return the plan of one strategy; `method` and `checkpointing` replace the job's own."""
-    ranks = 1 if strategy == "single" else machine.num_gpus
+    ranks = 1 if strategy == "single" else hardware.num_gpus
     layout = Layout(
         strategy=strategy,
         num_ranks=ranks,
         method=method or job.method,
         gradient_checkpointing=job.checkpointing if checkpointing is None else checkpointing,
         microbatch_size=1,
-        ranks_per_node=min(ranks, machine.gpus_per_node),
+        ranks_per_node=min(ranks, hardware.gpus_per_node),
     )
     reason = _why_not(job.config, layout)
     share = job.train.global_batch_size // ranks
@@ -116,24 +116,24 @@ def plan_strategy(
     if reason is not None:
         return StrategyPlan(strategy, layout, reason=reason)
     try:
-        fit = memory.largest_fit(layout, usable_bytes=machine.usable_bytes, most=share, confirms=confirms)
+        fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, most=share, confirms=confirms)
         fit = _dividing(fit, layout, share, memory, confirms=confirms)
     except ModelError as error:
         return StrategyPlan(strategy, layout, reason=unpredictable(error))
     if fit.largest is None:
         return StrategyPlan(strategy, layout, fit, reason="out of memory with one sample")
-    return timed(job, machine, layout, fit)
+    return timed(job, hardware, layout, fit)
 
 
-def timed(job: Job, machine: Machine, layout: Layout, fit: Fit) -> StrategyPlan:
+def timed(job: Job, hardware: Hardware, layout: Layout, fit: Fit) -> StrategyPlan:
     """Return the plan with the time of a step at the fit's microbatch."""
     assert fit.largest is not None
     ranks = layout.num_ranks
     layout = with_microbatch(layout, fit.microbatch_size)
     num_microbatches = job.train.global_batch_size // (ranks * fit.microbatch_size)
     work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches)
-    device = machine.device(job.peak_dtype(has_tf32="tf32" in machine.kind.flops))
-    cluster = machine.with_gpus(ranks).cluster if ranks != machine.num_gpus else machine.cluster
+    device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.kind.flops))
+    cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
     time = step_time(layout.strategy, work, device=device, cluster=cluster)
     return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time)
 

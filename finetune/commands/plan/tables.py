@@ -6,10 +6,10 @@ from rich import box
 from rich.table import Table
 
 from finetune.commands.plan.cost.scaling import amdahl_share, efficiency, most_that_pay
+from finetune.commands.plan.hardware import GPUS_PER_NODE, Hardware
 from finetune.commands.plan.job import Job
-from finetune.commands.plan.machine import GPUS_PER_NODE, Machine
 from finetune.commands.plan.outlook import Outlook
-from finetune.commands.plan.result import MachinePlan, Plan
+from finetune.commands.plan.result import HardwarePlan, Plan
 from finetune.commands.plan.strategies import MULTI_NODE_FILES, StrategyPlan, accelerate_file
 from finetune.commands.printing import print_facts, print_table
 from finetune.run.symbolic.prediction import Prediction
@@ -23,9 +23,9 @@ def print_plan(plan: Plan) -> None:
     """Print the plan: all tables for one machine, one line each for several."""
     _print_job(plan)
     if len(plan.machines) == 1:
-        _print_machine(plan, plan.machines[0])
+        _print_hardware(plan, plan.machines[0])
     else:
-        _print_machines(plan)
+        _print_several(plan)
     print("\nassumed")
     print_facts((("  -", sentence) for sentence in plan.assumptions), indent=4)
     print(f"\nplanned in {plan.seconds:.1f} s; no weights were loaded")
@@ -43,7 +43,7 @@ def _print_job(plan: Plan) -> None:
 
 
 def _all_plans(plan: Plan) -> Iterable[StrategyPlan]:
-    return (each for machine in plan.machines for each in machine.plans)
+    return (each for hardware in plan.machines for each in hardware.plans)
 
 
 def _format_parameters(sizes: Prediction) -> str:
@@ -58,15 +58,15 @@ def _format_recomputation(checkpointing: object) -> str:
     return "activations recomputed" if checkpointing is True else f"recomputation {checkpointing}"
 
 
-def _print_machines(plan: Plan) -> None:
+def _print_several(plan: Plan) -> None:
     table = _table("GPUs", "strategy", "peak", "microbatch", "tokens/s", "hours", "cheapest")
     for planned in plan.machines:
         best, outlook = planned.best, planned.outlook
         if best is None or outlook is None:
-            table.add_row(str(planned.machine), "does not fit", *[""] * 5)
+            table.add_row(str(planned.hardware), "does not fit", *[""] * 5)
             continue
         table.add_row(
-            str(planned.machine),
+            str(planned.hardware),
             best.strategy,
             _format_peak(best.prediction),
             str(best.layout.microbatch_size),
@@ -88,9 +88,9 @@ def _format_cheapest(outlook: Outlook) -> str:
     return f"{_format_usd(best.usd)} ({best.price.provider})"
 
 
-def _print_machine(plan: Plan, planned: MachinePlan) -> None:
-    job, machine, best = plan.job, planned.machine, planned.best
-    print(f"\non {machine}, {machine.kind.memory_bytes / _GIB:.1f} GiB each")
+def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
+    job, hardware, best = plan.job, planned.hardware, planned.best
+    print(f"\non {hardware}, {hardware.kind.memory_bytes / _GIB:.1f} GiB each")
     if best is None:
         print_facts([("fits", f"no. {_advice(planned)}")])
     else:
@@ -107,24 +107,22 @@ def _print_machine(plan: Plan, planned: MachinePlan) -> None:
         print("\nprice of the job, preemptions and failures included")
         print_table(_prices_table(planned.outlook))
     if len(planned.points) > 1:
-        print(f"\nhow many GPUs pay ({planned.machine.kind.name}, the same global batch)")
+        print(f"\nhow many GPUs pay ({planned.hardware.kind.name}, the same global batch)")
         print_table(_scaling_table(planned, plan))
         print_facts([("", _scaling_sentence(planned))], indent=0)
 
 
-def _advice(planned: MachinePlan) -> str:
+def _advice(planned: HardwarePlan) -> str:
     fitting = [each for each in planned.variants if each.fits]
     if fitting:
         how = f"{_NAMES[fitting[0].layout.method]}, {_format_recomputation(fitting[0].layout.gradient_checkpointing)}"
         return f"{planned.why} It would with {how}: see below."
-    most = max((each.num_gpus for each in planned.points), default=0)
-    more = (
-        f" It would on {min(each.num_gpus for each in planned.points)} GPUs." if most > planned.machine.num_gpus else ""
-    )
+    enough = [each.num_gpus for each in planned.points if each.num_gpus > planned.hardware.num_gpus]
+    more = f" It would on {min(enough)} GPUs." if enough else ""
     return planned.why + (more or " Take more or larger GPUs, shorter samples, LoRA or QLoRA.")
 
 
-def _facts(plan: Plan, planned: MachinePlan, best: StrategyPlan, outlook: Outlook) -> Iterable[tuple[str, str]]:
+def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlook) -> Iterable[tuple[str, str]]:
     assert best.prediction is not None and best.time is not None
     layout, parts = best.layout, best.prediction.parts
     size = f"train.microbatch_size={layout.microbatch_size}"
@@ -133,9 +131,9 @@ def _facts(plan: Plan, planned: MachinePlan, best: StrategyPlan, outlook: Outloo
         f"{best.strategy}, {size}: {layout.num_ranks} x {layout.microbatch_size} x {best.num_microbatches} accumulated",
     )
     yield "why", planned.why
-    yield "launch", _launch_line(plan, planned.machine, best)
+    yield "launch", _launch_line(plan, planned.hardware, best)
     largest = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]))
-    yield "memory", f"{_format_peak(best.prediction)} of {_gib(planned.machine.usable_bytes)} usable: {largest}"
+    yield "memory", f"{_format_peak(best.prediction)} of {_gib(planned.hardware.usable_bytes)} usable: {largest}"
     seconds = ", ".join(f"{name} {value:.3g} s" for name, value in best.time.parts.items() if value)
     hidden = f"; {best.time.hidden_seconds:.2g} s of communication are hidden" if best.time.hidden_seconds else ""
     yield "step", f"{outlook.step_seconds:.3g} s: {seconds}{hidden}"
@@ -149,7 +147,7 @@ def _facts(plan: Plan, planned: MachinePlan, best: StrategyPlan, outlook: Outloo
     yield from _hint(plan.job, planned, best)
 
 
-def _hint(job: Job, planned: MachinePlan, best: StrategyPlan) -> Iterable[tuple[str, str]]:
+def _hint(job: Job, planned: HardwarePlan, best: StrategyPlan) -> Iterable[tuple[str, str]]:
     """Yield what the job would gain by recomputing less, or with more samples at a time by recomputing."""
     assert best.time is not None
     for each in planned.variants:
@@ -172,18 +170,18 @@ def _checkpoint_sentence(outlook: Outlook) -> str:
     )
 
 
-def _launch_line(plan: Plan, machine: Machine, best: StrategyPlan) -> str:
-    words = ["accelerate launch --config_file", accelerate_file(best.strategy, machine)]
+def _launch_line(plan: Plan, hardware: Hardware, best: StrategyPlan) -> str:
+    words = ["accelerate launch --config_file", accelerate_file(best.strategy, hardware)]
     if best.strategy != "single":
         words.append(f"--num_processes {best.layout.num_ranks}")
-    if machine.num_nodes > 1:
-        words.append(f"--num_machines {machine.num_nodes} --machine_rank N --main_process_ip IP")
+    if hardware.num_nodes > 1:
+        words.append(f"--num_machines {hardware.num_nodes} --machine_rank N --main_process_ip IP")
     line = " ".join(
         [*words, f"-m finetune --config {plan.job_file} --set train.microbatch_size={best.layout.microbatch_size}"]
     )
-    is_other = best.strategy == "hsdp" and machine.gpus_per_node != GPUS_PER_NODE
-    if machine.num_nodes > 1 and (best.strategy not in MULTI_NODE_FILES or is_other or machine.num_nodes != 2):
-        shards = f"dp_replicate_size {machine.num_nodes} and dp_shard_size {machine.gpus_per_node}"
+    is_other = best.strategy == "hsdp" and hardware.gpus_per_node != GPUS_PER_NODE
+    if hardware.num_nodes > 1 and (best.strategy not in MULTI_NODE_FILES or is_other or hardware.num_nodes != 2):
+        shards = f"dp_replicate_size {hardware.num_nodes} and dp_shard_size {hardware.gpus_per_node}"
         line += f" (set {shards} in the file)" if best.strategy == "hsdp" else ""
     return line
 
@@ -201,7 +199,7 @@ _LEFT = ("strategy", "note", "recompute", "offer", "source")
 _WRAPPED = ("note", "source")
 
 
-def _strategies_table(planned: MachinePlan) -> Table:
+def _strategies_table(planned: HardwarePlan) -> Table:
     table = _table("strategy", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
     others = [each for each in planned.plans if each is not planned.best and each.prediction is not None]
     for each in [*([planned.best] if planned.best is not None else []), *others]:
@@ -209,7 +207,7 @@ def _strategies_table(planned: MachinePlan) -> Table:
     return table
 
 
-def _without_prediction(planned: MachinePlan) -> dict[str, list[str]]:
+def _without_prediction(planned: HardwarePlan) -> dict[str, list[str]]:
     """Return the strategies that cannot be taken whatever the memory, by reason."""
     found: dict[str, list[str]] = {}
     for each in planned.plans:
@@ -218,7 +216,7 @@ def _without_prediction(planned: MachinePlan) -> dict[str, list[str]]:
     return found
 
 
-def _cells(each: StrategyPlan, planned: MachinePlan) -> list[str]:
+def _cells(each: StrategyPlan, planned: HardwarePlan) -> list[str]:
     peak = "" if each.prediction is None else f"{each.prediction.peak_bytes / _GIB:.1f}"
     if not each.fits or each.time is None:
         return [peak, "no", "", "", "", each.reason or ""]
@@ -226,17 +224,17 @@ def _cells(each: StrategyPlan, planned: MachinePlan) -> list[str]:
     notes = []
     if each is planned.best:
         notes.append("take this")
-    if each.layout.num_ranks < planned.machine.num_gpus:
-        notes.append(f"on one of the {planned.machine.num_gpus} GPUs")
+    if each.layout.num_ranks < planned.hardware.num_gpus:
+        notes.append(f"on one of the {planned.hardware.num_gpus} GPUs")
     if each.strategy.endswith("_offload") and each.prediction is not None:
-        host = 16 * each.prediction.num_trained / planned.machine.num_nodes
+        host = 16 * each.prediction.num_trained / planned.hardware.num_nodes
         notes.append(f"takes {host / _GIB:,.0f} GiB of host memory")
     waits = each.time.parts.get("communication", 0.0) / each.time.seconds
     notes += [f"waits {waits:.0%} for communication"] if waits >= 0.05 else []
     return [peak, "yes", str(each.layout.microbatch_size), f"{each.time.seconds:.3g}", tokens, "; ".join(notes)]
 
 
-def _tokens_per_second(planned: MachinePlan, each: StrategyPlan) -> str:
+def _tokens_per_second(planned: HardwarePlan, each: StrategyPlan) -> str:
     outlook, best = planned.outlook, planned.best
     if outlook is None or best is None or best.time is None or each.time is None:
         return ""
@@ -278,7 +276,7 @@ def _prices_table(outlook: Outlook) -> Table:
     return table
 
 
-def _scaling_table(planned: MachinePlan, plan: Plan) -> Table:
+def _scaling_table(planned: HardwarePlan, plan: Plan) -> Table:
     table = _table("GPUs", "strategy", "tokens/s", "efficiency", "hours", "USD", "million tokens/USD")
     outlook = planned.outlook
     tokens = None if outlook is None else outlook.num_tokens
@@ -295,12 +293,12 @@ def _scaling_table(planned: MachinePlan, plan: Plan) -> Table:
             "" if hours is None else f"{hours:,.1f}",
             usd,
             "" if per_usd is None else f"{per_usd / 1e6:,.2f}",
-            style="bold" if point.num_gpus == planned.machine.num_gpus else None,
+            style="bold" if point.num_gpus == planned.hardware.num_gpus else None,
         )
     return table
 
 
-def _scaling_sentence(planned: MachinePlan) -> str:
+def _scaling_sentence(planned: HardwarePlan) -> str:
     paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
     serial = "" if not share else f"; {share:.1%} of a step does not get shorter with more GPUs (Amdahl)"
     return f"With up to {paying.num_gpus} GPUs, each does at least three quarters of what it can{serial}."

@@ -88,10 +88,7 @@ def make_training_data(
     locations: KeyLocations = MappingProxyType({}),
     builds: bool = True,
 ) -> TrainingData:
-    """Return what there is to learn; one process tokenises, the others wait on a file and in no collective.
-
-    Without `builds`, raises NotPrepared where a set is not in the cache.
-    """
+    """Return what there is to learn; one process tokenises, others wait on a file. NotPrepared without `builds`."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())

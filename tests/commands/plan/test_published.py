@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from finetune.commands.plan.cost.step_time import Work, step_time
-from finetune.commands.plan.machine import parse_machine
+from finetune.commands.plan.hardware import parse_hardware
 from finetune.commands.plan.work import (
     ADAPTED_TRAFFIC_PER_HIDDEN,
     FUSED_TRAFFIC_PER_HIDDEN,
@@ -69,8 +69,8 @@ class Published:
     @property
     def modelled(self) -> float:
         """Tokens per second and GPU by the cost model."""
-        machine = parse_machine(self.gpus, num_nodes=self.nodes)
-        device = machine.device("bf16")
+        hardware = parse_hardware(self.gpus, num_nodes=self.nodes)
+        device = hardware.device("bf16")
         if self.memory_bandwidth is not None:
             device = replace(device, memory_bandwidth=self.memory_bandwidth)
         work = self.model.work(
@@ -80,7 +80,7 @@ class Published:
             recomputed=self.recomputed,
             is_lora=self.is_lora,
         )
-        return work.tokens_per_step / step_time(self.strategy, work, device=device, cluster=machine.cluster).seconds
+        return work.tokens_per_step / step_time(self.strategy, work, device=device, cluster=hardware.cluster).seconds
 
     @property
     def error(self) -> float:

@@ -11,7 +11,7 @@ from finetune.commands.plan.cost.step_time import TRAINING_SHARE, Device
 from finetune.errors import UserError
 from finetune.runtime.gpus.specifications import GpuKind, find_gpu, require_gpu
 
-USUAL_MACHINES = ("1xRTX4090", "1xA100-80GB", "8xA100-80GB", "8xH100-80GB")
+USUAL_HARDWARE = ("1xRTX4090", "1xA100-80GB", "8xA100-80GB", "8xH100-80GB")
 """What a plan is for on a machine without a GPU, where none is asked for."""
 
 GPUS_PER_NODE = 8
@@ -24,7 +24,7 @@ _MAX_GPUS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """GPUs of one kind, on one or several machines."""
 
     kind: GpuKind
@@ -60,7 +60,7 @@ class Machine:
         memory = kind.memory_bandwidth / self.slowdown
         return Device(flops=flops, memory_bandwidth=memory, pcie_bandwidth=kind.pcie_bandwidth)
 
-    def with_gpus(self, num_gpus: int) -> "Machine":
+    def with_gpus(self, num_gpus: int) -> "Hardware":
         """Return so many GPUs of the same kind: on one machine as far as they fit there, else on whole ones."""
         per_node = max(self.gpus_per_node, min(num_gpus, GPUS_PER_NODE))
         if num_gpus <= per_node:
@@ -72,9 +72,9 @@ class Machine:
         return f"{several}{self.gpus_per_node}x {self.kind.name}"
 
 
-def parse_machine(
+def parse_hardware(
     text: str, *, num_nodes: int | None, gpu_table: Path | None = None, network_gbit: float | None = None
-) -> Machine:
+) -> Hardware:
     """Return the machine that a text such as `8xH100-80GB` names; raises UserError.
 
     `num_nodes` machines have that many GPUs each; None: one machine, or as many as 8 GPUs each make of more than 8.
@@ -92,10 +92,10 @@ def parse_machine(
         number, num_nodes = GPUS_PER_NODE, number // GPUS_PER_NODE
     if network_gbit is not None:
         kind = replace(kind, network_bandwidth=network_gbit * 1e9 / 8 / number)
-    return Machine(kind, number, num_nodes or 1)
+    return Hardware(kind, number, num_nodes or 1)
 
 
-def own_machine(*, num_nodes: int | None, gpu_table: Path | None) -> Machine | None:
+def own_hardware(*, num_nodes: int | None, gpu_table: Path | None) -> Hardware | None:
     """Return the GPUs of this machine; None without a GPU. Raises UserError for one that is in no table."""
     if not torch.cuda.is_available():
         return None
@@ -112,4 +112,4 @@ def own_machine(*, num_nodes: int | None, gpu_table: Path | None) -> Machine | N
             "the job will run on."
         )
     total = torch.cuda.get_device_properties(0).total_memory
-    return Machine(replace(kind, memory_bytes=total), len(names), num_nodes or 1)
+    return Hardware(replace(kind, memory_bytes=total), len(names), num_nodes or 1)
