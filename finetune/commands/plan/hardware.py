@@ -82,7 +82,7 @@ def parse_hardware(
     """
     found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([^\s].*?)\s*", text)
     count, name = (found[1], found[2]) if found is not None else (None, text)
-    number = int(count) if count is not None and len(count) < 9 else 1
+    number = 1 if count is None else int(count[:9])
     if found is None or not 1 <= number <= _MAX_GPUS:
         raise UserError(f"--gpus: `{text}` is no number and kind of GPUs. Write `8xH100-80GB` or `RTX4090`.")
     kind = require_gpu(name, table=gpu_table)

@@ -18,7 +18,7 @@ model:
   from_config:
     model_type: llama
     values: {{hidden_size: {hidden}, intermediate_size: {intermediate}, num_hidden_layers: {layers},
-              num_attention_heads: {heads}, num_key_value_heads: {heads}, vocab_size: {vocabulary}}}
+              num_attention_heads: {heads}, num_key_value_heads: {kv_heads}, vocab_size: {vocabulary}}}
   tokenizer: {{train: {{vocabulary_size: 330}}}}
   dtype: {dtype}
   gradient_checkpointing: true
@@ -32,13 +32,13 @@ task: {{name: pretrain}}
 train: {{global_batch_size: 64, microbatch_size: 1, steps: 1000, learning_rate: 1e-4, precision: bf16}}
 """
 
-_NAMES = ("hidden", "intermediate", "layers", "heads", "vocabulary", "length", "dtype")
+_NAMES = ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "length", "dtype")
 SHAPES: dict[str, dict[str, Any]] = {
     size: dict(zip(_NAMES, values, strict=True))
     for size, values in {
-        "8b": (4096, 14336, 32, 32, 128256, 4096, "float32"),
-        "70b": (8192, 28672, 80, 64, 128256, 2048, "bfloat16"),
-        "125m": (768, 3072, 12, 12, 50304, 1024, "float32"),
+        "8b": (4096, 14336, 32, 32, 8, 128256, 4096, "float32"),
+        "70b": (8192, 28672, 80, 64, 8, 128256, 2048, "bfloat16"),
+        "125m": (768, 3072, 12, 12, 12, 50304, 1024, "float32"),
     }.items()
 }
 ESTIMATES = {"8b": LLAMA_8B, "70b": LLAMA_70B, "125m": GPT_125M}

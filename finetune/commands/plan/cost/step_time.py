@@ -26,6 +26,9 @@ MEMORY_SHARE = 0.8
 HOST_SECONDS_PER_LAYER = 1.2e-3
 """To launch the kernels of a layer's forward and backward pass from Python, without torch.compile."""
 
+HOOK_SECONDS_PER_LAYER = {"fsdp2": 0.4e-3, "hsdp": 0.4e-3, "zero3": 1e-3, "zero3_offload": 1e-3}
+"""What gathering and freeing a layer's weights adds to that, on the host."""
+
 UPDATE_BYTES = 36.0
 """Read and written per parameter by clipping and AdamW in float32: weight, gradient and two moments."""
 
@@ -98,7 +101,7 @@ class _Pass:
 
 def step_time(strategy: str, work: Work, *, device: Device, cluster: Cluster) -> StepTime:
     """Return the time of a step under the strategy (a name of `accelerate_configs`), with gradients accumulated."""
-    computed = _pass_seconds(work, device)
+    computed = _pass_seconds(strategy, work, device=device)
     exposed, hidden = _communication(strategy, work, computed=computed, cluster=cluster)
     parts = {
         "computation": work.num_microbatches * (computed.forward + computed.backward),
@@ -117,7 +120,7 @@ def num_shards(strategy: str, cluster: Cluster) -> int:
     return cluster.within_node().num_ranks if strategy == "hsdp" else cluster.num_ranks
 
 
-def _pass_seconds(work: Work, device: Device) -> _Pass:
+def _pass_seconds(strategy: str, work: Work, *, device: Device) -> _Pass:
     """Return the time of a microbatch: a third of the FLOPs forward, the rest and what is recomputed backward."""
     memory = device.memory_bandwidth * MEMORY_SHARE
     total = work.flops_per_token + work.recomputed_flops_per_token
@@ -126,7 +129,8 @@ def _pass_seconds(work: Work, device: Device) -> _Pass:
     recomputes = work.recomputed_flops_per_token > 0
     between = work.num_tokens * work.traffic_per_token * (4 / 3 if recomputes else 1.0) / memory
     casts = (6.0 * work.num_casts * work.num_parameters + work.dequantized_bytes) / memory
-    host = HOST_SECONDS_PER_LAYER * work.num_layers * (4 / 3 if recomputes else 1.0)
+    per_layer = HOST_SECONDS_PER_LAYER * (4 / 3 if recomputes else 1.0) + HOOK_SECONDS_PER_LAYER.get(strategy, 0.0)
+    host = per_layer * work.num_layers
     seconds = max(products + between + casts, host)
     forward = seconds * (1 - recomputed) / 3
     return _Pass(forward, seconds - forward)
