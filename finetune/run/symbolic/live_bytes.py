@@ -76,8 +76,9 @@ def storages(values: Any) -> Iterator[torch.UntypedStorage]:
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _storages_of(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):
+                yield from _storages_of(part)
     elif tensor.device.type != "meta":
         yield tensor.untyped_storage()
 
