@@ -30,7 +30,8 @@ from finetune.commands.plan.strategies import (
 )
 from finetune.commands.plan.tables import print_plan
 from finetune.config.load import LoadedConfig, load_config
-from finetune.errors import ModelError, UserError
+from finetune.errors import ModelError
+from finetune.run.symbolic.predict import Predictor
 from finetune.run.symbolic.prediction import STRATEGIES, Method
 from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.text.library_output import quiet_libraries
@@ -78,7 +79,7 @@ def make_plan(
     machines, sentences = _hardware(options)
     _ = [prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table) for hardware in machines]
     job = read_job(loaded)
-    memory = Memory(predict or partial_predict(loaded), clock=clock)
+    memory = Memory(predict or Predictor(loaded.config).predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
     planned = [
@@ -204,11 +205,6 @@ def _modelled(job: Job, memory: Memory, run: MeasuredRun) -> float | None:
     modelled = timed(job, hardware, layout, Fit(size, found, found))
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
     return tokens / modelled.time.seconds if modelled.time is not None else None
-
-
-def partial_predict(loaded: LoadedConfig) -> Predict:
-    """Return what predicts the job's memory, made at its first use."""
-    raise UserError("not yet")
 
 
 def _emulated(job: Job, machines: Sequence[Hardware]) -> list[str]:

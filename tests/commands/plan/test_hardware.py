@@ -62,7 +62,7 @@ def test_the_gpus_of_this_machine_are_taken_with_their_own_memory(gpus: Callable
 
 def test_gpus_that_are_in_no_table_or_of_several_kinds_are_refused(gpus: Callable[..., None]):
     gpus("NVIDIA GeForce GT 710")
-    with pytest.raises(UserError, match="GT 710, is not in the table. Write --gpus"):
+    with pytest.raises(UserError, match=r"GT 710, is not in the table. Write --gpus"):
         own_hardware(num_nodes=None, gpu_table=None)
     gpus("Tesla T4", "NVIDIA L4")
     with pytest.raises(UserError, match="several kinds"):
