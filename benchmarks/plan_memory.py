@@ -88,8 +88,10 @@ class Combination:
 
 
 COMBINATIONS = tuple(
-    Combination(*each) for each in product(SIZES, STRATEGIES, METHODS, (False, True))
+    Combination(size, strategy, method, recomputes=(size == "medium") == (method == "full"))
+    for size, strategy, method in product(SIZES, STRATEGIES, METHODS)
 )
+"""Recomputation with full fine-tuning in one size, with LoRA in the other."""
 
 
 def main() -> int:

@@ -83,7 +83,8 @@ def materialize_fake(model: nn.Module, *, dtype: torch.dtype | None = None) -> N
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = found.setdefault(id(parameter), _empty(parameter, dtype))
+                wanted = None if isinstance(module, QuantizedLinear) and name == "weight" else dtype
+                module._parameters[name] = found.setdefault(id(parameter), _empty(parameter, wanted))
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -22,6 +22,7 @@ from finetune.run.symbolic.model import QuantizedLinear, materialize_fake
 from finetune.run.symbolic.tracer import ACTIVATIONS, GRADIENTS, OPTIMIZER, Tracer
 from finetune.strategy.experts import keep_experts_in_graph
 from finetune.task.lm_loss.chunked_loss import chunks_of
+from finetune.task.lm_loss.head import find_lm_head
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.train.optim.optimizers import begin_step, build_optimizer
@@ -85,6 +86,8 @@ def trace_step(
         num_parameters, num_trained, largest = _count(model)
         keep_experts_in_graph(model)
         materialize_fake(model, dtype=half if sharding.is_half else None)
+        with unset_fake_temporarily():
+            find_lm_head(model)  # which asks the model's own forward, by the values of a probe
         if sharding.is_sharded:
             model = _shard(model, mesh, half)
         elif half is not None and not sharding.is_half:
