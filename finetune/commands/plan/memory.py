@@ -1,7 +1,7 @@
 """The memory of the job under many layouts, by its own symbolic step, and the largest microbatch that fits."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.errors import ModelError
@@ -9,30 +9,19 @@ from finetune.run.symbolic.prediction import Layout, Prediction
 
 Predict = Callable[[Layout], Prediction]
 
-DIVIDED_PARTS: Mapping[str, tuple[str, ...]] = {
-    "zero1": ("optimizer",),
-    "zero2": ("optimizer", "gradients"),
-    "fsdp2": ("optimizer", "gradients", "weights"),
-    "zero3": ("optimizer", "gradients", "weights"),
-}
-"""Parts of a prediction that a strategy divides by the number of ranks."""
-
-_MAX_TRIES = 4
-"""Predictions at sizes below the one that the line through two smaller ones says would fit."""
+_SHARDED_PARTS = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
 class Fit:
     """The largest microbatch with which a step fits, and what it takes; 0 where not even one sample does.
 
-    `smallest` is the prediction with one sample. `is_confirmed` tells whether `largest` was predicted at that size
-    rather than read off the line through two smaller ones.
+    `smallest` is the prediction with one sample.
     """
 
     microbatch_size: int
     smallest: Prediction
     largest: Prediction | None = None
-    is_confirmed: bool = True
 
 
 class Memory:
@@ -52,55 +41,43 @@ class Memory:
             self.seconds += self._clock() - started
         return self._found[layout]
 
-    def largest_fit(self, layout: Layout, *, usable_bytes: int, most: int, confirms: bool) -> Fit:
-        """Return the largest microbatch of at most `most` samples that fits: by a line, then by a prediction at it."""
-        one = self.at(replace(layout, microbatch_size=1))
+    def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
+        """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
+
+        Memory is a line above some size, so the line between one that fits and one that does not says where to look.
+        """
+
+        def at(size: int) -> Prediction:
+            return self.at(replace(layout, microbatch_size=size))
+
+        one, fits, fails = at(1), 0, len(sizes) - 1
         if one.peak_bytes > usable_bytes:
             return Fit(0, one)
-        if most == 1:
-            return Fit(1, one, one)
-        two = self.at(replace(layout, microbatch_size=2))
-        if two.peak_bytes > usable_bytes:
-            return Fit(1, one, one)
-        each = max(1, two.peak_bytes - one.peak_bytes)
-        size = min(most, 1 + (usable_bytes - one.peak_bytes) // each)
-        if size == 2:
-            return Fit(2, one, two)
-        if not confirms:
-            return Fit(size, one, on_line(one, two, size), is_confirmed=False)
-        return self._confirmed(layout, size, usable_bytes=usable_bytes, one=one, two=two)
-
-    def _confirmed(self, layout: Layout, size: int, *, usable_bytes: int, one: Prediction, two: Prediction) -> Fit:
-        for _ in range(_MAX_TRIES):
-            found = self.at(replace(layout, microbatch_size=size))
-            if found.peak_bytes <= usable_bytes or size <= 2:
-                return Fit(size, one, found)
-            each = (found.peak_bytes - one.peak_bytes) / (size - 1)
-            size = max(2, min(size - 1, 1 + int((usable_bytes - one.peak_bytes) / each)))
-        return Fit(2, one, two)
+        if at(sizes[fails]).peak_bytes <= usable_bytes:
+            return Fit(sizes[fails], one, at(sizes[fails]))
+        while fails - fits > 1:
+            low, high = at(sizes[fits]).peak_bytes, at(sizes[fails]).peak_bytes
+            wanted = sizes[fits] + (usable_bytes - low) / (high - low) * (sizes[fails] - sizes[fits])
+            between = range(fits + 1, fails)
+            tried = max((place for place in between if sizes[place] <= wanted), default=between[0])
+            if at(sizes[tried]).peak_bytes <= usable_bytes:
+                fits = tried
+            else:
+                fails = tried
+        return Fit(sizes[fits], one, at(sizes[fits]))
 
 
-def on_line(one: Prediction, two: Prediction, size: int) -> Prediction:
-    """Return what `size` samples take, on the line through one and two.
+def with_ranks(prediction: Prediction, *, ranks: int, others: int) -> Prediction:
+    """Return what a rank takes under FSDP with `others` ranks where it takes this with `ranks`.
 
-    >>> on_line(Prediction(10, {"activations": 2}), Prediction(12, {"activations": 4}), 5).parts
-    {'activations': 10}
-    """
-    steps = size - 1
-    parts = {name: own + steps * (two.parts.get(name, 0) - own) for name, own in one.parts.items()}
-    return replace(two, peak_bytes=one.peak_bytes + steps * (two.peak_bytes - one.peak_bytes), parts=parts)
-
-
-def with_ranks(prediction: Prediction, strategy: str, *, ranks: int, others: int) -> Prediction:
-    """Return what a rank takes with `others` ranks where it takes this with `ranks`: what is divided is so by more.
-
-    >>> with_ranks(Prediction(11, {"weights": 8, "activations": 3}), "fsdp2", ranks=2, others=8).peak_bytes
+    >>> with_ranks(Prediction(11, {"weights": 8, "activations": 3}), ranks=2, others=8).peak_bytes
     5
     """
-    divided = DIVIDED_PARTS.get(strategy.removesuffix("_offload"), ())
-    parts = {name: round(size * ranks / others) if name in divided else size for name, size in prediction.parts.items()}
-    change = sum(parts.values()) - sum(prediction.parts.values())
-    return replace(prediction, peak_bytes=prediction.peak_bytes + change, parts=parts)
+    parts = {
+        name: round(size * ranks / others) if name in _SHARDED_PARTS else size
+        for name, size in prediction.parts.items()
+    }
+    return replace(prediction, peak_bytes=sum(parts.values()), parts=parts)
 
 
 def unpredictable(error: ModelError) -> str:

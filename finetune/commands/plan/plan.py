@@ -134,7 +134,7 @@ def _plan_hardware(
         best=best,
         why=_why(best, plans),
         outlook=None if best is None else make_outlook(job, hardware, best, prices=prices, assumed=options.assumed),
-        points=scale_points(job, hardware, plans, usd_per_gpu_hour=usd),
+        points=scale_points(job, hardware, plans, memory, usd_per_gpu_hour=usd),
         variants=_variants(job, hardware, memory, best, is_over=is_over) if options.gpus is not None else [],
     )
 
@@ -144,13 +144,13 @@ def _variants(
 ) -> list[StrategyPlan]:
     """Return the chosen strategy with each method, with and without recomputation, until the time is over."""
     strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
+    own = bool(job.checkpointing)
+    asked = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
     found: list[StrategyPlan] = []
-    ordered = sorted(_METHODS, key=lambda method: method != job.method)
-    for method in ordered:
-        for checkpointing in (False, True):
-            if is_over():
-                return found
-            found.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=checkpointing))
+    for method, recomputes in sorted(asked, key=lambda each: each[0] != job.method):
+        if is_over():
+            break
+        found.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=recomputes))
     return found
 
 

@@ -78,7 +78,7 @@ def _hardware_json(planned: HardwarePlan) -> dict[str, Any]:
 
 
 def _strategy_json(plan: StrategyPlan, hardware: Hardware) -> dict[str, Any]:
-    prediction, time, fit = plan.prediction, plan.time, plan.fit
+    prediction, time = plan.prediction, plan.time
     return {
         "strategy": plan.strategy,
         "num_gpus": plan.layout.num_ranks,
@@ -89,7 +89,6 @@ def _strategy_json(plan: StrategyPlan, hardware: Hardware) -> dict[str, Any]:
         "accelerate_file": accelerate_file(plan.strategy, hardware),
         "microbatch_size": plan.layout.microbatch_size if plan.fits else None,
         "num_microbatches": plan.num_microbatches if plan.fits else None,
-        "is_confirmed": None if fit is None else fit.is_confirmed,
         "peak_bytes": None if prediction is None else prediction.peak_bytes,
         "parts": None if prediction is None else dict(prediction.parts),
         "num_parameters": None if prediction is None else prediction.num_parameters,

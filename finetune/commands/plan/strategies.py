@@ -1,7 +1,7 @@
 """Each strategy on one machine: whether it fits, with which microbatch, how long a step takes, and the one to take."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.commands.plan.cost.step_time import StepTime, step_time
 from finetune.commands.plan.hardware import Hardware
@@ -63,15 +63,8 @@ def accelerate_file(strategy: str, hardware: Hardware) -> str:
 
 
 def plan_strategies(job: Job, hardware: Hardware, memory: Memory) -> list[StrategyPlan]:
-    """Return a plan for every strategy, in their usual order; the best fit is confirmed by a prediction at its size."""
-    plans = [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
-    for _ in plans:
-        best = choose(plans)
-        if best is None or best.fit is None or best.fit.is_confirmed:
-            break
-        place = plans.index(best)
-        plans[place] = plan_strategy(best.strategy, job, hardware, memory, confirms=True)
-    return plans
+    """Return a plan for every strategy, in their usual order."""
+    return [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
 
 
 def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
@@ -97,7 +90,6 @@ def plan_strategy(
     *,
     method: Method | None = None,
     checkpointing: bool | None = None,
-    confirms: bool = False,
 ) -> StrategyPlan:
     """Return the plan of one strategy; `method` and `checkpointing` replace the job's own."""
     ranks = 1 if strategy == "single" else hardware.num_gpus
@@ -116,8 +108,8 @@ def plan_strategy(
     if reason is not None:
         return StrategyPlan(strategy, layout, reason=reason)
     try:
-        fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, most=share, confirms=confirms)
-        fit = _dividing(fit, layout, share, memory, confirms=confirms)
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
     except ModelError as error:
         return StrategyPlan(strategy, layout, reason=unpredictable(error))
     if fit.largest is None:
@@ -140,15 +132,7 @@ def timed(job: Job, hardware: Hardware, layout: Layout, fit: Fit) -> StrategyPla
 
 def with_microbatch(layout: Layout, size: int) -> Layout:
     """Return the layout with another microbatch."""
-    return Layout(**{**vars(layout), "microbatch_size": size})
-
-
-def _dividing(fit: Fit, layout: Layout, share: int, memory: Memory, *, confirms: bool) -> Fit:
-    """Return the fit with the largest microbatch that divides the rank's share of the global batch."""
-    if fit.largest is None or share % fit.microbatch_size == 0:
-        return fit
-    size = max(each for each in range(1, fit.microbatch_size) if share % each == 0)
-    return memory.largest_fit(layout, usable_bytes=1 << 62, most=size, confirms=confirms)
+    return replace(layout, microbatch_size=size)
 
 
 def _why_not(config: RunConfig, layout: Layout) -> str | None:

@@ -21,39 +21,33 @@ class Counted:
         return Prediction(round(size), {"activations": round(size)})
 
 
-def test_the_line_through_one_and_two_is_confirmed_at_its_answer():
-    """10 + 3 n <= 40: 10 samples."""
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def test_the_line_between_what_fits_and_what_does_not_says_where_to_look():
+    """10 + 3 n <= 40: 10 samples, of the sizes 8; one step above it is tried, too."""
     predict = Counted(each=3)
-    fit = Memory(predict).largest_fit(LAYOUT, usable_bytes=40, most=64, confirms=True)
-    assert (fit.microbatch_size, fit.is_confirmed) == (10, True)
-    assert predict.asked == [1, 2, 10]
+    fit = Memory(predict).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
+    assert fit.microbatch_size == 8 and fit.largest is not None and fit.largest.peak_bytes == 34
+    assert predict.asked == [1, 64, 8, 16]
 
 
-def test_without_confirmation_the_line_is_what_is_told():
+def test_what_grows_faster_than_a_line_is_found_too():
+    """10 + n + n^2 / 4 <= 40: 9 samples, of the sizes 8."""
+    fit = Memory(Counted(each=1, bend=0.25)).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
+    assert fit.microbatch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("usable", "sizes", "size", "asked"),
+    [(5, SIZES, 0, [1]), (999, SIZES, 64, [1, 64]), (14, (1, 2), 1, [1, 2]), (99, (1,), 1, [1])],
+)
+def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], size: int, asked: list[int]):
     predict = Counted(each=3)
-    fit = Memory(predict).largest_fit(LAYOUT, usable_bytes=40, most=64, confirms=False)
-    assert fit.largest is not None
-    assert (fit.microbatch_size, fit.is_confirmed, fit.largest.peak_bytes) == (10, False, 40)
-    assert predict.asked == [1, 2]
-
-
-def test_where_the_line_is_too_good_a_smaller_size_is_tried():
-    """10 + n + n^2 / 4 <= 40: 9 samples; the line through 1 and 2 says 17."""
-    predict = Counted(each=1, bend=0.25)
-    fit = Memory(predict).largest_fit(LAYOUT, usable_bytes=40, most=64, confirms=True)
-    assert fit.largest is not None and fit.largest.peak_bytes <= 40
-    assert 5 <= fit.microbatch_size <= 9
-
-
-@pytest.mark.parametrize(("usable", "most", "size", "asked"), [(5, 64, 0, [1]), (14, 64, 1, [1, 2]), (99, 1, 1, [1])])
-def test_the_ends_take_fewer_predictions(usable: int, most: int, size: int, asked: list[int]):
-    predict = Counted(each=3)
-    assert Memory(predict).largest_fit(LAYOUT, usable_bytes=usable, most=most, confirms=True).microbatch_size == size
+    assert Memory(predict).largest_fit(LAYOUT, usable_bytes=usable, sizes=sizes).microbatch_size == size
     assert predict.asked == asked
 
 
-def test_what_a_strategy_divides_is_divided_by_the_other_number_of_ranks():
+def test_what_fsdp_splits_is_split_over_the_other_number_of_ranks():
     own = Prediction(16, {"weights": 8, "gradients": 4, "optimizer": 2, "activations": 2})
-    assert with_ranks(own, "fsdp2", ranks=2, others=4).peak_bytes == 4 + 2 + 1 + 2
-    assert with_ranks(own, "zero2", ranks=2, others=4).peak_bytes == 8 + 2 + 1 + 2
-    assert with_ranks(own, "ddp", ranks=2, others=4) == own
+    assert with_ranks(own, ranks=2, others=4).peak_bytes == 4 + 2 + 1 + 2
