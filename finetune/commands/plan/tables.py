@@ -37,9 +37,9 @@ def _print_job(plan: Plan) -> None:
     trained = "" if sizes is None else _format_parameters(sizes)
     steps = "" if counts.num_steps is None else f", {counts.num_steps:,} steps"
     how = f"{_NAMES[job.method]}{trained}, {job.train.precision}, {_format_recomputation(job.checkpointing)}"
-    print(f"{plan.job_file}: {how}")
-    unit = job.config.data.batching.unit
-    print(f"{job.train.global_batch_size} {unit} of {counts.tokens_per_position:,.0f} tokens per step{steps}")
+    batch = f"{job.train.global_batch_size} {job.config.data.batching.unit}"
+    shape = f"{batch} of {counts.tokens_per_position:,.0f} tokens per step{steps}"
+    print_facts([("", f"{plan.job_file}: {how}"), ("", shape)], indent=0)
 
 
 def _all_plans(plan: Plan) -> Iterable[StrategyPlan]:
