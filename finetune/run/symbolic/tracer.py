@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _ATTENTION = {
     ),
 }
 """The CPU's operators of attention, of which torch has no formulas (2.13)."""
+
+_GROUPED_PRODUCT = "aten::_grouped_mm"
+"""Of experts: as many products as groups of rows. torch has no formula for its FLOPs (2.13)."""
 
 _ATTENTION_PRODUCTS = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
 
@@ -68,7 +72,10 @@ class Tracer(LiveBytes):
         self._note()
 
     def __torch_dispatch__(self, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        outputs = super().__torch_dispatch__(operation, types, given, named)
+        if _name(operation) == _GROUPED_PRODUCT and given[0].dtype != torch.bfloat16:
+            outputs = super().__torch_dispatch__(partial(_grouped_product, operation), types, given, named)
+        else:
+            outputs = super().__torch_dispatch__(operation, types, given, named)
         if outputs is not NotImplemented:
             self._count(operation, given, named or {}, outputs)
         return outputs
@@ -79,7 +86,10 @@ class Tracer(LiveBytes):
             super().resized(storage, by=by)
 
     def _count(self, operation: Any, given: Any, named: Any, outputs: Any) -> None:
-        name = operation._schema.name if hasattr(operation, "_schema") else ""
+        name = _name(operation)
+        if name == _GROUPED_PRODUCT:
+            one, other = given[:2]
+            self.flops[self.flop_phase or self.phase, False] += 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
         formula = _ATTENTION.get(name)
         if formula is not None:
             shapes = tree_map_only(Tensor, lambda each: each.shape, given)
@@ -110,3 +120,14 @@ class Tracer(LiveBytes):
             self.held_at_peak[phase] = dict(self.held)
         transient = self.held[ACTIVATIONS] + self.held[GATHERED]
         self.transient_peaks[phase] = max(transient, self.transient_peaks.get(phase, 0))
+
+
+def _name(operation: Any) -> str:
+    return operation._schema.name if hasattr(operation, "_schema") else ""
+
+
+def _grouped_product(operation: Any, one: Tensor, other: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Return a grouped product of any dtype: without values, torch only has that of bfloat16 (2.13)."""
+    halves = (torch.empty_like(each, dtype=torch.bfloat16) for each in (one, other))
+    found: Tensor = operation(*halves, *others, **named)
+    return torch.empty_like(found, dtype=one.dtype)
