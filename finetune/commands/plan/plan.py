@@ -37,10 +37,12 @@ from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.terminal import format_json
 
-BUDGET_SECONDS = 45.0
-"""After which no further method or recomputation is tried."""
+BUDGET_SECONDS = 30.0
+"""Of this process's CPU time, after which no further method or recomputation is tried."""
 
 _METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+
+_CUT_SHORT = f"Not all other methods were tried: {BUDGET_SECONDS:g} s of CPU time were over."
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,18 @@ def make_plan(
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
     """Return the plan; raises UserError for machines and tables, ModelError for a model that cannot be read."""
-    started = clock()
+    started, cpu_started = clock(), time.process_time()
     machines, sentences = _hardware(options)
-    _ = [prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table) for hardware in machines]
+    for hardware in machines:  # an error in a table comes before what takes time
+        prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
     job = read_job(loaded)
     memory = Memory(predict or Predictor(loaded.config).predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
     planned = [
-        _plan_hardware(job, hardware, memory, options, is_over=lambda: clock() - started > BUDGET_SECONDS)
+        _plan_hardware(
+            job, hardware, memory, options, is_over=lambda: time.process_time() - cpu_started > BUDGET_SECONDS
+        )
         for hardware in machines
     ]
     return Plan(
@@ -96,6 +101,7 @@ def make_plan(
             *_emulated(job, machines),
             *measured,
             *_assumptions(options.assumed),
+            *([_CUT_SHORT] if any(0 < len(each.variants) < 2 * len(_METHODS) for each in planned) else []),
         ],
         seconds=clock() - started,
     )
