@@ -3,8 +3,8 @@
     python benchmarks/plan_memory.py                    # all; about ten minutes on two cores
     python benchmarks/plan_memory.py --only small/ddp/full small/zero3/lora/recomputed
 
-Prints a table in Markdown and writes it to benchmarks/experiments/plan_memory.md. Ends with 1 where a prediction is more
-than 15% from what was measured, or the median more than 7%.
+Prints a table in Markdown, and writes it to benchmarks/experiments/plan_memory.md. Ends with 1 where a prediction is
+more than 15% from what was measured, or the median more than 7%.
 
 What is measured is what tensors hold at most in the second step or later: weights, gradients, optimizer state,
 activations and buffers, of the rank that holds most. Two ranks; `single`: one.
@@ -129,7 +129,7 @@ def compare(each: Combination, folder: Path, microbatch: int) -> tuple[Combinati
     error = predicted.peak_bytes / measured - 1
     print(
         f"{each.name:32} predicted {predicted.peak_bytes / 1e6:8.1f} MB, measured {measured / 1e6:8.1f} MB, "
-        f"{error:+.1%}  {({name: round(size / 1e6, 1) for name, size in predicted.parts.items()})}",
+        f"{error:+.1%}  { ({name: round(size / 1e6, 1) for name, size in predicted.parts.items()}) }",
         flush=True,
     )
     return each, predicted.peak_bytes, measured, seconds, error
@@ -152,7 +152,9 @@ def measure(each: Combination, job: Path) -> int:
     words = [word for setting in each.overrides for word in ("--set", setting)]
     program = ("-m", "tests.run.symbolic.live_program", str(job.parent), "--config", str(job), *words)
     command = accelerate_command(each.strategy, *program, processes=each.num_ranks)
-    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     if ended.returncode:
         raise SystemExit(f"{each.name}: {(ended.stdout + ended.stderr)[-3000:]}")
     peaks = [json.loads((job.parent / f"{rank}.json").read_text()) for rank in range(each.num_ranks)]
@@ -165,7 +167,7 @@ def format_table(rows: Sequence[Any], errors: Sequence[float]) -> str:
         "# Predicted and measured peak memory",
         "",
         "`python benchmarks/plan_memory.py`: the peak of all tensors in a step, predicted without values by",
-        "`finetune.run.symbolic`, and measured by live bytes in real processes on CPUs (gloo; two ranks, `single`: one).",
+        "`finetune.run.symbolic`, and measured by live bytes in processes on CPUs (gloo; two ranks, `single`: one).",
         f"Llama-shaped models in float32, rows of {LENGTH} tokens, microbatches of 2 rows.",
         "",
         "| model | strategy | method | recomputation | predicted, MB | measured, MB | error | seconds to predict |",

@@ -29,7 +29,15 @@ from finetune.task.protocol import Task, TaskContext
 from finetune.task.registry import build_task, input_kind
 
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-_WORDS = {"unk": "[UNK]", "pad": "[PAD]", "bos": "[BOS]", "eos": "[EOS]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+_WORDS = {
+    "unk": "[UNK]",
+    "pad": "[PAD]",
+    "bos": "[BOS]",
+    "eos": "[EOS]",
+    "cls": "[CLS]",
+    "sep": "[SEP]",
+    "mask": "[MASK]",
+}
 _CLASSES = ("0", "1")
 
 
@@ -99,7 +107,7 @@ def _of_pairs(config: RunConfig, number: int, length: int) -> Features:
 
 
 def _of_source_and_target(config: RunConfig, number: int, length: int) -> Features:
-    arrays = _tokens(length + config.task.seq2seq.max_target_length)
+    arrays = _tokens(length + (config.task.seq2seq.max_target_length or length))
     arrays["is_target"] = np.arange(len(arrays["input_ids"])) >= length
     return Features(arrays, sample_id=number)
 
@@ -134,4 +142,3 @@ def tokens_of(batch: Batch) -> int:
     """Return the places of the batch's rows, padding included; of images, the images."""
     rows, length = batch.positions
     return rows * length
-

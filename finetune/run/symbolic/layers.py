@@ -16,7 +16,7 @@ MIN_LAYERS = 2
 """Layers of a stack in the smallest copy: its first and its last are two."""
 
 _MAX_KINDS = 6
-"""A model with more kinds of layers than that is traced whole."""
+"""A model with more types of layers than that is traced whole."""
 
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 """Values of a config with a number of layers."""
@@ -24,7 +24,7 @@ _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_la
 _INDICES = ("layer_idx", "layer_index", "layer_id", "layer_number")
 """Attributes of a module with the place of its layer."""
 
-Kept = Mapping[str, Sequence[int]]
+Chosen = Mapping[str, Sequence[int]]
 """Of each stack, by its name in the model: the places of the layers that stay."""
 
 
@@ -33,7 +33,7 @@ class Stack:
     """A list of layers, one after the other."""
 
     name: str
-    kinds: tuple[int, ...]  # of each layer: the place of the first that is like it
+    types: tuple[int, ...]  # of each layer: the place of the first that is like it
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
@@ -44,46 +44,46 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
         if is_inside or not isinstance(module, nn.ModuleList) or len(module) < MIN_LAYERS:
             continue
         if all(any(True for _ in layer.parameters()) for layer in module):
-            found.append(Stack(name, _kinds(_owner(model, name), module)))
+            found.append(Stack(name, _layer_types(_owner(model, name), module)))
     return tuple(found)
 
 
-def smallest(stacks: Sequence[Stack]) -> Kept:
+def smallest(stacks: Sequence[Stack]) -> Chosen:
     """Return the fewest layers in which each kind is, in their order, and no stack is a single layer."""
-    return {each.name: _with_more(each, set(each.kinds), least=min(MIN_LAYERS, len(each.kinds))) for each in stacks}
+    return {each.name: _with_more(each, set(each.types), least=min(MIN_LAYERS, len(each.types))) for each in stacks}
 
 
-def enlarged(stacks: Sequence[Stack], kept: Kept) -> Iterator[tuple[int, Kept]]:
-    """Yield for each kind that has more layers: how many more, and the kept layers with one of them more."""
+def enlarged(stacks: Sequence[Stack], chosen: Chosen) -> Iterator[tuple[int, Chosen]]:
+    """Yield for each kind that has more layers: how many more, and the chosen layers with one of them more."""
     for stack in stacks:
-        own = kept[stack.name]
-        num_kept = Counter(stack.kinds[place] for place in own)
-        for kind, number in Counter(stack.kinds).items():
+        own = chosen[stack.name]
+        num_kept = Counter(stack.types[place] for place in own)
+        for kind, number in Counter(stack.types).items():
             rest = number - num_kept[kind]
             if rest:
-                another = next(place for place, each in enumerate(stack.kinds) if each == kind and place not in own)
-                yield rest, {**kept, stack.name: sorted([*own, another])}
+                another = next(place for place, each in enumerate(stack.types) if each == kind and place not in own)
+                yield rest, {**chosen, stack.name: sorted([*own, another])}
 
 
 def can_be_extrapolated(stacks: Sequence[Stack]) -> bool:
-    """Tell whether few kinds of layers make up the model."""
-    return 0 < sum(len(set(each.kinds)) for each in stacks) <= _MAX_KINDS
+    """Tell whether few types of layers make up the model."""
+    return 0 < sum(len(set(each.types)) for each in stacks) <= _MAX_KINDS
 
 
-def with_layers(model: Any, kept: Kept) -> Any:
+def with_layers(model: Any, chosen: Chosen) -> Any:
     """Return a copy of the model with these layers alone, which count as a smaller model of its type."""
-    whole = {name: model.get_submodule(name) for name in kept}
-    for name, places in kept.items():
+    whole = {name: model.get_submodule(name) for name in chosen}
+    for name, places in chosen.items():
         _set(model, name, nn.ModuleList([whole[name][place] for place in places]))
     try:
         small = copy.deepcopy(model)
     finally:
         for name, layers in whole.items():
             _set(model, name, layers)
-    for name, places in kept.items():
+    for name, places in chosen.items():
         _renumber(small.get_submodule(name), places)
     seen: set[int] = set()
-    for name, places in kept.items():
+    for name, places in chosen.items():
         config = getattr(_owner(small, name), "config", None)
         if config is not None and id(config) not in seen:
             seen.add(id(config))
@@ -91,13 +91,13 @@ def with_layers(model: Any, kept: Kept) -> Any:
     return small
 
 
-def _with_more(stack: Stack, kinds: set[int], *, least: int) -> list[int]:
-    places = sorted(kinds)
-    others = [place for place in range(len(stack.kinds)) if place not in kinds]
+def _with_more(stack: Stack, types: set[int], *, least: int) -> list[int]:
+    places = sorted(types)
+    others = [place for place in range(len(stack.types)) if place not in types]
     return sorted([*places, *others[: max(0, least - len(places))]])
 
 
-def _kinds(owner: nn.Module, layers: nn.ModuleList) -> tuple[int, ...]:
+def _layer_types(owner: nn.Module, layers: nn.ModuleList) -> tuple[int, ...]:
     lists = [
         value
         for value in vars(getattr(owner, "config", object)).values()

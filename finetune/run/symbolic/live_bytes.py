@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Counts the bytes of the storages that operations return in this context, until nothing refers to them.
 
     A storage counts once, however many views it has. Tensors from before the context count for nothing, unless their
@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.now = self.peak = 0
         self._tracked: dict[int, tuple[Any, int]] = {}  # by id: a weak reference to the storage, its bytes
 
@@ -31,11 +31,11 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._patch = patch.object(torch.UntypedStorage, "resize_", _reporting(torch.UntypedStorage.resize_, self))
         self._patch.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # likewise
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # likewise
         self._patch.stop()
 
     def __torch_dispatch__(self, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:

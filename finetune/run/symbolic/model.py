@@ -8,13 +8,13 @@ from torch.nn import functional
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import LoraSection, ModelSection, QuantizationSection
+from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds, model_build_errors
 from finetune.model.loading.load import load_empty_model
 from finetune.model.processing import load_processing
-from finetune.data.token_cache.cache import cache_folder
 from finetune.run.symbolic.prediction import Method
 from finetune.runtime.optional import lazily
 from finetune.task.protocol import Task
@@ -143,7 +143,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product in the dtype of the input."""
-        found: Tensor = _Dequantized.apply(input.to(self.compute_dtype), self.weight, self._shape)  # type: ignore[no-untyped-call]
+        found: Tensor = _Dequantized.apply(input.to(self.compute_dtype), self.weight, self._shape)  # type: ignore[no-untyped-call]  # torch has no types for it
         return (found if self.bias is None else found + self.bias).to(input.dtype)
 
     @property

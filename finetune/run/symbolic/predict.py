@@ -6,7 +6,7 @@ gathers is added to what the same step holds.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError, ModelError
 from finetune.model.memory.step import library_bytes
 from finetune.model.size import optimizer_state_bytes
 from finetune.run.symbolic.inputs import is_token_task, largest_batch, symbolic_task, tokens_of
-from finetune.run.symbolic.layers import Kept, can_be_extrapolated, enlarged, find_stacks, smallest, with_layers
+from finetune.run.symbolic.layers import Chosen, can_be_extrapolated, enlarged, find_stacks, smallest, with_layers
 from finetune.run.symbolic.model import empty_model, make_trainable, with_method
 from finetune.run.symbolic.prediction import Layout, Prediction
 from finetune.run.symbolic.step import Step, traced_parts
@@ -103,9 +103,9 @@ class Predictor:
             self._config, self._task, data=self._data, num_samples=layout.microbatch_size, is_one_sample=is_merged
         )
 
-        def trace(kept: Kept) -> Values:
-            model = make_trainable(with_layers(whole, kept), section, task=self._task, seed=self._config.run.seed)
-            layers = [layer for name in kept for layer in _layers(model, name)]
+        def trace(chosen: Chosen) -> Values:
+            model = make_trainable(with_layers(whole, chosen), section, task=self._task, seed=self._config.run.seed)
+            layers = [layer for name in chosen for layer in _layers(model, name)]
             return trace_step(
                 self._config,
                 model,
@@ -125,15 +125,15 @@ def _layers(model: Any, name: str) -> Sequence[nn.Module]:
     return list(unwrap_model(model).get_submodule(name).children())
 
 
-def _extrapolated(model: Any, trace: Any) -> Values:
+def _extrapolated(model: Any, trace: Callable[[Chosen], Values]) -> Values:
     """Return the values of the whole model, from traces of a few layers of each kind."""
     stacks = find_stacks(model)
     if not can_be_extrapolated(stacks):
-        return trace({each.name: range(len(each.kinds)) for each in stacks})
-    kept = smallest(stacks)
-    base: Mapping[Any, float] = trace(kept)
+        return trace({each.name: range(len(each.types)) for each in stacks})
+    chosen = smallest(stacks)
+    base: Mapping[Any, float] = trace(chosen)
     found: defaultdict[Any, float] = defaultdict(float, base)
-    for number, more in enlarged(stacks, kept):
+    for number, more in enlarged(stacks, chosen):
         values = trace(more)
         for name in {*base, *values}:
             found[name] += number * (values.get(name, 0.0) - base.get(name, 0.0))

@@ -36,7 +36,7 @@ class Step:
             for name, phases in _PASSES.items()
         }
 
-    def held(self, kind: str) -> float:
+    def bytes_of(self, kind: str) -> float:
         """Return the bytes of this kind that are there at the end of the step."""
         return self.values.get(("held", kind), 0.0)
 
@@ -53,7 +53,7 @@ class Step:
 def traced_parts(layout: Layout, step: Step) -> dict[str, float]:
     """Return what a rank holds at the peak of the step, by name."""
     if layout.strategy == "ddp":  # whose buckets hold every gradient from its construction on
-        held = {kind: step.held(kind) for kind in (WEIGHTS, GRADIENTS, OPTIMIZER)}
+        held = {kind: step.bytes_of(kind) for kind in (WEIGHTS, GRADIENTS, OPTIMIZER)}
         return {**held, ACTIVATIONS: step.transient(*step.phases)}
     peak = max(step.phases, key=lambda phase: step.values["peak", phase])
     kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, GATHERED)

@@ -11,6 +11,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -61,17 +62,16 @@ def fake_mesh(sharding: Sharding) -> Iterator[Any]:
     if not sharding.is_sharded:
         yield None
         return
-    distributed = torch.distributed
     world = sharding.num_shards * sharding.num_copies
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         if sharding.num_copies == 1:
-            yield distributed.init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+            yield init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
         else:
             sizes = (sharding.num_copies, sharding.num_shards)
-            yield distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+            yield init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     finally:
-        distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()
 
 
 def trace_step(
@@ -166,7 +166,7 @@ def _take_step(
     (batch,) = task.prepare_step(model, [batch])
     loss: Tensor = task.loss_sums(model, batch)["loss_sum"]
     tracer.begin(HEAD)
-    (loss * (1 / max(1, batch.num_targets))).backward()  # type: ignore[no-untyped-call]
+    (loss * (1 / max(1, batch.num_targets))).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     del loss
     for parameter in trained:
         if parameter.grad is not None:
@@ -211,7 +211,7 @@ class _Phases:
         number, self._num_done = self._num_done, self._num_done + 1
         states = next((each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad), None)
         if states is not None:
-            states.register_hook(self._entering_backward(number))
+            states.register_hook(self._entering_backward(number))  # type: ignore[no-untyped-call]  # likewise
         self._tracer.begin(LOSS)
 
     def _entering_backward(self, number: int) -> Callable[[Tensor], None]:
@@ -232,5 +232,3 @@ def _values(tracer: Tracer) -> dict[tuple[str, ...], float]:
     for (phase, is_attention), flops in tracer.flops.items():
         found["flops", phase, "attention" if is_attention else "products"] = flops
     return found
-
-

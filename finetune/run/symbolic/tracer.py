@@ -1,14 +1,13 @@
 """What is alive in a step, by what it is and by when; and the FLOPs of its operators."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.run.symbolic.live_bytes import LiveBytes, storages
@@ -18,15 +17,11 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, GATHERED = (
     *("activations", "communication buffers"),
 )
 
-_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: sdpa_flop_count(
-        query, key, value
-    ),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
-        lambda gradient, query, key, value, *_: sdpa_backward_flop_count(gradient, query, key, value)
-    ),
+_ATTENTION: Mapping[str, tuple[Callable[..., int], int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""The CPU's operators of attention, of which torch has no formulas (2.13)."""
+"""The CPU's operators of attention, of which torch has no formulas (2.13), each with the number of tensors it reads."""
 
 _GROUPED_PRODUCT = "aten::_grouped_mm"
 """Of experts: as many products as groups of rows. torch has no formula for its FLOPs (2.13)."""
@@ -34,7 +29,7 @@ _GROUPED_PRODUCT = "aten::_grouped_mm"
 _ATTENTION_PRODUCTS = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
 
 
-class Tracer(LiveBytes):
+class Tracer(LiveBytes):  # type: ignore[no-untyped-call]  # torch has no types for its base
     """Counts live bytes by kind, with the peak of each phase and what it consists of, and FLOPs by phase.
 
     Whatever is allocated counts as the present `kind`. A storage that is resized is a gathered parameter of FSDP.
@@ -90,10 +85,9 @@ class Tracer(LiveBytes):
         if name == _GROUPED_PRODUCT:
             one, other = given[:2]
             self.flops[self.flop_phase or self.phase, False] += 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
-        formula = _ATTENTION.get(name)
-        if formula is not None:
-            shapes = tree_map_only(Tensor, lambda each: each.shape, given)
-            self.flops[self.flop_phase or self.phase, True] += formula(*shapes)
+        if name in _ATTENTION:
+            formula, number = _ATTENTION[name]
+            self.flops[self.flop_phase or self.phase, True] += formula(*(each.shape for each in given[:number]))
             return
         counted = flop_registry.get(getattr(operation, "_overloadpacket", None))
         if counted is not None:

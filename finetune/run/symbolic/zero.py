@@ -37,7 +37,7 @@ def zero_parts(config: RunConfig, layout: Layout, step: Step) -> dict[str, float
     """
     engine = _engine(config, layout, step)
     num_ranks, trained = engine.num_ranks, engine.num_trained
-    share, weights = trained / num_ranks, step.held(WEIGHTS)
+    share, weights = trained / num_ranks, step.bytes_of(WEIGHTS)
     state = optimizer_state_bytes(
         config.train.optimizer.name,
         config.train.optimizer.state_dtype,

@@ -1,6 +1,7 @@
 """A run of `finetune` whose live bytes are counted: FOLDER and the words of the command line.
 
-Each rank writes FOLDER/N.json with the peak of each step: of all tensors that there are, weights and optimizer too.
+Each rank writes FOLDER/N.json with the peak of each step: of all tensors that there are, weights and optimizer too. On
+a GPU it is what torch has allocated.
 """
 
 import json
@@ -27,13 +28,15 @@ class LiveRun:
         self._live, self._peaks = LiveBytes(), []
 
     def build(self, *values: Any, **named: Any) -> Any:
-        self._live.__enter__()
+        if not torch.cuda.is_available():
+            self._live.__enter__()
         return self._build(*values, **named)
 
     def take_step(self, *values: Any, **named: Any) -> Any:
-        self._live.reset_peak()
+        has_device = torch.cuda.is_available()
+        torch.cuda.reset_peak_memory_stats() if has_device else self._live.reset_peak()
         record = self._take_step(*values, **named)
-        self._peaks.append(self._live.peak)
+        self._peaks.append(torch.cuda.max_memory_allocated() if has_device else self._live.peak)
         self._path.write_text(json.dumps(self._peaks))
         return record
 
