@@ -11,7 +11,7 @@ from typing import Any
 from finetune.commands.rehearse.shrink import Change, Sizes
 from finetune.config.paths import is_url
 from finetune.config.rules.unused_keys import unused_keys
-from finetune.config.run_config import RunConfig
+from finetune.config.run_config import RunConfig, smallest_microbatch_size
 
 MOST_MICROBATCH, MOST_ACCUMULATION = 2, 2
 MOST_PROMPTS, MOST_NEW_TOKENS = 4, 8
@@ -39,7 +39,7 @@ def plan_schedule(config: RunConfig, *, steps: int, processes: int, real_process
     """
     train = config.train
     is_fixed = isinstance(config.model.batch_norm, int) or train.optimizer.in_backward
-    written = train.microbatch_size if isinstance(train.microbatch_size, int) else 1
+    written = smallest_microbatch_size(config)
     microbatch = written if is_fixed else min(written, MOST_MICROBATCH)
     accumulation = max(train.global_batch_size // (real_processes * written), 1)
     batch = processes * microbatch * min(accumulation, MOST_ACCUMULATION)

@@ -44,6 +44,7 @@ from finetune.commands.rehearse.targets import match_targets
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
+from finetune.config.sections.train import TrainSection
 from finetune.errors import FinetuneError, UserError
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_training_data
@@ -157,13 +158,7 @@ class _Phases:
         is_fp16 = loaded.config.train.precision == "fp16"
         here = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16, folder=self._folder)
         self._report.replaced += here.changes
-        train = loaded.config.train
-        accumulation = train.global_batch_size // (file.num_processes * train.microbatch_size)
-        self._report.passed(
-            "job",
-            f"{file.text}; global batch {train.global_batch_size} = {file.num_processes} x {train.microbatch_size} x "
-            f"{accumulation} accumulated",
-        )
+        self._report.passed("job", f"{file.text}; {_batch_text(loaded.config.train, file.num_processes)}")
         return loaded, file, here
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:
@@ -274,3 +269,12 @@ def _phase(name: str) -> Iterator[None]:
         raise
     except FinetuneError as error:
         raise PhaseError(name, str(error), exit_code=error.exit_code) from error
+
+
+def _batch_text(train: TrainSection, processes: int) -> str:
+    """Return how the global batch is shared by the real number of processes."""
+    if not isinstance(train.microbatch_size, int):
+        return f"global batch {train.global_batch_size} on {processes} processes, as many per microbatch as fit"
+    accumulation = train.global_batch_size // (processes * train.microbatch_size)
+    shares = f"{processes} x {train.microbatch_size} x {accumulation} accumulated"
+    return f"global batch {train.global_batch_size} = {shares}"
