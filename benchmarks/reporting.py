@@ -1,0 +1,118 @@
+"""What all reporting costs a step: the run's own reporters, fed with steps of 50 ms, against the same steps without any.
+
+    python benchmarks/reporting.py [--steps 600] [--step-ms 50]
+
+A step computes for its time (matrix products of torch on one thread, so that a thread of a reporter that holds the
+interpreter or takes the core is felt); every 10 steps are reported at once, as training does. The order of the two is
+alternated in blocks, and the difference of their means is the cost. The time in the reporters themselves is shown, too,
+with that of the first and the last page of the report, which a run pays once.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from finetune.config.sections.report import ReportSection
+from finetune.report.build import build_reporter
+from finetune.report.events import Answered, Evaluated, RunEnded, RunStarted, StepTaken
+from finetune.report.reporter import NullReporter, Reporter
+
+LOG_EVERY, BLOCK = 10, 20
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--steps", type=int, default=600)
+    words.add_argument("--step-ms", type=float, default=50.0)
+    asked = words.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Path(folder), num_steps=asked.steps, step_seconds=asked.step_ms / 1000)
+
+
+def measure(folder: Path, *, num_steps: int, step_seconds: float) -> None:
+    section = ReportSection(console="plain", log_every_steps=LOG_EVERY)
+    accelerator = SimpleNamespace(trackers=[])  # without trackers it is not asked for anything
+    reporter = build_reporter(section, run_folder=folder, accelerator=accelerator, is_main=True)
+    silent, work = NullReporter(), products_for(step_seconds)
+    reporter(RunStarted(0, num_steps, "single on 1 process", ("batch: 64 = 1 process x 64",), {}))
+    reporter(Answered(0, "prompt", "answer", "reference"))
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    in_reporters = 0.0
+    for first in range(0, 2 * num_steps, 2 * BLOCK):
+        order = ["without", "with"] if (first // (2 * BLOCK)) % 2 else ["with", "without"]
+        for name in order:
+            seconds, inside = block(reporter if name == "with" else silent, first // 2, work=work)
+            times[name].append(seconds / BLOCK)
+            in_reporters += inside if name == "with" else 0.0
+    began = time.perf_counter()
+    reporter(RunEnded(num_steps, "finished", 1.0, {}, None))
+    reporter.close()
+    show(times, in_reporters / num_steps, last=time.perf_counter() - began, folder=folder)
+
+
+def block(reporter: Reporter, first: int, *, work: int) -> tuple[float, float]:
+    """Return the seconds of a block of steps, and those spent within the reporters."""
+    began, inside = time.perf_counter(), 0.0
+    for step in range(first + 1, first + BLOCK + 1):
+        compute(work)
+        if step % LOG_EVERY == 0:
+            before = time.perf_counter()
+            for each in range(step - LOG_EVERY + 1, step + 1):
+                reporter(event(each))
+            if step % 100 == 0:
+                reporter(Evaluated(step, {"loss": 1.0}, 100, 1.0))
+            inside += time.perf_counter() - before
+    return time.perf_counter() - began, inside
+
+
+def event(step: int) -> StepTaken:
+    return StepTaken(
+        step,
+        1.0 + 1 / step,
+        1.0,
+        1e-3,
+        1000,
+        4000,
+        "ab" * 32,
+        step / 100,
+        0.05,
+        0.001,
+        0.02,
+        1 << 30,
+        {"accuracy": 0.5},
+    )
+
+
+def compute(work: int) -> None:
+    matrix = torch.full((256, 256), 1e-3)
+    for _ in range(work):
+        matrix = matrix @ matrix
+
+
+def products_for(seconds: float) -> int:
+    """Return how many products take so long."""
+    compute(50)
+    began = time.perf_counter()
+    compute(200)
+    return max(1, round(200 * seconds / (time.perf_counter() - began)))
+
+
+def show(times: dict[str, list[float]], in_reporters: float, *, last: float, folder: Path) -> None:
+    without, reported = (statistics.median(times[name]) for name in ("without", "with"))
+    paired = statistics.median(ours / theirs - 1 for ours, theirs in zip(times["with"], times["without"], strict=True))
+    print(f"a step without reporters  {1000 * without:8.3f} ms")
+    print(
+        f"a step with them          {1000 * reported:8.3f} ms  ({paired:+.2%}, median of {len(times['with'])} paired blocks)"
+    )
+    print(f"within the reporters      {1000 * in_reporters:8.3f} ms a step  ({in_reporters / without:.2%})")
+    print(f"the last page             {1000 * last:8.1f} ms, once; {(folder / 'report.html').stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
