@@ -42,7 +42,7 @@ SIZES = {
     "small": f"{{hidden_size: 256, intermediate_size: 704, num_hidden_layers: 6, vocab_size: 2048, {LLAMA}}}",
     "medium": f"{{hidden_size: 512, intermediate_size: 1408, num_hidden_layers: 8, vocab_size: 8192, {LLAMA}}}",
 }
-LENGTH = 256
+LENGTH, MICROBATCH = 256, 2
 
 JOB = """
 run: {{folder: {folder}/run, seed: 7}}
@@ -98,17 +98,31 @@ def main() -> int:
     """Measure what is asked for, print and write the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[each.name for each in COMBINATIONS], metavar="NAME")
-    parser.add_argument("--microbatch", type=int, default=2)
+    parser.add_argument("--results", type=Path, help="JSON lines: what is in there is not measured again")
     options = parser.parse_args()
     chosen = [each for each in COMBINATIONS if each.name in options.only]
+    rows = [(each, *figures) for each, figures in measured_before(options.results)]
+    known = {each for each, *_ in rows}
     with tempfile.TemporaryDirectory(prefix="plan-memory-") as scratch:
-        rows = [compare(each, Path(scratch) / str(number), options.microbatch) for number, each in enumerate(chosen)]
+        for number, each in enumerate(each for each in chosen if each not in known):
+            rows.append(compare(each, Path(scratch) / str(number), MICROBATCH))
+            if options.results:
+                with options.results.open("a") as file:
+                    file.write(json.dumps([each.name, *rows[-1][1:]]) + "\n")
+    rows.sort(key=lambda row: COMBINATIONS.index(row[0]))
     errors = [abs(row[-1]) for row in rows]
     text = format_table(rows, errors)
     print(text)
-    if len(chosen) == len(COMBINATIONS):
+    if len(rows) == len(COMBINATIONS):
         TARGET.write_text(text)
     return 0 if max(errors) <= MAX_ERROR and statistics.median(errors) <= MAX_MEDIAN else 1
+
+
+def measured_before(results: Path | None) -> list[tuple[Combination, list[Any]]]:
+    """Return the combinations of an earlier run, each with its figures."""
+    lines = results.read_text().splitlines() if results is not None and results.exists() else []
+    by_name = {each.name: each for each in COMBINATIONS}
+    return [(by_name[name], figures) for name, *figures in map(json.loads, lines)]
 
 
 def compare(each: Combination, folder: Path, microbatch: int) -> tuple[Combination, int, int, float, float]:
