@@ -115,6 +115,8 @@ MAY_DIFFER = (
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
     "report.expert_load",  # counts what the step does in any case
+    *("report.profile", "report.profile.start", "report.profile.steps", "report.profile.memory"),
+    *("report.profile.stacks", "report.prometheus", "report.prometheus_address"),
     "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
     "export.verify",
@@ -128,6 +130,7 @@ RECORDED_UNLESS_DEFAULT = (
     *("task.embedding.matryoshka_dims", "task.embedding.pooling", "task.embedding.normalize"),
     *("task.embedding.prompts.query", "task.embedding.prompts.passage", "task.reranking.loss"),
     *("train.router_aux_loss", "report.expert_load"),
+    *("report.profile", "report.prometheus", "report.prometheus_address"),
 )
 """Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
 

@@ -54,6 +54,7 @@ ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchelastic, through which `accelerate launch` and `torchrun` start several processes."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_LIBC = ctypes.CDLL(None, use_errno=True)  # opened here: a process that has just been forked should not
 
 
 def stop_with_launcher() -> None:
@@ -64,9 +65,20 @@ def stop_with_launcher() -> None:
     parent = os.getppid()
     if sys.platform != "linux" or not (ELASTIC_VARIABLE in os.environ or is_launcher(_command(parent))):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    is_gone = parent == 1 and not is_launcher(_command(parent))  # died before we asked; in a container it may be 1
-    if is_gone or os.getppid() != parent:  # died meanwhile: the kernel reports nothing that happened before the call
+    if parent == 1 and not is_launcher(_command(parent)):  # died before we asked; in a container it may be 1
+        os.kill(os.getpid(), signal.SIGTERM)
+    terminate_with_parent(parent)
+
+
+def terminate_with_parent(parent: int) -> None:
+    """Have the kernel send this process SIGTERM when that parent dies; elsewhere than on Linux nothing happens.
+
+    The parent is the thread that has started this process. What this process executes later keeps the request.
+    """
+    if sys.platform != "linux":
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # died meanwhile: the kernel reports nothing that happened before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -32,6 +32,7 @@ from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.build.tf32 import set_tf32
 from finetune.run.context import RunContext
+from finetune.run.flops import model_flops
 from finetune.runtime import distributed, seeds
 from finetune.runtime.resources import resident_bytes
 from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modules
@@ -75,6 +76,7 @@ class PreparedModel:
     reduces_every_microbatch: bool = False
     memory: MemoryEstimate | None = None  # of this rank
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
+    flops_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def prepare_model(
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(context, unwrap_model(plain))
     routers = _routers(context, plain)
+    flops = model_flops(plain, training_data.training, plan) if plan else None
     model, prepared = _prepare(context, accelerator, plain, optimizer)
     kernel, _ = resolve_kernel(config.train.loss_kernel)
     if (warning := fallback_warning(model, training_data.task.head, kernel)) is not None:
@@ -138,7 +141,7 @@ def prepare_model(
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
     every = accumulation.reduces_every_microbatch
-    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory, routers)
+    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory, routers, flops)
 
 
 def _build_plain(context: RunContext, training_data: TrainingData, *, device: torch.device) -> Any:
