@@ -25,10 +25,16 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.driver.get(page.as_uri())
+        self.wait("return document.documentElement.dataset.drawn")
 
     def run(self, script: str, *arguments: object) -> Any:
         """Return what the script returns."""
         return self.driver.execute_script(script, *arguments)
+
+    def wait(self, script: str, *, seconds: float = 60.0) -> Any:
+        """Return what the script returns as soon as that is true."""
+        from_selenium = pytest.importorskip("selenium.webdriver.support.ui")
+        return from_selenium.WebDriverWait(self.driver, seconds, poll_frequency=0.02).until(lambda _: self.run(script))
 
     def complaints(self) -> list[str]:
         """Return what the console has shown since the last call."""

@@ -13,7 +13,7 @@ from finetune.commands.compare.levels import Levels, choose_metric, find_levels
 from finetune.commands.compare.runs import ComparedRun, is_lower_better, read_runs
 from finetune.commands.report.report import require_events
 from finetune.errors import UserError
-from finetune.report.page.charts import chart_kinds, format_chart
+from finetune.report.page.charts import chart_kinds, format_chart, in_unit
 from finetune.report.page.facts import run_state
 
 
@@ -71,7 +71,8 @@ class Comparison:
         """Return the charts, each with the curves of all runs that have one."""
         curves = [(run.name, run.history.curves) for run in self.runs]
         names = set().union(*(run.history.curves for run in self.runs))
-        return [format_chart(kind, curves) for kind in chart_kinds(names)]
+        unit = self.runs[0].history.unit
+        return [format_chart(in_unit(kind, unit), curves) for kind in chart_kinds(names)]
 
 
 def build_comparison(

@@ -30,12 +30,14 @@ def comparison_page(comparison: Comparison) -> str:
         folder=TEMPLATES,
         data={
             "charts": comparison.charts(),
+            "unit": runs[0].history.unit,
             "runs": [
                 {"name": run.name, "color": number, "scales": step_scales(run.history)}
                 for number, run in enumerate(runs)
             ],
         },
         title=" · ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs",
+        unit=runs[0].history.unit,
         written=format_time(time.time()),
         comparison=comparison,
         results=results if len(runs) <= MOST_COLUMNS else list(zip(*results, strict=True)),
@@ -50,4 +52,5 @@ def comparison_page(comparison: Comparison) -> str:
         level=format_value(levels.level) if levels else "",
         price=comparison.price,
         smoothing=SMOOTHING,
+        reload_seconds=None,
     )

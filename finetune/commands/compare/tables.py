@@ -14,7 +14,8 @@ from finetune.report.page.facts import format_count, format_duration, format_val
 def print_comparison(comparison: Comparison) -> None:
     """Print results, agreement, the time to the level, and what differs."""
     names = [run.name for run in comparison.runs]
-    _print_table(["", *names], result_rows(comparison))
+    missing = ("missing files", *(", ".join(each.missing) for each in comparison.results))
+    _print_table(["", *names], [*result_rows(comparison), *([missing] if any(missing[1:]) else [])])
     for name, each in zip(names[1:], comparison.agreements, strict=True):
         order = "the same" if each.has_same_samples else "not known in full"
         if each.order_differs_at is not None:
@@ -52,8 +53,6 @@ def result_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     for metric in comparison.metrics:
         rows.append((f"{metric}, last", *(_value(each.last.get(metric)) for each in results)))
         rows.append((f"{metric}, best", *(_value(each.best.get(metric)) for each in results)))
-    if any(each.missing for each in results):
-        rows.append(("missing files", *(", ".join(each.missing) for each in results)))
     return rows
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from finetune.report.page.curves import Curve
 from finetune.report.page.history import RunHistory
 
-GIB = float(1 << 30)
+GB = 1e9
+"""As in every size that the page writes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ FIXED = (
     ChartKind("MFU: share of the devices' peak", {"mfu": "MFU"}, is_share=True, starts_at_zero=True),
     TIME,
     ChartKind("Time spent waiting for data", {"data_share": "share"}, is_share=True, starts_at_zero=True),
-    ChartKind("Peak memory of rank 0", {"memory_bytes": "memory"}, 1 / GIB, "GiB", starts_at_zero=True, smooths=False),
+    ChartKind("Peak memory of rank 0", {"memory_bytes": "memory"}, 1 / GB, "GB", starts_at_zero=True, smooths=False),
     ChartKind(
         "Checkpoints",
         {"save_seconds": "until complete", "stall_seconds": "training waited"},
@@ -49,7 +50,7 @@ DEVICE = (
     ChartKind("GPU utilization", {"device/gpu_utilization": "utilization"}, is_share=True, starts_at_zero=True),
     ChartKind("GPU power", {"device/gpu_power_watts": "power"}, unit="W", starts_at_zero=True),
     ChartKind("GPU temperature", {"device/gpu_temperature_celsius": "temperature"}, unit="°C"),
-    ChartKind("GPU memory in use", {"device/gpu_memory_used_bytes": "memory"}, 1 / GIB, "GiB", starts_at_zero=True),
+    ChartKind("GPU memory in use", {"device/gpu_memory_used_bytes": "memory"}, 1 / GB, "GB", starts_at_zero=True),
     ChartKind(
         "Link traffic",
         {"device/pcie_bytes_per_second": "PCIe", "device/nvlink_bytes_per_second": "NVLink"},
@@ -73,7 +74,14 @@ def chart_kinds(names: set[str]) -> list[ChartKind]:
 
 def charts_of(history: RunHistory) -> list[dict[str, Any]]:
     """Return the charts of one run."""
-    return [format_chart(kind, [("", history.curves)]) for kind in chart_kinds(set(history.curves))]
+    kinds = [in_unit(kind, history.unit) for kind in chart_kinds(set(history.curves))]
+    return [format_chart(kind, [("", history.curves)]) for kind in kinds]
+
+
+def in_unit(kind: ChartKind, unit: str) -> ChartKind:
+    """Return the chart for runs that count in this unit."""
+    is_rate = "tokens_per_second" in kind.curves
+    return replace(kind, title=f"{unit.capitalize()} per second", unit=f"{unit}/s") if is_rate else kind
 
 
 def format_chart(kind: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:

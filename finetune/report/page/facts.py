@@ -97,14 +97,19 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
     recent = [each for each in history.recent if each["seconds"] > 0]
     if recent:
         rates = sorted(each["num_tokens"] / each["seconds"] for each in recent)
-        yield Tile("tokens per second", f"{rates[len(rates) // 2]:,.0f}", f"median of the last {len(rates)} steps")
-    yield Tile("tokens", format_count(history.tokens), "without padding")
+        yield Tile(
+            f"{history.unit} per second", f"{rates[len(rates) // 2]:,.0f}", f"median of the last {len(rates)} steps"
+        )
+    yield Tile(history.unit, format_count(history.tokens), "without padding" if history.unit == "tokens" else "")
     if "mfu" in history.curves and len(means := history.curves["mfu"].points().means):
         yield Tile("MFU", f"{means[-1]:.1%}", "of the devices' peak")
     if "memory_bytes" in history.curves and len(peaks := history.curves["memory_bytes"].points().values):
         yield Tile("peak memory", format_size(int(peaks.max())), "of rank 0")
-    skipped = f"; {history.num_skipped:,} steps skipped" if history.num_skipped else ""
-    yield Tile("warnings", f"{history.num_warnings:,}", f"{max(len(history.starts) - 1, 0)} resumes{skipped}")
+    resumes, skipped = (
+        _counted(max(len(history.starts) - 1, 0), "resume"),
+        _counted(history.num_skipped, "skipped step"),
+    )
+    yield Tile("warnings", f"{history.num_warnings:,}", f"{resumes}; {skipped}" if history.num_skipped else resumes)
 
 
 def _loss_tiles(history: RunHistory) -> Iterator[Tile]:
@@ -166,6 +171,7 @@ def phase_rows(profiles: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "percent": 100 * seconds / wall if wall else 0,
             }
             for name, seconds in sorted(profile["seconds"].items(), key=lambda item: -item[1])
+            if seconds > 0
         ]
         first = int(profile["first_step"])
         rows.append(
@@ -209,6 +215,10 @@ def format_duration(seconds: float) -> str:
 def format_time(seconds: float) -> str:
     """Return a time of day, in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _text(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.report.console import throughput_unit
 from finetune.report.page.curves import Curve
 
 EventFields = Mapping[str, Any]
@@ -85,6 +86,11 @@ class RunHistory:
     def num_steps(self) -> int | None:
         """Return the planned steps; None before the first start."""
         return self.starts[-1].get("num_steps") if self.starts else None
+
+    @property
+    def unit(self) -> str:
+        """Return what a step is counted in: tokens, or images."""
+        return throughput_unit(self.starts[-1].get("config") or {} if self.starts else {})
 
     @property
     def num_warnings(self) -> int:

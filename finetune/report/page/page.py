@@ -26,6 +26,10 @@ SMOOTHING = 0.6
 """Where the slider stands when a page is opened."""
 
 
+RELOAD_SECONDS = 30
+"""After which a reader who follows a run gets the next page; they are written as often."""
+
+
 def report_page(folder: Path, history: RunHistory, *, price: float | None = None, now: float | None = None) -> str:
     """Return the page of the run in the folder; `price` is that of a device for an hour, in USD."""
     now = time.time() if now is None else now
@@ -41,8 +45,11 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
             "skipped": [event["step"] for event in history.skipped],
             "resumed": [event["step"] for event in history.starts[1:]],
             "price": price,
+            "reload_seconds": RELOAD_SECONDS,
+            "unit": history.unit,
         },
         title=folder.resolve().name,
+        unit=history.unit,
         state=state,
         sentence=sentence,
         subtitle=[start.get("strategy", ""), f"page written {format_time(now)}"],
@@ -51,6 +58,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         device_hours=history.device_seconds / 3600,
         price=price,
         smoothing=SMOOTHING,
+        reload_seconds=RELOAD_SECONDS if state in ("starting", "running") else None,
         phases=phase_rows(history.profiles),
         checkpoints=list(history.checkpoints)[-SHOWN_CHECKPOINTS:],
         skipped=list(history.skipped),

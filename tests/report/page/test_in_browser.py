@@ -1,18 +1,20 @@
 """Reports and comparisons as Chromium draws them."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from finetune.commands.compare.compare import write_comparison
+from finetune.report.page import page as page_of_a_run
 from finetune.report.page.charts import charts_of
 from finetune.report.page.history import RunHistory
 from finetune.report.page.page import write_report
 from finetune.report.page.reader import EventsReader
 from tests.browser import Browser
-from tests.report.page.events import answered, started, taken, whole_run, write_run
+from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
 from tests.report.page.test_page import HOSTILE
 
 pytestmark = pytest.mark.full
@@ -50,6 +52,38 @@ def test_a_report_is_drawn_without_a_complaint(browser: Browser, run: Path):
     assert browser.run("return window.hurt") is None
 
 
+def test_a_reader_who_follows_a_run_gets_the_next_page_where_he_was(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(page_of_a_run, "RELOAD_SECONDS", 0.5)
+    folder = write_run(tmp_path, [started(), *(taken(step, 1.0) for step in range(1, 9))])
+    (folder / "status.json").write_text(json.dumps({"state": "running", "time": time.time()}))
+    (folder / "resolved.yaml").write_text("seed: 42  # default\n" * 200)
+    browser.open(report_of(folder))
+    assert not browser.run("return document.getElementById('reload').checked")  # only where it is asked for
+    browser.run("window.isOld = true; scrollTo(0, 500); document.getElementById('smoothing').value = '0.9'")
+    browser.run("document.querySelector('details').open = true; document.getElementById('reload').click()")
+    for _ in range(2):
+        browser.wait("return !window.isOld && document.documentElement.dataset.drawn")
+        assert browser.run("return document.getElementById('smoothing').value") == "0.9"
+        assert browser.run("return document.querySelector('details').open")
+        browser.wait("return Math.round(scrollY) === 500")
+        browser.run("window.isOld = true")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(ended(8)) + "\n")
+    report_of(folder)
+    browser.wait("return !document.getElementById('reload') && document.documentElement.dataset.drawn")
+    assert browser.complaints() == []
+
+
+def test_a_browser_that_cannot_open_the_library_says_so(browser: Browser, run: Path, tmp_path: Path):
+    page = report_of(run).read_text().replace("typeof DecompressionStream", "typeof NothingOfTheKind")
+    (tmp_path / "page.html").write_text(page)
+    browser.driver.get((tmp_path / "page.html").as_uri())
+    sentence = browser.wait("const e = document.getElementById('not-drawn'); return !e.hidden && e.textContent")
+    assert sentence.startswith("The curves cannot be drawn: this browser is too old; Chrome 80, Firefox 113")
+
+
 def test_the_slider_smooths_and_the_axis_changes(browser: Browser, run: Path):
     browser.open(report_of(run))
     path = "return document.querySelectorAll('#chart-loss path.js-line')[1].getAttribute('d')"
@@ -82,6 +116,20 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(
     assert browser.complaints() == []
 
 
+def test_long_names_of_many_runs_leave_the_table_readable(browser: Browser, tmp_path: Path):
+    name = "qwen3-8b-lora-rank-16-learning-rate-1.50e-04-global-batch-256-seed-{}"
+    write_comparison(
+        [write_run(tmp_path / name.format(seed), list(whole_run(20, seed=seed))) for seed in range(6)],
+        tmp_path / "page.html",
+    )
+    browser.open(tmp_path / "page.html")
+    height = browser.run(
+        "return Math.max(...[...document.querySelectorAll('.stack tr')].map(each => each.offsetHeight))"
+    )
+    assert height < 120  # a few lines
+    assert browser.run("return document.documentElement.scrollWidth") == 1280
+
+
 def test_a_comparison_is_drawn_at_both_widths(browser: Browser, run: Path, tmp_path: Path):
     other = write_run(tmp_path / "other", list(whole_run(80, seed=1, processes=4)))
     (other / "environment.json").write_text(json.dumps({"launcher": {"ACCELERATE_" + "LONG_" * 20: "1"}}))
@@ -106,7 +154,7 @@ def test_a_million_points_are_drawn_with_their_spike(browser: Browser, tmp_path:
         )
     loss, *_ = charts_of(history)
     page = write_report(tmp_path, history)
-    assert page.stat().st_size < 8_000_000
+    assert page.stat().st_size < 2_500_000  # 2 MB of plotly, compressed
     browser.open(page)
     assert browser.complaints() == []
     high = browser.run("return Math.max(...document.querySelector('#chart-loss .plot').data[0].y)")

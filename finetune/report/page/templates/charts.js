@@ -7,11 +7,13 @@
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const narrow = window.matchMedia("(max-width: 760px)");
   const printing = window.matchMedia("print");
-  const controls = { x: byId("x-axis"), smoothing: byId("smoothing"), log: byId("log"), price: byId("price"), raw: byId("raw") };
+  const controls = { x: byId("x-axis"), smoothing: byId("smoothing"), log: byId("log"), price: byId("price"), raw: byId("raw"), reload: byId("reload") };
+  const nonce = document.currentScript.nonce;
   const plots = [];
   let isPrinting = printing.matches;
 
   function byId(name) { return document.getElementById(name); }
+  function details() { return [...document.querySelectorAll("details")]; }
   function plain(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
   function price() { const value = controls.price ? parseFloat(controls.price.value) : NaN; return value >= 0 ? value : null; }
 
@@ -27,7 +29,7 @@
 
   const X_AXES = {
     step: { title: "step" },
-    tokens: { title: "tokens", curve: "tokens", scale: () => 1 },
+    tokens: { title: data.unit, curve: "tokens", scale: () => 1 },
     seconds: { title: "training time", curve: "seconds", unit: "time" },
     money: { title: "USD", curve: "device_seconds", scale: run => run.price ?? price() ?? 0 },
   };
@@ -109,9 +111,36 @@
   function showCost() {
     for (const place of document.querySelectorAll("[data-device-hours]")) {
       const own = parseFloat(place.dataset.price), each = Number.isNaN(own) ? price() : own;
-      place.textContent = each === null ? "–" : "$" + (each * parseFloat(place.dataset.deviceHours)).toFixed(2);
+      place.textContent = each === null ? "–" : written(each * parseFloat(place.dataset.deviceHours));
     }
   }
+
+  // Plotly lies in the page as gzip in base64. The script that it becomes runs because it bears the page's nonce, too.
+  async function openLibrary() {
+    if (typeof DecompressionStream === "undefined") throw new Error("this browser is too old; Chrome 80, Firefox 113 and Safari 16.4 can");
+    const packed = Uint8Array.from(atob(byId("library").textContent), each => each.charCodeAt(0));
+    const script = document.createElement("script");
+    script.nonce = nonce;
+    script.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+    document.head.append(script);
+  }
+
+  // What the reader has set stays when the page is loaded again; the browser itself keeps the place, as the figures have their heights at once.
+  function keep() {
+    const set = Object.entries(controls).filter(([, control]) => control).map(([name, { checked, value }]) => [name, { checked, value }]);
+    history.replaceState({ set, open: details().filter(each => each.open).map(each => each.firstElementChild.textContent) }, "");
+  }
+  function restore() {
+    for (const [name, { checked, value }] of history.state?.set ?? []) if (controls[name]) Object.assign(controls[name], { checked, value });
+    for (const each of details()) each.open ||= Boolean(history.state?.open.includes(each.firstElementChild.textContent));
+  }
+  function reload() {
+    if (!controls.reload.checked || document.hidden) return;
+    keep();
+    location.reload();
+  }
+
+  function written(cost) { return "$" + cost.toFixed(cost >= 0.1 || cost === 0 ? 2 : 4); }
   function start() {
     const grid = byId("charts");
     data.charts.forEach((chart, number) => {
@@ -128,14 +157,23 @@
       grid.append(figure);
       plots.push([chart, place]);
     });
-    for (const control of Object.values(controls)) if (control) control.addEventListener("input", draw);
+    restore();
+    if (controls.reload) setInterval(reload, 1000 * data.reload_seconds);
+    openLibrary().then(show, complain);
+  }
+  function show() {
+    for (const control of Object.values(controls)) if (control) control.addEventListener("input", () => { keep(); draw(); });
     dark.addEventListener("change", draw);
     narrow.addEventListener("change", draw);
     printing.addEventListener("change", event => { isPrinting = event.matches; draw(); resize(); });
-    window.addEventListener("beforeprint", () => { isPrinting = true; for (const each of document.querySelectorAll("details")) each.open = true; draw(); resize(); });
+    window.addEventListener("beforeprint", () => { isPrinting = true; for (const each of details()) each.open = true; draw(); resize(); });
     window.addEventListener("afterprint", () => { isPrinting = false; draw(); resize(); });
     draw();
     document.documentElement.dataset.drawn = String(plots.length);
+  }
+  function complain(error) {
+    byId("not-drawn").textContent = `The curves cannot be drawn: ${error.message}.`;
+    byId("not-drawn").hidden = false;
   }
   function resize() { for (const [, place] of plots) Plotly.Plots.resize(place); }
   start();
