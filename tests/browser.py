@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,17 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, script: str, *, seconds: float = 60.0) -> Any:
-        """Return what the script returns as soon as that is true."""
-        from_selenium = pytest.importorskip("selenium.webdriver.support.ui")
-        return from_selenium.WebDriverWait(self.driver, seconds, poll_frequency=0.02).until(lambda _: self.run(script))
+        """Return what the script returns as soon as that is true; a page may be replaced meanwhile."""
+        waits, common = (pytest.importorskip(f"selenium.{name}") for name in ("webdriver.support.ui", "common"))
+        waiting = waits.WebDriverWait(self.driver, seconds, 0.02, [common.WebDriverException])
+        return waiting.until(lambda _: self.run(script))
+
+    @contextmanager
+    def script_in_every_page(self, script: str) -> Iterator[None]:
+        """Run the script before those of each page that is opened within the block."""
+        added = self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+        yield
+        self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
     def complaints(self) -> list[str]:
         """Return what the console has shown since the last call."""

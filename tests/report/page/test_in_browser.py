@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from finetune.commands.compare.compare import write_comparison
-from finetune.report.page import page as page_of_a_run
 from finetune.report.page.charts import charts_of
 from finetune.report.page.history import RunHistory
 from finetune.report.page.page import write_report
@@ -52,27 +51,32 @@ def test_a_report_is_drawn_without_a_complaint(browser: Browser, run: Path):
     assert browser.run("return window.hurt") is None
 
 
-def test_a_reader_who_follows_a_run_gets_the_next_page_where_he_was(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(page_of_a_run, "RELOAD_SECONDS", 0.5)
+CLOCK = "window.setInterval = (act, milliseconds) => { window.clock = { act, milliseconds }; }"
+"""Time passes in a page when a test says so."""
+
+
+def test_a_reader_who_follows_a_run_gets_the_next_page_where_he_was(browser: Browser, tmp_path: Path):
     folder = write_run(tmp_path, [started(), *(taken(step, 1.0) for step in range(1, 9))])
     (folder / "status.json").write_text(json.dumps({"state": "running", "time": time.time()}))
     (folder / "resolved.yaml").write_text("seed: 42  # default\n" * 200)
-    browser.open(report_of(folder))
-    assert not browser.run("return document.getElementById('reload').checked")  # only where it is asked for
-    browser.run("window.isOld = true; scrollTo(0, 500); document.getElementById('smoothing').value = '0.9'")
-    browser.run("document.querySelector('details').open = true; document.getElementById('reload').click()")
-    for _ in range(2):
-        browser.wait("return !window.isOld && document.documentElement.dataset.drawn")
-        assert browser.run("return document.getElementById('smoothing').value") == "0.9"
-        assert browser.run("return document.querySelector('details').open")
-        browser.wait("return Math.round(scrollY) === 500")
-        browser.run("window.isOld = true")
-    with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps(ended(8)) + "\n")
-    report_of(folder)
-    browser.wait("return !document.getElementById('reload') && document.documentElement.dataset.drawn")
+    with browser.script_in_every_page(CLOCK):
+        browser.open(report_of(folder))
+        assert browser.run("clock.act(); return clock.milliseconds") == 30_000
+        assert not browser.run("return document.getElementById('reload').checked")  # only where it is asked for
+        browser.run("window.isOld = true; scrollTo(0, 500); document.getElementById('smoothing').value = '0.9'")
+        browser.run("document.querySelector('details').open = true; document.getElementById('reload').click()")
+        for _ in range(2):
+            browser.run("window.isOld = true; clock.act()")
+            browser.wait("return !window.isOld && document.documentElement.dataset.drawn")
+            assert browser.run("return document.getElementById('smoothing').value") == "0.9"
+            assert browser.run("return document.querySelector('details').open")
+            assert browser.wait("return Math.round(scrollY) === 500")
+        with (folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps(ended(8)) + "\n")
+        report_of(folder)
+        browser.run("clock.act()")
+        browser.wait("return !document.getElementById('reload') && document.documentElement.dataset.drawn")
+        assert browser.run("return window.clock") is None
     assert browser.complaints() == []
 
 
@@ -148,10 +152,10 @@ def test_a_million_points_are_drawn_with_their_spike(browser: Browser, tmp_path:
     losses = np.random.default_rng(0).normal(2.0, 0.1, 1_000_000)
     losses[777_776] = 20.0
     history.add([started(num_steps=len(losses))])
+    first = {"event": "StepTaken", "time": 0, "seconds": 0.5, "num_tokens": 400}
     for start in range(0, len(losses), 100_000):
-        history.add(
-            [taken(start + 1 + place, loss) for place, loss in enumerate(losses[start : start + 100_000].tolist())]
-        )
+        values = losses[start : start + 100_000].tolist()
+        history.add([first | {"step": step, "loss": loss} for step, loss in enumerate(values, start=start + 1)])
     loss, *_ = charts_of(history)
     page = write_report(tmp_path, history)
     assert page.stat().st_size < 2_500_000  # 2 MB of plotly, compressed

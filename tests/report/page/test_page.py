@@ -1,5 +1,7 @@
 """The page holds what a reader looks for, and no data of users becomes markup or script."""
 
+import base64
+import gzip
 import json
 import re
 from html.parser import HTMLParser
@@ -40,7 +42,7 @@ def page_of(folder: Path, *, now: float = 2000.0, price: float | None = None) ->
 
 def without_library(page: str) -> str:
     """Return the page without plotly, which is large."""
-    return re.sub(r"<script nonce=.*?</script>", "", page, flags=re.DOTALL)
+    return re.sub(r"<script (?:nonce=|[^>]* id=.library).*?</script>", "", page, flags=re.DOTALL)
 
 
 def data_of(page: str) -> dict:
@@ -121,6 +123,35 @@ def test_hostile_text_stays_text(tmp_path: Path):
     assert "b" not in tags[tags.index("h1") : tags.index("h1") + 2]
     assert data_of(page)["runs"][0]["name"] == "run <b>"
     assert "{{ 7*7 }}" in page.replace("&#39;", "'")
+
+
+def test_the_library_lies_in_the_page_compressed(page: str):
+    packed = re.search(r'id="library">(.*?)</script>', page, re.DOTALL)[1]
+    assert len(page) - len(packed) < 100_000
+    library = gzip.decompress(base64.b64decode(packed)).decode()
+    assert "plotly.js" in library[:200]
+    assert len(library) > 2 * len(packed)
+
+
+@pytest.mark.parametrize("state, offered", [("running", True), ("failed", False)])
+def test_only_the_page_of_a_run_that_goes_on_offers_to_reload(tmp_path: Path, state: str, offered: bool):
+    folder = write_run(tmp_path, [started(), taken(1, 1.0)])
+    (folder / "status.json").write_text(json.dumps({"state": state, "time": 1990.0}))
+    assert ('id="reload"' in page_of(folder)) == offered
+
+
+def test_images_are_not_called_tokens(tmp_path: Path):
+    page = page_of(write_run(tmp_path, [started(config={"task": {"name": "image_classification"}}), taken(1, 1.0)]))
+    assert "images per second" in page
+    assert "Images per second" in {chart["title"] for chart in data_of(page)["charts"]}
+    assert "tokens per second" not in page
+
+
+def test_samples_of_a_skipped_step_are_folded(tmp_path: Path):
+    skipped = {"event": "StepSkipped", "time": 0, "step": 1, "reason": "non-finite", "sample_ids": [7, 8]}
+    page = page_of(write_run(tmp_path, [started(), taken(1, "nan"), {**skipped, "rows": "a.jsonl, rows 8 and 9"}]))
+    assert "<details><summary>2 samples of step 1</summary>" in page
+    assert "0 resumes; 1 skipped step<" in page
 
 
 def test_json_within_a_script_ends_neither_script_nor_line():
