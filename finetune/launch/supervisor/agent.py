@@ -16,6 +16,8 @@ from finetune.launch.supervisor.members import Attempt
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
+_KILLED_SECONDS = 10.0  # until a killed process is gone; one in the hands of a dead disk stays longer
+
 
 @dataclass(frozen=True)
 class Job:
@@ -69,9 +71,11 @@ class Agent:
         """End it and all its ranks now; each rank is the leader of a group of its own."""
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self._process.pid)
-            for process in [*launcher.children(recursive=True), launcher]:
+            ranks = launcher.children(recursive=True)
+            for process in [*ranks, launcher]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
+            psutil.wait_procs(ranks, timeout=_KILLED_SECONDS)
         self._process.wait()
 
 
