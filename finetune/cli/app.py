@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, checkpoint, doctor, reports, sweep, verify
+from finetune.cli import after_training, checkpoint, doctor, plan, rehearse, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
@@ -157,5 +157,7 @@ def init(
 
 after_training.add_to(app)
 doctor.add_to(app)
+plan.add_to(app)
+rehearse.add_to(app)
 reports.add_to(app)
 sweep.add_to(app)

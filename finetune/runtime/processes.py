@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import NoReturn
@@ -167,6 +167,21 @@ def run_process_group(
 
     No process of the group survives this call.
     """
+    with process_group(command, log=log, environment=environment, folder=folder) as process:
+        try:
+            return process.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return 124
+
+
+@contextlib.contextmanager
+def process_group(
+    command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start the command in a group of its own, its output in `log`; no process of it is left at the end.
+
+    Nor one that a launcher has started in a group of its own, as torchelastic does with ranks.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -178,9 +193,7 @@ def run_process_group(
             start_new_session=True,
         )
         try:
-            return process.wait(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return 124
+            yield process
         finally:
             _kill_group(process)
 
@@ -193,6 +206,17 @@ def free_port() -> int:
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    started = _descendants(process.pid) if process.poll() is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for each in started:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
     process.wait()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []

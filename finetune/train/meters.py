@@ -6,7 +6,8 @@ Reading the sums is the one place that synchronises host and device.
 import math
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -164,9 +165,27 @@ def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
 def peak_memory_bytes() -> int:
     """Return this rank's peak: allocated device memory, or resident memory where there is no device."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return max(_peak_before_reset, torch.cuda.max_memory_allocated())
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+@contextmanager
+def keep_peak_memory() -> Iterator[None]:
+    """Have what is allocated on a GPU meanwhile not count in its peak."""
+    global _peak_before_reset
+    if not torch.cuda.is_available():
+        yield
+        return
+    _peak_before_reset = peak_memory_bytes()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+_peak_before_reset = 0
 
 
 def _event(

@@ -87,15 +87,16 @@ def first_different_window(differences: np.ndarray) -> tuple[int | None, int, fl
     """Return where the first window begins whose mean is not noise (None: nowhere), its width, and that mean."""
     width = -(-len(differences) // MOST_GROUPS)  # steps in a group: of long runs, means of neighbours are looked at
     groups = differences[: len(differences) // width * width].reshape(-1, width).mean(axis=1)
-    window = max(MIN_WINDOW, len(groups) // MOST_WINDOWS)
-    windows = groups[: len(groups) // window * window].reshape(-1, window)
+    num_windows = min(MOST_WINDOWS, len(groups) // MIN_WINDOW)
+    window, left_over = divmod(len(groups), num_windows)
+    windows = groups[left_over:].reshape(num_windows, window)  # at most 19 groups, at the start, are in no window
     means = windows.mean(axis=1)
     deviations = np.maximum(windows.std(axis=1, ddof=1), 1e-300)
     is_outside = np.abs(means) / deviations > _critical_value((windows - means[:, None]) / deviations[:, None])
     if not is_outside.any():
         return None, window * width, 0.0
     place = int(is_outside.argmax())
-    return place * window * width, window * width, float(means[place])
+    return (left_over + place * window) * width, window * width, float(means[place])
 
 
 def _critical_value(noise: np.ndarray) -> float:

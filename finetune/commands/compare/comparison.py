@@ -1,5 +1,6 @@
 """Runs side by side: curves, results, what differs between them, and whether their losses are the same."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -115,7 +116,7 @@ def _result(run: ComparedRun, *, price: float | None) -> Result:
         seconds=history.seconds,
         device_hours=hours,
         cost=None if price is None else price * hours,
-        training_loss=float(losses[-1]) if len(losses) else None,
+        training_loss=float(losses[-1]) if len(losses) and math.isfinite(losses[-1]) else None,
         last=last,
         best=best,
         missing=run.files.missing,

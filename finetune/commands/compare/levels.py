@@ -57,9 +57,9 @@ def find_levels(
     """
     sign = 1 if is_lower_better(metric) else -1
     points = [run.metric_points(metric) for run in runs]
-    if any(not len(values) for _, values in points):
+    if any(not np.isfinite(values).any() for _, values in points):
         return None
-    common = sign * max(float((sign * values).min()) for _, values in points)
+    common = sign * max(float(np.nanmin(sign * values)) for _, values in points)
     wanted = common if level is None else level
     found = [
         _reached(run, steps[sign * values <= sign * wanted], price=price)

@@ -117,8 +117,8 @@ class _Columns:
 
 
 def _trailing_means(values: np.ndarray) -> np.ndarray:
+    """Return the mean of each value and the 19 before it, NaN where one of them is not finite."""
     if len(values) < _SMOOTHED_STEPS:
         return np.empty(0)
-    sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(values))])
-    found: np.ndarray = (sums[_SMOOTHED_STEPS:] - sums[:-_SMOOTHED_STEPS]) / _SMOOTHED_STEPS
-    return found
+    found: np.ndarray = np.lib.stride_tricks.sliding_window_view(values, _SMOOTHED_STEPS).mean(axis=1)
+    return np.where(np.isfinite(found), found, np.nan)

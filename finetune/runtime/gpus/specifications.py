@@ -32,7 +32,9 @@ class GpuKind:
     link: str
     link_bandwidth: float
     pcie_bandwidth: float
+    network_bandwidth: float  # of one GPU to other machines
     watts: float
+    matmul_share: float  # of the peak, that large matrix products reach
     names: tuple[str, ...]
     source: str
 
@@ -54,13 +56,13 @@ def find_gpu(name: str, *, table: Path | None = None) -> GpuKind | None:
     return None
 
 
-def require_gpu(name: str, *, table: Path | None = None) -> GpuKind:
-    """Return the kind of this name; raises UserError that lists those whose names are nearest."""
+def require_gpu(name: str, *, table: Path | None = None, place: str = "--gpus") -> GpuKind:
+    """Return the kind of this name, which is written at `place`; raises UserError that lists the nearest names."""
     kind = find_gpu(name, table=table)
     if kind is not None:
         return kind
     raise UserError(
-        f"--gpus: there is no GPU `{name}` in the table. Nearest: {', '.join(nearest_names(name, table=table))}. "
+        f"{place}: there is no GPU `{name}` in the table. Nearest: {', '.join(nearest_names(name, table=table))}. "
         "A kind that is missing can be described in a file of your own: --gpu-table FILE."
     )
 
@@ -82,7 +84,10 @@ def _read(path: Path) -> tuple[GpuKind, ...]:
     return tuple(_kind(name, values, path) for name, values in read_table(path).items())
 
 
-_KEYS = ("memory_gib", "tflops", "memory_gbps", "link", "link_gbps", "pcie_gbps", "watts", "names", "source")
+_KEYS = (
+    *("memory_gib", "tflops", "memory_gbps", "link", "link_gbps", "pcie_gbps", "network_gbps"),
+    *("watts", "matmul_share", "names", "source"),
+)
 
 
 def _kind(name: str, values: Any, path: Path) -> GpuKind:
@@ -97,7 +102,9 @@ def _kind(name: str, values: Any, path: Path) -> GpuKind:
             link=str(values["link"]),
             link_bandwidth=float(values["link_gbps"]) * 1e9,
             pcie_bandwidth=float(values["pcie_gbps"]) * 1e9,
+            network_bandwidth=float(values["network_gbps"]) * 1e9,
             watts=float(values["watts"]),
+            matmul_share=float(values["matmul_share"]),
             names=tuple(str(each) for each in values["names"]),
             source=str(values["source"]),
         )

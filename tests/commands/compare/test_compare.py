@@ -117,6 +117,16 @@ def test_a_users_mistake_is_one_message(runs: list[Path], metric: str | None, me
         compare_runs(runs if metric else runs[:1], metric=metric)
 
 
+def test_a_run_that_diverged_reaches_nothing_by_it(tmp_path: Path):
+    good = write_run(tmp_path / "good", [started(), *(taken(step, 3 - step / 50) for step in range(1, 101))])
+    losses = [3 - step / 50 if step < 50 else "nan" for step in range(1, 101)]
+    bad = write_run(tmp_path / "bad", [started(), *(taken(step, loss) for step, loss in enumerate(losses, start=1))])
+    comparison = build_comparison([good, bad])
+    assert comparison.results[1].training_loss is None
+    assert [each.step for each in comparison.levels.reached] == [49, 49]
+    assert build_comparison([good, bad], level=1.5).levels.reached[1].step is None
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"has no events.jsonl"):
         write_comparison([tmp_path, tmp_path], tmp_path / "page.html")

@@ -65,6 +65,8 @@ def test_every_entry_is_plausible_and_every_name_is_of_one_kind():
         assert kind.flops["fp32"] <= kind.peak_flops("tf32") <= kind.peak_flops("fp16") < 3e15, kind.name
         assert 2e11 < kind.memory_bandwidth < 1e13, kind.name
         assert kind.pcie_bandwidth <= kind.link_bandwidth or kind.link == "network", kind.name
+        assert 0.4 < kind.matmul_share < 1, kind.name
+        assert kind.network_bandwidth <= kind.link_bandwidth, kind.name
         assert kind.source and "20" in kind.source, kind.name
         for name in (kind.name, *kind.names):
             assert find_gpu(name) is kind, f"{name} is a name of {names.get(name)} and of {kind.name}"
@@ -81,7 +83,8 @@ def test_entries_of_a_users_file_come_first(tmp_path: Path):
     table = tmp_path / "mine.yaml"
     entry = (
         "{memory_gib: 15, tflops: {bf16: 100, fp32: 50}, memory_gbps: 576, link: PCIe, link_gbps: 31.5, "
-        "pcie_gbps: 31.5, watts: 175, names: [RTX 4090 Laptop GPU], source: measured here 2026}"
+        "pcie_gbps: 31.5, network_gbps: 0.1, watts: 175, matmul_share: 0.9, "
+        "names: [RTX 4090 Laptop GPU], source: measured here 2026}"
     )
     table.write_text(f"RTX4090-Laptop: {entry}\nH100-80GB: {entry}\n")
     laptop = find_gpu("NVIDIA GeForce RTX 4090 Laptop GPU", table=table)
