@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, checkpoint, launch, verify
+from finetune.cli import after_training, checkpoint, doctor, launch, plan, rehearse, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
@@ -16,8 +16,6 @@ with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import check as check_command
     from finetune.commands import init as init_command
     from finetune.commands import prepare as prepare_command
-    from finetune.commands.doctor import data as doctor_data
-    from finetune.commands.doctor import doctor as doctor_command
     from finetune.commands.preview import file as preview_file_command
     from finetune.commands.preview import preview as preview_command
     from finetune.config import schema as config_schema
@@ -131,31 +129,6 @@ def preview(
 
 @app.command()
 @handle_errors
-def doctor(
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="JOB.yaml", help="Check the folders or the data of this job.")
-    ] = None,
-    override: Overrides = None,
-    data: Annotated[
-        bool, typer.Option("--data", help="Measure the job's data loader and recommend its settings.")
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="With --data: rounds of measurements; medians are shown.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: duration of each measurement.")] = 0.5,
-) -> int:
-    """Print what this machine has and what must be fixed before a run. Exit code 1 if anything must be fixed.
-
-    With --data: throughput of the job's data loader by number of workers.
-    """
-    if not data:
-        return 0 if doctor_command.examine(config, override or []) else 1
-    if config is None:
-        raise UserError("--data: add --config JOB.yaml, the job whose data loader is measured.")
-    doctor_data.examine_loader(config, override or [], num_rounds=rounds, seconds=seconds)
-    return 0
-
-
-@app.command()
-@handle_errors
 def reference() -> None:
     """Print the reference of all keys of a job file, as Markdown."""
     print(config_schema.reference_markdown(), end="")
@@ -184,3 +157,8 @@ def init(
 
 
 after_training.add_to(app)
+doctor.add_to(app)
+plan.add_to(app)
+rehearse.add_to(app)
+reports.add_to(app)
+sweep.add_to(app)

@@ -8,7 +8,12 @@ from typing import Any
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url, local_run_folder
 from finetune.config.rules.unused_keys import unused_keys
-from finetune.config.run_config import RunConfig, with_run_folder
+from finetune.config.run_config import (
+    RunConfig,
+    possible_microbatch_sizes,
+    smallest_microbatch_size,
+    with_run_folder,
+)
 from finetune.config.section import KeyLocations, Section, join_key
 from finetune.config.sections.data import MixedSourceSection, SourceSection, TrainedSourceSection
 from finetune.runtime.text.redact import redacted_config
@@ -51,7 +56,8 @@ def _format_location(key: str, sources: KeyLocations) -> str:
     source = sources.get(key)
     if source is None:
         return "default"
-    return escape_controls(str(source)) if source.line is not None else "--set"
+    is_override = source.line is None and source.where.startswith("--set")
+    return "--set" if is_override else escape_controls(str(source))
 
 
 def _format_yaml_value(name: str, value: Any) -> str:
@@ -124,17 +130,30 @@ def _format_model(config: RunConfig) -> str:
 
 
 def _format_batch(config: RunConfig, num_processes: int | None) -> str:
-    batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
+    batch, microbatch = config.train.global_batch_size, smallest_microbatch_size(config)
+    is_auto = config.train.microbatch_size == "auto"
+    if num_processes is not None and is_auto:
+        sizes = ", ".join(map(str, possible_microbatch_sizes(config, num_processes=num_processes)))
+        return (
+            f"{batch} per step = {_processes(num_processes)} x the most that fit of {sizes} per microbatch x the rest"
+        )
     if num_processes is not None:
         accumulated = batch // (num_processes * microbatch)
-        processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
-        return f"{batch} per step = {processes} x {microbatch} per microbatch x {accumulated} accumulated"
+        return (
+            f"{batch} per step = {_processes(num_processes)} x {microbatch} per microbatch x {accumulated} accumulated"
+        )
     share = batch // microbatch
     fitting = _divisors(share)
     shown = ", ".join(map(str, fitting[:_MAX_LISTED_WORLD_SIZES])) + (
         ", ..." if len(fitting) > _MAX_LISTED_WORLD_SIZES else ""
     )
-    return f"{batch} per step = {microbatch} per microbatch x {share}; fits on {shown} processes"
+    size = "as many as fit" if is_auto else str(microbatch)
+    of = "the rest" if is_auto else str(share)
+    return f"{batch} per step = {size} per microbatch x {of}; fits on {shown} processes"
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _divisors(number: int) -> list[int]:

@@ -95,6 +95,7 @@ MAY_DIFFER = (
     *("data.audit.max_truncated_rows", "data.audit.max_dropped_rows", "data.audit.max_lost_targets"),
     *("data.audit.max_duplicate_samples", "data.audit.max_unknown_tokens"),
     "train.microbatch_size",  # cuts the same batch into other pieces
+    "train.try_longest_batch",  # leaves everything as it was
     "train.optimizer.fused",  # one kernel for the same update
     "train.optimizer.in_backward",  # the same update, earlier
     "train.loss_kernel",  # the same sums, taken in another order
@@ -115,6 +116,8 @@ MAY_DIFFER = (
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
     "report.expert_load",  # counts what the step does in any case
+    *("report.profile", "report.profile.start", "report.profile.steps", "report.profile.memory"),
+    *("report.profile.stacks", "report.prometheus", "report.prometheus_address"),
     "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
     "export.verify",
@@ -127,7 +130,8 @@ RECORDED_UNLESS_DEFAULT = (
     *("task.embedding.loss", "task.embedding.temperature", "task.embedding.symmetric"),
     *("task.embedding.matryoshka_dims", "task.embedding.pooling", "task.embedding.normalize"),
     *("task.embedding.prompts.query", "task.embedding.prompts.passage", "task.reranking.loss"),
-    *("train.router_aux_loss", "report.expert_load"),
+    *("train.router_aux_loss", "train.try_longest_batch", "report.expert_load"),
+    *("report.profile", "report.prometheus", "report.prometheus_address"),
 )
 """Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
 

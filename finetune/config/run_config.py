@@ -39,9 +39,25 @@ def with_run_folder(config: RunConfig, folder: str) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": folder})})
 
 
+def smallest_microbatch_size(config: RunConfig) -> int:
+    """Return `train.microbatch_size`, or the least that `auto` may come to: whole groups of batch norms."""
+    return _batch_norm_group(config) if config.train.microbatch_size == "auto" else config.train.microbatch_size
+
+
+def _batch_norm_group(config: RunConfig) -> int:
+    group = config.model.batch_norm
+    return group if isinstance(group, int) else 1
+
+
+def possible_microbatch_sizes(config: RunConfig, *, num_processes: int) -> tuple[int, ...]:
+    """Return what `train.microbatch_size: auto` may come to, ascending: what divides each process's share."""
+    share, unit = config.train.global_batch_size // num_processes, _batch_norm_group(config)
+    return tuple(size for size in range(unit, share + 1, unit) if share % size == 0)
+
+
 def world_size_problems(config: RunConfig, *, num_processes: int, sources: KeyLocations) -> list[Problem]:
     """Return why this number of processes cannot run the config."""
-    batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
+    batch, microbatch = config.train.global_batch_size, smallest_microbatch_size(config)
     share = num_processes * microbatch
     if batch % share == 0:
         return []

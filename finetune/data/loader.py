@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -93,6 +94,15 @@ class SeededSamples:
         position = derive_seed(seed, "partner", sample_id) % (self.partners.num_positions or 1)
         (partner,) = self.partners.samples(position, position + 1).tolist()
         return replace(sample, partner=replace(self.samples[partner], seed=seed))
+
+
+def training_batch(
+    view: DatasetView, collate: Collate, sample_ids: np.ndarray, *, step: int, seed: int, has_partners: bool
+) -> Batch:
+    """Return the microbatch of these samples as `train_loader` delivers it in the step, which counts from 0."""
+    samples = SeededSamples(view.samples, view.order if has_partners else None)
+    step_seed = derive_seed(seed, "samples", step)
+    return _CollateSeeded(collate, view.samples)([samples[int(each), step_seed] for each in sample_ids])
 
 
 class EvaluationSampler(Sampler[list[int]]):

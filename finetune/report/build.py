@@ -7,8 +7,11 @@ from typing import Any
 from finetune.config.sections.report import ReportSection
 from finetune.report.console import ConsoleReporter, choose_screen
 from finetune.report.jsonl import JsonlReporter
+from finetune.report.page.reporter import PageReporter
+from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, NullReporter, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers
+from finetune.runtime import distributed
 
 EVENTS_FILE = "events.jsonl"
 
@@ -21,17 +24,20 @@ def build_reporter(
     is_main: bool,
     notes: Sequence[str] = (),
 ) -> Reporter:
-    """Return the run's reporter: events.jsonl, console and trackers on the main rank, nothing on the others.
+    """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
 
     `notes` were printed already; they go to events.jsonl. Nothing is written before the first event.
     Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
     """
     check_trackers(section.trackers)
+    if section.prometheus is not None:
+        require_client()
     if not is_main:
         return NullReporter()
     reporters: list[Reporter] = [
         JsonlReporter(run_folder / EVENTS_FILE, notes=notes),
         ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
+        PageReporter(run_folder / EVENTS_FILE),
     ]
     if section.trackers:
         tracked = TrackersReporter(
@@ -42,4 +48,7 @@ def build_reporter(
             log_every_steps=section.log_every_steps,
         )
         reporters.append(tracked)
+    if section.prometheus is not None:
+        address, name = section.prometheus_address, run_folder.name
+        reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
     return FanOut(reporters)

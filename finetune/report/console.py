@@ -17,6 +17,7 @@ from finetune.report.events import (
     Evaluated,
     Event,
     Noted,
+    Profiled,
     RunEnded,
     RunStarted,
     StartedUp,
@@ -24,6 +25,7 @@ from finetune.report.events import (
     StepTaken,
     Warned,
 )
+from finetune.report.profile.table import format_profile
 from finetune.report.timing import ThroughputMeter
 from finetune.runtime.progress import Cadence
 from finetune.runtime.resources import format_size
@@ -71,6 +73,11 @@ def _(event: Answered) -> tuple[str, ...]:
 def _(event: CheckpointSaved) -> tuple[str, ...]:
     times = f"{event.seconds:.1f} s, training waited {event.stall_seconds:.1f} s"
     return (f"checkpoint {event.path}  ({format_size(event.size_bytes)}, {times})",)
+
+
+@format_event.register
+def _(event: Profiled) -> tuple[str, ...]:
+    return format_profile(event)
 
 
 @format_event.register

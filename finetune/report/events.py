@@ -23,6 +23,8 @@ class RunStarted(Event):
     strategy: str
     arithmetic: tuple[str, ...]
     config: Mapping[str, Any]
+    flops_per_token: float | None = None  # of training, recomputation not counted; None where it is not known
+    peak_flops_per_second: float | None = None  # of all ranks together; None on a CPU and on an unknown GPU
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,24 @@ class StepTaken(Event):
     data_share: float  # the same as a share of `seconds`
     memory_bytes: int  # peak of this rank: device memory, or resident memory on CPU
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the task shows beside the loss
+    device: Mapping[str, float] = field(default_factory=dict)  # this rank's GPU, by `report/gpu.py`
+
+
+@dataclass(frozen=True)
+class Profiled(Event):
+    """Where the time of a window of steps went: `seconds` by phase are this rank's and add up to `wall_seconds`.
+
+    `communication` is the exposed part, which no computation hides; `ranks` has `min`, `median` and `max` over the
+    ranks and the `slowest_rank` of each phase and of `wall`.
+    """
+
+    first_step: int
+    num_steps: int
+    seconds: Mapping[str, float]
+    wall_seconds: float
+    trace: str  # of this rank, a path; empty where it could not be written
+    overlapped_seconds: float = 0.0  # of communication that computation hides
+    ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

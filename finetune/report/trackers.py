@@ -109,6 +109,7 @@ def step_metrics(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float
         "train/data_share": meter.data_share,  # of the time since the last log point
         "train/memory_bytes": event.memory_bytes,
         **{f"train/{name}": value for name, value in event.metrics.items()},
+        **{f"device/{name}": value for name, value in event.device.items()},
     }
 
 

@@ -8,10 +8,13 @@ from functools import partial
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.report.events import RunEnded, RunStarted, Warned
+from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import Reporter
 from finetune.run.build.loop import make_parts, remove_stop_file
 from finetune.run.context import RunContext
 from finetune.run.final_export import export_final
+from finetune.run.flops import peak_flops
+from finetune.run.profiling import profile_parts
 from finetune.run.state.resume import RestoredRun
 from finetune.run.state.save import ReportingSaver
 from finetune.run.supervision import FINAL_REASONS, Supervision
@@ -41,21 +44,38 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
     restored.checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     sync = partial(sync_batch_norm, restored.built.prepared.model)
     save = ReportingSaver(restored.checkpointer, reporter, supervision.status.checkpoint, before=sync)
-    parts = make_parts(
-        context,
-        restored.built,
-        reporter=reporter,
-        save=save,
-        signals=supervision.signals,
-        startup=supervision.startup,
+    with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
+        parts = make_parts(
+            context,
+            restored.built,
+            reporter=reporter,
+            save=save,
+            signals=supervision.signals,
+            startup=supervision.startup,
+            gpu=gpu,
+        )
+        parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
+        reporter(_run_started(context, restored))
+        started = time.monotonic()
+        supervision.status.run(progress, num_steps=plan.num_steps)
+        if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
+            parts.evaluate(progress.step)
+        return Fitted(_run_loop(parts, progress, supervision=supervision), started)
+
+
+def _run_started(context: RunContext, restored: RestoredRun) -> RunStarted:
+    config, plan, prepared = context.config, restored.built.plan, restored.built.prepared
+    return RunStarted(
+        step=restored.progress.step,
+        num_steps=plan.num_steps,
+        strategy=describe_strategy(context.strategy),
+        arithmetic=plan.arithmetic,
+        config=config.model_dump(),
+        flops_per_token=prepared.flops_per_token,
+        peak_flops_per_second=peak_flops(
+            prepared.accelerator.device, precision=config.train.precision, world=plan.world
+        ),
     )
-    strategy = describe_strategy(context.strategy)
-    reporter(RunStarted(progress.step, plan.num_steps, strategy, plan.arithmetic, config.model_dump()))
-    started = time.monotonic()
-    supervision.status.run(progress, num_steps=plan.num_steps)
-    if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
-        parts.evaluate(progress.step)
-    return Fitted(_run_loop(parts, progress, supervision=supervision), started)
 
 
 def finish(

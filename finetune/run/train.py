@@ -5,6 +5,7 @@ that the run starts from, `restore` loads a checkpoint into what `build` returne
 """
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 from accelerate import Accelerator
@@ -14,6 +15,7 @@ from finetune.config.load import LoadedConfig
 from finetune.errors import DiskError
 from finetune.report.timing import StartupTimer
 from finetune.run.build.data import PreparedData, prepare_data, verify_before_training
+from finetune.run.build.microbatch.resolve import resolve_microbatch_size
 from finetune.run.build.precompute import add_frozen_models
 from finetune.run.build.prepared_model import (
     BuiltRun,
@@ -59,6 +61,8 @@ def _train(
         return supervision.end_finished(finished, num_steps=data.plan.num_steps)
     built = build(context, data, accelerator=accelerator, supervision=supervision)
     restored = restore(context, built, checksums)
+    context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
+    restored = replace(restored, built=built)
     reporter = uploader.watch_reporter(open_run_folder(context, built))
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):
         fitted = fit(context, restored, reporter=reporter, supervision=supervision)

@@ -63,7 +63,7 @@ def environment_facts() -> dict[str, Any]:
         "devices": _devices(),
         "cuda": torch.version.cuda,
         "cuda_driver": _cuda_driver(),
-        "nccl": _nccl(),
+        "nccl": nccl_version(),
         "git": git_state(Path.cwd()),
         "command": redacted_command(sys.argv),
         "launcher": launcher_variables(os.environ),
@@ -146,7 +146,8 @@ def _process_group() -> dict[str, Any] | None:
     return {"backend": torch.distributed.get_backend(), "num_processes": torch.distributed.get_world_size()}
 
 
-def _nccl() -> str | None:
+def nccl_version() -> str | None:
+    """Return the version of NCCL that torch uses; None without a GPU."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import NoReturn
@@ -54,6 +54,7 @@ ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchelastic, through which `accelerate launch` and `torchrun` start several processes."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_LIBC = ctypes.CDLL(None, use_errno=True)  # opened here: a process that has just been forked should not
 
 
 def stop_with_launcher() -> None:
@@ -64,9 +65,20 @@ def stop_with_launcher() -> None:
     parent = os.getppid()
     if sys.platform != "linux" or not (ELASTIC_VARIABLE in os.environ or is_launcher(_command(parent))):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    is_gone = parent == 1 and not is_launcher(_command(parent))  # died before we asked; in a container it may be 1
-    if is_gone or os.getppid() != parent:  # died meanwhile: the kernel reports nothing that happened before the call
+    if parent == 1 and not is_launcher(_command(parent)):  # died before we asked; in a container it may be 1
+        os.kill(os.getpid(), signal.SIGTERM)
+    terminate_with_parent(parent)
+
+
+def terminate_with_parent(parent: int) -> None:
+    """Have the kernel send this process SIGTERM when that parent dies; elsewhere than on Linux nothing happens.
+
+    The parent is the thread that has started this process. What this process executes later keeps the request.
+    """
+    if sys.platform != "linux":
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # died meanwhile: the kernel reports nothing that happened before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -155,6 +167,21 @@ def run_process_group(
 
     No process of the group survives this call.
     """
+    with process_group(command, log=log, environment=environment, folder=folder) as process:
+        try:
+            return process.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return 124
+
+
+@contextlib.contextmanager
+def process_group(
+    command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start the command in a group of its own, its output in `log`; no process of it is left at the end.
+
+    Nor one that a launcher has started in a group of its own, as torchelastic does with ranks.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -166,9 +193,7 @@ def run_process_group(
             start_new_session=True,
         )
         try:
-            return process.wait(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return 124
+            yield process
         finally:
             _kill_group(process)
 
@@ -181,6 +206,17 @@ def free_port() -> int:
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    started = _descendants(process.pid) if process.poll() is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for each in started:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
     process.wait()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []

@@ -14,4 +14,7 @@ INPUTS_FOLDER = "inputs"
 """Tokenizer, processor and label names, so that a checkpoint can be exported without the data."""
 
 SAMPLES_FOLDER = "samples"
-FOLDERS = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, INPUTS_FOLDER, FINAL_FOLDER, HANG_FOLDER)
+PROFILE_FOLDER = "profile"
+"""The traces of all ranks, a folder for each window of steps."""
+
+FOLDERS = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, INPUTS_FOLDER, FINAL_FOLDER, HANG_FOLDER, PROFILE_FOLDER)

@@ -17,8 +17,10 @@ def train(parts: Parts, progress: Progress) -> str:
     """Train from `progress` to the end of the plan and return why it ended; by then it is saved. Collective."""
     if parts.early_stopping.is_over(progress):
         return EARLY_STOPPING
+    parts.profile.begin(progress.step)
     reason = _take_steps(parts, progress)
     parts.save.wait_for_writes()
+    parts.profile.end_training(progress.step)
     return reason
 
 
@@ -74,6 +76,7 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
         if parts.save_due.due(progress.step) or reason:
             saved_step = _save(parts, progress)
         parts.save.report_written()
+        parts.profile.end_step(progress.step)
         if reason and progress.step < parts.plan.num_steps:
             return reason
     return FINISHED

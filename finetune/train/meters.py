@@ -6,14 +6,16 @@ Reading the sums is the one place that synchronises host and device.
 import math
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from finetune.report.events import StepTaken
+from finetune.report.gpu import DeviceColumns, NoGpu
 from finetune.runtime import distributed
 
 MAX_WAIT_SHARE = 0.1
@@ -75,6 +77,7 @@ class StepRecord:
     epoch: float | None
     seconds: float
     data_seconds: float
+    device: Mapping[str, float] = field(default_factory=dict)  # what the GPU was last seen to do
     sums: Mapping[str, Tensor] = field(default_factory=dict)  # of this rank, the other sums of the task, of any shape
 
 
@@ -90,14 +93,15 @@ def no_metrics(sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, f
 class Meters:
     """Collects steps and turns them into events when they are due."""
 
-    def __init__(self, step_metrics: StepMetrics = no_metrics) -> None:
+    def __init__(self, step_metrics: StepMetrics = no_metrics, *, device: DeviceColumns | None = None) -> None:
         self._step_metrics = step_metrics
+        self._device = device or NoGpu()
         self._records: list[StepRecord] = []
         self._wait = DataWaitMonitor()
 
     def add(self, record: StepRecord) -> None:
         """Add a step, without waiting for the device."""
-        self._records.append(record)
+        self._records.append(replace(record, device=self._device.columns))
         self._wait.add(record.data_seconds, of_seconds=record.seconds)
 
     def read(self) -> list[tuple[StepRecord, StepTaken]]:
@@ -121,8 +125,8 @@ class Meters:
         return list(zip(records, events, strict=True))
 
     def warning(self) -> str | None:
-        """Return a warning, once in a run, where too much of the time was spent waiting for batches."""
-        return self._wait.warning()
+        """Return a warning, each once: too much of the time was spent waiting for batches, or the GPU is lost."""
+        return self._wait.warning() or self._device.warning()
 
     def _metrics(self, record: StepRecord, sums: Sequence[float]) -> Mapping[str, float]:
         """Return the metrics that the task logs of a step."""
@@ -161,9 +165,27 @@ def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
 def peak_memory_bytes() -> int:
     """Return this rank's peak: allocated device memory, or resident memory where there is no device."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return max(_peak_before_reset, torch.cuda.max_memory_allocated())
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+@contextmanager
+def keep_peak_memory() -> Iterator[None]:
+    """Have what is allocated on a GPU meanwhile not count in its peak."""
+    global _peak_before_reset
+    if not torch.cuda.is_available():
+        yield
+        return
+    _peak_before_reset = peak_memory_bytes()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+_peak_before_reset = 0
 
 
 def _event(
@@ -188,4 +210,5 @@ def _event(
         data_share=record.data_seconds / record.seconds if record.seconds > 0 else 0.0,
         memory_bytes=memory,
         metrics=metrics,
+        device=record.device,
     )

@@ -1,7 +1,7 @@
 """The parts of a run, handed to the loop as one frozen record; nothing here is built."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
 from finetune.data.delivery import DeliveryCheck
+from finetune.report.profile.window import NullProfile, Profile
 from finetune.report.reporter import Reporter
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.train.early_stopping import EarlyStopping, NeverStop
@@ -89,4 +90,5 @@ class Parts:
     early_stopping: EarlyStopping | NeverStop
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
     reduces_every_microbatch: bool = False  # over the ranks, where the strategy leaves the choice
+    profile: Profile = field(default_factory=NullProfile)
     counts_ahead: bool = True  # the next group may be requested before the backward passes of a step are done

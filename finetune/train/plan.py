@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.config.sections.train import TrainSection
 from finetune.train.optim.schedule import Schedule, build_schedule, scaled_learning_rate
@@ -24,6 +24,11 @@ class Plan:
     def num_batches(self) -> int:
         """Return the microbatches of one step on one rank: the accumulation."""
         return self.global_batch_size // (self.microbatch_size * self.world)
+
+    def with_microbatch_size(self, size: int) -> "Plan":
+        """Return the plan with the size that `auto` has come to."""
+        line = f"{_batch_line(self.global_batch_size, world=self.world, microbatch_size=size)} (microbatch_size: auto)"
+        return replace(self, microbatch_size=size, arithmetic=(line, *self.arithmetic[1:]))
 
     def epoch(self, step: int) -> float | None:
         """Return how many passes over the training data `step` steps are; None where it is unknown."""
@@ -53,10 +58,8 @@ def make_plan(
         section.learning_rate, section.learning_rate_scaling, global_batch_size=section.global_batch_size
     )
     schedule = build_schedule(section.schedule, peak=peak, num_steps=num_steps)
-    accumulation = section.global_batch_size // (section.microbatch_size * world)
     lines = [
-        f"batch: {section.global_batch_size} = {_count(world, 'process', 'processes')} x {section.microbatch_size} "
-        f"per microbatch x {accumulation} accumulated",
+        _batch_line(section.global_batch_size, world=world, microbatch_size=section.known_microbatch_size),
         f"budget: {budget}",
         f"learning rate: {_rate(section, peak)}, {schedule.name}, {schedule.num_warmup_steps} warmup steps",
     ]
@@ -64,11 +67,17 @@ def make_plan(
         num_steps=num_steps,
         num_positions=num_positions,
         global_batch_size=section.global_batch_size,
-        microbatch_size=section.microbatch_size,
+        microbatch_size=section.known_microbatch_size,
         world=world,
         schedule=schedule,
         arithmetic=tuple(lines),
     )
+
+
+def _batch_line(batch: int, *, world: int, microbatch_size: int) -> str:
+    accumulation = batch // (microbatch_size * world)
+    processes = _count(world, "process", "processes")
+    return f"batch: {batch} = {processes} x {microbatch_size} per microbatch x {accumulation} accumulated"
 
 
 def _budget(

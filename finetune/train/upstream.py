@@ -1,5 +1,7 @@
 """Workarounds for libraries; `tests/train/test_upstream.py` fails where one is no longer needed."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,3 +26,17 @@ def supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
     supports = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return supports and all(each.device.type == device.type for each in parameters)
+
+
+@contextmanager
+def replace_engine_step(engine: Any, step: Callable[..., Any]) -> Iterator[None]:
+    """Have Accelerate call `step` in place of the engine's own, at the end of a backward pass.
+
+    DeepSpeed's engine clips and updates there (`DeepSpeedEngineWrapper.backward`, accelerate 1.15), and neither it nor
+    its optimizer has a hook around that.
+    """
+    engine.step = step
+    try:
+        yield
+    finally:
+        del engine.step

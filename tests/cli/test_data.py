@@ -40,16 +40,28 @@ def test_a_job_names_its_tokenizer(typed, calls, job):
 
 
 def test_a_machine_is_examined_with_or_without_a_job(typed, calls, job):
-    calls.answer = True
+    calls.answer = 0
     assert typed("doctor")[0] == 0
-    assert typed("doctor", "--config", job)[0] == 0
-    place = "finetune.commands.doctor.doctor:examine"
-    assert calls.made == [(place, (None, []), {}), (place, (job, []), {})]
+    assert typed("doctor", "--config", job, "--json", "--wait", 5)[0] == 0
+    assert typed("doctor", "--facts", "facts.json")[0] == 0
+    place, usual = "finetune.commands.doctor.doctor:examine", {"recorded": None, "as_json": False, "wait_seconds": 60.0}
+    assert calls.made == [
+        (place, (None, []), usual),
+        (place, (job, []), {**usual, "as_json": True, "wait_seconds": 5.0}),
+        (place, (None, []), {**usual, "recorded": Path("facts.json")}),
+    ]
 
 
 def test_a_machine_to_fix_is_an_exit_code(typed, calls):
-    calls.answer = False
+    calls.answer = 1
     assert typed("doctor")[0] == 1
+
+
+@pytest.mark.parametrize("words", [("--data", "--json"), ("--data", "--facts", "f.json"), ("--facts", "f.json")])
+def test_a_loader_and_recorded_facts_are_asked_for_apart(typed, calls, job, words):
+    code, _, complaint = typed("doctor", *words, "--config", job)
+    assert (code, calls.made) == (2, [])
+    assert "Leave" in complaint
 
 
 def test_a_loader_is_measured_of_a_job(typed, calls, job):

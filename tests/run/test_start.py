@@ -59,3 +59,10 @@ def test_the_start_is_told_by_phase_after_the_first_step(folder):
         assert list(told[measured]) == ["imports", "data", "model", "run folder", "first step"]
         assert all(value >= 0 for value in told[measured].values())
     assert told["memory_bytes"]["first step"] > told["memory_bytes"]["imports"] > 0
+
+
+def test_the_run_leaves_a_report_of_all_its_steps(folder):
+    page = (folder / "run" / "report.html").read_text()
+    assert '<span class="state finished">' in page
+    assert "<small>steps</small><b>3</b>" in page
+    assert "Not found or damaged" not in page

@@ -158,7 +158,7 @@ def _loader(
         training_data.training,
         training_data.task.collate,
         global_batch_size=config.train.global_batch_size,
-        microbatch_size=config.train.microbatch_size,
+        microbatch_size=config.train.known_microbatch_size,
         first_step=first_step,
         num_steps=num_steps,
         section=config.data.model_copy(update=keys),

@@ -1,116 +1,121 @@
-"""`finetune doctor`: what this machine has, and what must be fixed before a run."""
+"""`finetune doctor`: what the machines of a run have, what the ranks measure, and what must be fixed before a run."""
 
-import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 
-from finetune.commands.printing import print_facts
-from finetune.config.load import load_config
-from finetune.data.token_cache.cache import DEFAULT_FOLDER, cache_folder
-from finetune.runtime.environment import environment_facts
-from finetune.runtime.resources import file_limit, files_needed, format_size, usable_cores
-from finetune.runtime.upstream import ABANDONED, BUILDING, BuildLock, build_locks, extensions_folder
-from finetune.strategy.cpu_adam import missing_for_cpu_adam
+from finetune.commands.doctor.checks.check import check_facts
+from finetune.commands.doctor.checks.findings import has_severe
+from finetune.commands.doctor.facts.host import HostFacts
+from finetune.commands.doctor.facts.launch import Facts, LinkFacts, RankFacts, read_facts
+from finetune.commands.doctor.gather.host import gather_host
+from finetune.commands.doctor.gather.job import gather_job, places_of
+from finetune.commands.doctor.link import measure
+from finetune.commands.doctor.link.meeting import is_launched, meet, time_limit
+from finetune.commands.doctor.report import print_json, print_report
+from finetune.config.load import LoadedConfig, load_config
+from finetune.data.token_cache.cache import DEFAULT_FOLDER
+from finetune.errors import LostContact
+from finetune.run.remote.download import with_local_folder
+from finetune.runtime import distributed
+from finetune.runtime.environment import nccl_version, package_versions
+from finetune.runtime.processes import exit_process
+from finetune.runtime.text.library_output import quiet_libraries
 
-FULL_BYTES = 1_000_000_000
-"""Free room below which a disk counts as full."""
+WAIT_SECONDS = 60.0
 
-SMALL_SHARED_BYTES = 1_000_000_000
-"""Shared memory below which loader processes may fail to hand over their batches; a container's default is 64 MB."""
+_MEASURE_SECONDS = 180.0
+"""For all measurements between ranks: what takes longer hangs."""
 
-SHARED_MEMORY = Path("/dev/shm")
-_MANY_PROCESSES = 1000
-
-DRIVER = Path("/proc/driver/nvidia/version")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to know, or something that must be mended."""
-
-    text: str
-    must_be_fixed: bool
+_HANG_FIX = (
+    "    fix: export NCCL_P2P_DISABLE=1 (GPUs of one machine), or NCCL_SOCKET_IFNAME=eth0 with the interface of the\n"
+    "         machines' network; NCCL_DEBUG=INFO shows the way that NCCL takes"
+)
 
 
-def examine(path: Path | None, overrides: Sequence[str]) -> bool:
-    """Print what the machine has and what is found; return whether a run can begin.
+def examine(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    recorded: Path | None = None,
+    as_json: bool = False,
+    wait_seconds: float = WAIT_SECONDS,
+) -> int:
+    """Print facts and findings, and return 1 where something must be fixed before a run, else 0.
 
-    With a job, its own cache and run folder are looked at. Raises ConfigError where the job is not right.
+    With a job, its own folders, names and model are looked at. `recorded` is checked in place of this machine. On
+    several processes, what is measured between them is part of the facts, and rank 0 prints. Raises ConfigError where
+    the job is not right, and LostContact where a rank does not arrive. Collective.
     """
-    config = load_config(path, overrides).config if path else None
-    places = {
-        "cache": cache_folder(config.data) if config else Path(DEFAULT_FOLDER).expanduser(),
-        "run": Path(config.run.folder) if config else Path.cwd(),
-    }
-    facts = environment_facts()
-    print_facts(_machine_facts(facts, places))
-    locks = build_locks(extensions_folder())
-    findings = list(find_problems(facts, places, locks=locks, has_deepspeed=find_spec("deepspeed") is not None))
-    print()
-    for finding in findings:
-        print(f"{'FIX' if finding.must_be_fixed else 'note'}: {finding.text}")
-    if not findings:
-        print("nothing to fix")
-    return not any(finding.must_be_fixed for finding in findings)
+    if recorded is not None:
+        return _report(read_facts(recorded), as_json=as_json)
+    loaded = with_local_folder(load_config(path, overrides)) if path else None
+    variables = dict(os.environ)  # libraries set some when they are imported
+    quiet_libraries(is_main=distributed.is_main())
+    if not is_launched():
+        facts = Facts((_gather_host(loaded, variables),))
+        return _report(_with_job(facts, loaded), as_json=as_json)
+    waited = meet(os.environ, seconds=wait_seconds)
+    try:
+        with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
+            facts = _gather_ranks(loaded, variables, waited=waited)
+    except RuntimeError as error:  # of NCCL or gloo: a rank has failed, or the link
+        raise LostContact(f"all ranks have met, but cannot communicate: {error}\n{_HANG_FIX}") from error
+    code = _report(_with_job(facts, loaded), as_json=as_json) if distributed.is_main() else 0
+    return distributed.shut_down(distributed.broadcast_object(code))
 
 
-def find_problems(
-    facts: dict[str, Any], places: dict[str, Path], *, locks: Sequence[BuildLock], has_deepspeed: bool = False
-) -> Iterator[Finding]:
-    """Yield what there is to know of the machine."""
-    for lock in locks:
-        advice = " A launch under DeepSpeed removes it; or delete it." if lock.state == ABANDONED else ""
-        yield Finding(f"{lock}{advice}", lock.state != BUILDING)
-    for name, place in places.items():
-        if (free := _free_bytes(place)) < FULL_BYTES:
-            yield Finding(f"the disk of the {name} folder {place} has {format_size(free)} left. Make room.", True)
-    if DRIVER.exists() and not torch.accelerator.is_available():
-        yield Finding(
-            f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU. Install a build of torch for it, "
-            "or look whether CUDA_VISIBLE_DEVICES is empty.",
-            True,
+def _report(facts: Facts, *, as_json: bool) -> int:
+    findings = check_facts(facts)
+    (print_json if as_json else print_report)(facts, findings)
+    return 1 if has_severe(findings) else 0
+
+
+def _with_job(facts: Facts, loaded: LoadedConfig | None) -> Facts:
+    return facts if loaded is None else replace(facts, job=gather_job(loaded))
+
+
+def _gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> HostFacts:
+    usual = {"cache": Path(DEFAULT_FOLDER).expanduser(), "run": Path.cwd()}
+    return gather_host(places_of(loaded.config) if loaded is not None else usual, variables=variables)
+
+
+def _gather_ranks(loaded: LoadedConfig | None, variables: Mapping[str, str], *, waited: float) -> Facts:
+    """Return the facts of all machines and ranks; one rank of each machine looks at it. Collective."""
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    found = distributed.run_on_all_ranks(partial(_gather_host, loaded, variables) if is_first_here else lambda: None)
+    hosts = tuple(host for host in found if host is not None)
+    link: LinkFacts = measure.measure_link()
+    offset = measure.measure_clock_offset()
+    longest = max(distributed.gather_objects(waited))
+    own = RankFacts(
+        rank=distributed.rank(),
+        hostname=socket.gethostname(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        arrived_seconds=longest - waited,
+        clock_offset_seconds=offset,
+        python=platform.python_version(),
+        packages=package_versions(),
+        torch_cuda=torch.version.cuda,
+        nccl=nccl_version(),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        flops_per_second=measure.measure_flops(),
+    )
+    return Facts(hosts, tuple(distributed.gather_objects(own)), link)
+
+
+def _end_hang() -> None:
+    """End this process, whose ranks have met and now wait for each other without an end."""
+    if distributed.is_main():
+        print(
+            f"FIX: all ranks have started, and measuring between them has not ended within {_MEASURE_SECONDS:g} s\n"
+            f"    why: a collective hangs, and so would training\n{_HANG_FIX}",
+            flush=True,
         )
-    if SHARED_MEMORY.is_dir() and (shared := shutil.disk_usage(SHARED_MEMORY).total) < SMALL_SHARED_BYTES:
-        yield Finding(
-            f"{SHARED_MEMORY} has only {format_size(shared)}: loader processes hand batches over through it. Start the "
-            "container with more (docker: --shm-size=8g), or write data.num_workers: 0.",
-            False,
-        )
-    if (limit := file_limit()).hard < files_needed(_MANY_PROCESSES):
-        yield Finding(
-            f"a process may have {limit.hard:,} files and sockets open (`ulimit -Hn`): a run of many processes needs 3 "
-            f"for each, {files_needed(_MANY_PROCESSES):,} for {_MANY_PROCESSES:,}. Raise the hard limit for those.",
-            False,
-        )
-    if has_deepspeed and (missing := missing_for_cpu_adam()):
-        yield Finding(f"ZeRO with an offloaded optimizer (zero2_offload, zero3_offload) cannot start: {missing}", False)
-    default = facts["accelerate_default_config"]
-    if default["exists"]:
-        yield Finding(f"`accelerate launch` without --config_file takes {default['path']}: name a file.", False)
-
-
-def _machine_facts(facts: dict[str, Any], places: dict[str, Path]) -> Iterator[tuple[str, str]]:
-    yield "python", facts["python"]
-    yield "packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
-    yield "devices", ", ".join(_device(each) for each in facts["devices"])
-    yield "cores", f"{usable_cores()} may be used of {facts['num_cpus']}"
-    memory = psutil.virtual_memory()
-    yield "memory", f"{format_size(memory.available)} free of {format_size(memory.total)}"
-    limit = file_limit()
-    yield "open files", f"{limit.soft:,}, which a run raises up to {limit.hard:,} where it needs more"
-    for name, place in places.items():
-        yield f"{name} folder", f"{place}, {format_size(_free_bytes(place))} free"
-
-
-def _device(device: dict[str, Any]) -> str:
-    return f"{device['name']} ({format_size(device['memory_bytes'])})" if "memory_bytes" in device else device["name"]
-
-
-def _free_bytes(place: Path) -> int:
-    return shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists())).free
+    exit_process(1)

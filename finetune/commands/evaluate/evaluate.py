@@ -127,7 +127,11 @@ def _source(config: RunConfig, *, log: RunLog) -> Source:
 def _evaluation_job(loaded: LoadedConfig) -> LoadedConfig:
     """Return the job without the settings that matter to training alone: strategy, batch, unfreezing and average."""
     config = loaded.config
-    bare = {"global_batch_size": config.train.microbatch_size * distributed.world(), "unfreeze": {}, "average": None}
+    bare = {
+        "global_batch_size": config.train.known_microbatch_size * distributed.world(),
+        "unfreeze": {},
+        "average": None,
+    }
     known = {name: value for name, value in bare.items() if name in TrainSection.model_fields}
     run = config.run.model_copy(update={"strategy": None})
     train = config.train.model_copy(update=known)

@@ -95,7 +95,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
         lessons.task,
         lessons.tokenizer,
         global_batch_size=config.train.global_batch_size,
-        microbatch_size=config.train.microbatch_size,
+        microbatch_size=config.train.known_microbatch_size,
     )
     batches = list(walk.batches(start=start, num_samples=num_rows))
     audit = audit_training_data(config, lessons)
@@ -112,7 +112,7 @@ def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Pa
         raise UserError("--html: there is no page of images. Leave it out: the preview names the files to look at.")
     lessons = make_training_data(without_audit_limits(config), RunLog(is_main=True))
     audit = audit_training_data(config, lessons)
-    cut = BatchSizes(config.train.global_batch_size, config.train.microbatch_size)
+    cut = BatchSizes(config.train.global_batch_size, config.train.known_microbatch_size)
     for line in image_lines(lessons.training, lessons.task, cut=cut, start=start, num_samples=num_samples):
         print(line)
     print()
@@ -140,6 +140,6 @@ def _facts(config: RunConfig) -> list[str]:
         f"task {config.task.name}",
         *([f"max_length {data.max_length:,}, longer rows: {data.over_length}"] if data.max_length else []),
         f"batching by {data.batching.by}",
-        f"{train.global_batch_size:,} per step, {train.microbatch_size:,} per microbatch",
+        f"{train.global_batch_size:,} per step, {train.known_microbatch_size:,} per microbatch",
         f"seed {config.run.seed}" if data.shuffle else "not shuffled",
     ]

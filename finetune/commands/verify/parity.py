@@ -74,7 +74,7 @@ def run_parity(
         for written in strategies
         for accumulation in accumulations
     ]
-    reference = LaunchSetup("single", None, 1, job.train.global_batch_size // job.train.microbatch_size)
+    reference = LaunchSetup("single", None, 1, job.train.global_batch_size // job.train.known_microbatch_size)
     with tempfile.TemporaryDirectory(prefix="finetune-parity-") as scratch:
         question = TestedJob(config, tuple(overrides), job, steps, Path(scratch))
         wanted = _trace(reference, question)

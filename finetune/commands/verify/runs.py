@@ -112,7 +112,7 @@ def relative_differences(wanted: Sequence[float], got: Sequence[float]) -> list[
 
 
 def _accumulation(job: RunConfig, *, share: int) -> int:
-    size = next(size for size in range(min(job.train.microbatch_size, share), 0, -1) if share % size == 0)
+    size = next(size for size in range(min(job.train.known_microbatch_size, share), 0, -1) if share % size == 0)
     return share // size
 
 

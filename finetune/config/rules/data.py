@@ -181,9 +181,12 @@ def microbatch_holds_whole_batch_norm_groups(config: RunConfig) -> Iterator[Prob
     if adapter_of(config) is not None:
         message = "with adapters the base is frozen, its running statistics too. Write `frozen`."
         yield Problem("model.batch_norm", message)
-    elif config.train.microbatch_size % size:
-        micro = config.train.microbatch_size
-        message = f"a microbatch of {micro} is not a multiple of {size}. Write a number that divides {micro}."
+        return
+    micro, holder = config.train.microbatch_size, "microbatch"
+    if micro == "auto":
+        micro, holder = config.train.global_batch_size, "global batch"
+    if micro % size:
+        message = f"a {holder} of {micro} is not a multiple of {size}. Write a number that divides {micro}."
         yield Problem("model.batch_norm", message)
 
 
@@ -218,7 +221,7 @@ def batch_by_tokens_is_a_microbatch(config: RunConfig) -> Iterator[Problem]:
         return
     evaluated = config.evaluate.microbatch_size if config.evaluate else None
     for section, size in (("train", config.train.microbatch_size), ("evaluate", evaluated)):
-        if size is not None and size > 1:
+        if size not in (None, 1):
             message = "with `data.batching.by: tokens` one position is a whole batch. Write 1."
             yield Problem(f"{section}.microbatch_size", message)
 

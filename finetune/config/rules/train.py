@@ -12,7 +12,7 @@ BUDGETS = ("steps", "epochs", "tokens")
 
 def batch_is_whole_microbatches(config: RunConfig) -> Iterator[Problem]:
     """The global batch is a multiple of the microbatch, for any number of processes."""
-    batch, microbatch = config.train.global_batch_size, config.train.microbatch_size
+    batch, microbatch = config.train.global_batch_size, config.train.known_microbatch_size
     if batch % microbatch:
         yield Problem(
             "train.global_batch_size",

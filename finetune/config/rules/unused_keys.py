@@ -112,6 +112,10 @@ def _has_trackers(config: RunConfig) -> bool:
     return bool(config.report.trackers)
 
 
+def _has_metrics(config: RunConfig) -> bool:
+    return config.report.prometheus is not None
+
+
 def _is_remote(config: RunConfig) -> bool:
     return is_url(config.run.folder)
 
@@ -191,5 +195,6 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey("run.local_folder", _is_remote, "only a run at a URL has one, and `run.folder` is a path"),
     ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` the run does not resume"),
     ConditionalKey("report.expert_load", _has_no_router_loss, "`train.router_aux_loss` logs it already"),
+    ConditionalKey("report.prometheus_address", _has_metrics, "it needs `report.prometheus`"),
     ConditionalKey("report.project", _has_trackers, "it needs `report.trackers`"),
 )

@@ -5,6 +5,17 @@ from typing import Literal
 from finetune.config.section import Positive, Section, Strings, key
 
 
+class ProfileSection(Section):
+    """A window of steps that is profiled: a trace of each process, the memory, and a table of the step by phase."""
+
+    start: Positive = key("The first step that is profiled; steps before it warm up.", 10)
+    steps: Positive = key("How many steps are profiled. Each one adds to the trace: a few are enough.", 3)
+    memory: bool = key(
+        "Write what lives in memory, too: torch's snapshot of a GPU, or the live bytes by phase on a CPU.", True
+    )
+    stacks: bool = key("Record the Python stack of every operator: slower, and a larger trace.", False)
+
+
 class ReportSection(Section):
     """Where the run is logged."""
 
@@ -22,5 +33,17 @@ class ReportSection(Section):
         "Mixtures of experts: log with each step how evenly tokens are sent to the experts. `train.router_aux_loss` "
         "does so, too.",
         False,
+    )
+    profile: ProfileSection | None = key("Say where the time of some steps goes; unset, nothing is profiled.", None)
+    prometheus: int | None = key(
+        "Serve `/metrics` for Prometheus on this port of the main process (extra `monitoring`); unset, nothing is "
+        "served.",
+        None,
+        ge=1,
+        le=65_535,
+    )
+    prometheus_address: str = key(
+        "The address on which `/metrics` is served; `0.0.0.0` lets other machines read it, without a password.",
+        "127.0.0.1",
     )
     project: str | None = key("Project name for the trackers; unset, the name of the run folder's parent.", None)

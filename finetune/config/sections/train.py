@@ -122,7 +122,16 @@ class TrainSection(Section):
         "Samples per optimizer step over all processes; with `data.batching`, packs or batches by tokens. Gradient "
         "accumulation is derived from it."
     )
-    microbatch_size: BatchSize = key("Samples (packs, batches) per forward pass and process.")
+    microbatch_size: BatchSize | Literal["auto"] = key(
+        "Samples (packs, batches) per forward pass and process. `auto`: the most that fit into memory, found before "
+        "the first step and kept when the run resumes; the samples of a step and its loss do not depend on it."
+    )
+    try_longest_batch: Literal["auto", "always", "never"] = key(
+        "Run the longest batch of the job forward and backward before the first step, so that no run is out of memory "
+        "hours later; nothing is changed by it. `auto`: on a GPU always, on a CPU where the estimate is not far below "
+        "what is free.",
+        "auto",
+    )
     steps: Positive | None = key("Budget in optimizer steps. Exactly one of `steps`, `epochs`, `tokens`.", None)
     epochs: float | None = key(
         "Budget in passes over the training data, or over `data.train.mix`.", None, gt=0.0, le=MAX_FACTOR
@@ -174,3 +183,8 @@ class TrainSection(Section):
     stop_after_steps: Positive | None = key(
         "Stop, with a checkpoint, once this many steps are done; budget and schedule are unchanged.", None
     )
+
+    @property
+    def known_microbatch_size(self) -> int:
+        """Return `microbatch_size`; 1 where that is `auto`, which is not known before the run."""
+        return 1 if self.microbatch_size == "auto" else self.microbatch_size

@@ -228,6 +228,16 @@ class LengthGroupedOrder(PiecewiseOrder):
         self._sorted = lru_cache(maxsize=2)(self._sorted_anew)
 
     @property
+    def unsorted(self) -> Order:
+        """Return the order that is sorted; each window holds the same samples in both."""
+        return self._order
+
+    @property
+    def window_positions(self) -> int:
+        """Return the positions of a window."""
+        return self._window_size
+
+    @property
     def num_positions(self) -> int | None:
         """Return those of the order that is sorted."""
         return self._order.num_positions

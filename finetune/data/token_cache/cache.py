@@ -121,6 +121,11 @@ WITHOUT_EFFECT = frozenset(
 
 _ROWS_BETWEEN_LOGS = 100_000
 
+
+class NotPrepared(DataError):
+    """The set is not in the cache, and was not to be built."""
+
+
 OnSourceProgress = Callable[[str, int, int | None], None]
 """Called with a source's key, how many of its rows are done, and how many there are where that is known."""
 
@@ -135,16 +140,19 @@ def prepare_set(
     unknown_ids: Iterable[int] = (),
     length: LengthLimit | None = None,
     on_progress: OnSourceProgress | None = None,
+    builds: bool = True,
 ) -> PreparedSet:
     """Return the source's samples, tokenised now or found in the cache of earlier runs.
 
     `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it
     outside any collective: ranks that come while one of them tokenises wait on a lock file, and if it dies, another
     resumes from where it stopped. What is cut or dropped is counted in `counts`; what the section refuses raises
-    DataError with the counts, after all rows have been seen.
+    DataError with the counts, after all rows have been seen. Without `builds`, NotPrepared where it is not found.
     """
     made_of = identify(source, encode, section=section, identity=identity)
     folder = set_folder(section, made_of)
+    if not builds and not folder.is_dir():
+        raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
     plan = make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
     shown = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
     build = partial(_build, source=source, plan=plan, made_of=made_of, section=section, advance=shown, log=log)

@@ -108,6 +108,22 @@ def _check_names(folder: Path, saved: Mapping[str, Tensor], names: Mapping[str, 
             )
 
 
+def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterContext, *, folder: Path) -> None:
+    """Write an adapter with the config of a saved one and new values for this model, which may have fewer layers."""
+    config: Any = saved_adapter_config(model, adapter, context)
+    layers = getattr(config, "layers_to_transform", None)
+    if layers is not None:
+        most = model.config.get_text_config().num_hidden_layers
+        config.layers_to_transform = sorted(
+            {min(each, most - 1) for each in ([layers] if isinstance(layers, int) else layers)}
+        )
+    try:
+        adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{ADAPTER_KEY}: {error_summary(error)} {format_candidates(model)}") from error
+    adapted.save_pretrained(folder)
+
+
 def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:
     """Return the model with a frozen base and float32 adapters.
 

@@ -53,7 +53,7 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
             model = trial.model(config)
         _check_parameters(model, key=trial.key)
         _check_same_shapes(model, trial)
-        error = _forward_error(model)
+        error = forward_error(model)
         if error is not None and (confirmed := _confirmed_error(error, trial, config, model)):
             raise confirmed
 
@@ -180,7 +180,7 @@ def _check_parameters(model: PreTrainedModel, *, key: str) -> None:
         raise ModelError(f"{key}: the model would have {total:,} parameters. Write other values.")
 
 
-def _forward_error(model: PreTrainedModel) -> Exception | None:
+def forward_error(model: PreTrainedModel) -> Exception | None:
     """Return what a forward pass raises; None if it succeeds."""
     usual = logging.root.manager.disable
     logging.disable(logging.WARNING)  # about the dummy input
@@ -213,10 +213,10 @@ def _confirmed_error(
     A small model is built with values; for a large one, its type with default values is tried on the meta device.
     """
     if sum(each.numel() for each in model.parameters()) <= _MAX_REAL_PARAMETERS:
-        return _forward_error(trial.model(config))
+        return forward_error(trial.model(config))
     with torch.device("meta"):
         usual = trial.model(type(config)())
-    return error if _forward_error(usual) is None else None
+    return error if forward_error(usual) is None else None
 
 
 @contextmanager

@@ -40,9 +40,11 @@ def initialize_weights(
 def as_cpu_float32(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Move the parameters to float32 on the CPU in this context; afterwards their own storage has the values.
 
-    Random numbers then depend neither on device nor on dtype: a bfloat16 weight is the rounded float32 one.
+    Random numbers then depend neither on device nor on dtype: a bfloat16 weight is the rounded float32 one. Parameters
+    without values are left alone.
     """
-    elsewhere = [p for p in parameters if p.dtype != torch.float32 or p.device.type != "cpu"]
+    filled = [p for p in parameters if not p.is_meta]
+    elsewhere = [p for p in filled if p.dtype != torch.float32 or p.device.type != "cpu"]
     storages = [p.data for p in elsewhere]
     for parameter in elsewhere:
         parameter.data = parameter.data.to(device="cpu", dtype=torch.float32)

@@ -144,6 +144,32 @@ def _set_dtypes_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(kept)
 
 
+def load_empty_model(
+    section: ModelSection,
+    *,
+    head: str,
+    vocabulary_size: int | None,
+    special_ids: SpecialTokenIds | None = None,
+    head_values: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Return the model as `load_model` does, but on the meta device: from its config, without weights or their files.
+
+    Quantized weights are not: they are still to be packed.
+    """
+    if section.from_config is not None:
+        config = build_model_config(
+            section.from_config, vocabulary_size=vocabulary_size, special_ids=special_ids or SpecialTokenIds()
+        )
+    else:
+        config = load_pretrained_config(section)
+    set_config_values(config, dict(head_values or {}))
+    empty, attention = InitContext(context=lambda: torch.device("meta")), requested_attention(section.attention)
+    model = _build_model(config, section=section, head=head, init_context=empty, attention=attention)
+    if section.from_config is None:
+        _set_dtypes_as_loaded(model, getattr(torch, section.dtype))
+    return _prepare_for_training(model, section=section)
+
+
 @dataclass(frozen=True)
 class _LoadedModel:
     model: PreTrainedModel

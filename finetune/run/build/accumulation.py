@@ -34,7 +34,7 @@ def plan_accumulation(
         is_deterministic=context.config.run.deterministic,
         has_bf16_shards=context.config.train.optimizer.stochastic_rounding,
     )
-    if found.reason is not None:
+    if found.reason is not None and context.config.train.microbatch_size != "auto":
         context.log(found.reason)
     return found
 

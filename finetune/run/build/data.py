@@ -86,8 +86,9 @@ def make_training_data(
     *,
     on_progress: OnSourceProgress | None = None,
     locations: KeyLocations = MappingProxyType({}),
+    builds: bool = True,
 ) -> TrainingData:
-    """Return what there is to learn; one process tokenises, the others wait on a file and in no collective."""
+    """Return what there is to learn; one process tokenises, others wait on a file. NotPrepared without `builds`."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
@@ -110,7 +111,7 @@ def make_training_data(
         "length": task.samples.length_limit,
         "log": log,
     }
-    prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=on_progress)
+    prepare: Callable[[Source], PreparedSet] = partial(prepare_set, **how, on_progress=on_progress, builds=builds)
     stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)
     audited: dict[str, Prepared | Streamed] = {}
     pools = [_open_dataset(source, config, prepare=prepare, stream=stream, audited=audited) for source in sources.train]

@@ -56,7 +56,7 @@ def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
         training_data.training,
         training_data.task.collate,
         global_batch_size=train.global_batch_size,
-        microbatch_size=train.microbatch_size,
+        microbatch_size=train.known_microbatch_size,
         budget=None if batching.by == "samples" else budget,
     )
 

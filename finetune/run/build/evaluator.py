@@ -34,7 +34,7 @@ def make_evaluator(
         rows,
         task.collate,
         dummy_batch=task.dummy_batch,
-        microbatch_size=section.microbatch_size or config.train.microbatch_size,
+        microbatch_size=section.microbatch_size or config.train.known_microbatch_size,
         world=distributed.world(),
         section=config.data,
         cost=task.samples.loading_cost,

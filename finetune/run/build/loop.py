@@ -16,6 +16,7 @@ from finetune.data.device_prefetch import prefetch_to_device
 from finetune.data.loader import groups, train_loader
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
+from finetune.report.gpu import DeviceColumns
 from finetune.report.reporter import Reporter
 from finetune.report.timing import StartupTimer
 from finetune.run.build.evaluator import make_evaluator
@@ -71,6 +72,7 @@ def make_parts(
     save: CheckpointSaving,
     signals: ReceivedSignals,
     startup: StartupTimer,
+    gpu: DeviceColumns,
 ) -> Parts:
     """Return the record that the loop works with; its first step reports what the start took."""
     config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
@@ -88,7 +90,7 @@ def make_parts(
         update=make_update(config, prepared),
         nonfinite=config.train.nonfinite,
         scales_loss=config.train.precision == "fp16",
-        meters=Meters(built.step_task.step_metrics),
+        meters=Meters(built.step_task.step_metrics, device=gpu),
         reporter=reporter,
         evaluate=_evaluation(context, built, reporter=reporter),
         save=save,

@@ -186,7 +186,7 @@ class _Precomputation:
         """Return the samples of a forward pass: as many as in an evaluation, at least two."""
         evaluate = self.context.config.evaluate
         written = evaluate.microbatch_size if evaluate is not None else None
-        return max(2, written or self.context.config.train.microbatch_size)
+        return max(2, written or self.context.config.train.known_microbatch_size)
 
 
 def _damage(folder: Path) -> DamagedSet | None:

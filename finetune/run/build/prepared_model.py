@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,13 @@ from finetune.model.size import MemoryEstimate, measure_model, precision_warning
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
-from finetune.run.build.memory import memory_estimate, step_memory
+from finetune.run.build.memory import memory_estimate, planned_peak, step_memory
 from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters, router_coefficient
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.build.tf32 import set_tf32
 from finetune.run.context import RunContext
+from finetune.run.flops import model_flops
 from finetune.runtime import distributed, seeds
 from finetune.runtime.resources import resident_bytes
 from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modules
@@ -75,6 +76,7 @@ class PreparedModel:
     reduces_every_microbatch: bool = False
     memory: MemoryEstimate | None = None  # of this rank
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
+    flops_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def prepare_model(
     before_batch = EmbeddingNoise(plain, alpha=noise).set_batch if noise else no_op
     _compile(context, unwrap_model(plain))
     routers = _routers(context, plain)
+    flops = model_flops(plain, training_data.training, plan) if plan else None
     model, prepared = _prepare(context, accelerator, plain, optimizer)
     kernel, _ = resolve_kernel(config.train.loss_kernel)
     if (warning := fallback_warning(model, training_data.task.head, kernel)) is not None:
@@ -138,7 +141,7 @@ def prepare_model(
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(model)
     every = accumulation.reduces_every_microbatch
-    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory, routers)
+    return PreparedModel(accelerator, plain, model, prepared, before_batch, every, memory, routers, flops)
 
 
 def _build_plain(context: RunContext, training_data: TrainingData, *, device: torch.device) -> Any:
@@ -199,7 +202,9 @@ def _log_size(
         step_memory(context, model, size, training=training, plan=plan, device=accelerator.device) if plan else None
     )
     whole = estimate(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes, step_parts=step_parts)
-    for line in (*size.lines, *adapter_summary_of(model), whole.lines[-1]):
+    if plan:
+        whole = replace(whole, planned_bytes=planned_peak(context, accelerator, plan))
+    for line in (*size.lines, *adapter_summary_of(model), whole.summary):
         context.log(line)
     return accumulation, whole
 

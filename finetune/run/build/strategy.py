@@ -23,10 +23,15 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     config = loaded.config
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
     require_divisible_batch(loaded, num_processes=environment.world)
-    job = JobSettings(
+    return choose_strategy(environment, job_settings(config))
+
+
+def job_settings(config: RunConfig) -> JobSettings:
+    """Return what a strategy has to know of the job."""
+    return JobSettings(
         strategy=config.run.strategy,
         precision=config.train.precision,
-        microbatch_size=config.train.microbatch_size,
+        microbatch_size=config.train.known_microbatch_size,
         max_gradient_norm=config.train.max_gradient_norm,
         optimizer=config.train.optimizer.name,
         averages_weights=config.train.average is not None,
@@ -39,7 +44,6 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
         ),
         has_mixed_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )
-    return choose_strategy(environment, job)
 
 
 def require_supported_by_strategy(config: RunConfig, strategy: str) -> None:

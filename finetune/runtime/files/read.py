@@ -55,13 +55,17 @@ MAX_BYTES = 512 << 20
 """Of a file that is read whole: the index of a checkpoint of a million tensors has half of it."""
 
 
+_MIN_READ_BYTES = 1 << 20
+"""For a file that is growing, or that has no size until it is read."""
+
+
 def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the file's content; raises OSError for what is no regular file, or has more bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise OSError(errno.EINVAL, f"has {size} bytes; the maximum is {max_bytes}", str(path))
-        return file.read(max_bytes)
+        return file.read(min(max_bytes, max(size, _MIN_READ_BYTES)))  # so many bytes are allocated first
 
 
 def parse_json(content: bytes | str) -> Any:

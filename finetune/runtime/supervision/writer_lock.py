@@ -82,6 +82,23 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
         os.close(descriptor)  # lets go of the lock
 
 
+def is_locked(folder: Path) -> bool:
+    """Tell whether a process of this machine, or of one with the same file system, writes to the run folder now."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

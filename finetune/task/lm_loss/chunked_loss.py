@@ -6,6 +6,8 @@ row's loss is not known yet, chunks are recomputed in the backward pass (Wijmans
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +62,22 @@ def bytes_per_logit(dtype: torch.dtype, transform: LogitTransform, device: torch
     return HALF_LOGIT_BYTES[_kind(device)] if transform.is_identity else TRANSFORMED_HALF_LOGIT_BYTES
 
 
+_ASSUMED_KIND: ContextVar[str | None] = ContextVar("assumed kind of device", default=None)
+
+
+@contextmanager
+def chunks_of(kind: str) -> Iterator[None]:
+    """Compute chunks meanwhile as large as this kind of device has them, to see what they take there."""
+    token = _ASSUMED_KIND.set(kind)
+    try:
+        yield
+    finally:
+        _ASSUMED_KIND.reset(token)
+
+
 def _kind(device: torch.device) -> str:
-    return device.type if device.type in CHUNK_BYTES else "cuda"
+    kind = _ASSUMED_KIND.get() or device.type
+    return kind if kind in CHUNK_BYTES else "cuda"
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from finetune.task.lm_loss.chunked_loss import AUTOGRAD_LOGIT_BYTES, rows_per_chunk
@@ -44,10 +45,8 @@ class LmHead:
         A layer with LoRA, a quantized one or one with sharded weights is not plain.
         """
         weight: Any = getattr(self.module, "weight", None)
-        if getattr(self._own_forward, "__func__", None) is not nn.Linear.forward or type(weight) not in (
-            Tensor,
-            nn.Parameter,
-        ):
+        is_plain = getattr(self._own_forward, "__func__", None) is nn.Linear.forward
+        if not is_plain or type(weight) not in (Tensor, nn.Parameter, FakeTensor):
             return None
         if weight.dtype != rows.dtype and self.compute_dtype(rows) == rows.dtype:
             return None

@@ -1,153 +1,167 @@
-"""What the doctor finds on a machine, and what it makes of how fast loaders were."""
+"""Sabotaged set-ups of this machine: each is named with its fix. All but the GPUs and `/dev/shm` are real."""
 
 import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands.doctor import doctor
-from finetune.commands.doctor.data import (
-    choose_settings,
-    examine_loader,
-    loading_table,
-    tokens_per_second_of_a_rank,
-    waiting_share,
-    yaml_lines,
+from finetune.commands.doctor.doctor import examine
+from finetune.commands.doctor.gather import gpus, storage
+from tests.commands.doctor.gather.test_gathered import ANSWERS, FakeNvml, write_job
+from tests.commands.doctor.gather.test_topology import program
+from tests.commands.doctor.recorded import FOLDER
+from tests.launching import capture
+
+Sabotage = Callable[[Path, pytest.MonkeyPatch], Path | None]
+
+
+def leave_a_lock(folder, patch):
+    patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    (folder / "lock").touch()
+
+
+def hide_the_compilers(folder, patch):
+    patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    patch.setenv("PATH", str(folder))
+
+
+def close_the_hub(folder, patch):
+    patch.delenv("HF_HUB_OFFLINE", raising=False)
+    patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+def name_a_model_that_is_not_cached(folder, patch):
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    write_job(folder)
+    job = folder / "job.yaml"
+    text = job.read_text().splitlines()
+    text[3:5] = ["  name: nobody/has-this-model"]
+    job.write_text("\n".join(text))
+    return job
+
+
+def name_a_model_that_fills_the_disk(folder, patch):
+    write_job(
+        folder, values="{hidden_size: 16384, intermediate_size: 65536, num_hidden_layers: 120, vocab_size: 128256}"
+    )
+    return folder / "job.yaml"
+
+
+def choose_the_loopback_interface(folder, patch):
+    patch.setenv("NCCL_SOCKET_IFNAME", "lo")
+
+
+def choose_an_interface_that_does_not_exist(folder, patch):
+    patch.setenv("GLOO_SOCKET_IFNAME", "wlan7")
+
+
+def start_too_many_threads(folder, patch):
+    patch.setenv("OMP_NUM_THREADS", "64")
+
+
+def debug_every_collective(folder, patch):
+    patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+
+
+def leave_launcher_variables(folder, patch):
+    patch.setenv("ACCELERATE_USE_FSDP", "true")
+
+
+def leave_an_accelerate_config(folder, patch):
+    patch.setenv("HF_HOME", str(folder))
+    (folder / "accelerate").mkdir()
+    (folder / "accelerate" / "default_config.yaml").write_text("mixed_precision: fp16\nnum_processes: 1\n")
+
+
+def give_little_shared_memory(folder, patch):
+    shared = SimpleNamespace(total=64 << 20, free=64 << 20)
+    patch.setattr(storage, "shutil", SimpleNamespace(disk_usage=lambda _: shared))
+
+
+def put_in_two_cards(folder, patch):
+    """Two RTX 4090 under a driver that claims P2P, and an `nvidia-smi` that prints their matrix."""
+    patch.setattr(gpus, "pynvml", FakeNvml())
+    patch.setitem(ANSWERS, "nvmlSystemGetDriverVersion", "535.183.01")
+    patch.setitem(ANSWERS, "nvmlDeviceGetP2PStatus", 0)
+    program(folder, f"/bin/cat {FOLDER / 'rtx4090_pair.topo.txt'}")
+    patch.setenv("PATH", str(folder), prepend=":")
+
+
+def hide_the_cards(folder, patch):
+    patch.setattr(gpus, "pynvml", FakeNvml())
+    patch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+SABOTAGED: tuple[tuple[Sabotage, str, str, str], ...] = (
+    (leave_a_lock, "build-lock", "must_fix", "rm "),
+    (hide_the_compilers, "compiler", "should_fix", "install"),
+    (close_the_hub, "hub", "note", "HF_HUB_OFFLINE=1"),
+    (name_a_model_that_is_not_cached, "hub-offline", "must_fix", "hf download nobody/has-this-model"),
+    (name_a_model_that_fills_the_disk, "disk-room", "must_fix", "checkpoint.keep_last"),
+    (choose_the_loopback_interface, "socket-interface", "should_fix", "export NCCL_SOCKET_IFNAME="),
+    (choose_an_interface_that_does_not_exist, "socket-interface", "must_fix", "export GLOO_SOCKET_IFNAME="),
+    (start_too_many_threads, "too-many-threads", "should_fix", "export OMP_NUM_THREADS="),
+    (debug_every_collective, "variable", "should_fix", "unset TORCH_DISTRIBUTED_DEBUG"),
+    (leave_launcher_variables, "launcher-variables", "should_fix", "unset ACCELERATE_USE_FSDP"),
+    (leave_an_accelerate_config, "accelerate-config", "should_fix", "--config_file"),
+    (give_little_shared_memory, "shared-memory", "should_fix", "--shm-size=8g"),
+    (put_in_two_cards, "no-p2p", "must_fix", "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1"),
+    (hide_the_cards, "visible-devices", "must_fix", "unset CUDA_VISIBLE_DEVICES"),
 )
-from finetune.commands.doctor.doctor import examine, find_problems
-from finetune.commands.doctor.loader_speed import LoaderMeasurement, LoaderRun, settings_to_try
-from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.workers import LoaderSettings, MachineResources
-from finetune.runtime.resources import FileLimit
-from finetune.runtime.upstream import ABANDONED, BuildLock
-
-NO_DEFAULT = {"accelerate_default_config": {"path": "/nowhere", "exists": False}}
 
 
-def test_what_must_be_mended_is_told_from_what_is_to_be_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "no driver")
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "no shared memory")
-    facts = {"accelerate_default_config": {"path": "/home/default_config.yaml", "exists": True}}
-    lock, known = find_problems(facts, {"run": tmp_path}, locks=[BuildLock(tmp_path / "lock", ABANDONED, "nobody")])
-    assert lock.must_be_fixed and "delete it" in lock.text
-    assert not known.must_be_fixed and "/home/default_config.yaml" in known.text
-    assert list(find_problems(NO_DEFAULT, {"run": tmp_path}, locks=[])) == []
+NAMES = [each[0].__name__ for each in SABOTAGED]
 
 
-def test_a_full_disk_must_be_mended(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "FULL_BYTES", 1 << 62)
-    found = [
-        each for each in find_problems(NO_DEFAULT, {"cache": tmp_path / "not" / "yet"}, locks=[]) if each.must_be_fixed
-    ]
-    assert any("cache folder" in each.text and "Make room" in each.text for each in found)
+@pytest.fixture
+def small_probe(monkeypatch):
+    monkeypatch.setattr(storage, "_PROBE_BYTES", 1 << 20)
 
 
-def test_a_machine_is_described(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "lock").touch()
-    assert examine(None, []) is False
-    said = capsys.readouterr().out
-    assert "torch 2." in said and "may be used of" in said
-    assert f"FIX: {tmp_path}/lock was left by a build that was killed" in said
+@pytest.mark.parametrize(
+    ("sabotage", "key", "severity", "fix"), SABOTAGED, ids=[each[0].__name__ for each in SABOTAGED]
+)
+def test_a_sabotaged_machine_is_named_with_its_fix(
+    tmp_path, monkeypatch, capsys, small_probe, sabotage, key, severity, fix
+):
+    job = sabotage(tmp_path, monkeypatch)
+    code = examine(job, [], as_json=True)
+    found = {each["key"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert found[key]["severity"] == severity and fix in found[key]["fix"], found[key]
+    assert code == int(any(each["severity"] == "must_fix" for each in found.values()))
 
 
-def measured(num_workers, tokens_per_second, *, prefetch_factor=2, pin_memory=False):
-    settings = LoaderSettings(num_workers, pin_memory, False, prefetch_factor if num_workers else None)
-    return LoaderMeasurement(settings, (LoaderRun(0.1, tokens_per_second / 100, tokens_per_second),))
+def test_a_machine_is_described_and_what_it_lacks_printed_with_reason_and_fix(
+    tmp_path, monkeypatch, capsys, small_probe
+):
+    leave_a_lock(tmp_path, monkeypatch)
+    assert examine(None, []) == 1
+    printed = capsys.readouterr().out
+    assert "torch 2." in printed and "may be used of" in printed
+    lines = printed.splitlines()
+    start = lines.index(f"FIX: {tmp_path}/lock was left by a build that was killed: every later run would wait for it")
+    assert lines[start + 1].startswith("    why: ") and lines[start + 2].startswith(f"    fix: rm {tmp_path}/lock")
 
 
-def test_without_workers_loading_adds_to_computing_and_with_them_it_goes_on_beside():
-    assert waiting_share(measured(0, 9000), 1000) == pytest.approx(0.1)
-    assert waiting_share(measured(1, 9000), 1000) == 0.0
-    assert waiting_share(measured(1, 500), 1000) == pytest.approx(0.5)
+def test_what_is_printed_as_json_is_checked_elsewhere(tmp_path, monkeypatch, capsys, small_probe):
+    leave_a_lock(tmp_path, monkeypatch)
+    examine(None, [], as_json=True)
+    (tmp_path / "facts.json").write_text(capsys.readouterr().out)
+    (tmp_path / "lock").unlink()
+    assert examine(None, [], recorded=tmp_path / "facts.json") == 1
+    assert "was left by a build that was killed" in capsys.readouterr().out
 
 
-def test_the_fewest_workers_that_are_enough_are_chosen():
-    found = [measured(0, 10_000), measured(1, 4_000), measured(2, 8_000), measured(4, 16_000)]
-    assert choose_settings(found, 100.0).settings.num_workers == 0  # one step in a hundred is spent loading
-    assert choose_settings(found, 3_000.0).settings.num_workers == 1
-    assert choose_settings(found, 7_000.0).settings.num_workers == 2
-    assert choose_settings(found, 90_000.0).settings.num_workers == 4  # none is enough: the least waiting
-
-
-def test_where_nobody_knows_the_model_as_fast_as_any_is_chosen():
-    assert (
-        choose_settings([measured(0, 1_000), measured(2, 9_500), measured(4, 10_000)], None).settings.num_workers == 2
+@pytest.mark.full
+def test_a_limit_on_open_files_is_named_with_what_is_needed():
+    limited = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500)); "
+        "sys.argv = ['finetune', 'doctor']; runpy.run_module('finetune', run_name='__main__')"
     )
-
-
-def test_of_equally_many_workers_the_fastest_is_chosen():
-    found = [measured(1, 9_000, prefetch_factor=2), measured(1, 9_900, prefetch_factor=4)]
-    assert choose_settings(found, 1_000.0).settings.prefetch_factor == 4
-
-
-def test_what_a_rank_consumes_is_read_from_the_events_of_a_run(tmp_path):
-    assert tokens_per_second_of_a_rank(tmp_path) is None
-    warm = {"event": "StepTaken", "num_tokens": 4000, "seconds": 2.5, "data_seconds": 0.5}
-    steps = [{**warm, "seconds": 90.0}, {**warm, "seconds": 90.0}, warm, warm, warm]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (tmp_path / "environment.json").write_text(json.dumps({"launcher": {"WORLD_SIZE": "2"}}))
-    assert tokens_per_second_of_a_rank(tmp_path) == pytest.approx(1000.0)  # of two ranks, each half of 4000 in 2 s
-
-
-def test_settings_up_to_the_cores_are_tried_pinned_where_there_is_a_gpu():
-    plain = settings_to_try(MachineResources(num_cores=2, local_world=1, has_device=False))
-    assert {each.num_workers for each in plain} == {0, 1, 2} and not any(each.pin_memory for each in plain)
-    pinned = settings_to_try(MachineResources(num_cores=16, local_world=1, has_device=True))
-    assert {each.num_workers for each in pinned} == {0, 1, 2, 4, 8, 16}
-    assert {each.pin_memory for each in pinned} == {False, True}
-
-
-def test_what_is_printed_can_be_pasted_into_a_job():
-    written = yaml_lines(measured(4, 1.0, pin_memory=True).settings)
-    keys = dict(line.strip().split(": ") for line in written.splitlines())
-    values = {name: json.loads(value) for name, value in keys.items()}
-    section = DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=8, **values)
-    assert (section.num_workers, section.pin_memory, section.prefetch_factor) == (4, True, 2)
-    assert section.persistent_workers is True
-
-
-def test_a_table_says_how_long_a_step_would_wait():
-    rows = [measured(0, 9_000), measured(1, 500)]
-    assert [len(loading_table(rows, consumed).columns) for consumed in (None, 1_000.0)] == [7, 8]
-
-
-def test_a_loader_is_measured(tmp_path, capsys):
-    rows = [json.dumps({"prompt": f"say {number}", "completion": str(number)}) for number in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "job.yaml").write_text(
-        """
-run: {folder: run}
-model:
-  from_config: {model_type: llama, values: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}
-  tokenizer: {train: {vocabulary_size: 300}}
-data: {train: {path: rows.jsonl}, max_length: 64, chat_template: chatml, cache_folder: cache}
-task: {name: sft}
-train: {global_batch_size: 4, microbatch_size: 2, steps: 2, learning_rate: 1e-3}
-"""
-    )
-    examine_loader(tmp_path / "job.yaml", [], num_rounds=1, seconds=0.01)
-    said = capsys.readouterr().out
-    lines = said.splitlines()
-    assert next(line for line in lines if "num_workers" in line).split()[:2] == ["num_workers", "prefetch_factor"]
-    assert "has no run to tell" in said
-    assert "Write in job.yaml:\n\ndata:\n  num_workers: " in said
-
-
-def test_what_deepspeed_lacks_for_an_offloaded_optimizer_is_said_where_it_is_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "missing_for_cpu_adam", lambda: "there is no C++ compiler. Run `apt-get install g++`.")
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "no driver")
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "no shared memory")
-    (found,) = find_problems(NO_DEFAULT, {"run": tmp_path}, locks=[], has_deepspeed=True)
-    assert found.text.startswith(
-        "ZeRO with an offloaded optimizer (zero2_offload, zero3_offload) cannot start: there is"
-    )
-    assert not found.must_be_fixed
-    assert list(find_problems(NO_DEFAULT, {"run": tmp_path}, locks=[])) == []
-
-
-def test_a_machine_on_which_many_ranks_could_not_connect_is_told_of_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("finetune.commands.doctor.doctor.file_limit", lambda: FileLimit(soft=1024, hard=2048))
-    (found,) = find_problems(NO_DEFAULT, {"run": tmp_path}, locks=[])
-    assert not found.must_be_fixed
-    assert found.text.startswith("a process may have 2,048 files and sockets open (`ulimit -Hn`)")
-    assert "3,512 for 1,000" in found.text
+    done = capture([sys.executable, "-c", limited])
+    assert done.returncode == 1
+    assert "FIX: a process may have 500 files and sockets open" in done.stdout
+    assert "--ulimit nofile=515" in done.stdout

@@ -276,6 +276,7 @@ IDLE = [
     ),
     (["train.router_aux_loss=0.01", "report.expert_load=true"], "report.expert_load", "logs it already"),
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
+    (["report.prometheus_address=0.0.0.0"], "report.prometheus_address", "it needs `report.prometheus`"),
 ]
 
 TABLE = [*BATCH, *MODEL, *DATA, *BATCHING, *STREAMS, *EVALUATE, *CHECKPOINT, *IDLE]
@@ -304,6 +305,7 @@ RIGHT = [
     ["model={from_config: {model_type: llama}, tokenizer: {name: gpt2}, cache_folder: hub}"],
     ["model.name=.", "model.trust_remote_code=true"],
     ["report.trackers=[tensorboard]", "report.project=mine"],
+    ["report.prometheus=9400", "report.prometheus_address=0.0.0.0", "report.profile={start: 5}"],
     ["train.nonfinite={action: skip, max_skips: 5}"],
     ["train.router_aux_loss=auto"],
     ["report.expert_load=true", "task.name=preference"],

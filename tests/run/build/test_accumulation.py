@@ -20,7 +20,7 @@ def context_of(reduction=GradientReduction.EITHER, **settings):
     )
     config = SimpleNamespace(
         run=SimpleNamespace(deterministic=settings.get("deterministic", False)),
-        train=SimpleNamespace(optimizer=SimpleNamespace(stochastic_rounding=False)),
+        train=SimpleNamespace(microbatch_size=1, optimizer=SimpleNamespace(stochastic_rounding=False)),
     )
     return SimpleNamespace(strategy=strategy, config=config, log=log.append, lines=log)
 

@@ -9,7 +9,7 @@ import pytest
 from finetune.errors import UserError
 from finetune.runtime.run_folder import FOLDERS, HANG_FOLDER
 from finetune.runtime.supervision import status, writer_lock
-from finetune.runtime.supervision.writer_lock import FILES, lock_run_folder, require_free_names
+from finetune.runtime.supervision.writer_lock import FILES, is_locked, lock_run_folder, require_free_names
 
 MAKE = {
     "is a folder and not a file": lambda path: path.mkdir(),
@@ -83,6 +83,7 @@ def test_a_second_process_is_refused_with_who_holds_the_folder_until_that_one_di
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holds\n"
+        assert is_locked(tmp_path / "run")
         with (
             pytest.raises(UserError, match=rf"is being written by process {holder.pid} on .*, since 20"),
             lock_run_folder(tmp_path / "run", log=print),
@@ -90,5 +91,6 @@ def test_a_second_process_is_refused_with_who_holds_the_folder_until_that_one_di
             pass
         holder.kill()
         holder.wait()
+        assert not is_locked(tmp_path / "run")
         with lock_run_folder(tmp_path / "run", log=print):
             assert str(os.getpid()) in (tmp_path / "run" / ".writer.lock").read_text()

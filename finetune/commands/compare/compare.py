@@ -1,0 +1,46 @@
+"""`finetune compare`: to the terminal, as JSON, as a page and as PNG files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.commands.compare.comparison import build_comparison
+from finetune.commands.compare.page import write_page
+from finetune.commands.compare.tables import print_comparison
+from finetune.report.page.png import write_pngs
+from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.terminal import format_json
+
+
+def compare_runs(
+    runs: Sequence[Path],
+    *,
+    html: Path | None = None,
+    png: Path | None = None,
+    json: bool = False,
+    metric: str | None = None,
+    level: float | None = None,
+    price: float | None = None,
+) -> None:
+    """Print the comparison and write what was asked for; with `json`, nothing but JSON is printed.
+
+    Raises UserError for a folder that is no run, and for a metric that no run has.
+    """
+    comparison = build_comparison(runs, metric=metric, level=level, price=price)
+    written = []
+    if html is not None:
+        write_page(comparison, html)
+        written.append(f"wrote {html}")
+    if png is not None:
+        paths = write_pngs(comparison.charts(), png, num_runs=len(runs))
+        written.append(f"wrote {len(paths)} PNG files to {png}")
+    if json:
+        print(format_json(redacted_config(comparison.as_json()), indent=2))
+        return
+    print_comparison(comparison)
+    for line in written:
+        print(line)
+
+
+def write_comparison(runs: Sequence[Path], target: Path) -> None:
+    """Write the page that compares the runs, whole or not at all; raises UserError likewise."""
+    write_page(build_comparison(runs), target)

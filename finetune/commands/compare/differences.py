@@ -1,0 +1,76 @@
+"""What differs in configs and environments of runs, and only that."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.commands.compare.runs import ComparedRun
+from finetune.report.page.facts import config_lines
+
+ABSENT = "-"
+_OF_A_PROCESS = re.compile(r"launcher\.((LOCAL_|GROUP_|ROLE_)?RANK|MASTER_\w+|TORCHELASTIC_\w+)")
+"""Variables that name a process or a launch; they set nothing."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose value is not the same in all runs: a text for each run, with its source where there is one."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def config_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
+    """Return the keys of resolved.yaml that differ, each value with its source; the run's own folder is left out."""
+    found = [dict(_config_values(run.files.config)) for run in runs]
+    plain = [{key: value for key, (value, _) in each.items()} for each in found]
+    return [
+        Difference(key, tuple(_with_source(each.get(key)) for each in found))
+        for key in _differing(plain)
+        if key != "run.folder"
+    ]
+
+
+def environment_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
+    """Return the facts of environment.json that differ."""
+    found = [dict(_flat(run.files.environment)) for run in runs]
+    return [Difference(key, tuple(each.get(key, ABSENT) for each in found)) for key in _differing(found)]
+
+
+def _differing(values: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys, in their order, whose values differ; a run without any (its file is missing) does not count."""
+    known = [each for each in values if each]
+    keys = dict.fromkeys(key for each in known for key in each)
+    return [key for key in keys if len({each.get(key) for each in known}) > 1]
+
+
+def _config_values(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield dotted keys with value and source; keys without effect are comments and left out."""
+    place: list[str] = []
+    for line in config_lines(text):
+        name, colon, value = line.text.strip().partition(":")
+        if not colon or name.startswith("#"):
+            continue
+        depth = (len(line.text) - len(line.text.lstrip())) // 2
+        place = [*place[:depth], name]
+        if value.strip():
+            yield ".".join(place), (value.strip(), line.source)
+
+
+def _with_source(found: tuple[str, str] | None) -> str:
+    if found is None:
+        return ABSENT
+    value, source = found
+    return f"{value}  ({source})" if source else value
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _flat(item, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for number, item in enumerate(value):
+            yield from _flat(item, f"{prefix}[{number}]")
+    elif value is not None and not _OF_A_PROCESS.fullmatch(prefix):
+        yield prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,53 @@
+"""A comparison as one page that needs no network."""
+
+import time
+from pathlib import Path
+
+from finetune.commands.compare.comparison import Comparison
+from finetune.commands.compare.tables import LEVEL_HEAD, level_rows, result_rows
+from finetune.report.page.charts import step_scales
+from finetune.report.page.facts import format_time, format_value
+from finetune.report.page.html import render_page
+from finetune.report.page.page import SMOOTHING
+from finetune.runtime.files import atomic
+
+TEMPLATES = Path(__file__).parent / "templates"
+MOST_COLUMNS = 5
+"""Of runs side by side; more are rows."""
+
+
+def write_page(comparison: Comparison, target: Path) -> None:
+    """Write the page, whole or not at all."""
+    atomic.write_bytes(target, comparison_page(comparison).encode("utf-8", errors="backslashreplace"))
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """Return the page."""
+    runs, levels = comparison.runs, comparison.levels
+    results = [("run", *(run.name for run in runs)), *result_rows(comparison)]
+    return render_page(
+        "compare.html.jinja",
+        folder=TEMPLATES,
+        data={
+            "charts": comparison.charts(),
+            "runs": [
+                {"name": run.name, "color": number, "scales": step_scales(run.history)}
+                for number, run in enumerate(runs)
+            ],
+        },
+        title=" · ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs",
+        written=format_time(time.time()),
+        comparison=comparison,
+        results=results if len(runs) <= MOST_COLUMNS else list(zip(*results, strict=True)),
+        missing=[
+            f"{each.run}: not found or damaged: {', '.join(each.missing)}"
+            for each in comparison.results
+            if each.missing
+        ],
+        others=list(zip(runs[1:], comparison.agreements, strict=True)),
+        levels=[LEVEL_HEAD, *level_rows(levels)] if levels else [],
+        metric=levels.metric if levels else "",
+        level=format_value(levels.level) if levels else "",
+        price=comparison.price,
+        smoothing=SMOOTHING,
+    )

@@ -1,0 +1,1 @@
+"""Pure checks: facts in, findings out. They ask neither the machine nor a clock."""

@@ -1,0 +1,195 @@
+"""How long one optimizer step takes: a roofline of the device, and what the strategy sends that is not hidden.
+
+The roofline (Williams et al., 2009, "Roofline: an insightful visual performance model"): matrix products at a share of
+the peak, everything between them at a share of the memory's bandwidth, the update likewise, and never faster than the
+host can launch kernels. Communication runs beside the computation that it is overlapped with; what does not fit beside
+it, and the first or last layer of it, is waited for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from finetune.commands.plan.cost.collectives import (
+    Cluster,
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+)
+
+TRAINING_SHARE = 0.77
+"""Of what the largest matrix products reach, what all products of a model do, attention among them. Chosen so that the
+errors against published throughputs (docs/planning.md) are centred on 0."""
+
+MEMORY_SHARE = 0.8
+"""Of the memory's bandwidth, what element-wise kernels reach."""
+
+HOST_SECONDS_PER_LAYER = 1.2e-3
+"""To launch the kernels of a layer's forward and backward pass from Python, without torch.compile."""
+
+HOOK_SECONDS_PER_LAYER = {"fsdp2": 0.4e-3, "hsdp": 0.4e-3, "zero3": 1e-3, "zero3_offload": 1e-3}
+"""What gathering and freeing a layer's weights adds to that, on the host."""
+
+UPDATE_BYTES = 36.0
+"""Read and written per parameter by clipping and AdamW in float32: weight, gradient and two moments."""
+
+HOST_UPDATE_BYTES = 30.0
+"""The same on the host, by DeepSpeedCPUAdam."""
+
+OVERLAP_SHARE = 0.9
+"""Of the computation, how much of the communication can run beside: both use the device's memory and processors."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device reaches: FLOP/s of matrix products, and bytes per second."""
+
+    flops: float
+    memory_bandwidth: float
+    pcie_bandwidth: float
+    host_bandwidth: float = 20e9  # of the host's memory, for one rank
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes in a step, and what the model consists of. Counts are of whole numbers of bytes or FLOPs.
+
+    `weight_bytes` are those of all weights as they are computed with (and gathered), `gradient_bytes` those of the
+    gradients as they are reduced, `trained_weight_bytes` those of trained weights as they are gathered after an update.
+    """
+
+    num_tokens: float  # of one microbatch, padding included
+    num_microbatches: int
+    flops_per_token: float
+    recomputed_flops_per_token: float
+    traffic_per_token: float  # bytes between matrix products, forward and backward
+    num_layers: int
+    num_parameters: int
+    num_trained: int
+    weight_bytes: float
+    gradient_bytes: float
+    trained_weight_bytes: float
+    num_casts: int = 0  # float32 weights are rounded that often per microbatch (autocast)
+    dequantized_bytes: float = 0.0  # written per microbatch where weights are stored in 4 or 8 bits
+    num_collective_layers: int = 0  # gathered one by one; 0: num_layers
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the tokens of all microbatches of one rank."""
+        return self.num_tokens * self.num_microbatches
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what they go to; `hidden` communication is not part of the total."""
+
+    parts: Mapping[str, float] = field(default_factory=dict)
+    hidden_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the step."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Time of one microbatch."""
+
+    forward: float
+    backward: float
+
+
+def step_time(strategy: str, work: Work, *, device: Device, cluster: Cluster) -> StepTime:
+    """Return the time of a step under the strategy (a name of `accelerate_configs`), with gradients accumulated."""
+    computed = _pass_seconds(strategy, work, device=device)
+    exposed, hidden = _communication(strategy, work, computed=computed, cluster=cluster)
+    parts = {
+        "computation": work.num_microbatches * (computed.forward + computed.backward),
+        "communication": exposed,
+        "update": _update_seconds(strategy, work, device=device, cluster=cluster),
+    }
+    if strategy.endswith("_offload"):
+        parts["transfers"] = _transfer_seconds(strategy, work, device=device, cluster=cluster)
+    return StepTime(parts, hidden)
+
+
+def num_shards(strategy: str, cluster: Cluster) -> int:
+    """Return over how many ranks a strategy splits what it splits; 1 for those that split nothing."""
+    if strategy in ("single", "ddp"):
+        return 1
+    return cluster.within_node().num_ranks if strategy == "hsdp" else cluster.num_ranks
+
+
+def _pass_seconds(strategy: str, work: Work, *, device: Device) -> _Pass:
+    """Return the time of a microbatch: a third of the FLOPs forward, the rest and what is recomputed backward."""
+    memory = device.memory_bandwidth * MEMORY_SHARE
+    total = work.flops_per_token + work.recomputed_flops_per_token
+    recomputed = work.recomputed_flops_per_token / max(total, 1.0)
+    products = max(work.num_tokens * total / device.flops, 3 * work.weight_bytes / memory)
+    recomputes = work.recomputed_flops_per_token > 0
+    between = work.num_tokens * work.traffic_per_token * (4 / 3 if recomputes else 1.0) / memory
+    casts = (6.0 * work.num_casts * work.num_parameters + work.dequantized_bytes) / memory
+    per_layer = HOST_SECONDS_PER_LAYER * (4 / 3 if recomputes else 1.0) + HOOK_SECONDS_PER_LAYER.get(strategy, 0.0)
+    host = per_layer * work.num_layers
+    seconds = max(products + between + casts, host)
+    forward = seconds * (1 - recomputed) / 3
+    return _Pass(forward, seconds - forward)
+
+
+def _communication(strategy: str, work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of a step in which communication is waited for, and those in which it is hidden."""
+    if cluster.num_ranks == 1:
+        return 0.0, 0.0
+    name = strategy.removesuffix("_offload")
+    if name == "ddp":
+        return _overlapped(all_reduce_seconds(work.gradient_bytes, cluster), computed.backward, pieces=work.num_layers)
+    if name in ("zero1", "zero2"):
+        return _partitioned(name, work, computed=computed, cluster=cluster)
+    return _sharded(name, work, computed=computed, cluster=cluster)
+
+
+def _partitioned(name: str, work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
+    """ZeRO-1 reduces gradients once a step, ZeRO-2 after each microbatch; both gather updated weights afterwards."""
+    times = work.num_microbatches if name == "zero2" else 1
+    exposed, hidden = _overlapped(
+        reduce_scatter_seconds(work.gradient_bytes, cluster), computed.backward, pieces=work.num_layers
+    )
+    return times * exposed + all_gather_seconds(work.trained_weight_bytes, cluster), times * hidden
+
+
+def _sharded(name: str, work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
+    """FSDP and ZeRO-3 gather weights for each pass and reduce gradients; HSDP within a machine, then across."""
+    group = cluster.within_node() if name == "hsdp" else cluster
+    pieces = work.num_collective_layers or work.num_layers
+    gather = pieces * all_gather_seconds(work.weight_bytes / pieces, group)
+    reduce = pieces * reduce_scatter_seconds(work.gradient_bytes / pieces, group)
+    forward = _overlapped(gather, computed.forward, pieces=pieces)
+    backward = _overlapped(gather + reduce, computed.backward, pieces=pieces)
+    exposed, hidden = (work.num_microbatches * (one + other) for one, other in zip(forward, backward, strict=True))
+    if name == "hsdp" and cluster.num_nodes > 1:
+        shard = work.gradient_bytes / group.num_ranks
+        across = _overlapped(all_reduce_seconds(shard, cluster.across_nodes()), computed.backward, pieces=pieces)
+        exposed, hidden = exposed + across[0], hidden + across[1]
+    return exposed, hidden
+
+
+def _overlapped(seconds: float, beside: float, *, pieces: int) -> tuple[float, float]:
+    """Return what is waited for, at least one piece, and what is hidden beside the computation."""
+    exposed = max(seconds / pieces, seconds - OVERLAP_SHARE * beside)
+    return exposed, seconds - exposed
+
+
+def _update_seconds(strategy: str, work: Work, *, device: Device, cluster: Cluster) -> float:
+    """Return the time of clipping and update of this rank's share of the trained parameters."""
+    own = work.num_trained / num_shards(strategy, cluster)
+    if strategy.endswith("_offload"):
+        return HOST_UPDATE_BYTES * own / device.host_bandwidth
+    return UPDATE_BYTES * own / (device.memory_bandwidth * MEMORY_SHARE)
+
+
+def _transfer_seconds(strategy: str, work: Work, *, device: Device, cluster: Cluster) -> float:
+    """Return the time over PCIe: gradients out and weights back; with ZeRO-3 weights also in, twice a microbatch."""
+    ranks = cluster.num_ranks
+    update = (work.gradient_bytes + work.trained_weight_bytes) / ranks / device.pcie_bandwidth
+    weights = 2 * work.num_microbatches * work.weight_bytes / ranks / device.pcie_bandwidth
+    return update + (weights if strategy == "zero3_offload" else 0.0)

@@ -1,0 +1,117 @@
+"""What a plan has to know of a job: its shape, its batch, and how many tokens and steps there will be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.load import LoadedConfig
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.train import TrainSection
+from finetune.data.token_cache.cache import NotPrepared
+from finetune.errors import FinetuneError
+from finetune.model.activations import CheckpointingMode
+from finetune.model.loading.architecture import load_model_config
+from finetune.model.memory.step import Shapes, read_shapes
+from finetune.report.run_log import RunLog
+from finetune.run.build.data import make_run_plan, make_training_data
+from finetune.run.planned import method_of
+from finetune.run.symbolic.prediction import Method
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class DataCounts:
+    """How much there is to train on. None where it is not known before the data is prepared.
+
+    A position is a sample, a pack or a batch by tokens: what `train.global_batch_size` counts.
+    """
+
+    tokens_per_position: float
+    num_steps: int | None
+    is_measured: bool
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the cost model sees it."""
+
+    config: RunConfig
+    shapes: Shapes | None
+    counts: DataCounts
+
+    @property
+    def train(self) -> TrainSection:
+        """Return the section `train`."""
+        return self.config.train
+
+    @property
+    def method(self) -> Method:
+        """Return how the job trains: all weights, or adapters on a frozen base, which may be quantized."""
+        return method_of(self.config.model)
+
+    @property
+    def checkpointing(self) -> CheckpointingMode:
+        """Return what the job recomputes."""
+        return self.config.model.gradient_checkpointing
+
+    @property
+    def compute_bytes(self) -> int:
+        """Return the bytes of a number that matrix products compute with."""
+        return _BYTES[self.train.precision]
+
+    @property
+    def is_autocast(self) -> bool:
+        """Tell whether float32 weights are rounded for each forward pass, where the strategy does not hold others."""
+        return self.config.model.dtype == "float32" and self.train.precision != "fp32"
+
+    def peak_dtype(self, *, has_tf32: bool) -> str:
+        """Return the data type by whose peak the device computes."""
+        if self.train.precision != "fp32":
+            return self.train.precision
+        return "tf32" if self.train.tf32 is not False and has_tf32 else "fp32"
+
+
+def read_job(loaded: LoadedConfig) -> Job:
+    """Return the job; raises ModelError where its model's config cannot be read, DataError for unusable data."""
+    shapes = read_shapes(load_model_config(loaded.config.model))
+    return Job(loaded.config, shapes, count_data(loaded))
+
+
+def count_data(loaded: LoadedConfig, *, prepared: Callable[[LoadedConfig], Any] | None = None) -> DataCounts:
+    """Return the counts of the prepared data, or what the job file alone says; nothing is tokenized."""
+    config = loaded.config
+    try:
+        data = (prepared or _prepared_data)(loaded)
+    except NotPrepared:
+        return _written_counts(config, reason="is not prepared")
+    except FinetuneError as error:  # a data set or tokenizer of the hub that cannot be reached from here
+        return _written_counts(config, reason=f"cannot be read here ({str(error).splitlines()[0].rstrip('.')})")
+    plan = make_run_plan(config, data)
+    num_positions, epoch_tokens = plan.num_positions, data.training.epoch_tokens
+    if not num_positions or not epoch_tokens:
+        return _written_counts(config, reason="is a stream")
+    each = epoch_tokens / num_positions
+    unit = config.data.batching.unit
+    sentence = f"The prepared data has {num_positions:,} {unit} with {each:,.0f} tokens each on average."
+    return DataCounts(each, plan.num_steps, is_measured=True, sentence=sentence)
+
+
+def _prepared_data(loaded: LoadedConfig) -> Any:
+    return make_training_data(loaded.config, RunLog(is_main=False), locations=loaded.sources, builds=False)
+
+
+def _written_counts(config: RunConfig, *, reason: str) -> DataCounts:
+    """Return what the job file says: samples as long as they may be, steps where the budget is in steps or tokens."""
+    batching, train = config.data.batching, config.train
+    longest = config.data.max_length or 1
+    tokens = batching.tokens or longest if batching.by != "samples" else longest
+    num_steps = train.steps
+    if num_steps is None and train.tokens is not None:
+        num_steps = max(1, -(-train.tokens // (train.global_batch_size * tokens)))
+    unit = batching.unit
+    sentence = f"The data {reason}: each of the {unit} counts as {tokens:,} tokens, the most that it can have."
+    if num_steps is None:
+        sentence += " How many steps the epochs are is not known before `finetune prepare`."
+    return DataCounts(float(tokens), num_steps, is_measured=False, sentence=sentence)

@@ -1,0 +1,89 @@
+"""The memory of the job under many layouts, by its own symbolic step, and the largest microbatch that fits."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from finetune.errors import ModelError
+from finetune.run.symbolic.prediction import Layout, Prediction
+
+Predict = Callable[[Layout], Prediction]
+
+_SHARDED_PARTS = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest microbatch with which a step fits, and what it takes; 0 where not even one sample does.
+
+    `smallest` is the prediction with one sample.
+    """
+
+    microbatch_size: int
+    smallest: Prediction
+    largest: Prediction | None = None
+
+
+class Memory:
+    """Predictions of one job, each made once."""
+
+    def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._predict = predict
+        self._clock = clock
+        self._found: dict[Layout, Prediction] = {}
+        self.seconds = 0.0
+
+    def at(self, layout: Layout) -> Prediction:
+        """Return the prediction for the layout; raises ModelError where there is none."""
+        if layout not in self._found:
+            started = self._clock()
+            self._found[layout] = self._predict(layout)
+            self.seconds += self._clock() - started
+        return self._found[layout]
+
+    def peaks(self) -> Iterator[tuple[Layout, int]]:
+        """Yield what was predicted: each layout with its peak, in bytes."""
+        yield from ((layout, found.peak_bytes) for layout, found in self._found.items())
+
+    def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
+        """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
+
+        Memory is a line above some size, so the line between one that fits and one that does not says where to look.
+        """
+
+        def at(size: int) -> Prediction:
+            return self.at(replace(layout, microbatch_size=size))
+
+        one, fits, fails = at(1), 0, len(sizes) - 1
+        if one.peak_bytes > usable_bytes:
+            return Fit(0, one)
+        if at(sizes[fails]).peak_bytes <= usable_bytes:
+            return Fit(sizes[fails], one, at(sizes[fails]))
+        while fails - fits > 1:
+            low, high = at(sizes[fits]).peak_bytes, at(sizes[fails]).peak_bytes
+            wanted = sizes[fits] + (usable_bytes - low) / (high - low) * (sizes[fails] - sizes[fits])
+            between = range(fits + 1, fails)
+            tried = max((place for place in between if sizes[place] <= wanted), default=between[0])
+            if at(sizes[tried]).peak_bytes <= usable_bytes:
+                fits = tried
+            else:
+                fails = tried
+        return Fit(sizes[fits], one, at(sizes[fits]))
+
+
+def with_ranks(prediction: Prediction, *, ranks: int, others: int) -> Prediction:
+    """Return what a rank takes under FSDP with `others` ranks where it takes this with `ranks`.
+
+    >>> with_ranks(Prediction(11, {"weights": 8, "activations": 3}), ranks=2, others=8).peak_bytes
+    5
+    """
+    parts = {
+        name: round(size * ranks / others) if name in _SHARDED_PARTS else size
+        for name, size in prediction.parts.items()
+    }
+    return replace(prediction, peak_bytes=sum(parts.values()), parts=parts)
+
+
+def unpredictable(error: ModelError) -> str:
+    """Return why there is no prediction, in one sentence."""
+    return str(error).splitlines()[0]

@@ -1,0 +1,175 @@
+"""What a plan comes to: hours and dollars to the end of the job, and how often to save against preemptions."""
+
+from dataclasses import dataclass
+
+from finetune.commands.plan.cost.preemption import daly_interval, expected_time, young_interval
+from finetune.commands.plan.hardware import Hardware
+from finetune.commands.plan.job import Job
+from finetune.commands.plan.strategies import StrategyPlan
+from finetune.commands.plan.work import checkpoint_bytes
+from finetune.model.size import optimizer_state_bytes
+from finetune.runtime.gpus.prices import Price
+
+SPOT_HOURS_PER_MACHINE = 24.0
+"""Between two times that a spot machine is taken back: an assumption; it differs by cloud, zone, kind and hour."""
+
+FAILURE_GPU_HOURS = 50_000.0
+"""Between two failures, of GPUs that nobody takes back: 419 in 54 days on 16,384 GPUs (Llama Team, 2024, "The Llama 3
+herd of models", table 5) are one in 50,700 GPU-hours."""
+
+DISK_BANDWIDTH = 1e9
+"""Bytes per second that a checkpoint is written with."""
+
+RESTART_SECONDS = 600.0
+"""Until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
+
+MIN_INTERVAL_SECONDS = 300.0
+"""Between two checkpoints: more of them gain next to nothing, and each is a folder. Less where preemptions are
+frequent: a twentieth of the time between them."""
+
+_COPY_SHARE = 0.5
+"""Of PCIe, what copying a checkpoint to host memory reaches."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a plan assumes of the place that the job runs at; None is the default of this module."""
+
+    hours_between_preemptions: float | None = None  # of the whole job, not of each machine
+    disk_bandwidth: float = DISK_BANDWIDTH
+    restart_seconds: float = RESTART_SECONDS
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint and how often to write one. Intervals are of computation, in seconds.
+
+    `interval_seconds` is Daly's, unless writing takes longer or it is pointlessly short.
+    """
+
+    size_bytes: int
+    stall_seconds: float  # training waits
+    write_seconds: float
+    hours_between_failures: float
+    young_seconds: float
+    interval_seconds: float
+    every_steps: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The job at one price, preemptions or failures included. None where the number of steps is not known."""
+
+    price: Price
+    is_spot: bool
+    hours: float | None
+    usd: float | None
+    usd_per_million_tokens: float
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A strategy's plan to the end of the job. None where the number of steps is not known."""
+
+    tokens_per_second: float
+    step_seconds: float
+    num_steps: int | None
+    num_tokens: float | None
+    hours: float | None
+    mfu: float
+    saving_on_demand: Saving
+    saving_spot: Saving
+    offers: tuple[Offer, ...]
+
+
+def make_outlook(
+    job: Job, hardware: Hardware, plan: StrategyPlan, *, prices: tuple[Price, ...], assumed: Assumed
+) -> Outlook:
+    """Return what the plan comes to on this machine."""
+    prediction = plan.prediction
+    assert plan.time is not None and prediction is not None
+    seconds = plan.time.seconds
+    tokens = job.train.global_batch_size * job.counts.tokens_per_position
+    num_steps, rate = job.counts.num_steps, tokens / seconds
+    peak = hardware.kind.peak_flops(job.peak_dtype(has_tf32="tf32" in hardware.kind.flops))
+    on_demand, spot = (plan_saving(job, hardware, plan, is_spot=is_spot, assumed=assumed) for is_spot in (False, True))
+    return Outlook(
+        tokens_per_second=rate,
+        step_seconds=seconds,
+        num_steps=num_steps,
+        num_tokens=None if num_steps is None else num_steps * tokens,
+        hours=None if num_steps is None else num_steps * seconds / 3600,
+        mfu=rate * prediction.flops_per_token / (peak * plan.layout.num_ranks),
+        saving_on_demand=on_demand,
+        saving_spot=spot,
+        offers=tuple(
+            _offer(price, hardware, seconds, num_steps, rate, saving=saving, is_spot=is_spot, assumed=assumed)
+            for is_spot, saving in ((False, on_demand), (True, spot))
+            for price in prices
+            if (price.spot if is_spot else price.on_demand) is not None
+        ),
+    )
+
+
+def plan_saving(job: Job, hardware: Hardware, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
+    """Return how often to save on machines that are taken back, or that only fail."""
+    prediction = plan.prediction
+    assert prediction is not None and plan.time is not None
+    optimizer = job.train.optimizer
+    state = optimizer_state_bytes(
+        optimizer.name,
+        optimizer.state_dtype,
+        num_trained=prediction.num_trained,
+        trained_bytes=4 * prediction.num_trained,
+    )
+    size = checkpoint_bytes(job, prediction, optimizer_bytes=state)
+    write = size / assumed.disk_bandwidth
+    copy = size / plan.layout.num_ranks / (hardware.kind.pcie_bandwidth * _COPY_SHARE)
+    stall = copy if job.config.checkpoint.asynchronous else copy + write
+    between = _hours_between_failures(hardware, is_spot=is_spot, assumed=assumed) * 3600
+    young = young_interval(save=stall, between_failures=between)
+    least = max(write, min(MIN_INTERVAL_SECONDS, between / 20))  # the one before must be written by then
+    interval = max(daly_interval(save=stall, between_failures=between), least)
+    return Saving(
+        size_bytes=size,
+        stall_seconds=stall,
+        write_seconds=write,
+        hours_between_failures=between / 3600,
+        young_seconds=young,
+        interval_seconds=interval,
+        every_steps=max(1, round(interval / plan.time.seconds)),
+    )
+
+
+def _hours_between_failures(hardware: Hardware, *, is_spot: bool, assumed: Assumed) -> float:
+    failures = FAILURE_GPU_HOURS / hardware.num_gpus
+    if not is_spot:
+        return failures
+    asked = assumed.hours_between_preemptions
+    return min(failures, asked if asked is not None else SPOT_HOURS_PER_MACHINE / hardware.num_nodes)
+
+
+def _offer(
+    price: Price,
+    hardware: Hardware,
+    step_seconds: float,
+    num_steps: int | None,
+    tokens_per_second: float,
+    *,
+    saving: Saving,
+    is_spot: bool,
+    assumed: Assumed,
+) -> Offer:
+    asked = price.spot if is_spot else price.on_demand
+    assert asked is not None
+    stretch = expected_time(
+        1.0,
+        interval=saving.interval_seconds,
+        save=saving.stall_seconds,
+        restart=assumed.restart_seconds,
+        between_failures=saving.hours_between_failures * 3600,
+    )
+    usd_per_hour = asked * hardware.num_gpus
+    hours = None if num_steps is None else num_steps * step_seconds / 3600 * stretch
+    per_million = usd_per_hour / 3600 * stretch / tokens_per_second * 1e6
+    return Offer(price, is_spot, hours, None if hours is None else hours * usd_per_hour, per_million)

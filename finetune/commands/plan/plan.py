@@ -1,0 +1,243 @@
+"""`finetune plan`: what a job takes, how long it trains and what that costs, before any weight is loaded."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from finetune.commands.plan.calibration import MeasuredRun, read_measured_run
+from finetune.commands.plan.cost.step_time import TRAINING_SHARE
+from finetune.commands.plan.hardware import USABLE_SHARE, USUAL_HARDWARE, Hardware, own_hardware, parse_hardware
+from finetune.commands.plan.job import Job, read_job
+from finetune.commands.plan.memory import Fit, Memory, Predict
+from finetune.commands.plan.outlook import (
+    FAILURE_GPU_HOURS,
+    SPOT_HOURS_PER_MACHINE,
+    Assumed,
+    make_outlook,
+)
+from finetune.commands.plan.result import HardwarePlan, Plan, plan_json
+from finetune.commands.plan.scale import scale_points
+from finetune.commands.plan.strategies import (
+    StrategyPlan,
+    choose,
+    plan_strategies,
+    plan_strategy,
+    timed,
+    with_microbatch,
+)
+from finetune.commands.plan.tables import print_plan
+from finetune.config.load import LoadedConfig, load_config
+from finetune.errors import ModelError
+from finetune.run.planned import write_planned
+from finetune.run.symbolic.predict import Predictor
+from finetune.run.symbolic.prediction import STRATEGIES, Method
+from finetune.runtime.gpus.prices import lowest, prices_of
+from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.terminal import format_json
+
+BUDGET_SECONDS = 30.0
+"""Of this process's CPU time, after which no further method or recomputation is tried."""
+
+_METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+
+_CUT_SHORT = f"Not all other methods were tried: {BUDGET_SECONDS:g} s of CPU time were over."
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is asked beside the job: machines, tables, and what is known of the place."""
+
+    gpus: str | None = None
+    num_nodes: int | None = None
+    prices: Path | None = None
+    gpu_table: Path | None = None
+    network_gbit: float | None = None
+    assumed: Assumed = field(default_factory=Assumed)
+
+
+def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json: bool) -> int:
+    """Print the plan of the job; return 0, or 1 where it fits on no machine that was asked for."""
+    quiet_libraries(is_main=True)
+    loaded = load_config(path, overrides)
+    made = make_plan(loaded, options)
+    if as_json:
+        print(format_json(plan_json(made), indent=1, allow_nan=False))
+    else:
+        print_plan(made)
+    return 0 if any(each.best is not None for each in made.machines) else 1
+
+
+def make_plan(
+    loaded: LoadedConfig,
+    options: PlanOptions,
+    *,
+    predict: Predict | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Plan:
+    """Return the plan, and keep its peaks for the start of the run.
+
+    Raises UserError for machines and tables, ModelError for a model that cannot be read.
+    """
+    started, cpu_started = clock(), time.process_time()
+    machines, sentences = _hardware(options)
+    for hardware in machines:  # an error in a table comes before what takes time
+        prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
+    job = read_job(loaded)
+    memory = Memory(predict or Predictor(loaded.config).predict, clock=clock)
+    run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
+    machines, measured = _calibrated(machines, job, memory, run)
+    planned = [
+        _plan_hardware(
+            job, hardware, memory, options, is_over=lambda: time.process_time() - cpu_started > BUDGET_SECONDS
+        )
+        for hardware in machines
+    ]
+    write_planned(loaded.config, memory.peaks())
+    return Plan(
+        job=job,
+        job_file=loaded.path.name,
+        machines=planned,
+        assumptions=[
+            *sentences,
+            job.counts.sentence,
+            *_emulated(job, machines),
+            *measured,
+            *_assumptions(options.assumed),
+            *([_CUT_SHORT] if any(0 < len(each.variants) < 2 * len(_METHODS) for each in planned) else []),
+        ],
+        seconds=clock() - started,
+    )
+
+
+def _hardware(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
+    """Return the machines to plan for, and a sentence where they were not asked for."""
+    parse = partial(
+        parse_hardware,
+        num_nodes=options.num_nodes,
+        gpu_table=options.gpu_table,
+        network_gbit=options.network_gbit,
+    )
+    if options.gpus is not None:
+        return [parse(text) for text in options.gpus.split(",")], []
+    own = own_hardware(num_nodes=options.num_nodes, gpu_table=options.gpu_table)
+    if own is not None:
+        return [own], [f"Planned for the GPUs of this machine: {own}."]
+    usual = ", ".join(USUAL_HARDWARE)
+    note = f"This machine has no GPU: planned for {usual}. Write --gpus 8xH100-80GB for another, or for all the tables."
+    return [parse(text) for text in USUAL_HARDWARE], [note]
+
+
+def _plan_hardware(
+    job: Job, hardware: Hardware, memory: Memory, options: PlanOptions, *, is_over: Callable[[], bool]
+) -> HardwarePlan:
+    print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
+    prices = prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
+    plans = plan_strategies(job, hardware, memory)
+    best = choose(plans)
+    cheapest = lowest(prices, "on_demand")
+    usd = cheapest.on_demand if cheapest is not None else None
+    return HardwarePlan(
+        hardware=hardware,
+        plans=plans,
+        best=best,
+        why=_why(best, plans),
+        outlook=None if best is None else make_outlook(job, hardware, best, prices=prices, assumed=options.assumed),
+        points=scale_points(job, hardware, plans, memory, usd_per_gpu_hour=usd),
+        variants=_variants(job, hardware, memory, best, is_over=is_over) if options.gpus is not None else [],
+    )
+
+
+def _variants(
+    job: Job, hardware: Hardware, memory: Memory, best: StrategyPlan | None, *, is_over: Callable[[], bool]
+) -> list[StrategyPlan]:
+    """Return the chosen strategy with each method, with and without recomputation, until the time is over."""
+    strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
+    own = bool(job.checkpointing)
+    asked = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
+    found: list[StrategyPlan] = []
+    for method, recomputes in sorted(asked, key=lambda each: each[0] != job.method):
+        if is_over():
+            break
+        found.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=recomputes))
+    return found
+
+
+def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
+    """Return in one sentence why this strategy is taken."""
+    if best is None:
+        return "No strategy fits on these GPUs."
+    if best.strategy == "single":
+        return "One GPU is enough: nothing is split and nothing is sent."
+    simpler = [each for each in plans if STRATEGIES.index(each.strategy) < STRATEGIES.index(best.strategy)]
+    too_large = [each.strategy for each in simpler if each.fit is not None and each.reason is not None]
+    fitting = [each for each in plans if each.fits and each.time is not None and each is not best]
+    others = [each.strategy for each in fitting if each.layout.num_ranks == best.layout.num_ranks]
+    parts = [f"{', '.join(too_large)} would run out of memory"] if too_large else []
+    if others:
+        names = ", ".join(sorted([best.strategy, *others]))
+        parts.append(f"it is the fastest, or the simplest of those nearly as fast, of {names}")
+    return f"{best.strategy}: " + ("; ".join(parts) or "it is the only one that fits") + "."
+
+
+def _calibrated(
+    machines: list[Hardware], job: Job, memory: Memory, run: MeasuredRun | None
+) -> tuple[list[Hardware], list[str]]:
+    """Return the machines with the pace that an earlier run of the job had on such GPUs, and what was done."""
+    expected = None if run is None else _modelled(job, memory, run)
+    if run is None or expected is None:
+        return machines, [
+            f"Efficiency is assumed: matrix products reach {TRAINING_SHARE:.0%} of what the GPU's largest ones do "
+            "(`matmul_share` in the table). Published runs differ from it by up to a quarter: docs/planning.md."
+        ]
+    factor = expected / run.tokens_per_second
+    line = (
+        f"Efficiency is measured: {run.num_steps} steps of this job's run on {run.num_gpus}x {run.kind.name} took "
+        f"{factor:.2f} times as long as the cost model says; times on that kind of GPU are multiplied by it."
+    )
+    return [replace(each, slowdown=factor) if each.kind.name == run.kind.name else each for each in machines], [line]
+
+
+def _modelled(job: Job, memory: Memory, run: MeasuredRun) -> float | None:
+    """Return the tokens per second of the run by the cost model; None where its layout cannot be modelled."""
+    strategy = next((name for name in STRATEGIES if name == run.strategy), None)
+    hardware = Hardware(run.kind, run.num_gpus).with_gpus(run.num_gpus)
+    size = job.train.microbatch_size
+    share = job.train.global_batch_size // run.num_gpus
+    if strategy is None or not isinstance(size, int) or share % size:
+        return None
+    try:
+        layout = with_microbatch(plan_strategy(strategy, job, hardware, memory).layout, size)
+        found = memory.at(layout)
+    except ModelError:
+        return None
+    modelled = timed(job, hardware, layout, Fit(size, found, found))
+    tokens = job.train.global_batch_size * job.counts.tokens_per_position
+    return tokens / modelled.time.seconds if modelled.time is not None else None
+
+
+def _emulated(job: Job, machines: Sequence[Hardware]) -> list[str]:
+    """Return a sentence for each kind of GPU that lacks the data type of the job's matrix products."""
+    dtype = job.train.precision
+    lacking = dict.fromkeys(each.kind.name for each in machines if dtype not in each.kind.flops)
+    instead = " Write train.precision: fp16." if dtype == "bf16" else ""
+    return [f"{name} has no {dtype} units: it is counted at the pace of fp32.{instead}" for name in lacking]
+
+
+def _assumptions(assumed: Assumed) -> list[str]:
+    preempted = assumed.hours_between_preemptions
+    spot = (
+        f"the whole job every {preempted:g} hours (--time-between-preemptions)"
+        if preempted is not None
+        else f"each machine once in {SPOT_HOURS_PER_MACHINE:g} hours, which differs by cloud and hour "
+        "(--time-between-preemptions HOURS)"
+    )
+    return [
+        f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragments.",
+        f"Spot machines are taken back: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
+        f"A restart takes {assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
+        f"{assumed.disk_bandwidth / 1e9:g} GB/s. Evaluation, start-up and export are not counted.",
+        "Prices are those of finetune/runtime/gpus/prices.yaml, without storage, traffic and discounts: --prices FILE.",
+    ]

@@ -1,0 +1,169 @@
+"""Each strategy on one machine: whether it fits, with which microbatch, how long a step takes, and the one to take."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from finetune.commands.plan.cost.step_time import StepTime, step_time
+from finetune.commands.plan.hardware import Hardware
+from finetune.commands.plan.job import Job
+from finetune.commands.plan.memory import Fit, Memory, unpredictable
+from finetune.commands.plan.work import step_work
+from finetune.config.run_config import RunConfig
+from finetune.errors import ModelError, StrategyError
+from finetune.run.build.strategy import job_settings, require_supported_by_strategy
+from finetune.run.symbolic.prediction import STRATEGIES, Layout, Method, Prediction, StrategyName
+from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.reconcile import find_conflicts
+
+NEARLY_FASTEST = 1.07
+"""A simpler strategy is taken whose step is at most that much longer than the fastest: the model knows no better."""
+
+_SIMPLEST_FIRST: tuple[StrategyName, ...] = (
+    *("single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"),
+    *("zero2_offload", "zero3_offload"),
+)
+
+MULTI_NODE_FILES: Mapping[str, str] = {
+    name: f"accelerate_configs/multi_node_{name}.yaml" for name in ("ddp", "fsdp2", "hsdp", "zero3")
+}
+
+
+@dataclass(frozen=True)
+class StrategyPlan:
+    """What one strategy would be for the job on a machine.
+
+    `reason` says why it cannot be taken at all, or fits with no microbatch; `fit` is None where nothing was predicted.
+    """
+
+    strategy: StrategyName
+    layout: Layout
+    fit: Fit | None = None
+    num_microbatches: int = 0
+    time: StepTime | None = None
+    reason: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether the job can be run so."""
+        return self.time is not None and self.reason is None
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """Return the memory at the microbatch of the plan, or with one sample where not even that fits."""
+        if self.fit is None:
+            return None
+        return self.fit.largest or self.fit.smallest
+
+
+def accelerate_file(strategy: str, hardware: Hardware) -> str:
+    """Return the accelerate config to launch with."""
+    if hardware.num_nodes > 1 and strategy in MULTI_NODE_FILES:
+        return MULTI_NODE_FILES[strategy]
+    return f"accelerate_configs/{strategy}.yaml"
+
+
+def plan_strategies(job: Job, hardware: Hardware, memory: Memory) -> list[StrategyPlan]:
+    """Return a plan for every strategy, in their usual order."""
+    return [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
+
+
+def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
+    """Return the simplest of the fastest that fit; None where none does."""
+    fitting = [plan for plan in plans if plan.fits and not is_partial(plan, plans)]
+    if not fitting:
+        return None
+    fastest = min(_seconds(plan) for plan in fitting)
+    near = [plan for plan in fitting if _seconds(plan) <= fastest * NEARLY_FASTEST]
+    return min(near, key=lambda plan: _SIMPLEST_FIRST.index(plan.strategy))
+
+
+def is_partial(plan: StrategyPlan, plans: Sequence[StrategyPlan]) -> bool:
+    """Tell whether the strategy uses one of several GPUs only."""
+    return plan.strategy == "single" and any(each.layout.num_ranks > 1 for each in plans)
+
+
+def plan_strategy(
+    strategy: StrategyName,
+    job: Job,
+    hardware: Hardware,
+    memory: Memory,
+    *,
+    method: Method | None = None,
+    checkpointing: bool | None = None,
+) -> StrategyPlan:
+    """Return the plan of one strategy; `method` and `checkpointing` replace the job's own."""
+    ranks = 1 if strategy == "single" else hardware.num_gpus
+    layout = Layout(
+        strategy=strategy,
+        num_ranks=ranks,
+        method=method or job.method,
+        gradient_checkpointing=job.checkpointing if checkpointing is None else checkpointing,
+        microbatch_size=1,
+        ranks_per_node=min(ranks, hardware.gpus_per_node),
+    )
+    reason = _why_not(job.config, layout)
+    share = job.train.global_batch_size // ranks
+    if reason is None and share * ranks != job.train.global_batch_size:
+        reason = f"train.global_batch_size {job.train.global_batch_size} cannot be shared by {ranks} GPUs"
+    if reason is not None:
+        return StrategyPlan(strategy, layout, reason=reason)
+    try:
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
+    except ModelError as error:
+        return StrategyPlan(strategy, layout, reason=unpredictable(error))
+    if fit.largest is None:
+        return StrategyPlan(strategy, layout, fit, reason="out of memory with one sample")
+    return timed(job, hardware, layout, fit)
+
+
+def timed(job: Job, hardware: Hardware, layout: Layout, fit: Fit) -> StrategyPlan:
+    """Return the plan with the time of a step at the fit's microbatch."""
+    assert fit.largest is not None
+    ranks = layout.num_ranks
+    layout = with_microbatch(layout, fit.microbatch_size)
+    num_microbatches = job.train.global_batch_size // (ranks * fit.microbatch_size)
+    work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches)
+    device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.kind.flops))
+    cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
+    time = step_time(layout.strategy, work, device=device, cluster=cluster)
+    return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time)
+
+
+def with_microbatch(layout: Layout, size: int) -> Layout:
+    """Return the layout with another microbatch."""
+    return replace(layout, microbatch_size=size)
+
+
+def _why_not(config: RunConfig, layout: Layout) -> str | None:
+    """Return why the strategy cannot be taken for this job or machine; None where it can."""
+    name = layout.strategy
+    if layout.num_ranks == 1 and name not in ("single", "zero2_offload", "zero3_offload"):
+        return "for several GPUs"
+    if name == "hsdp" and layout.num_ranks <= layout.ranks_per_node:
+        return "for several machines: on one it is fsdp2"
+    if config.run.strategy not in (None, name.removesuffix("_offload")):
+        return f"the job sets run.strategy: {config.run.strategy}"
+    try:
+        require_supported_by_strategy(config, name.removesuffix("_offload"))
+    except StrategyError as error:
+        return str(error).splitlines()[0]
+    conflicts = find_conflicts(_environment(layout), job_settings(config))
+    return conflicts[0] if conflicts else None
+
+
+def _environment(layout: Layout) -> LaunchEnvironment:
+    name, offloads = layout.strategy.removesuffix("_offload"), layout.strategy.endswith("_offload")
+    return LaunchEnvironment(
+        world=layout.num_ranks,
+        has_device=layout.device == "cuda",
+        has_process_group=layout.num_ranks > 1,
+        fsdp_version=2 if name in ("fsdp2", "hsdp") else None,
+        zero_stage=int(name[-1]) if name.startswith("zero") else None,
+        deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if offloads else {},
+    )
+
+
+def _seconds(plan: StrategyPlan) -> float:
+    assert plan.time is not None
+    return plan.time.seconds

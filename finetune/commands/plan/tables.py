@@ -1,0 +1,333 @@
+"""A plan on the terminal: the chosen line first, then what it was chosen from, and what was assumed."""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+from finetune.commands.plan.cost.scaling import amdahl_share, efficiency, most_that_pay
+from finetune.commands.plan.hardware import GPUS_PER_NODE, Hardware
+from finetune.commands.plan.job import Job
+from finetune.commands.plan.outlook import Outlook
+from finetune.commands.plan.result import HardwarePlan, Plan
+from finetune.commands.plan.strategies import MULTI_NODE_FILES, StrategyPlan, accelerate_file
+from finetune.commands.printing import print_facts, print_table
+from finetune.run.symbolic.prediction import Prediction
+
+_GIB = 2**30
+_WORTH_A_HINT = 1.05
+_NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the plan: all tables for one machine, one line each for several."""
+    _print_job(plan)
+    if len(plan.machines) == 1:
+        _print_hardware(plan, plan.machines[0])
+    else:
+        _print_several(plan)
+    print("\nassumed")
+    print_facts((("  -", sentence) for sentence in plan.assumptions), indent=4)
+    print(f"\nplanned in {plan.seconds:.1f} s; no weights were loaded")
+
+
+def _print_job(plan: Plan) -> None:
+    job, counts = plan.job, plan.job.counts
+    sizes = next((each.prediction for each in _all_plans(plan) if each.prediction is not None), None)
+    trained = "" if sizes is None else _format_parameters(sizes)
+    steps = "" if counts.num_steps is None else f", {counts.num_steps:,} steps"
+    how = f"{_NAMES[job.method]}{trained}, {job.train.precision}, {_format_recomputation(job.checkpointing)}"
+    batch = f"{job.train.global_batch_size} {job.config.data.batching.unit}"
+    shape = f"{batch} of {counts.tokens_per_position:,.0f} tokens per step{steps}"
+    print_facts([("", f"{plan.job_file}: {how}"), ("", shape)], indent=0)
+
+
+def _all_plans(plan: Plan) -> Iterable[StrategyPlan]:
+    return (each for hardware in plan.machines for each in hardware.plans)
+
+
+def _format_parameters(sizes: Prediction) -> str:
+    total, trained = sizes.num_parameters, sizes.num_trained
+    share = "all trained" if trained == total else f"{_format_number(trained)} trained"
+    return f", {_format_number(total)} parameters, {share}"
+
+
+def _format_recomputation(checkpointing: object) -> str:
+    if checkpointing is False:
+        return "no recomputation"
+    return "activations recomputed" if checkpointing is True else f"recomputation {checkpointing}"
+
+
+def _print_several(plan: Plan) -> None:
+    table = _table("GPUs", "strategy", "peak", "microbatch", "tokens/s", "hours", "cheapest")
+    for planned in plan.machines:
+        best, outlook = planned.best, planned.outlook
+        if best is None or outlook is None:
+            table.add_row(str(planned.hardware), "does not fit", *[""] * 5)
+            continue
+        table.add_row(
+            str(planned.hardware),
+            best.strategy,
+            _format_peak(best.prediction),
+            str(best.layout.microbatch_size),
+            f"{outlook.tokens_per_second:,.0f}",
+            _format_hours(outlook.hours),
+            _format_cheapest(outlook),
+        )
+    print()
+    print_table(table)
+
+
+def _format_cheapest(outlook: Outlook) -> str:
+    offers = [each for each in outlook.offers if not each.is_spot]
+    best = min(offers, key=lambda each: each.usd_per_million_tokens, default=None)
+    if best is None:
+        return "no price known"
+    if best.usd is None:
+        return f"${best.usd_per_million_tokens:.3f} per million tokens"
+    return f"{_format_usd(best.usd)} ({best.price.provider})"
+
+
+def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
+    job, hardware, best = plan.job, planned.hardware, planned.best
+    print(f"\non {hardware}, {hardware.kind.memory_bytes / _GIB:.1f} GiB each")
+    if best is None:
+        print_facts([("fits", f"no. {_advice(planned)}")])
+    else:
+        assert planned.outlook is not None
+        print_facts(_facts(plan, planned, best, planned.outlook))
+    print()
+    print_table(_strategies_table(planned))
+    for reason, names in _without_prediction(planned).items():
+        print_facts([("", f"{', '.join(names)}: {reason}")], indent=0)
+    if planned.variants:
+        print("\nother methods, with this strategy" if best else "\nother methods")
+        print_table(_variants_table(planned.variants, job))
+    if planned.outlook is not None and planned.outlook.offers:
+        print("\nprice of the job, preemptions and failures included")
+        print_table(_prices_table(planned.outlook))
+    if len(planned.points) > 1:
+        print(f"\nhow many GPUs pay ({planned.hardware.kind.name}, the same global batch)")
+        print_table(_scaling_table(planned, plan))
+        print_facts([("", _scaling_sentence(planned))], indent=0)
+
+
+def _advice(planned: HardwarePlan) -> str:
+    fitting = [each for each in planned.variants if each.fits]
+    if fitting:
+        how = f"{_NAMES[fitting[0].layout.method]}, {_format_recomputation(fitting[0].layout.gradient_checkpointing)}"
+        return f"{planned.why} It would with {how}: see below."
+    enough = [each.num_gpus for each in planned.points if each.num_gpus > planned.hardware.num_gpus]
+    more = f" It would on {min(enough)} GPUs." if enough else ""
+    return planned.why + (more or " Take more or larger GPUs, shorter samples, LoRA or QLoRA.")
+
+
+def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlook) -> Iterable[tuple[str, str]]:
+    assert best.prediction is not None and best.time is not None
+    layout, parts = best.layout, best.prediction.parts
+    size = f"train.microbatch_size={layout.microbatch_size}"
+    yield (
+        "take",
+        f"{best.strategy}, {size}: {layout.num_ranks} x {layout.microbatch_size} x {best.num_microbatches} accumulated",
+    )
+    yield "why", planned.why
+    yield "launch", _launch_line(plan, planned.hardware, best)
+    largest = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]))
+    yield "memory", f"{_format_peak(best.prediction)} of {_gib(planned.hardware.usable_bytes)} usable: {largest}"
+    seconds = ", ".join(f"{name} {value:.3g} s" for name, value in best.time.parts.items() if value)
+    hidden = f"; {best.time.hidden_seconds:.2g} s of communication are hidden" if best.time.hidden_seconds else ""
+    yield "step", f"{outlook.step_seconds:.3g} s: {seconds}{hidden}"
+    each = outlook.tokens_per_second / layout.num_ranks
+    yield "pace", f"{outlook.tokens_per_second:,.0f} tokens/s, {each:,.0f} per GPU, {outlook.mfu:.0%} of the peak (MFU)"
+    if outlook.hours is not None and outlook.num_tokens is not None:
+        yield "job", f"{_format_hours(outlook.hours)} for {_format_number(outlook.num_tokens)} tokens"
+    else:
+        yield "job", "the number of steps is not known: prices are per million tokens"
+    yield "checkpoint", _checkpoint_sentence(outlook)
+    yield from _hint(plan.job, planned, best)
+
+
+def _hint(job: Job, planned: HardwarePlan, best: StrategyPlan) -> Iterable[tuple[str, str]]:
+    """Yield what the job would gain by recomputing less, or with more samples at a time by recomputing."""
+    assert best.time is not None
+    for each in planned.variants:
+        other, time = each.layout.gradient_checkpointing, each.time
+        if time is None or not each.fits or each.layout.method != job.method or other == job.checkpointing:
+            continue
+        if time.seconds * _WORTH_A_HINT < best.time.seconds:
+            gain = best.time.seconds / time.seconds - 1
+            keys = f"model.gradient_checkpointing={str(other).lower()} --set train.microbatch_size"
+            yield "faster", f"--set {keys}={each.layout.microbatch_size} would be {gain:.0%} faster"
+
+
+def _checkpoint_sentence(outlook: Outlook) -> str:
+    spot, own = outlook.saving_spot, outlook.saving_on_demand
+    often, seldom = (_format_hours(each.interval_seconds / 3600) for each in (spot, own))
+    return (
+        f"{spot.size_bytes / 1e9:.3g} GB, training waits {spot.stall_seconds:.2g} s. On spot machines, with a "
+        f"preemption every {spot.hours_between_failures:.3g} hours, checkpoint.every_steps: {spot.every_steps} "
+        f"({often}); on others {own.every_steps} ({seldom})"
+    )
+
+
+def _launch_line(plan: Plan, hardware: Hardware, best: StrategyPlan) -> str:
+    words = ["accelerate launch --config_file", accelerate_file(best.strategy, hardware)]
+    if best.strategy != "single":
+        words.append(f"--num_processes {best.layout.num_ranks}")
+    if hardware.num_nodes > 1:
+        words.append(f"--num_machines {hardware.num_nodes} --machine_rank N --main_process_ip IP")
+    line = " ".join(
+        [*words, f"-m finetune --config {plan.job_file} --set train.microbatch_size={best.layout.microbatch_size}"]
+    )
+    is_other = best.strategy == "hsdp" and hardware.gpus_per_node != GPUS_PER_NODE
+    if hardware.num_nodes > 1 and (best.strategy not in MULTI_NODE_FILES or is_other or hardware.num_nodes != 2):
+        shards = f"dp_replicate_size {hardware.num_nodes} and dp_shard_size {hardware.gpus_per_node}"
+        line += f" (set {shards} in the file)" if best.strategy == "hsdp" else ""
+    return line
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(
+            name, justify="left" if number == 0 or name in _LEFT else "right", no_wrap=name not in _WRAPPED
+        )
+    return table
+
+
+_LEFT = ("strategy", "note", "recompute", "offer", "source")
+_WRAPPED = ("note", "source")
+
+
+def _strategies_table(planned: HardwarePlan) -> Table:
+    table = _table("strategy", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
+    others = [each for each in planned.plans if each is not planned.best and each.prediction is not None]
+    for each in [*([planned.best] if planned.best is not None else []), *others]:
+        table.add_row(each.strategy, *_cells(each, planned), style="bold" if each is planned.best else None)
+    return table
+
+
+def _without_prediction(planned: HardwarePlan) -> dict[str, list[str]]:
+    """Return the strategies that cannot be taken whatever the memory, by reason."""
+    found: dict[str, list[str]] = {}
+    for each in planned.plans:
+        if each.prediction is None:
+            found.setdefault(each.reason or "", []).append(each.strategy)
+    return found
+
+
+def _cells(each: StrategyPlan, planned: HardwarePlan) -> list[str]:
+    peak = "" if each.prediction is None else f"{each.prediction.peak_bytes / _GIB:.1f}"
+    if not each.fits or each.time is None:
+        return [peak, "no", "", "", "", each.reason or ""]
+    tokens = _tokens_per_second(planned, each)
+    notes = []
+    if each is planned.best:
+        notes.append("take this")
+    if each.layout.num_ranks < planned.hardware.num_gpus:
+        notes.append(f"on one of the {planned.hardware.num_gpus} GPUs")
+    if each.strategy.endswith("_offload") and each.prediction is not None:
+        host = 16 * each.prediction.num_trained / planned.hardware.num_nodes
+        notes.append(f"takes {host / _GIB:,.0f} GiB of host memory")
+    waits = each.time.parts.get("communication", 0.0) / each.time.seconds
+    notes += [f"waits {waits:.0%} for communication"] if waits >= 0.05 else []
+    return [peak, "yes", str(each.layout.microbatch_size), f"{each.time.seconds:.3g}", tokens, "; ".join(notes)]
+
+
+def _tokens_per_second(planned: HardwarePlan, each: StrategyPlan) -> str:
+    outlook, best = planned.outlook, planned.best
+    if outlook is None or best is None or best.time is None or each.time is None:
+        return ""
+    return f"{outlook.tokens_per_second * best.time.seconds / each.time.seconds:,.0f}"
+
+
+def _variants_table(variants: Sequence[StrategyPlan], job: Job) -> Table:
+    table = _table("method", "recompute", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
+    tokens = job.train.global_batch_size * job.counts.tokens_per_position
+    for each in variants:
+        layout, prediction, time = each.layout, each.prediction, each.time
+        is_own = (layout.method, layout.gradient_checkpointing) == (job.method, job.checkpointing)
+        fits = each.fits and time is not None
+        table.add_row(
+            _NAMES[layout.method],
+            "yes" if layout.gradient_checkpointing else "no",
+            "" if prediction is None else f"{prediction.peak_bytes / _GIB:.1f}",
+            "yes" if fits else "no",
+            str(layout.microbatch_size) if fits else "",
+            f"{time.seconds:.3g}" if fits and time is not None else "",
+            f"{tokens / time.seconds:,.0f}" if fits and time is not None else "",
+            "as the job is" if is_own else (each.reason or ""),
+        )
+    return table
+
+
+def _prices_table(outlook: Outlook) -> Table:
+    table = _table("provider", "offer", "USD/GPU-hour", "hours", "USD", "USD/million tokens")
+    for each in sorted(outlook.offers, key=lambda offer: offer.usd_per_million_tokens):
+        asked = each.price.spot if each.is_spot else each.price.on_demand
+        table.add_row(
+            each.price.provider,
+            "spot" if each.is_spot else "on demand",
+            f"{asked:.2f}",
+            "" if each.hours is None else f"{each.hours:,.1f}",
+            "" if each.usd is None else f"{each.usd:,.2f}",
+            f"{each.usd_per_million_tokens:.4f}",
+        )
+    return table
+
+
+def _scaling_table(planned: HardwarePlan, plan: Plan) -> Table:
+    table = _table("GPUs", "strategy", "tokens/s", "efficiency", "hours", "USD", "million tokens/USD")
+    outlook = planned.outlook
+    tokens = None if outlook is None else outlook.num_tokens
+    for point, share in zip(planned.points, efficiency(planned.points), strict=True):
+        hours = None if tokens is None else tokens / point.tokens_per_second / 3600
+        price = point.usd_per_gpu_hour
+        usd = "" if hours is None or price is None else f"{hours * price * point.num_gpus:,.2f}"
+        per_usd = point.tokens_per_usd
+        table.add_row(
+            f"{point.num_gpus}",
+            point.strategy,
+            f"{point.tokens_per_second:,.0f}",
+            f"{share:.0%}",
+            "" if hours is None else f"{hours:,.1f}",
+            usd,
+            "" if per_usd is None else f"{per_usd / 1e6:,.2f}",
+            style="bold" if point.num_gpus == planned.hardware.num_gpus else None,
+        )
+    return table
+
+
+def _scaling_sentence(planned: HardwarePlan) -> str:
+    paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
+    serial = "" if not share else f"; {share:.1%} of a step does not get shorter with more GPUs (Amdahl)"
+    return f"With up to {paying.num_gpus} GPUs, each does at least three quarters of what it can{serial}."
+
+
+def _format_peak(prediction: Prediction | None) -> str:
+    return "" if prediction is None else _gib(prediction.peak_bytes)
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= 0.05 * _GIB else f"{size / 2**20:.0f} MiB"
+
+
+def _format_hours(hours: float | None) -> str:
+    if hours is None:
+        return "?"
+    if hours < 1 / 60:
+        return f"{hours * 3600:.0f} s"
+    if hours < 1:
+        return f"{hours * 60:.0f} min"
+    return f"{hours:.1f} hours" if hours < 72 else f"{hours / 24:.1f} days"
+
+
+def _format_usd(usd: float) -> str:
+    return f"${usd:,.2f}" if usd < 100 else f"${usd:,.0f}"
+
+
+def _format_number(number: float) -> str:
+    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"

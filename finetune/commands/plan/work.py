@@ -1,0 +1,72 @@
+"""From a job and a prediction to the work of a step, as the cost model wants it."""
+
+from finetune.commands.plan.cost.step_time import Work
+from finetune.commands.plan.job import Job
+from finetune.run.symbolic.prediction import Layout, Prediction
+
+TRAFFIC_PER_HIDDEN, TRAFFIC_PER_INTERMEDIATE = 363.0, 30.0
+"""Bytes that element-wise kernels of a layer read and write per token, forward and backward, per unit of the hidden and
+of the MLP's width: two RMS norms in float32 (76 forward), two residual additions (12), rotary positions (25), copies
+(8), the gated activation (10 of the MLP's width), and twice that backward. Counted in transformers' Llama, bf16."""
+
+FUSED_TRAFFIC_PER_HIDDEN = 140.0
+"""The same with torch.compile, which fuses them."""
+
+ADAPTED_TRAFFIC_PER_HIDDEN = 250.0
+"""What adapters add: seven modules of a layer, each with a float32 copy of its input and a sum at its output."""
+
+_STORED_BYTES = {4: 0.5, 8: 1.0}
+_UNKNOWN_LAYERS = 24
+
+
+def step_work(job: Job, layout: Layout, prediction: Prediction, *, num_microbatches: int) -> Work:
+    """Return what one rank computes and what is sent in a step of the job under the layout."""
+    parameters, trained = prediction.num_parameters, prediction.num_trained
+    recomputes = prediction.recomputed_flops_per_token > 0
+    is_copied = layout.strategy in ("single", "ddp") and job.is_autocast and layout.method == "full"
+    passes = 3 if recomputes else 2
+    return Work(
+        num_tokens=layout.microbatch_size * job.counts.tokens_per_position,
+        num_microbatches=num_microbatches,
+        flops_per_token=prediction.flops_per_token,
+        recomputed_flops_per_token=prediction.recomputed_flops_per_token,
+        traffic_per_token=_traffic(job, layout),
+        num_layers=job.shapes.layers if job.shapes is not None else _UNKNOWN_LAYERS,
+        num_parameters=parameters,
+        num_trained=trained,
+        weight_bytes=parameters * _gathered_bytes(job, layout),
+        gradient_bytes=trained * _gradient_bytes(job, layout),
+        trained_weight_bytes=trained * job.compute_bytes,
+        num_casts=(passes - 1 if is_copied else 0),
+        dequantized_bytes=passes * 2.5 * parameters if layout.method == "qlora" else 0.0,
+    )
+
+
+def checkpoint_bytes(job: Job, prediction: Prediction, *, optimizer_bytes: int) -> int:
+    """Return the size of a checkpoint: the trained weights and the optimizer's state."""
+    each = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
+    return prediction.num_trained * each + optimizer_bytes
+
+
+def _traffic(job: Job, layout: Layout) -> float:
+    shapes = job.shapes
+    if shapes is None:
+        return 0.0
+    hidden = TRAFFIC_PER_HIDDEN if job.config.model.compile == "off" else FUSED_TRAFFIC_PER_HIDDEN
+    hidden += 0.0 if layout.method == "full" else ADAPTED_TRAFFIC_PER_HIDDEN
+    each = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
+    return shapes.layers * each * (job.compute_bytes / 2)
+
+
+def _gathered_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes per weight that are read and gathered: quantized ones as they are stored."""
+    if layout.method != "qlora":
+        return float(job.compute_bytes)
+    quantization = job.config.model.quantization
+    return _STORED_BYTES[quantization.bits if quantization is not None else 4]
+
+
+def _gradient_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes per gradient as it is reduced: FSDP2 and ZeRO do it in float32, DDP in the weight's type."""
+    is_half = layout.strategy == "ddp" and layout.method == "full" and job.config.model.dtype != "float32"
+    return 2.0 if is_half else 4.0

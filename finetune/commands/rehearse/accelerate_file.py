@@ -1,0 +1,183 @@
+"""The accelerate file, and the same one for processes on the CPU of this machine."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.commands.rehearse.shrink import Change
+from finetune.config.load import read_text
+from finetune.config.yaml import read_yaml
+from finetune.errors import StrategyError, UserError
+
+KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+
+_OF_THE_MACHINES = (
+    *("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "gpu_ids", "enable_cpu_affinity"),
+    *("same_network", "machine_rank", "tpu_name", "tpu_zone"),
+)
+_OF_DEEPSPEED_MACHINES = (
+    "deepspeed_hostfile",
+    "deepspeed_multinode_launcher",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+)
+_COPIES, _SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+
+
+@dataclass(frozen=True)
+class AccelerateFile:
+    """What the file says, and for how many processes on how many machines it is."""
+
+    path: Path
+    values: dict[str, Any]
+    kind: str
+    num_processes: int
+    num_machines: int
+
+    @property
+    def text(self) -> str:
+        """Return strategy, machines and processes in words."""
+        machines = f"{self.num_machines} machine{'s' * (self.num_machines > 1)}"
+        each = self.num_processes // self.num_machines
+        return f"{self.path.stem}: {machines} x {each} process{'es' * (each > 1)} = {self.num_processes}"
+
+
+@dataclass(frozen=True)
+class LaunchFile:
+    """The file for this machine: its values, how many processes it is launched with, and what was changed."""
+
+    values: dict[str, Any]
+    processes: int
+    changes: tuple[Change, ...]
+
+
+def read_accelerate_file(path: Path) -> AccelerateFile:
+    """Return what the file says; raises UserError or StrategyError where it cannot be launched as it is written."""
+    try:
+        document = read_yaml(read_text(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--accelerate {path}: it cannot be read: {getattr(error, 'strerror', error)}.") from error
+    if document.problems or not isinstance(document.values, dict):
+        problem = document.problems[0] if document.problems else "it has no keys."
+        raise UserError(f"--accelerate {path}: {problem}")
+    values = document.values
+    kind = str(values.get("distributed_type", "missing")).upper()
+    kind = "NO" if kind == "FALSE" else kind
+    if kind not in KINDS:
+        raise StrategyError(
+            f"{_place(path, document.lines, 'distributed_type')}: `{values.get('distributed_type')}` is not supported. "
+            f"Write one of {', '.join(KINDS)}."
+        )
+    counts = {name: _count(path, document.lines, values, name) for name in ("num_processes", "num_machines")}
+    found = AccelerateFile(path, values, kind, **counts)
+    for key, problem in _problems(found):
+        raise StrategyError(f"{_place(path, document.lines, key)}: {problem}")
+    return found
+
+
+def _place(path: Path, lines: dict[str, int], key: str) -> str:
+    return f"{path.name}, line {lines[key]}, {key}" if key in lines else f"{path.name}, {key}"
+
+
+def _count(path: Path, lines: dict[str, int], values: dict[str, Any], name: str) -> int:
+    value = values.get(name, 1)
+    if not isinstance(value, int) or value < 1:
+        raise StrategyError(f"{_place(path, lines, name)}: `{value}` is not a number of {name[4:]}. Write 1 or more.")
+    return value
+
+
+def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
+    """Yield what would go wrong on the real machines, with its key."""
+    total, machines = file.num_processes, file.num_machines
+    if total % machines:
+        yield (
+            "num_processes",
+            f"{total} cannot be shared by {machines} machines. It counts the processes of all machines together: "
+            f"write {machines} x the GPUs of one machine.",
+        )
+    if file.values.get("use_cpu") is True and total > 1:
+        yield (
+            "use_cpu",
+            f"with `true`, accelerate starts one process instead of {total} unless mpirun is there. Write `false`.",
+        )
+    sizes = _parallelism(file.values)
+    product = sizes[_COPIES] * sizes[_SHARDS]
+    if sizes[_COPIES] > 1 and product != total:
+        yield (
+            f"parallelism_config.{_COPIES}",
+            f"{sizes[_COPIES]} copies x {sizes[_SHARDS]} shards are {product} processes, and num_processes is {total}.",
+        )
+
+
+def _parallelism(values: dict[str, Any]) -> dict[str, int]:
+    written = values.get("parallelism_config") or {}
+    return {name: written.get(name) or 1 for name in (_COPIES, _SHARDS)}
+
+
+def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, folder: Path) -> LaunchFile:
+    """Return the file for so many processes here; what it names beside itself is written into `folder`.
+
+    Raises UserError for a number of processes that cannot stand for the real one. `is_fp16`: the job trains in fp16,
+    which a CPU does not.
+    """
+    values = json.loads(json.dumps(file.values))
+    here = 1 if file.kind == "NO" else processes
+    changes = [Change("num_processes", file.num_processes, here, "processes on this machine's CPU, joined by gloo")]
+    if file.num_machines > 1:
+        changes.append(Change("num_machines", file.num_machines, 1, "this machine"))
+    values |= {"num_processes": here, "num_machines": 1, "machine_rank": 0, "distributed_type": file.kind}
+    values["use_cpu"] = file.kind == "NO"
+    changes += _without(values, _OF_THE_MACHINES, why="of the real machines", keep=("machine_rank",))
+    deepspeed = values.get("deepspeed_config") or {}
+    changes += _without(deepspeed, _OF_DEEPSPEED_MACHINES, why="of the real machines", prefix="deepspeed_config.")
+    changes += _share_copies(values, here)
+    if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
+        values["fsdp_config"]["fsdp_offload_params"] = False
+        changes.append(Change("fsdp_config.fsdp_offload_params", True, False, "a CPU has nowhere to offload to"))
+    if is_fp16:
+        changes += _without_fp16(values, folder)
+    return LaunchFile(values, here, tuple(each for each in changes if each.was != each.now))
+
+
+def _without(
+    values: dict[str, Any], names: tuple[str, ...], *, why: str, prefix: str = "", keep: tuple[str, ...] = ()
+) -> Iterator[Change]:
+    for name in names:
+        if name in values and name not in keep:
+            was = values.pop(name)
+            if was not in (None, True, False, "static", "standard"):
+                yield Change(f"{prefix}{name}", was, None, why)
+
+
+def _share_copies(values: dict[str, Any], processes: int) -> Iterator[Change]:
+    """Divide the processes of this machine among copies and shards, two copies at least where the file has copies."""
+    sizes = _parallelism(values)
+    if "parallelism_config" not in values or max(sizes.values()) == 1:
+        return
+    copies = 2 if sizes[_COPIES] > 1 else 1
+    if copies > 1 and (processes < 4 or processes % 2):
+        raise UserError(
+            f"--processes {processes}: the accelerate file has {sizes[_COPIES]} copies of a model that is sharded over "
+            f"{sizes[_SHARDS]} processes, which needs at least 2 x 2 processes. Write --processes 4."
+        )
+    for name, now in ((_COPIES, copies), (_SHARDS, processes // copies)):
+        yield Change(f"parallelism_config.{name}", sizes[name], now, "processes on this machine")
+        values["parallelism_config"][name] = now
+
+
+def _without_fp16(values: dict[str, Any], folder: Path) -> Iterator[Change]:
+    """Replace fp16, which the job has, too, by bf16: in the file itself and in the DeepSpeed config that it names."""
+    if values.get("mixed_precision") == "fp16":
+        values["mixed_precision"] = "bf16"
+        yield Change("mixed_precision", "fp16", "bf16", "a CPU does not train in fp16")
+    named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if named is None or not Path(named).is_file():
+        return
+    deepspeed = json.loads(Path(named).read_text(encoding="utf-8"))
+    if deepspeed.pop("fp16", {}).get("enabled") is True:
+        written = folder / "deepspeed.json"
+        written.write_text(json.dumps(deepspeed), encoding="utf-8")
+        values["deepspeed_config"]["deepspeed_config_file"] = str(written)
+        yield Change(f"{named}: fp16.enabled", True, "auto", "a CPU does not train in fp16")

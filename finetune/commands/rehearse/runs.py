@@ -1,0 +1,183 @@
+"""The launches of a rehearsal: one that is killed, and one that resumes it; how far each came, and what it said."""
+
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint.format import layout
+from finetune.commands.verify.resume import RunHistory, differences, read_run_history
+from finetune.errors import FinetuneError, UserError
+from finetune.report.jsonl import read_events
+from finetune.runtime.processes import free_port, process_group
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
+from finetune.runtime.supervision.status import STATUS_FILE
+
+_POLL_SECONDS = 0.1
+_MAX_ERROR_LINES = 25
+_ERROR = re.compile(r"^(?:\[rank \d+\] )?error: ")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class PhaseError(FinetuneError):
+    """A phase of the rehearsal failed: which one, the error that the run itself gave, and its logs."""
+
+    def __init__(self, phase: str, message: str, *, exit_code: int, log: Path | None = None) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.exit_code = exit_code
+        self.log = log
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the job is launched: the accelerate file, the processes, the job file and its overrides."""
+
+    accelerate: Path
+    processes: int
+    config: Path
+    overrides: tuple[str, ...]
+    run: Path  # the folder of the run
+    deadline: float  # of the whole rehearsal, by time.monotonic()
+
+    @property
+    def command(self) -> list[str]:
+        """Return the command, with a free port."""
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.accelerate)]
+        count = ["--num_processes", str(self.processes), "--main_process_port", str(free_port())]
+        overrides = [word for override in self.overrides for word in ("--set", override)]
+        return [*launcher, *count, "-m", "finetune", "train", "--config", str(self.config), *overrides]
+
+
+def run_until_saved(launch: Launch, *, step: int, log: Path) -> None:
+    """Run the job until the checkpoint of this step is complete, then kill all its processes; raises PhaseError."""
+    with process_group(launch.command, log=log, environment=ENVIRONMENT) as process:
+        while process.poll() is None:
+            if step in _saved_steps(launch.run):
+                return
+            _wait(launch, log)
+    if step not in _saved_steps(launch.run):
+        raise _failure(launch, log, phase=_phase_of(launch.run), code=process.returncode)
+
+
+def run_to_end(launch: Launch, *, step: int, last: int, log: Path) -> None:
+    """Run the job to its end, resuming from this step; raises PhaseError."""
+    known = len(_events(launch.run))
+    with process_group(launch.command, log=log, environment=ENVIRONMENT) as process:
+        while process.poll() is None:
+            _wait(launch, log)
+    events = _events(launch.run)[known:]
+    if process.returncode != 0 or not _has(events, "RunEnded", step=last):
+        taken = _has(events, "StepTaken", step=last) and last in _saved_steps(launch.run)
+        raise _failure(launch, log, phase="export" if taken else "resume", code=process.returncode)
+    if not _has(events, "RunStarted", step=step):
+        raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
+
+
+def set_aside(run: Path, *, keep: int, folder: Path) -> RunHistory:
+    """Move what came after the step `keep` out of the run into `folder`, and return the uninterrupted history."""
+    (folder / CHECKPOINTS_FOLDER).mkdir(parents=True)
+    shutil.copyfile(run / "events.jsonl", folder / "events.jsonl")
+    for step, path in layout.steps(run / CHECKPOINTS_FOLDER).items():
+        if step > keep:
+            shutil.move(path, folder / CHECKPOINTS_FOLDER / path.name)
+    shutil.rmtree(run / FINAL_FOLDER, ignore_errors=True)
+    return read_run_history(folder)
+
+
+def compare_resumed(straight: RunHistory, run: Path, *, step: int, log: Path) -> RunHistory:
+    """Return the history of the resumed run; raises PhaseError where it differs from the uninterrupted one."""
+    resumed = read_run_history(run)
+    found = list(differences(straight, resumed, stop_at=step, tolerance=None))
+    if found:
+        raise PhaseError("resume", f"the resumed run differs: {'; '.join(found)}.", exit_code=1, log=log)
+    return resumed
+
+
+def _wait(launch: Launch, log: Path) -> None:
+    if time.monotonic() > launch.deadline:
+        raise PhaseError(
+            _phase_of(launch.run),
+            "the time limit of the rehearsal was reached. Raise --time-limit, or shorten data.max_length with --set.",
+            exit_code=1,
+            log=log,
+        )
+    time.sleep(_POLL_SECONDS)
+
+
+def _events(run: Path) -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    return read_events(path) if path.exists() else []
+
+
+def _has(events: Sequence[Mapping[str, Any]], name: str, *, step: int | None = None) -> bool:
+    return any(each["event"] == name and step in (None, each.get("step")) for each in events)
+
+
+def _saved_steps(run: Path) -> set[int]:
+    return {each["step"] for each in _events(run) if each["event"] == "CheckpointSaved"}
+
+
+def _phase_of(run: Path) -> str:
+    """Return in which phase the first launch is, or ended: as far as its events tell."""
+    events = _events(run)
+    if not _has(events, "RunStarted"):
+        return "strategy"
+    error = _status(run).get("error") or {}
+    steps = max((each["step"] for each in events if each["event"] == "StepTaken"), default=0)
+    if error.get("type") in ("CheckpointError", "DiskError") or (steps and not error and not _saved_steps(run)):
+        return "checkpoint"
+    return "steps"
+
+
+def _status(run: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((run / STATUS_FILE).read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+def _failure(launch: Launch, log: Path, *, phase: str, code: int) -> PhaseError:
+    """Return the error that the run gave, and its exit code where the status file or the message tells it."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    status = _status(launch.run)
+    own = status.get("exit_code")
+    message = error_in(text) or (status.get("error") or {}).get("message") or _tail(text)
+    is_user_error = own == UserError.exit_code or (own is None and error_in(text) is not None)
+    return PhaseError(phase, message, exit_code=UserError.exit_code if is_user_error else 1, log=log)
+
+
+def error_in(log: str) -> str | None:
+    r"""Return the error that a run printed first; None where it ended with a traceback, or with nothing.
+
+    >>> error_in("ok\nerror: 2 problems\n  one\n  two\nW1123 launcher ...")
+    '2 problems\n  one\n  two'
+    """
+    lines = log.splitlines()
+    places = [place for place, line in enumerate(lines) if _ERROR.match(line)]
+    if not places:
+        return None
+    first = _ERROR.sub("", lines[places[0]])
+    rest = []
+    for line in lines[places[0] + 1 :]:
+        if not line.startswith("  "):
+            break
+        rest.append(line)
+    return "\n".join([first, *rest[:_MAX_ERROR_LINES]])
+
+
+def _tail(text: str) -> str:
+    """Return the end of the traceback of the rank that failed first, else the last lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    places = [place for place, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if places:
+        first = lines[places[0] :]
+        last = next((n for n, line in enumerate(first[1:], start=1) if line and not line[0].isspace()), len(first) - 1)
+        return "\n".join(first[max(last - 4, 0) : last + 1])
+    return "\n".join(lines[-8:])

@@ -1,0 +1,28 @@
+"""Builds report.html of a run again, from its folder alone."""
+
+from pathlib import Path
+
+from finetune.errors import UserError
+from finetune.report.build import EVENTS_FILE
+from finetune.report.page.charts import charts_of
+from finetune.report.page.page import write_report
+from finetune.report.page.png import write_pngs
+from finetune.report.page.reader import EventsReader
+
+
+def report(run: Path, *, png: Path | None = None, price: float | None = None) -> None:
+    """Write the page of the run, and its charts as PNG files where a folder for them is named."""
+    require_events(run)
+    reader = EventsReader(run / EVENTS_FILE)
+    reader.read_new()
+    print(f"wrote {write_report(run, reader.history, price=price)}")
+    if png is not None:
+        paths = write_pngs(charts_of(reader.history), png)
+        print(f"wrote {len(paths)} PNG files to {png}")
+
+
+def require_events(run: Path) -> None:
+    """Raise UserError unless the folder is that of a run that has reported something."""
+    if not (run / EVENTS_FILE).is_file():
+        what = "has no events.jsonl: it is not the folder of a run" if run.is_dir() else "is not a folder"
+        raise UserError(f"{run} {what}. Write the run.folder of the job, or wait until its training begins.")

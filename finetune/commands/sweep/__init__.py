@@ -1,0 +1,1 @@
+"""`finetune sweep`: one job with several values of its keys, a run for each."""

@@ -1,0 +1,1 @@
+"""Which runs a sweep has, and what each is started with."""

@@ -1,0 +1,1 @@
+"""What a sweep remembers, and how each of its runs stands."""

@@ -1,0 +1,167 @@
+"""What this rank's GPU does, asked about once a second in the background through NVML, and never by a step.
+
+Utilisation, power and temperature are NVML's last reading; what goes over NVLink is counted between two readings. NVML
+measures PCIe traffic for 20 ms in each direction when it is asked. What a GPU does not report, such as the power of a
+MIG instance, is left out.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+
+from finetune.runtime.optional import lazily
+
+with lazily():
+    import pynvml
+
+INTERVAL_SECONDS = 1.0
+
+UTILIZATION, POWER, TEMPERATURE = "gpu_utilization", "gpu_power_watts", "gpu_temperature_celsius"
+MEMORY, PCIE, NVLINK = "gpu_memory_used_bytes", "pcie_bytes_per_second", "nvlink_bytes_per_second"
+COLUMNS = (UTILIZATION, POWER, TEMPERATURE, MEMORY, PCIE, NVLINK)
+"""What `StepTaken.device` may have."""
+
+_ALL_LINKS = 0xFFFFFFFF
+_KIB, _KB = 1024, 1000
+
+
+class DeviceColumns(Protocol):
+    """What a device was last seen to do."""
+
+    @property
+    def columns(self) -> Mapping[str, float]:
+        """Return numbers by name; never waits."""
+
+    def warning(self) -> str | None:
+        """Return, once, why there are no more of them."""
+
+
+class NoGpu:
+    """There is no GPU, or none that can be asked."""
+
+    columns: Mapping[str, float] = {}
+
+    def warning(self) -> str | None:
+        """Return None."""
+        return None
+
+
+class GpuSampler:
+    """Asks one GPU in a thread; a GPU that is lost is a warning, and its columns end."""
+
+    def __init__(self, nvml: Any, uuid: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`uuid` is as torch writes it. Raises NVML's error where the driver or the GPU cannot be asked."""
+        self._nvml = nvml
+        self._clock = clock
+        nvml.nvmlInit()
+        self._handle = self._find(uuid)
+        self._sent: tuple[float, int] | None = None  # over NVLink: when it was read, and the bytes until then
+        self._problem: str | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
+        self.columns: Mapping[str, float] = {}
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Sample no more."""
+        self._is_over.set()
+        self._thread.join(timeout=2 * INTERVAL_SECONDS)
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlShutdown()
+
+    def warning(self) -> str | None:
+        """Return, once, why the columns have ended."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def sample(self) -> bool:
+        """Read every column once; return whether there may be more to read later."""
+        nvml = self._nvml
+        found: dict[str, float] = {}
+        for read in (self._utilization, self._power, self._temperature, self._memory, self._pcie, self._nvlink):
+            try:
+                found |= read()
+            except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
+                continue
+            except nvml.NVMLError as error:
+                self.columns = {}
+                self._problem = f"the GPU is no longer reported on: {type(error).__name__}: {error}"
+                return False
+        self.columns = found
+        return True
+
+    def _run(self) -> None:
+        while self.sample() and not self._is_over.wait(INTERVAL_SECONDS):
+            pass
+
+    def _find(self, uuid: str) -> Any:
+        """Return the handle of the GPU or of the MIG instance: the index of a visible device says nothing to NVML."""
+        try:
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
+
+    def _utilization(self) -> dict[str, float]:
+        return {UTILIZATION: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100}
+
+    def _power(self) -> dict[str, float]:
+        return {POWER: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000}
+
+    def _temperature(self) -> dict[str, float]:
+        celsius = self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
+        return {TEMPERATURE: float(celsius)}
+
+    def _memory(self) -> dict[str, float]:
+        return {MEMORY: float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)}
+
+    def _pcie(self) -> dict[str, float]:
+        counters = (self._nvml.NVML_PCIE_UTIL_TX_BYTES, self._nvml.NVML_PCIE_UTIL_RX_BYTES)
+        return {PCIE: float(_KB * sum(self._nvml.nvmlDeviceGetPcieThroughput(self._handle, each) for each in counters))}
+
+    def _nvlink(self) -> dict[str, float]:
+        """Return the traffic of all links since the last reading, both directions together."""
+        nvml = self._nvml
+        fields = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+        values = nvml.nvmlDeviceGetFieldValues(self._handle, [(each, _ALL_LINKS) for each in fields])
+        if any(value.nvmlReturn != nvml.NVML_SUCCESS for value in values):
+            return {}
+        now, sent = self._clock(), _KIB * sum(int(value.value.ullVal) for value in values)
+        before, self._sent = self._sent, (now, sent)
+        if before is None or now <= before[0] or sent < before[1]:
+            return {}
+        return {NVLINK: (sent - before[1]) / (now - before[0])}
+
+
+@contextmanager
+def sampled_gpu(device: torch.device, *, is_main: bool) -> Iterator[DeviceColumns]:
+    """Sample this rank's GPU meanwhile, on the main rank, whose events are written.
+
+    Without a GPU, without NVML and where its driver is not loaded there are no columns, silently: nothing is missed.
+    """
+    sampler = _make_sampler(device) if is_main and device.type == "cuda" else None
+    if sampler is None:
+        yield NoGpu()
+        return
+    sampler.start()
+    try:
+        yield sampler
+    finally:
+        sampler.stop()
+
+
+def _make_sampler(device: torch.device) -> GpuSampler | None:
+    try:
+        errors = (pynvml.NVMLError, AttributeError)  # an AMD GPU, or a torch that does not know the UUID
+    except ModuleNotFoundError:
+        return None
+    try:
+        return GpuSampler(pynvml, str(torch.cuda.get_device_properties(device).uuid))
+    except errors:
+        return None

@@ -1,0 +1,142 @@
+"""Charts as plain values for charts.js: which curves stand in which chart, and what a step is in tokens and seconds."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from finetune.report.page.curves import Curve
+from finetune.report.page.history import RunHistory
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class ChartKind:
+    """A chart of one or more curves: `scale` is what values are multiplied by, `logs` whether a log scale suits."""
+
+    title: str
+    curves: Mapping[str, str]  # from the name of a curve to its label
+    scale: float = 1.0
+    unit: str = ""
+    logs: bool = False
+    is_share: bool = False
+    starts_at_zero: bool = False
+    smooths: bool = True  # noise is in it
+
+
+LOSS = ChartKind("Loss", {"loss": "training", "evaluation/loss": "evaluation"}, unit="nats per target", logs=True)
+TIME = ChartKind("Seconds per step", {"seconds_per_step": "step"}, unit="s", logs=True, starts_at_zero=True)
+FIXED = (
+    LOSS,
+    ChartKind("Learning rate", {"learning_rate": "learning rate"}, starts_at_zero=True, smooths=False),
+    ChartKind("Gradient norm", {"gradient_norm": "gradient norm"}, logs=True),
+    ChartKind("Tokens per second", {"tokens_per_second": "tokens/s"}, unit="tokens/s", starts_at_zero=True),
+    ChartKind("MFU: share of the devices' peak", {"mfu": "MFU"}, is_share=True, starts_at_zero=True),
+    TIME,
+    ChartKind("Time spent waiting for data", {"data_share": "share"}, is_share=True, starts_at_zero=True),
+    ChartKind("Peak memory of rank 0", {"memory_bytes": "memory"}, 1 / GIB, "GiB", starts_at_zero=True, smooths=False),
+    ChartKind(
+        "Checkpoints",
+        {"save_seconds": "until complete", "stall_seconds": "training waited"},
+        unit="s",
+        starts_at_zero=True,
+    ),
+)
+DEVICE = (
+    ChartKind("GPU utilization", {"device/gpu_utilization": "utilization"}, is_share=True, starts_at_zero=True),
+    ChartKind("GPU power", {"device/gpu_power_watts": "power"}, unit="W", starts_at_zero=True),
+    ChartKind("GPU temperature", {"device/gpu_temperature_celsius": "temperature"}, unit="°C"),
+    ChartKind("GPU memory in use", {"device/gpu_memory_used_bytes": "memory"}, 1 / GIB, "GiB", starts_at_zero=True),
+    ChartKind(
+        "Link traffic",
+        {"device/pcie_bytes_per_second": "PCIe", "device/nvlink_bytes_per_second": "NVLink"},
+        1e-9,
+        "GB/s",
+        starts_at_zero=True,
+    ),
+)
+POINTS = ("evaluation/", "save_seconds", "stall_seconds")
+"""Curves of few points, which are drawn with marks and not smoothed."""
+
+
+def chart_kinds(names: set[str]) -> list[ChartKind]:
+    """Return the charts for curves of these names, the loss first, then what is evaluated."""
+    fixed = [kind for kind in (*FIXED, *DEVICE) if names & kind.curves.keys()]
+    used = {name for kind in fixed for name in kind.curves}
+    others = sorted(names - used - {"tokens", "seconds", "device_seconds", "epoch"})
+    own = [ChartKind(_own_title(name), {name: name.partition("/")[2] or name}) for name in _first_evaluated(others)]
+    return [*fixed[:1], *own, *fixed[1:]]
+
+
+def charts_of(history: RunHistory) -> list[dict[str, Any]]:
+    """Return the charts of one run."""
+    return [format_chart(kind, [("", history.curves)]) for kind in chart_kinds(set(history.curves))]
+
+
+def format_chart(kind: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:
+    """Return a chart of the same curves of runs with their names; a run without such a curve has none in it."""
+    series = [
+        _series(run, name=name, label=label, curve=curves[curve], kind=kind, column=curve, style=style)
+        for run, (name, curves) in enumerate(runs)
+        for style, (curve, label) in enumerate(kind.curves.items())
+        if curve in curves
+    ]
+    return {
+        **{"id": re.sub(r"\W+", "-", kind.title.lower()).strip("-"), "title": kind.title, "unit": kind.unit},
+        **{
+            "logs": kind.logs,
+            "share": kind.is_share,
+            "zero": kind.starts_at_zero,
+            "smooths": kind.smooths,
+            "series": series,
+        },
+    }
+
+
+def step_scales(history: RunHistory) -> dict[str, Any]:
+    """Return what a step is in tokens, seconds and device hours: points between which lines are drawn."""
+    found = {}
+    for name, scale in (("tokens", 1.0), ("seconds", 1.0), ("device_seconds", 1 / 3600)):
+        if name in history.curves:
+            points = history.curves[name].points()
+            found[name] = {"x": rounded(points.steps, digits=9), "y": rounded(points.values * scale, digits=9)}
+    return found
+
+
+def rounded(values: np.ndarray, *, digits: int = 6) -> list[float | int]:
+    """Return the values with so many significant digits, whole ones as integers: the page is half as large."""
+    return [
+        int(value) if value == int(value) and abs(value) < 1e15 else value for value in _significant(values, digits)
+    ]
+
+
+def _significant(values: np.ndarray, digits: int) -> Iterator[float]:
+    return (float(f"{value:.{digits}g}") for value in values.tolist())
+
+
+def _series(
+    run: int, *, name: str, label: str, curve: Curve, kind: ChartKind, column: str, style: int
+) -> dict[str, Any]:
+    points = curve.points()
+    has_marks = column.startswith(POINTS)
+    found = {
+        **{"run": run, "style": style, "label": label, "marks": has_marks, "not_finite": curve.num_not_finite},
+        **{"name": f"{name} {label}".strip() if len(kind.curves) > 1 or not name else name, "width": points.width},
+        **{"x": rounded(points.steps, digits=9), "y": rounded(points.values * kind.scale)},
+    }
+    if not has_marks and points.width > 1:  # otherwise every point is its own mean
+        found["means"] = {"x": rounded(points.mean_steps, digits=9), "y": rounded(points.means * kind.scale)}
+    return found
+
+
+def _first_evaluated(names: list[str]) -> list[str]:
+    return sorted(names, key=lambda name: (not name.startswith("evaluation/"), name))
+
+
+def _own_title(name: str) -> str:
+    group, _, metric = name.partition("/")
+    titles = {"evaluation": f"Evaluation: {metric}", "metrics": f"Training: {metric}", "device": f"GPU: {metric}"}
+    return titles.get(group, name)

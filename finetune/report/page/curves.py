@@ -1,0 +1,124 @@
+"""Curves of any length in bounded memory: every spike stays, as do the means that a smoothed line is drawn through."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MOST_BUCKETS = 1024
+"""From half as many up to this many are kept; a page draws two points and a mean of each."""
+
+_FLUSH_POINTS = 4096
+
+_BUCKET = np.dtype(
+    [
+        *(("first", "f8"), ("last", "f8"), ("count", "i8"), ("sum", "f8")),
+        *(("low_at", "f8"), ("low", "f8"), ("high_at", "f8"), ("high", "f8")),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Points:
+    """What is drawn of a curve: extremes as measured, in order, and the means of equally many points each."""
+
+    steps: np.ndarray
+    values: np.ndarray
+    mean_steps: np.ndarray
+    means: np.ndarray
+    counts: np.ndarray  # of points in each mean
+    width: int  # points per bucket; 1: nothing is left out
+
+
+class Curve:
+    """A value by step, in buckets of equally many consecutive points: their smallest, largest and mean.
+
+    Buckets are merged in pairs when there are too many. Values that are not finite are counted apart.
+    """
+
+    def __init__(self, *, most_buckets: int = MOST_BUCKETS) -> None:
+        self.num_not_finite = 0
+        self._most_buckets = most_buckets
+        self._buckets = np.empty(0, _BUCKET)
+        self._width = 1
+        self._steps: list[float] = []  # of points that fill no bucket yet
+        self._values: list[float] = []
+
+    def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
+        """Add points; their steps grow, and are larger than all before."""
+        self._steps.extend(steps)
+        self._values.extend(values)
+        if len(self._steps) >= _FLUSH_POINTS:
+            self._flush()
+
+    def cut_after(self, step: float) -> None:
+        """Forget the points after the step: it will be taken again. Of a bucket that it divides, nothing stays."""
+        self._flush()
+        count = sum(each <= step for each in self._steps)
+        del self._steps[count:], self._values[count:]
+        self._buckets = self._buckets[self._buckets["last"] <= step]
+
+    def points(self) -> Points:
+        """Return what is to be drawn."""
+        self._flush()
+        buckets = np.concatenate([self._buckets, _make_buckets(self._steps, self._values, self._width)])
+        low, high = (buckets["low_at"], buckets["low"]), (buckets["high_at"], buckets["high"])
+        is_rising = low[0] <= high[0]
+        (first_at, first), (then_at, then) = (
+            (np.where(is_rising, *pair) for pair in zip(*sides, strict=True)) for sides in ((low, high), (high, low))
+        )
+        steps, values = np.stack([first_at, then_at], 1).ravel(), np.stack([first, then], 1).ravel()
+        is_new = np.ones(len(steps), bool)
+        is_new[1::2] = first_at != then_at
+        middle = (buckets["first"] + buckets["last"]) / 2
+        means = buckets["sum"] / buckets["count"]
+        return Points(steps[is_new], values[is_new], middle, means, buckets["count"], self._width)
+
+    def _flush(self) -> None:
+        steps, values = np.asarray(self._steps, float), np.asarray(self._values, float)
+        is_finite = np.isfinite(values)
+        self.num_not_finite += int(len(values) - is_finite.sum())
+        steps, values = steps[is_finite], values[is_finite]
+        full = len(steps) - len(steps) % self._width
+        self._buckets = np.concatenate([self._buckets, _make_buckets(steps[:full], values[:full], self._width)])
+        self._steps, self._values = steps[full:].tolist(), values[full:].tolist()
+        while len(self._buckets) > self._most_buckets:
+            self._merge_pairs()
+
+    def _merge_pairs(self) -> None:
+        """Merge each two buckets; the points of an odd one are not known any more, so it is merged with the last."""
+        self._buckets = _merged(self._buckets)
+        self._width *= 2
+
+
+def _make_buckets(steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
+    """Return buckets of `width` points; the last one may have fewer."""
+    buckets = np.empty(len(steps), _BUCKET)
+    for name in ("first", "last", "low_at", "high_at"):
+        buckets[name] = steps
+    for name in ("sum", "low", "high"):
+        buckets[name] = values
+    buckets["count"] = 1
+    starts = np.arange(0, len(buckets), width)
+    return buckets if width == 1 else _reduced(buckets, starts)
+
+
+def _merged(buckets: np.ndarray) -> np.ndarray:
+    starts = np.arange(0, len(buckets) - 1, 2)  # an odd one at the end joins the last pair
+    return _reduced(buckets, starts)
+
+
+def _reduced(buckets: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return one bucket for those from each start to the next."""
+    if not len(buckets):
+        return buckets
+    ends = np.append(starts[1:], len(buckets))
+    owner = np.repeat(np.arange(len(starts)), ends - starts)
+    merged = np.empty(len(starts), _BUCKET)
+    merged["first"], merged["last"] = buckets["first"][starts], buckets["last"][ends - 1]
+    merged["count"] = np.add.reduceat(buckets["count"], starts)
+    merged["sum"] = np.add.reduceat(buckets["sum"], starts)
+    for side, sign in (("low", 1), ("high", -1)):
+        place = np.lexsort((sign * buckets[side], owner))[starts]  # the smallest of each owner stands first
+        merged[side], merged[f"{side}_at"] = buckets[side][place], buckets[f"{side}_at"][place]
+    return merged

@@ -1,0 +1,230 @@
+"""What a page says of a run in words and tables, from its history and the other files of its folder."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.report.page.history import RunHistory
+from finetune.runtime.files.read import read_json, read_regular
+from finetune.runtime.resources import format_size
+from finetune.runtime.text.redact import redacted_text
+
+SOURCE_MARK = "  # "
+"""Between value and source in resolved.yaml."""
+
+_TABLE_BYTES = 16 << 20
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+STALE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the files beside events.jsonl hold; a file that is missing or damaged is named in `missing`."""
+
+    status: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    audit: Mapping[str, Any] = field(default_factory=dict)
+    config: str = ""  # resolved.yaml
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure to see first."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ConfigLine:
+    """A line of resolved.yaml."""
+
+    text: str
+    source: str
+    is_set: bool  # by the user
+
+
+def read_run_files(folder: Path) -> RunFiles:
+    """Return what there is; raises nothing for what is not there."""
+    values: dict[str, Any] = {}
+    missing = []
+    for name, file in (("status", "status.json"), ("environment", "environment.json"), ("audit", "audit.json")):
+        try:
+            found = read_json(folder / file, max_bytes=_TABLE_BYTES)
+            values[name] = found if isinstance(found, dict) else {}
+        except (OSError, ValueError):
+            missing.append(file)
+    try:
+        text = read_regular(folder / "resolved.yaml", max_bytes=_TABLE_BYTES)
+        values["config"] = redacted_text(text.decode("utf-8", errors="replace"))
+    except OSError:
+        missing.append("resolved.yaml")
+    return RunFiles(**values, missing=tuple(missing))
+
+
+def run_state(history: RunHistory, status: Mapping[str, Any], *, now: float) -> tuple[str, str]:
+    """Return the state of the run (`finished`, `running`, `failed`, ...) and a sentence about it.
+
+    A run that was killed leaves `running` behind: it counts as such only while its files are written.
+    """
+    if history.ended is not None:
+        reason = str(history.ended["reason"])
+        is_final = history.ended.get("final_folder") is not None
+        return ("finished" if is_final else "stopped", reason)
+    state = str(status.get("state", "unknown"))
+    if state == "failed":
+        error = status.get("error") or {}
+        return "failed", f"rank {error.get('rank')}: {error.get('type')}: {error.get('message')}"
+    seen = max(history.updated, status["time"] if isinstance(status.get("time"), float) else 0.0)
+    if state in ("running", "starting") and now - seen > STALE_SECONDS:
+        return "silent", f"nothing was written for {format_duration(now - seen)}: it was killed, or it hangs"
+    return state, str(status.get("reason") or "")
+
+
+def tiles(history: RunHistory) -> Iterator[Tile]:
+    """Yield the headline figures."""
+    planned = f"of {history.num_steps:,}" if history.num_steps else ""
+    yield Tile("steps", f"{history.step:,}", planned)
+    yield from _loss_tiles(history)
+    yield Tile(
+        "training time", format_duration(history.seconds), f"start-up {format_duration(history.startup_seconds)}"
+    )
+    recent = [each for each in history.recent if each["seconds"] > 0]
+    if recent:
+        rates = sorted(each["num_tokens"] / each["seconds"] for each in recent)
+        yield Tile("tokens per second", f"{rates[len(rates) // 2]:,.0f}", f"median of the last {len(rates)} steps")
+    yield Tile("tokens", format_count(history.tokens), "without padding")
+    if "mfu" in history.curves and len(means := history.curves["mfu"].points().means):
+        yield Tile("MFU", f"{means[-1]:.1%}", "of the devices' peak")
+    if "memory_bytes" in history.curves and len(peaks := history.curves["memory_bytes"].points().values):
+        yield Tile("peak memory", format_size(int(peaks.max())), "of rank 0")
+    skipped = f"; {history.num_skipped:,} steps skipped" if history.num_skipped else ""
+    yield Tile("warnings", f"{history.num_warnings:,}", f"{max(len(history.starts) - 1, 0)} resumes{skipped}")
+
+
+def _loss_tiles(history: RunHistory) -> Iterator[Tile]:
+    losses = [loss for each in list(history.recent)[-10:] if isinstance(loss := each["loss"], int | float)]
+    if losses:
+        yield Tile("training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")
+    names = [name for name in history.curves if name.startswith("evaluation/")]
+    for name in sorted(names, key=lambda name: (name != "evaluation/loss", name)):
+        points = history.curves[name].points()
+        if not len(points.values):
+            continue
+        metric = name.partition("/")[2]
+        is_low = any(word in metric for word in _LOWER_IS_BETTER)
+        best = int(points.values.argmin() if is_low else points.values.argmax())
+        word = "lowest" if is_low else "highest"
+        note = f"{word} {format_value(points.values[best])} at step {points.steps[best]:,.0f}"
+        yield Tile(f"evaluation {metric}", format_value(points.values[-1]), note)
+
+
+def config_lines(text: str) -> list[ConfigLine]:
+    """Return the lines of resolved.yaml, value and source apart."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("# "):  # the first line, about the file
+            continue
+        value, mark, source = line.rpartition(SOURCE_MARK)
+        is_comment = line.lstrip().startswith("#")
+        value, source = (value.rstrip(), source) if mark and not is_comment else (line, "")
+        found.append(ConfigLine(value, source, is_set=bool(source) and source != "default"))
+    return found
+
+
+def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the environment as names and texts; what is absent is left out."""
+    return [(name, text) for name, value in environment.items() if (text := _text(value))]
+
+
+def audit_rows(audit: Mapping[str, Any]) -> list[list[str]]:
+    """Return the table of the data: a row of names, then a row for each source and the validation data."""
+    columns = {"rows": "rows", "samples": "samples", "tokens": "tokens", "targets": "targets"}
+    more = {"truncated_rows": "cut", "long_rows": "too long", "rows_without_target": "no target", "longest": "longest"}
+    sources = [*audit.get("sources", ()), *([audit["validation"]] if audit.get("validation") else ())]
+    counts = [(source.get("key", ""), source.get("counts") or {}, source.get("duplicates")) for source in sources]
+    shown = columns | {key: name for key, name in more.items() if any(each.get(key) for _, each, _ in counts)}
+    head = ["source", *shown.values(), "duplicates"]
+    rows = [[key, *(f"{each.get(name, 0):,}" for name in shown), _count(same)] for key, each, same in counts]
+    return [head, *rows] if rows else []
+
+
+def phase_rows(profiles: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the profiled windows: each phase with its seconds per step and its share of the wall time."""
+    rows = []
+    for profile in profiles:
+        wall, steps = float(profile["wall_seconds"]), int(profile["num_steps"])
+        phases = [
+            {
+                "name": name,
+                "milliseconds": 1000 * seconds / max(steps, 1),
+                "percent": 100 * seconds / wall if wall else 0,
+            }
+            for name, seconds in sorted(profile["seconds"].items(), key=lambda item: -item[1])
+        ]
+        first = int(profile["first_step"])
+        rows.append(
+            {"first": first, "last": first + steps - 1, "phases": phases, "milliseconds": 1000 * wall / max(steps, 1)}
+            | {"trace": str(profile.get("trace") or "")}
+        )
+    return rows
+
+
+def format_value(value: float) -> str:
+    """Return a metric with four digits after the point; more where it is small."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.3e}"
+
+
+def format_count(count: float) -> str:
+    """Return a large count in a few characters.
+
+    >>> format_count(1_234_567)
+    '1.23 M'
+    """
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if count >= size:
+            return f"{count / (1e3 if unit == 'k' else size):.3g} {unit}"
+    return f"{count:,.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return days, hours, minutes and seconds, the two largest.
+
+    >>> format_duration(3723)
+    '1 h 2 min'
+    """
+    rest = round(seconds)
+    if rest < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{rest} s"
+    parts = [(rest // 86400, "d"), (rest // 3600 % 24, "h"), (rest // 60 % 60, "min"), (rest % 60, "s")]
+    first = next(place for place, (number, _) in enumerate(parts) if number)
+    return " ".join(f"{number} {unit}" for number, unit in parts[first : first + 2])
+
+
+def format_time(seconds: float) -> str:
+    """Return a time of day, in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name}: {_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
+    if isinstance(value, list):
+        is_flat = all(isinstance(item, str | int | float) for item in value)
+        return redacted_text(" ".join(map(str, value))) if is_flat else "\n".join(map(_text_on_a_line, value))
+    return "" if value is None else redacted_text(str(value))
+
+
+def _text_on_a_line(value: Any) -> str:
+    with suppress(AttributeError):
+        return redacted_text(", ".join(f"{name} {item}" for name, item in value.items()))
+    return redacted_text(str(value))
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else ""

@@ -1,0 +1,134 @@
+"""The phases of a step, and a clock that says when each of them began.
+
+On a GPU the moments are those of the device: an event is recorded in the stream at each of them, and all are read once,
+after the window, so nothing waits for the device between them.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from finetune.report.profile.intervals import Interval
+
+DATA, FORWARD, BACKWARD, COMMUNICATION = "data", "forward", "backward", "communication"
+OPTIMIZER, LOG, EVALUATE, SAVE, OTHER = "optimizer", "log", "evaluate", "save", "other"
+PHASES = (DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, LOG, EVALUATE, SAVE, OTHER)
+"""In the order in which the table shows them. The communication is found in the trace, inside of all others."""
+
+RANGE_PREFIX = "finetune."
+"""Of the names of ranges in a trace and for NVTX."""
+
+
+class Moments(Protocol):
+    """Takes moments now and reads them later."""
+
+    def take(self) -> Any:
+        """Return this moment, to be read later."""
+
+    def read(self, moment: Any) -> int:
+        """Return the moment in nanoseconds since 1970, as the trace counts."""
+
+
+class HostMoments:
+    """Moments of this process; the clock cannot be set back within a window."""
+
+    def __init__(self) -> None:
+        self._offset = time.time_ns() - time.perf_counter_ns()
+
+    def take(self) -> int:
+        """Return this moment."""
+        return time.perf_counter_ns()
+
+    def read(self, moment: int) -> int:
+        """Return it since 1970."""
+        return moment + self._offset
+
+
+class CudaMoments:
+    """Moments at which a GPU gets to what was queued; made and read where it may be waited for."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._first, self._first_at = self.take(), time.time_ns()
+        self._is_over = False
+
+    def take(self) -> torch.cuda.Event:
+        """Queue this moment, without waiting for the device."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def read(self, moment: torch.cuda.Event) -> int:
+        """Return it since 1970; the first call waits for the device."""
+        if not self._is_over:
+            torch.cuda.synchronize()
+            self._is_over = True
+        return int(self._first_at + 1e6 * self._first.elapsed_time(moment))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An uninterrupted time in one phase; those of a window follow each other without a gap."""
+
+    phase: str
+    interval: Interval
+
+
+class PhaseClock:
+    """Notes when each phase begins, of phases that may be inside each other: time counts for the innermost."""
+
+    def __init__(self, moments: Moments, *, has_nvtx: bool) -> None:
+        self._moments = moments
+        self._has_nvtx = has_nvtx
+        self._stack = [OTHER]
+        self._changes: list[tuple[str, Any]] = [(OTHER, moments.take())]
+        self._step = ExitStack()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Return a context whose time counts for the phase, in the trace and in NVTX under its name."""
+        with self._named(RANGE_PREFIX + name):
+            self._stack.append(name)
+            self._changes.append((name, self._moments.take()))
+            try:
+                yield
+            finally:
+                self._stack.pop()
+                self._changes.append((self._stack[-1], self._moments.take()))
+
+    def begin_step(self, number: int) -> None:
+        """Begin the range of a step in the trace, as TensorBoard and Holistic Trace Analysis look for it."""
+        self.end_step()
+        self._step.enter_context(self._named(f"ProfilerStep#{number}"))
+
+    def end_step(self) -> None:
+        """End the range of the step."""
+        self._step.close()
+
+    def stop(self) -> None:
+        """End the last phase."""
+        self.end_step()
+        self._changes.append((OTHER, self._moments.take()))
+
+    def segments(self) -> list[Segment]:
+        """Return the phases from the first moment to the last; on a GPU this waits for the device."""
+        times = [self._moments.read(moment) for _, moment in self._changes]
+        names = [name for name, _ in self._changes]
+        return [Segment(name, each) for name, each in zip(names, pairwise(times), strict=False)]
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name):
+            if not self._has_nvtx:
+                yield
+                return
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+            try:
+                yield
+            finally:
+                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

@@ -1,0 +1,61 @@
+"""The table of a window: each phase per step on the main rank, and its spread over the ranks."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from finetune.report.events import Profiled
+from finetune.report.profile.phases import COMMUNICATION, PHASES
+from finetune.report.profile.trace import PhaseSeconds
+
+WALL, OVERLAPPED, BUSY = "wall", "overlapped", "busy"
+"""Rows beside the phases; `busy` is the wall time without communication, in which a rank waits for slower ones."""
+
+
+def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, float]]:
+    """Return min, median and max seconds of every phase and of the wall time, and which rank is the slowest."""
+    found = {}
+    for name in (*PHASES, OVERLAPPED, BUSY, WALL):
+        values = [_value(each, name) for each in ranks]
+        slowest = max(range(len(values)), key=values.__getitem__)
+        found[name] = {
+            "min": min(values),
+            "median": median(values),
+            "max": values[slowest],
+            "slowest_rank": float(slowest),
+        }
+    return found
+
+
+def format_profile(event: Profiled) -> tuple[str, ...]:
+    """Return the table, in milliseconds per step.
+
+    The phases of a column add up to its last row in that of this rank, not in those of the spread.
+    """
+    shown = {**event.seconds, WALL: event.wall_seconds}
+    last = event.first_step + event.num_steps - 1
+    lines = [
+        f"profile of steps {event.first_step} to {last}, ms per step (rank 0; then all ranks)",
+        f"  {'phase':<14}{'rank 0':>10}{'share':>8}{'min':>10}{'median':>10}{'max':>10}  slowest",
+    ]
+    for name, seconds in shown.items():
+        row = event.ranks.get(name, {})
+        numbers = [seconds, *(row.get(each, seconds) for each in ("min", "median", "max"))]
+        own, *others = (f"{1000 * number / max(1, event.num_steps):>10.2f}" for number in numbers)
+        share = seconds / event.wall_seconds if event.wall_seconds else 0.0
+        lines.append(f"  {name:<14}{own}{share:>8.1%}{''.join(others)}  rank {row.get('slowest_rank', 0):.0f}")
+    hidden = 1000 * event.overlapped_seconds / max(1, event.num_steps)
+    lines.append(f"  {COMMUNICATION}: exposed; {hidden:.2f} ms more is hidden behind computation")
+    busy = event.ranks.get(BUSY, {"min": 0.0, "max": 0.0})
+    lines += [_slowest_rank(busy, num_steps=event.num_steps)] if busy["min"] < busy["max"] else []
+    return (*lines, *([f"  trace {event.trace}"] if event.trace else []))
+
+
+def _slowest_rank(busy: Mapping[str, float], *, num_steps: int) -> str:
+    most, usual = (1000 * busy[name] / max(1, num_steps) for name in ("max", "median"))
+    return f"  slowest: rank {busy['slowest_rank']:.0f}, {most:.2f} ms a step outside communication, median {usual:.2f}"
+
+
+def _value(of_rank: PhaseSeconds, name: str) -> float:
+    busy = of_rank.wall - of_rank.seconds[COMMUNICATION]
+    others: Mapping[str, float] = {WALL: of_rank.wall, OVERLAPPED: of_rank.overlapped, BUSY: busy}
+    return others[name] if name in others else of_rank.seconds[name]

@@ -1,0 +1,159 @@
+"""The trace of one rank: what torch's profiler records, what of it is communication, and how much memory lives.
+
+In flight, a collective either hides behind computation or is exposed: on a GPU, behind kernels of other streams; on a
+CPU, behind operators of this process. Waiting for a slower rank is part of its collective.
+"""
+
+import os
+import pickle
+import shutil
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.report.profile.intervals import Interval, difference, intersection, length, union
+from finetune.report.profile.phases import COMMUNICATION, PHASES, Segment
+from finetune.runtime.files import atomic
+
+_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ncclKernel", "ncclDevKernel")
+"""How the names of collectives begin: torch's own on the host, and NCCL's kernels."""
+
+_WAITING = ("c10d", "_c10d_functional")
+"""Namespaces of operators that wait for other ranks, perhaps inside of one that computes."""
+
+_CONTAINERS = "autograd::"
+"""How the names begin of what runs other operators, and hooks that may wait."""
+
+_KERNELS = ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
+_MEMORY = "[memory]"
+_NUM_TIMES = 1000
+_QUIET = "6"  # Kineto's level above all that it logs; it would print a line as a trace starts and as it stops
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a trace shows of one rank."""
+
+    collectives: list[Interval]
+    computing: list[Interval]
+    allocations: list[tuple[int, int]] = field(default_factory=list)  # (when, bytes), negative where freed, on a CPU
+
+
+def read_trace(events: Iterable[Any]) -> Traced:
+    """Return what events of Kineto show; where there are kernels, these compute, else operators of the host do."""
+    collectives: list[Interval] = []
+    kernels: list[Interval] = []
+    operators: list[Interval] = []
+    waiting: list[Interval] = []
+    allocations: list[tuple[int, int]] = []
+    for event in events:
+        name, kind = event.name(), event.activity_type()
+        interval = (event.start_ns(), event.end_ns())
+        if name == _MEMORY:
+            if "CPU" in str(event.device_type()):
+                allocations.append((interval[0], event.nbytes()))
+        elif name.startswith(_COLLECTIVES):
+            if kind != "gpu_user_annotation":
+                collectives.append(interval)
+        elif kind in _KERNELS:
+            kernels.append(interval)
+        elif kind == "cpu_op" and "::" in name and not name.startswith(_CONTAINERS):
+            (waiting if name.startswith(_WAITING) else operators).append(interval)
+    computing = union(kernels) if kernels else difference(union(operators), union(waiting))
+    return Traced(union(collectives), computing, sorted(allocations))
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """The time of one rank in a window of steps by phase; `wall` is their sum, by another clock."""
+
+    seconds: dict[str, float]
+    wall: float
+    overlapped: float  # communication that computation hides
+
+
+def phase_seconds(segments: Sequence[Segment], traced: Traced, *, wall: float) -> PhaseSeconds:
+    """Return the time by phase; of each, exposed communication is taken out and counted under its own name."""
+    exposed = difference(traced.collectives, traced.computing)
+    spent = dict.fromkeys(PHASES, 0)
+    for phase, intervals in _by_phase(segments).items():
+        sent = length(intersection(intervals, exposed))
+        spent[phase] += length(intervals) - sent
+        spent[COMMUNICATION] += sent
+    whole = union(segment.interval for segment in segments)
+    hidden = length(intersection(whole, intersection(traced.collectives, traced.computing)))
+    return PhaseSeconds({phase: nanoseconds / 1e9 for phase, nanoseconds in spent.items()}, wall, hidden / 1e9)
+
+
+def live_memory(segments: Sequence[Segment], allocations: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return how many bytes lived more than when the window began: at most, at most in each phase, and over time."""
+    when = [moment for moment, _ in allocations]
+    live = list(accumulate(size for _, size in allocations))
+    begin = segments[0].interval[0] if segments else 0
+    peaks: dict[str, int] = {}
+    for segment in segments:
+        start, end = (bisect_left(when, edge) for edge in segment.interval)
+        carried = live[start - 1] if start else 0
+        peaks[segment.phase] = max([peaks.get(segment.phase, 0), carried, *live[start:end]])
+    every = max(1, len(live) // _NUM_TIMES)
+    rows = [(round((when[i] - begin) / 1e9, 6), max(live[i : i + every])) for i in range(0, len(live), every)]
+    return {"peak_bytes": max(live, default=0), "peak_bytes_by_phase": peaks, "live_bytes": rows}
+
+
+class TraceRecorder:
+    """Records a trace, and the memory, until it is stopped."""
+
+    def __init__(self, *, has_cuda: bool, memory: bool, stacks: bool) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+        kinds = torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, *([kinds.CUDA] if has_cuda else [])]
+        self._memory_of_device = memory and has_cuda
+        self._snapshot: Any = None
+        self._profiler = torch.profiler.profile(
+            activities=activities, profile_memory=memory and not has_cuda, with_stack=stacks
+        )
+        if self._memory_of_device:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        self._profiler.start()
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self._profiler.stop()
+        if self._memory_of_device:
+            self._snapshot = torch.cuda.memory._snapshot()
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def read(self) -> Traced:
+        """Return what was recorded."""
+        profiler: Any = self._profiler.profiler
+        return read_trace(profiler.kineto_results.events())
+
+    def write(self, trace: Path) -> None:
+        """Write the trace, compressed; raises OSError."""
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        staging = atomic.temporary_path(trace)  # a folder, as torch compresses what is called `.gz`
+        staging.mkdir()
+        try:
+            self._profiler.export_chrome_trace(str(staging / trace.name))
+            (staging / trace.name).replace(trace)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def write_memory(self, folder: Path, name: str, segments: Sequence[Segment], traced: Traced) -> None:
+        """Write the memory: torch's snapshot of a GPU (for pytorch.org/memory_viz), else the live bytes by phase."""
+        if self._snapshot is not None:
+            atomic.write_bytes(folder / f"{name}.memory.pickle", pickle.dumps(self._snapshot))
+        elif traced.allocations:
+            atomic.write_json(folder / f"{name}.memory.json", live_memory(segments, traced.allocations))
+
+
+def _by_phase(segments: Sequence[Segment]) -> dict[str, list[Interval]]:
+    found: dict[str, list[Interval]] = {}
+    for segment in segments:
+        found.setdefault(segment.phase, []).append(segment.interval)
+    return {phase: union(intervals) for phase, intervals in found.items()}

@@ -1,0 +1,185 @@
+"""A window of steps that is profiled; every step outside it pays a test of one attribute."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from finetune.config.sections.report import ProfileSection
+from finetune.report.events import Noted, Profiled, Warned
+from finetune.report.profile.phases import CudaMoments, HostMoments, PhaseClock
+from finetune.report.profile.table import spread_over_ranks
+from finetune.report.profile.trace import PhaseSeconds, TraceRecorder, phase_seconds
+from finetune.report.reporter import Reporter
+from finetune.runtime import distributed
+
+Attach = Callable[["StepProfile"], AbstractContextManager[None]]
+"""Has a library's own calls counted as phases while the window is open."""
+
+
+class Profile(Protocol):
+    """Follows the steps of a run."""
+
+    def begin(self, step: int) -> None:
+        """Note that training begins after `step` steps. Collective, as all others."""
+
+    def end_step(self, step: int) -> None:
+        """Note that so many steps are over."""
+
+    def end_training(self, step: int) -> None:
+        """Note that no step follows."""
+
+
+class NullProfile:
+    """Profiles nothing."""
+
+    def begin(self, step: int) -> None:
+        """Do nothing."""
+
+    def end_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def end_training(self, step: int) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank has measured, or why it could not."""
+
+    spent: PhaseSeconds | None
+    trace: str
+    problem: str | None
+
+
+class StepProfile:
+    """Profiles the steps of one window and reports `Profiled`; what fails in it is a warning.
+
+    A run that resumes inside the window profiles what is left of it. One that ends inside it profiles what it did.
+    """
+
+    def __init__(
+        self, section: ProfileSection, *, folder: Path, reporter: Reporter, device: torch.device, num_steps: int
+    ) -> None:
+        """`folder` is where the window gets a folder of its own; `num_steps` is when the run ends."""
+        self._section = section
+        self._folder = folder
+        self._report = reporter
+        self._device = device
+        self._num_steps = num_steps
+        self.attach: Attach = lambda profile: nullcontext()
+        self._clock: PhaseClock | None = None
+        self._recorder: TraceRecorder | None = None
+        self._stack = ExitStack()
+        self._first_step = 0  # of the window that is open; 0 without one
+        self._problem: str | None = None
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context whose time counts for the phase; outside the window it does nothing."""
+        return _NOTHING if self._clock is None else self._clock.phase(name)
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether phases are being timed."""
+        return self._clock is not None
+
+    def begin(self, step: int) -> None:
+        """Begin the window where the next step is in it; log where it is over or will never begin."""
+        first, last = self._section.start, self._last_step
+        if step >= last:
+            self._report(Noted(step, f"report.profile: steps {first} to {last} are over; nothing is profiled"))
+        elif first > self._num_steps:
+            text = f"report.profile.start: step {first} is after the last step, {self._num_steps}: nothing is profiled"
+            self._report(Warned(step, text))
+        self._open_if_due(step)
+
+    def end_step(self, step: int) -> None:
+        """Open or close the window where that is due. Collective at its end."""
+        if self._clock is not None:
+            self._clock.begin_step(step + 1) if step < self._last_step else self._close(step)
+        elif self._first_step:
+            if step >= self._last_step:
+                self._close(step)  # it could not be opened here, but on other ranks
+        else:
+            self._open_if_due(step)
+
+    def end_training(self, step: int) -> None:
+        """Close a window that is open, after the steps that it has. Collective."""
+        if self._first_step and step >= self._first_step:
+            self._close(step)
+
+    @property
+    def _last_step(self) -> int:
+        return self._section.start + self._section.steps - 1
+
+    def _open_if_due(self, step: int) -> None:
+        if not self._section.start - 1 <= step < self._last_step:
+            return
+        self._first_step = step + 1
+        has_cuda = self._device.type == "cuda"
+        try:
+            self._recorder = TraceRecorder(has_cuda=has_cuda, memory=self._section.memory, stacks=self._section.stacks)
+            clock = PhaseClock(CudaMoments() if has_cuda else HostMoments(), has_nvtx=has_cuda)
+            self._stack.enter_context(self.attach(self))
+        except Exception as error:  # a profiler of another tool may hold the device
+            self._problem = f"{type(error).__name__}: {error}"
+            return
+        self._clock, self._began = clock, time.monotonic()
+        clock.begin_step(step + 1)
+
+    def _close(self, step: int) -> None:
+        """End the window and report it. Collective."""
+        first, self._first_step = self._first_step, 0
+        outcome = self._measure(first, step)
+        outcomes = distributed.gather_objects(outcome)
+        for rank, each in enumerate(outcomes):
+            if each.problem is not None:
+                self._report(Warned(step, f"report.profile: of rank {rank}: {each.problem}"))
+        ranks = [each.spent for each in outcomes if each.spent is not None]
+        if outcome.spent is None or len(ranks) < len(outcomes):
+            return
+        self._report(
+            Profiled(
+                step=step,
+                first_step=first,
+                num_steps=step - first + 1,
+                seconds=outcome.spent.seconds,
+                wall_seconds=outcome.spent.wall,
+                trace=outcome.trace,
+                overlapped_seconds=outcome.spent.overlapped,
+                ranks=spread_over_ranks(ranks),
+            )
+        )
+
+    def _measure(self, first: int, last: int) -> _Outcome:
+        """Return what this rank has measured, and write its files; not collective, so it may fail."""
+        self._stack.close()
+        clock, self._clock = self._clock, None
+        recorder, self._recorder = self._recorder, None
+        if clock is None or recorder is None:
+            return _Outcome(None, "", self._problem)
+        try:
+            clock.stop()
+            segments = clock.segments()
+            wall = time.monotonic() - self._began
+            recorder.stop()
+            traced = recorder.read()
+            spent = phase_seconds(segments, traced, wall=wall)
+        except Exception as error:
+            return _Outcome(None, "", f"{type(error).__name__}: {error}")
+        folder = self._folder / f"steps-{first:06}-{last:06}"
+        name = f"rank-{distributed.rank()}"
+        trace = folder / f"{name}.pt.trace.json.gz"
+        try:
+            recorder.write(trace)
+            recorder.write_memory(folder, name, segments, traced)
+        except Exception as error:  # a full disk
+            return _Outcome(spent, "", f"the trace is not written: {type(error).__name__}: {error}")
+        return _Outcome(spent, str(trace), None)
+
+
+_NOTHING = nullcontext()

@@ -1,0 +1,89 @@
+"""What model FLOPs utilisation (MFU) is computed from: the arithmetic of a trained token, and the peak of the devices.
+
+Chowdhery et al. (2022, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T per token, of which a third is the forward pass.
+What gradient checkpointing computes again is not counted: the utilisation is the model's, not the hardware's.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.data.order.dataset_view import DatasetView
+from finetune.model.memory.step import read_shapes
+from finetune.runtime.gpus import find_gpu
+from finetune.runtime.parameters import num_values
+from finetune.task.model_inputs import unwrap_model
+from finetune.train.plan import Plan
+
+_EXPERTS = ".experts."
+"""In the name of a parameter of which a token passes only its own experts' part."""
+
+_SEEN_POSITIONS = 256
+"""At the start of the data, whose samples stand for all."""
+
+
+def model_flops(model: nn.Module, training: DatasetView, plan: Plan) -> float | None:
+    """Return the FLOPs of one trained token; None where they are not known."""
+    return flops_per_token(unwrap_model(model), attended=attended_tokens(training, plan))
+
+
+def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
+    """Return the FLOPs of one trained token of `model`, whose tokens attend over `attended` tokens on average.
+
+    2 per weight in the forward pass, 2 for the gradient of its input, and 2 for its own gradient where it is trained:
+    6 N for full training, nearly 4 N with adapters on a frozen base. The embedding is looked up, not multiplied, unless
+    it is the head as well. The scores of attention take 4 L H Q T, and twice that in the backward pass; as in the paper
+    a causal mask saves nothing. Where lower layers are frozen, their share of the backward pass is counted although
+    none is computed. None for a model whose tokens do not all pass the same weights: an encoder with a decoder, images.
+    """
+    config: Any = getattr(model, "config", None)
+    shapes = read_shapes(config) if config is not None else None
+    if shapes is None or getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
+        return None
+    multiplied = trained = 0.0
+    looked_up = _looked_up(model)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in looked_up:
+            continue
+        size = num_values(parameter) * (_expert_share(config) if _EXPERTS in name else 1.0)
+        multiplied += size
+        trained += size if parameter.requires_grad else 0.0
+    return 4 * multiplied + 2 * trained + 12 * shapes.layers * shapes.queries * attended
+
+
+def attended_tokens(training: DatasetView, plan: Plan) -> float:
+    """Return the length of the sample that a token is in, on average over the tokens of the first positions.
+
+    Of a stream, whose samples arrive in windows, those are the first microbatch.
+    """
+    num = min(_SEEN_POSITIONS, plan.num_positions or plan.microbatch_size)
+    lengths = training.samples.lengths_of(training.order.samples(0, num)).astype(float)
+    return float((lengths**2).sum() / max(1.0, lengths.sum()))
+
+
+def peak_flops(device: torch.device, *, precision: str, world: int) -> float | None:
+    """Return the peak FLOP/s of `world` devices like this one; None on a CPU and for a kind that is in no table.
+
+    That of the dtype in which matrices are multiplied; TF32 where float32 products are allowed to use it.
+    """
+    kind = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if kind is None:
+        return None
+    uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    return world * kind.peak_flops("tf32" if uses_tf32 else precision)
+
+
+def _looked_up(model: nn.Module) -> set[int]:
+    """Return the parameters of embeddings, without one that is the head's matrix, too."""
+    heads = {id(each.weight) for each in model.modules() if isinstance(each, nn.Linear)}
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return {id(each.weight) for each in tables} - heads
+
+
+def _expert_share(config: Any) -> float:
+    """Return the share of the routed experts that compute one token."""
+    text = config.get_text_config(decoder=True)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    total = next((found for name in names if isinstance(found := getattr(text, name, None), int) and found), 1)
+    return (getattr(text, "num_experts_per_tok", None) or total) / total

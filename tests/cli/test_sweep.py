@@ -1,0 +1,38 @@
+"""The words of `finetune sweep` become one request, and mistakes one message."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import sweep as words
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Replace the command; return the requests that it was given."""
+    made = []
+    monkeypatch.setattr(words, "sweep_command", type("Command", (), {"sweep": staticmethod(made.append)}))
+    return made
+
+
+def test_the_words_are_one_request(typed, requests):
+    options = ["--processes-per-run", 2, "--folder", "s", "--at-once", 3, "--search", 20, "--retry-failed", "--json"]
+    code, _, _ = typed("sweep", "--config", "job.yaml", "--set", "run.seed=1,2", "--set", "train.steps=4", *options)
+    (made,) = requests
+    assert code == 0
+    assert (made.job, made.overrides, made.folder) == (Path("job.yaml"), ("run.seed=1,2", "train.steps=4"), Path("s"))
+    assert (made.processes_per_run, made.at_once, made.search) == (2, 3, 20)
+    assert made.retries_failed and made.as_json and not made.is_dry_run
+
+
+def test_a_mistake_is_one_message(typed, job):
+    code, out, err = typed("sweep", "--config", job, "--set", "train.steps=1,1", "--set", "run.folder=x")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: the sweep has 2 problems\n") and "Traceback" not in err
+
+
+def test_a_dry_run_names_every_run(typed, job, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, out, _ = typed("sweep", "--config", job, "--set", "run.seed=1,2", "--dry-run")
+    assert code == 0
+    assert out.startswith("2 runs, 1 at once, in ") and "\nseed=1: waiting\n" in out and "\nseed=2: waiting\n" in out

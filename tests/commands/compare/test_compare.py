@@ -1,0 +1,138 @@
+"""Runs side by side: in a terminal, as JSON, as a page."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.compare.compare import compare_runs, write_comparison
+from finetune.commands.compare.comparison import build_comparison
+from finetune.commands.compare.runs import short_names
+from finetune.commands.report.report import report
+from finetune.errors import UserError
+from tests.report.page.events import evaluated, started, taken, whole_run, write_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    first = write_run(tmp_path / "one", list(whole_run(100)))
+    second = write_run(
+        tmp_path / "four",
+        [
+            {**each, "seconds": each["seconds"] / 2} if each["event"] == "StepTaken" else each
+            for each in whole_run(100, processes=4)
+        ],
+    )
+    (first / "resolved.yaml").write_text("# x\ntrain:\n  seed: 1  # job.yaml line 2\n  steps: 100  # job.yaml line 3\n")
+    (second / "resolved.yaml").write_text("# x\ntrain:\n  seed: 2  # --set\n  steps: 100  # job.yaml line 3\n")
+    (first / "environment.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2.13"}}))
+    (second / "environment.json").write_text(
+        json.dumps({"python": "3.11", "packages": {"torch": "2.11"}, "launcher": {"LOCAL_RANK": "0"}})
+    )
+    return [first, second]
+
+
+def test_one_gpu_against_four(runs: list[Path]):
+    comparison = build_comparison(runs, price=2.0)
+    one, four = comparison.levels.reached
+    assert comparison.levels.metric == "evaluation/loss"
+    assert one.step == four.step
+    assert one.seconds == one.step * 0.5 + 2.0 * (one.step // 20 - 1)  # its own evaluation comes after it
+    assert four.speedup == pytest.approx(one.seconds / four.seconds)
+    assert four.efficiency == pytest.approx(four.speedup / 4)
+    assert four.cost == pytest.approx(2.0 * 4 * four.seconds / 3600)
+
+
+def test_the_level_is_the_first_time_at_or_better(runs: list[Path]):
+    one, _ = build_comparison(runs, metric="exact_match", level=0.5).levels.reached
+    assert one.step == 60  # 0.2, 0.4, 0.6
+    never, _ = build_comparison(runs, metric="exact_match", level=1.5).levels.reached
+    assert never.step is None
+
+
+def test_only_what_differs_is_shown(runs: list[Path]):
+    comparison = build_comparison(runs)
+    assert [(each.key, each.values) for each in comparison.config] == [
+        ("train.seed", ("1  (job.yaml line 2)", "2  (--set)"))
+    ]
+    assert [each.key for each in comparison.environment] == ["packages.torch"]
+
+
+def test_json_is_all_that_is_printed(runs: list[Path], capsys: pytest.CaptureFixture):
+    compare_runs(runs, json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["agreement_with_first"]["four"]["verdict"] == "bitwise equal"
+    assert found["runs"][1]["num_processes"] == 4
+    assert found["config_differences"] == {"train.seed": {"one": "1  (job.yaml line 2)", "four": "2  (--set)"}}
+
+
+def test_the_terminal_shows_results_and_verdict(runs: list[Path], capsys: pytest.CaptureFixture):
+    compare_runs(runs, price=2.0)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "every loss is bitwise equal at all 100 common steps. Sample order: the same." in printed
+    assert "first at evaluation/loss" in printed
+    assert "packages.torch" in printed
+
+
+def test_pages_and_pngs_are_written(runs: list[Path], tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    compare_runs(runs, html=tmp_path / "page.html", png=tmp_path / "png")
+    assert "every loss is bitwise equal" in (tmp_path / "page.html").read_text()
+    assert len(list((tmp_path / "png").glob("*.png"))) >= 8
+    assert (tmp_path / "png" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_is_reported_with_pngs(runs: list[Path], tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    report(runs[0], png=tmp_path / "png")
+    assert (runs[0] / "report.html").stat().st_size > 1_000_000
+    assert (tmp_path / "png" / "evaluation-exact_match.png").is_file()
+
+
+def test_unfinished_and_short_runs_are_compared(tmp_path: Path):
+    long = write_run(tmp_path / "long", list(whole_run(100)))
+    short = write_run(tmp_path / "short", [started(), taken(1, 5.0), taken(2, 4.0)])
+    empty = write_run(tmp_path / "empty", [started()])
+    write_comparison([long, short, empty], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "the runs have no step in common" in page
+    assert "2 steps are too few to know the noise" in page
+    assert "empty: not found or damaged: status.json" in page
+
+
+def test_restarts_count_as_taken_last(tmp_path: Path):
+    straight = write_run(tmp_path / "straight", [started(), *(taken(step, 1.0) for step in range(1, 61))])
+    lost = [started(), *(taken(step, 9.0 if step > 20 else 1.0) for step in range(1, 31)), evaluated(30, loss=9.0)]
+    resumed = write_run(tmp_path / "resumed", [*lost, started(20), *(taken(step, 1.0) for step in range(21, 61))])
+    comparison = build_comparison([straight, resumed])
+    assert comparison.agreements[0].verdict == "bitwise equal"
+    assert comparison.results[1].last == {}
+
+
+@pytest.mark.parametrize(
+    "metric, message", [("bleu", "They have: loss, exact_match."), (None, "name two or more run folders")]
+)
+def test_a_users_mistake_is_one_message(runs: list[Path], metric: str | None, message: str):
+    with pytest.raises(UserError, match=message):
+        compare_runs(runs if metric else runs[:1], metric=metric)
+
+
+def test_a_run_that_diverged_reaches_nothing_by_it(tmp_path: Path):
+    good = write_run(tmp_path / "good", [started(), *(taken(step, 3 - step / 50) for step in range(1, 101))])
+    losses = [3 - step / 50 if step < 50 else "nan" for step in range(1, 101)]
+    bad = write_run(tmp_path / "bad", [started(), *(taken(step, loss) for step, loss in enumerate(losses, start=1))])
+    comparison = build_comparison([good, bad])
+    assert comparison.results[1].training_loss is None
+    assert [each.step for each in comparison.levels.reached] == [49, 49]
+    assert build_comparison([good, bad], level=1.5).levels.reached[1].step is None
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match=r"has no events.jsonl"):
+        write_comparison([tmp_path, tmp_path], tmp_path / "page.html")
+
+
+def test_names_are_as_short_as_they_can_be():
+    assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert short_names([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
+    assert short_names([Path("/a/x"), Path("/a/x")]) == ["x (1)", "x (2)"]

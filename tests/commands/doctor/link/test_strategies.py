@@ -1,0 +1,45 @@
+"""The bytes that strategies send, by hand."""
+
+import pytest
+
+from finetune.commands.doctor.facts.launch import AllReduceSpeed, Facts, JobFacts, LinkFacts
+from finetune.commands.doctor.link.measure import pairs_to_measure
+from finetune.commands.doctor.link.strategies import bus_bandwidth, compute_seconds, strategy_costs
+from tests.commands.doctor.recorded import ranks_of
+
+LINK = LinkFacts("gloo", (AllReduceSpeed(4096, 1e-4), AllReduceSpeed(10**9, 1.5)))
+
+
+def facts(job=None):
+    return Facts((), ranks_of("a", "a", "b", "b", flops_per_second=1e12), LINK, job)
+
+
+def test_each_rank_sends_an_all_reduce_one_and_a_half_times_among_four():
+    assert bus_bandwidth(LINK, world=4) == pytest.approx(1e9)
+
+
+def test_costs_of_a_model_that_is_fully_trained():
+    job = JobFacts("j", num_parameters=10**9, num_trained=10**9, item_bytes=2, global_batch_size=16, microbatch_size=2)
+    costs = {cost.name: cost.num_bytes for cost in strategy_costs(facts(job))}
+    assert costs == {
+        "ddp": 1.5 * 4e9,  # gradients in float32, twice three quarters
+        "zero1, zero2": 1.5 * 4e9 + 0.75 * 2e9,  # and the updated weights
+        "fsdp2, zero3": 0.75 * (2 * 2 * 2e9 + 4e9),  # weights twice in each of 2 microbatches, gradients once
+    }
+
+
+def test_an_adapter_makes_ddp_cheap_and_fsdp_no_cheaper():
+    job = JobFacts("j", num_parameters=10**9, num_trained=10**7, item_bytes=2, global_batch_size=8, microbatch_size=2)
+    ddp, _, fsdp = strategy_costs(facts(job))
+    assert ddp.seconds == pytest.approx(0.06) and fsdp.seconds > 50 * ddp.seconds
+
+
+def test_computing_takes_six_operations_for_each_parameter_and_token():
+    job = JobFacts("j", num_parameters=10**9, num_trained=10**9, tokens_per_step=4000)
+    assert compute_seconds(facts(job)) == pytest.approx(6e9 * 1000 / 0.5e12)
+    assert compute_seconds(facts()) is None
+
+
+def test_all_pairs_of_a_small_world_are_measured_and_the_neighbours_of_a_large_one():
+    assert len(pairs_to_measure(8)) == 28
+    assert pairs_to_measure(64)[-1] == (62, 63) and len(pairs_to_measure(64)) == 63

@@ -1,0 +1,77 @@
+"""Six recorded machines: what the doctor finds on each, and with which fix."""
+
+import json
+
+import pytest
+
+from finetune.commands.doctor.checks.findings import Severity
+from finetune.commands.doctor.facts.launch import Facts, facts_as_json, read_facts
+from finetune.commands.doctor.gather.topology import parse_topology
+from tests.commands.doctor.recorded import FOLDER, NAMES, found, host_of
+
+MUST, SHOULD, NOTE = Severity.MUST_FIX, Severity.SHOULD_FIX, Severity.NOTE
+
+EXPECTED = {
+    "h100_nvswitch": {"numa-affinity": (NOTE, "--enable_cpu_affinity")},
+    "a10_two_sockets": {
+        "driver-too-old": (MUST, "whl/cu126"),
+        "power-cap": (SHOULD, "nvidia-smi -i 3 -pl 150"),
+        "pcie-width": (SHOULD, "slot with all lanes"),
+        "p2p-across-sockets": (SHOULD, "export NCCL_P2P_DISABLE=1"),
+        "p2p-iommu": (SHOULD, "iommu=pt"),
+        "nvcc": (SHOULD, "cuda-toolkit-13-0"),
+        "persistence": (NOTE, "nvidia-smi -pm 1"),
+        "numa-affinity": (NOTE, "--enable_cpu_affinity"),
+    },
+    "rtx4090_pair": {
+        "no-p2p": (MUST, "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1"),
+        "pcie-width": (SHOULD, "slot with all lanes"),
+        "gpu-in-use": (SHOULD, "kill 2311"),
+        "driver-minor-version": (NOTE, "newer driver"),
+        "persistence": (NOTE, "nvidia-smi -pm 1"),
+    },
+    "wsl2": {
+        "windows-disk": (SHOULD, "run.folder"),
+        "gpu-in-use": (SHOULD, "close programs in Windows"),
+        "compiler": (SHOULD, "apt-get install g++"),
+        "wsl": (NOTE, ".wslconfig"),
+    },
+    "laptop_4060": {
+        "disk-full": (MUST, "finetune checkpoint prune"),
+        "throttled": (SHOULD, "fans"),
+        "on-battery": (SHOULD, "plug it in"),
+        "driver-minor-version": (NOTE, "newer driver"),
+        "persistence": (NOTE, "nvidia-smi -pm 1"),
+        "hub": (NOTE, "HF_HUB_OFFLINE=1"),
+    },
+    "cpu_node": {
+        "too-many-threads": (SHOULD, "export OMP_NUM_THREADS=8"),
+        "shared-memory": (SHOULD, "--shm-size=8g"),
+        "disk-slow": (SHOULD, "local SSD"),
+        "memory-limit": (NOTE, "docker: --memory"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_machine_is_known_by_its_findings(name):
+    findings = found(host_of(name))
+    assert {key: each.severity for key, each in findings.items()} == {
+        key: severity for key, (severity, _) in EXPECTED[name].items()
+    }
+    assert [key for key, (_, fix) in EXPECTED[name].items() if fix not in findings[key].fix] == []
+    assert all(each.what and each.why and each.fix for each in findings.values())
+
+
+@pytest.mark.parametrize("name", ["h100_nvswitch", "a10_two_sockets", "rtx4090_pair"])
+def test_its_topology_is_what_nvidia_smi_printed(name):
+    topology = parse_topology((FOLDER / f"{name}.topo.txt").read_text())
+    assert topology == host_of(name).gpus.topology
+    assert len([gpu for gpu in topology.links if gpu.startswith("GPU")]) == len(host_of(name).gpus.gpus)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_survive_the_way_through_json(tmp_path, name):
+    facts = Facts((host_of(name),))
+    (tmp_path / "facts.json").write_text(json.dumps({"facts": facts_as_json(facts), "findings": []}))
+    assert read_facts(tmp_path / "facts.json") == facts

@@ -1,0 +1,47 @@
+"""Young's and Daly's intervals against hand calculation, and against the definition: nothing else loses less time."""
+
+import math
+
+import pytest
+
+from finetune.commands.plan.cost.preemption import daly_interval, expected_time, young_interval
+
+
+def test_youngs_interval_is_the_root_of_twice_the_product():
+    """2 x 5 minutes x 24 hours: sqrt(14,400) is 120 minutes (Young, 1974, equation 9)."""
+    assert young_interval(save=5.0, between_failures=1440.0) == 120.0
+
+
+def test_dalys_interval_by_hand():
+    """Daly, 2006, equation 37: 120 (1 + 1/3 sqrt(5/2880) + 1/9 5/2880) - 5 = 116.69."""
+    by_hand = 120 * (1 + math.sqrt(5 / 2880) / 3 + 5 / 2880 / 9) - 5
+    assert by_hand == pytest.approx(116.69, abs=0.005)
+    assert daly_interval(save=5.0, between_failures=1440.0) == pytest.approx(by_hand)
+
+
+def test_where_saving_takes_longer_than_half_the_time_between_failures_that_time_is_the_interval():
+    assert daly_interval(save=10.0, between_failures=5.0) == 5.0
+
+
+@pytest.mark.parametrize(("save", "between"), [(5.0, 1440.0), (1.0, 60.0), (10.0, 60.0), (0.01, 24.0)])
+def test_no_other_interval_loses_less(save: float, between: float):
+    """Daly's estimate is within 1% of the least expected time over a fine grid (Daly, 2006, figure 5)."""
+
+    def total(interval: float) -> float:
+        return expected_time(1000.0, interval=interval, save=save, restart=2.0, between_failures=between)
+
+    grid = [save * 0.05 * 1.02**power for power in range(800)]
+    least = min(total(interval) for interval in grid)
+    assert total(daly_interval(save=save, between_failures=between)) < 1.01 * least
+    assert total(young_interval(save=save, between_failures=between)) < 1.05 * least
+
+
+def test_expected_time_by_hand():
+    """Daly (2006), equation 20: work 100, interval 10, saving 1, restart 2, a failure in 50."""
+    assert expected_time(100.0, interval=10.0, save=1.0, restart=2.0, between_failures=50.0) == pytest.approx(
+        50 * math.exp(0.04) * (math.exp(0.22) - 1) * 10
+    )
+
+
+def test_work_that_never_gets_between_two_failures_does_not_end():
+    assert expected_time(1.0, interval=1e6, save=1.0, restart=0.0, between_failures=1.0) == math.inf

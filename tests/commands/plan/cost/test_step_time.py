@@ -1,0 +1,105 @@
+"""The time of a step, worked out by hand for each part."""
+
+from dataclasses import replace
+
+import pytest
+
+from finetune.commands.plan.cost import step_time as module
+from finetune.commands.plan.cost.collectives import Cluster
+from finetune.commands.plan.cost.step_time import Device, Work, num_shards, step_time
+
+DEVICE = Device(flops=100e12, memory_bandwidth=1e12 / module.MEMORY_SHARE, pcie_bandwidth=20e9, host_bandwidth=30e9)
+ONE = Cluster(1, 1, 100e9, 10e9)
+EIGHT = Cluster(8, 8, 100e9, 10e9)
+TWO_NODES = Cluster(16, 8, 100e9, 10e9)
+
+WORK = Work(
+    num_tokens=10_000,
+    num_microbatches=2,
+    flops_per_token=6e9,
+    recomputed_flops_per_token=0.0,
+    traffic_per_token=10e6,
+    num_layers=10,
+    num_parameters=10**9,
+    num_trained=10**9,
+    weight_bytes=2e9,
+    gradient_bytes=4e9,
+    trained_weight_bytes=2e9,
+)
+PASS = 0.6 + 0.1  # 10,000 x 6 GFLOP at 100 TFLOP/s, and 10,000 x 10 MB at 1 TB/s
+
+
+def test_one_device_computes_and_updates():
+    """Two microbatches of 0.7 s; 36 bytes of each of a billion parameters at 1 TB/s are 36 ms."""
+    found = step_time("single", WORK, device=DEVICE, cluster=ONE)
+    assert found.parts == pytest.approx({"computation": 2 * PASS, "communication": 0.0, "update": 0.036})
+    assert found.seconds == pytest.approx(2 * PASS + 0.036)
+
+
+def test_recomputation_adds_its_flops_and_a_third_of_the_traffic():
+    found = step_time("single", replace(WORK, recomputed_flops_per_token=2e9), device=DEVICE, cluster=ONE)
+    assert found.parts["computation"] == pytest.approx(2 * (0.8 + 0.1 * 4 / 3))
+
+
+def test_a_small_model_is_bound_by_memory_or_by_the_host():
+    """100 tokens of 6 GFLOP take 6 ms, as reading 2 GB of weights three times does; 10 layers at 1.2 ms take 12."""
+    small = replace(WORK, num_tokens=100, num_microbatches=1, traffic_per_token=0.0)
+    assert step_time("single", small, device=DEVICE, cluster=ONE).parts["computation"] == pytest.approx(0.012)
+    heavy = replace(small, weight_bytes=20e9)
+    assert step_time("single", heavy, device=DEVICE, cluster=ONE).parts["computation"] == pytest.approx(0.06)
+
+
+def test_autocast_and_quantized_weights_pass_through_memory_once_more():
+    """6 bytes for each of a billion weights, twice a microbatch; 5 GB written where weights are in 4 bits."""
+    cast = step_time("single", replace(WORK, num_casts=2), device=DEVICE, cluster=ONE)
+    assert cast.parts["computation"] == pytest.approx(2 * (PASS + 0.012))
+    packed = step_time("single", replace(WORK, dequantized_bytes=5e9), device=DEVICE, cluster=ONE)
+    assert packed.parts["computation"] == pytest.approx(2 * (PASS + 0.005))
+
+
+def test_ddp_reduces_once_a_step_beside_the_last_backward_pass():
+    """4 GB x 7/4 at 100 GB/s are 70 ms, less than the backward pass: one layer's tenth is waited for."""
+    found = step_time("ddp", WORK, device=DEVICE, cluster=EIGHT)
+    assert found.parts["communication"] == pytest.approx(0.007, rel=1e-2)
+    assert found.hidden_seconds == pytest.approx(0.063, rel=1e-2)
+    assert found.parts["update"] == pytest.approx(0.036)
+
+
+def test_fsdp2_gathers_twice_and_reduces_for_each_microbatch():
+    """Forward: 17.5 ms of gathering; backward: that and 35 ms of reducing; a tenth of each is waited for, twice."""
+    found = step_time("fsdp2", WORK, device=DEVICE, cluster=EIGHT)
+    assert found.parts["communication"] == pytest.approx(2 * (0.00175 + 0.00525), rel=2e-2)
+    assert found.parts["communication"] + found.hidden_seconds == pytest.approx(2 * 0.07, rel=2e-2)
+    assert found.parts["update"] == pytest.approx(0.036 / 8)
+
+
+def test_what_does_not_fit_beside_the_computation_is_waited_for():
+    """At 1 GB/s, 4 GB x 7/4 take 7 s; nine tenths of a backward pass of 0.4667 s can hide some of it."""
+    slow = Cluster(8, 8, 1e9, 1e9)
+    found = step_time("ddp", WORK, device=DEVICE, cluster=slow)
+    assert found.parts["communication"] == pytest.approx(7.0 - 0.9 * PASS * 2 / 3, rel=1e-3)
+
+
+def test_zero2_reduces_for_each_microbatch_and_gathers_what_was_updated():
+    """The gathering of 2 GB, 17.5 ms, is not hidden; ZeRO-1 reduces once."""
+    one, two = (step_time(name, WORK, device=DEVICE, cluster=EIGHT) for name in ("zero1", "zero2"))
+    assert two.parts["communication"] - one.parts["communication"] == pytest.approx(0.0035, rel=2e-2)
+    assert one.parts["communication"] == pytest.approx(0.0175 + 0.0035, rel=2e-2)
+
+
+def test_hsdp_keeps_its_gathering_within_the_machine():
+    slow = replace(TWO_NODES, network_bandwidth=0.1e9)
+    fsdp2, hsdp = (step_time(name, WORK, device=DEVICE, cluster=slow) for name in ("fsdp2", "hsdp"))
+    across = 4e9 / 8 / 0.1e9  # each rank's shard of the gradients, all-reduced between two machines
+    assert hsdp.parts["communication"] == pytest.approx(across - 0.9 * PASS * 2 / 3, rel=2e-2)
+    assert fsdp2.parts["communication"] > 1.8 * hsdp.parts["communication"]
+    assert num_shards("hsdp", slow) == 8 and num_shards("fsdp2", slow) == 16 and num_shards("ddp", slow) == 1
+
+
+def test_an_offloaded_optimizer_updates_on_the_host_and_moves_gradients_and_weights():
+    """An eighth of a billion: 30 bytes each at 30 GB/s; (4 + 2) GB / 8 over PCIe; ZeRO-3 brings weights in, too."""
+    found = step_time("zero2_offload", WORK, device=DEVICE, cluster=EIGHT)
+    assert found.parts["update"] == pytest.approx(0.125)
+    assert found.parts["transfers"] == pytest.approx(6e9 / 8 / 20e9)
+    third = step_time("zero3_offload", WORK, device=DEVICE, cluster=EIGHT)
+    assert third.parts["transfers"] == pytest.approx((6e9 + 4 * 2e9) / 8 / 20e9)

@@ -1,0 +1,56 @@
+"""What an earlier run of the job has measured replaces what is assumed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.plan.calibration import read_measured_run
+from finetune.commands.plan.result import Plan
+
+Planned = Callable[..., Plan]
+
+
+def write_run(folder: Path, *, rate: float, num_steps: int = 10, gpu: str = "NVIDIA H100 80GB HBM3") -> None:
+    """Write a run of fsdp2 on 8 of these GPUs at so many tokens per second, after three slow steps."""
+    folder.mkdir()
+    started = {"event": "RunStarted", "step": 0, "strategy": "fsdp2 on 8 processes splits parameters"}
+    seconds = [30.0] * 3 + [2.0] * (num_steps - 3)
+    steps = [
+        {"event": "StepTaken", "step": number, "num_tokens": rate * (each - 0.5), "seconds": each, "data_seconds": 0.5}
+        for number, each in enumerate(seconds, start=1)
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [started, *steps]))
+    facts = {"devices": [{"type": "cuda", "name": gpu}], "launcher": {"WORLD_SIZE": "8"}}
+    (folder / "environment.json").write_text(json.dumps(facts))
+
+
+def test_a_run_is_read_without_its_first_steps_and_without_waiting_for_data(tmp_path: Path):
+    write_run(tmp_path / "run", rate=40_000.0)
+    found = read_measured_run(tmp_path / "run")
+    assert found is not None
+    assert (found.kind.name, found.num_gpus, found.strategy, found.num_steps) == ("H100-80GB", 8, "fsdp2", 7)
+    assert found.tokens_per_second == pytest.approx(40_000.0)
+
+
+def test_times_on_that_kind_of_gpu_are_those_that_were_measured(planned: Planned, tmp_path: Path):
+    """With one sample per microbatch, as the job was run, the plan has the run's pace; other kinds keep theirs."""
+    before = planned("8b", gpus="8xH100").machines[0].outlook
+    other = planned("8b", gpus="8xA100-80GB").machines[0].outlook
+    assert before is not None and other is not None
+    write_run(tmp_path / "run", rate=before.tokens_per_second / 2)
+    plan = planned("8b", gpus="8xH100")
+    after = plan.machines[0].outlook
+    assert after is not None
+    assert after.tokens_per_second == pytest.approx(before.tokens_per_second / 2, rel=0.05)
+    assert any(sentence.startswith("Efficiency is measured: 7 steps") for sentence in plan.assumptions)
+    assert planned("8b", gpus="8xA100-80GB").machines[0].outlook == other
+
+
+def test_no_run_few_steps_or_an_unknown_gpu_measure_nothing(tmp_path: Path):
+    assert read_measured_run(tmp_path / "none") is None
+    write_run(tmp_path / "few", rate=1.0, num_steps=6)
+    assert read_measured_run(tmp_path / "few") is None
+    write_run(tmp_path / "other", rate=1.0, gpu="NVIDIA GeForce GT 710")
+    assert read_measured_run(tmp_path / "other") is None

@@ -1,0 +1,76 @@
+"""Which GPUs a plan is for."""
+
+from collections.abc import Callable
+
+import pytest
+
+from finetune.commands.plan.hardware import USUAL_HARDWARE, own_hardware, parse_hardware
+from finetune.commands.plan.plan import PlanOptions, _hardware
+from finetune.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "name", "per_node", "num_nodes"),
+    [
+        ("8xH100-80GB", None, "H100-80GB", 8, 1),
+        ("8xH100-80GB", 2, "H100-80GB", 8, 2),
+        ("T4", None, "T4", 1, 1),
+        ("2 x RTX 4090", None, "RTX4090", 2, 1),
+        ("64xA100-40GB", None, "A100-40GB", 8, 8),
+        ("4*mi300x", 3, "MI300X", 4, 3),
+    ],
+)
+def test_a_text_names_hardware(text: str, nodes: int | None, name: str, per_node: int, num_nodes: int):
+    found = parse_hardware(text, num_nodes=nodes)
+    assert (found.kind.name, found.gpus_per_node, found.num_nodes) == (name, per_node, num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0xT4", "is no number and kind"),
+        ("", "is no number and kind"),
+        ("99999999999xT4", "is no number|no GPU"),
+        ("12xH100", "12 GPUs are not on machines with 8 each"),
+        ("8xH100-82GB", "there is no GPU `H100-82GB` in the table. Nearest: H100-80GB"),
+    ],
+)
+def test_a_text_that_names_none_is_one_message(text: str, message: str):
+    with pytest.raises(UserError, match=message):
+        parse_hardware(text, num_nodes=None)
+
+
+def test_the_network_is_that_of_the_table_or_as_told():
+    """8 GPUs share 100 Gbit/s: 1.5625 GB/s each."""
+    assert parse_hardware("8xH100", num_nodes=2).kind.network_bandwidth == 50e9
+    assert parse_hardware("8xH100", num_nodes=2, network_gbit=100).kind.network_bandwidth == 100e9 / 8 / 8
+
+
+def test_more_gpus_of_a_kind_are_on_whole_machines():
+    one = parse_hardware("1xH100", num_nodes=None)
+    assert (one.with_gpus(4).gpus_per_node, one.with_gpus(4).num_nodes) == (4, 1)
+    assert (one.with_gpus(64).gpus_per_node, one.with_gpus(64).num_nodes) == (8, 8)
+    assert one.with_gpus(64).num_gpus == 64
+
+
+def test_the_gpus_of_this_machine_are_taken_with_their_own_memory(gpus: Callable[..., None]):
+    gpus("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", memory=79 << 30)
+    found = own_hardware(num_nodes=None, gpu_table=None)
+    assert found is not None
+    assert (found.kind.name, found.gpus_per_node, found.kind.memory_bytes) == ("A100-80GB", 2, 79 << 30)
+
+
+def test_gpus_that_are_in_no_table_or_of_several_kinds_are_refused(gpus: Callable[..., None]):
+    gpus("NVIDIA GeForce GT 710")
+    with pytest.raises(UserError, match=r"GT 710, is not in the table. Write --gpus"):
+        own_hardware(num_nodes=None, gpu_table=None)
+    gpus("Tesla T4", "NVIDIA L4")
+    with pytest.raises(UserError, match="several kinds"):
+        own_hardware(num_nodes=None, gpu_table=None)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_machine_without_a_gpu_plans_for_usual_ones_and_says_so():
+    found, sentences = _hardware(PlanOptions())
+    assert [f"{each.gpus_per_node}x{each.kind.name}" for each in found] == list(USUAL_HARDWARE)
+    assert "has no GPU" in sentences[0] and "--gpus" in sentences[0]

@@ -1,0 +1,70 @@
+"""Hours, dollars and checkpoints of a plan, by hand from its step time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.plan.outlook import Assumed
+from finetune.commands.plan.result import Plan
+
+Planned = Callable[..., Plan]
+
+
+def test_hours_and_dollars_follow_from_the_step(planned: Planned, tmp_path: Path):
+    """1,000 steps on 8 GPUs at 2 dollars each an hour; on demand, failures add next to nothing to an hour or two."""
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("H100: {us: {on_demand: 2.0, spot: 1.0}}\n")
+    outlook = planned("8b", gpus="8xH100", prices=prices).machines[0].outlook
+    assert outlook is not None and outlook.hours is not None
+    assert outlook.hours == pytest.approx(1000 * outlook.step_seconds / 3600)
+    assert outlook.tokens_per_second == pytest.approx(64 * 4096 / outlook.step_seconds)
+    own, spot = outlook.offers
+    assert (own.is_spot, spot.is_spot) == (False, True)
+    assert own.usd == pytest.approx(outlook.hours * 16.0, rel=2e-3)
+    assert spot.usd is not None and outlook.hours * 8.0 < spot.usd < outlook.hours * 8.0 * 1.05
+    assert own.usd_per_million_tokens == pytest.approx(own.usd / (1000 * 64 * 4096) * 1e6, rel=1e-6)
+
+
+def test_a_checkpoint_holds_trained_weights_and_moments(planned: Planned):
+    """12 bytes for each of 8.03 billion: 96 GB, copied by eight ranks over half of PCIe, 63 GB/s: 0.38 s."""
+    outlook = planned("8b", gpus="8xH100").machines[0].outlook
+    assert outlook is not None
+    spot = outlook.saving_spot
+    assert spot.size_bytes == 12 * 8_030_000_000
+    assert spot.stall_seconds == pytest.approx(12 * 8.03e9 / 8 / 31.5e9)
+    assert spot.hours_between_failures == 24.0
+    assert outlook.saving_on_demand.hours_between_failures == 50_000 / 8
+    assert spot.young_seconds == pytest.approx((2 * spot.stall_seconds * 24 * 3600) ** 0.5)
+    assert spot.interval_seconds == 300.0, "Daly's 256 s would save more often than is of use"
+    assert spot.every_steps == round(300.0 / outlook.step_seconds)
+
+
+def test_preemptions_and_disk_are_as_told(planned: Planned):
+    assumed = Assumed(hours_between_preemptions=1.0, disk_bandwidth=0.2e9)
+    outlook = planned("8b", gpus="8xH100", assumed=assumed).machines[0].outlook
+    assert outlook is not None
+    assert outlook.saving_spot.hours_between_failures == 1.0
+    assert outlook.saving_spot.interval_seconds == pytest.approx(12 * 8.03e9 / 0.2e9), "what writing takes"
+
+
+def test_without_a_number_of_steps_there_are_prices_of_tokens_alone(planned: Planned):
+    plan = planned("8b", "train.steps=null", "train.epochs=1", gpus="8xH100")
+    outlook = plan.machines[0].outlook
+    assert outlook is not None and outlook.hours is None
+    assert all(each.usd is None and each.usd_per_million_tokens > 0 for each in outlook.offers)
+    assert any("is not known before `finetune prepare`" in sentence for sentence in plan.assumptions)
+
+
+def test_a_budget_in_tokens_gives_steps(planned: Planned):
+    outlook = planned("8b", "train.steps=null", "train.tokens=262144000", gpus="8xH100").machines[0].outlook
+    assert outlook is not None and outlook.num_steps == 1000
+
+
+def test_twice_the_gpus_are_nearly_twice_as_fast_and_as_dear(planned: Planned):
+    points = {each.num_gpus: each for each in planned("8b", gpus="8xH100").machines[0].points}
+    assert list(points) == [2, 4, 8, 16, 32, 64], "64 samples: at most 64 GPUs; one GPU is too small"
+    assert points[16].strategy == "hsdp" and points[8].strategy == "fsdp2"
+    assert 1.8 < points[16].tokens_per_second / points[8].tokens_per_second <= 2.0
+    assert points[16].tokens_per_usd is not None and points[8].tokens_per_usd is not None
+    assert points[16].tokens_per_usd <= points[8].tokens_per_usd

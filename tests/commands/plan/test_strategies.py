@@ -1,0 +1,95 @@
+"""Which strategy is taken: on three machines where an engineer knows the answer, and where a job forbids some."""
+
+from collections.abc import Callable
+
+import pytest
+
+from finetune.commands.plan.hardware import parse_hardware
+from finetune.commands.plan.result import Plan
+from finetune.commands.plan.strategies import StrategyPlan, accelerate_file
+
+Planned = Callable[..., Plan]
+
+
+def by_name(plan: Plan) -> dict[str, StrategyPlan]:
+    return {each.strategy: each for each in plan.machines[0].plans}
+
+
+def test_8b_full_on_8xh100_is_sharded(planned: Planned):
+    """16 bytes per parameter are 128 GB: too much for one GPU, 16 GB each when eight share them."""
+    plan = planned("8b", gpus="8xH100-80GB")
+    best, found = plan.machines[0].best, by_name(plan)
+    assert best is not None and best.strategy == "fsdp2"
+    assert not found["ddp"].fits and found["ddp"].reason == "out of memory with one sample"
+    assert found["zero3"].fits and found["zero2"].fits
+    assert best.layout.microbatch_size * best.num_microbatches * 8 == 64
+    assert plan.machines[0].why.startswith("fsdp2: single, ddp would run out of memory")
+
+
+def test_70b_lora_on_8xa100_40gb_is_sharded_with_one_machines_memory(planned: Planned):
+    """141 GB of frozen bf16 weights: 17.6 GB on each of eight, and on none alone."""
+    plan = planned("70b", gpus="8xA100-40GB")
+    best, found = plan.machines[0].best, by_name(plan)
+    assert best is not None and best.strategy == "fsdp2" and best.layout.method == "lora"
+    assert [name for name, each in found.items() if each.fits] == ["fsdp2", "zero3", "zero3_offload"]
+    full = next(each for each in plan.machines[0].variants if each.layout.method == "full")
+    assert not full.fits
+
+
+def test_125m_on_one_t4_takes_one_process_and_the_whole_batch_at_once(planned: Planned):
+    plan = planned("125m", gpus="1xT4")
+    best = plan.machines[0].best
+    assert best is not None and best.strategy == "single" and best.layout.microbatch_size == 64
+    assert by_name(plan)["ddp"].reason == "for several GPUs"
+    assert any("T4 has no bf16 units" in sentence for sentence in plan.assumptions)
+
+
+def test_what_fits_everywhere_takes_ddp(planned: Planned):
+    best = planned("125m", gpus="8xH100").machines[0].best
+    assert best is not None and best.strategy == "ddp"
+
+
+def test_over_a_slow_network_copies_of_a_machines_shards_are_faster(planned: Planned):
+    """Gathering 16 GB of weights twice a microbatch over 10 Gbit/s is not hidden by anything."""
+    plan = planned("8b", "train.global_batch_size=4096", gpus="8xH100", num_nodes=4, network_gbit=10)
+    hsdp, fsdp2 = (by_name(plan)[name].time for name in ("hsdp", "fsdp2"))
+    assert hsdp is not None and fsdp2 is not None and hsdp.seconds < 0.7 * fsdp2.seconds
+    best = plan.machines[0].best
+    assert best is not None and best.strategy in ("hsdp", "zero1")
+    assert accelerate_file("hsdp", plan.machines[0].hardware) == "accelerate_configs/multi_node_hsdp.yaml"
+
+
+def test_a_batch_that_cannot_be_shared_is_the_reason(planned: Planned):
+    plan = planned("8b", "train.global_batch_size=12", gpus="8xH100")
+    assert plan.machines[0].best is None
+    assert by_name(plan)["fsdp2"].reason == "train.global_batch_size 12 cannot be shared by 8 GPUs"
+
+
+def test_what_the_job_forbids_is_not_taken(planned: Planned):
+    found = by_name(planned("8b", "train.optimizer.name=muon", gpus="8xH100"))
+    assert found["zero3"].fit is None and "muon needs whole matrices" in str(found["zero3"].reason)
+    assert found["fsdp2"].fits
+    only = by_name(planned("8b", "run.strategy=zero2", gpus="8xH100"))
+    assert [name for name, each in only.items() if each.fits] == ["zero2", "zero2_offload"]
+
+
+def test_nothing_fits_where_nothing_fits(planned: Planned):
+    plan = planned("70b", gpus="1xT4")
+    assert plan.machines[0].best is None and plan.machines[0].outlook is None
+    assert plan.machines[0].why == "No strategy fits on these GPUs."
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "file"),
+    [
+        ("fsdp2", 1, "fsdp2"),
+        ("fsdp2", 2, "multi_node_fsdp2"),
+        ("zero2", 2, "zero2"),
+        ("zero3", 2, "multi_node_zero3"),
+        ("zero3_offload", 1, "zero3_offload"),
+    ],
+)
+def test_the_accelerate_file_exists(strategy: str, nodes: int, file: str, pytestconfig: pytest.Config):
+    name = accelerate_file(strategy, parse_hardware("8xH100", num_nodes=nodes))
+    assert name == f"accelerate_configs/{file}.yaml"
+    assert (pytestconfig.rootpath / name).is_file()

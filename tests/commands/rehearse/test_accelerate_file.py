@@ -1,0 +1,73 @@
+"""The accelerate file is checked for the real machines and written for this one."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.rehearse.accelerate_file import for_this_machine, read_accelerate_file
+from finetune.errors import StrategyError, UserError
+
+CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
+
+
+def here(path, tmp_path, *, processes=4, is_fp16=False):
+    return for_this_machine(read_accelerate_file(path), processes=processes, is_fp16=is_fp16, folder=tmp_path)
+
+
+def written(tmp_path, text):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_file_is_mapped_to_this_machine(path, tmp_path):
+    launch = here(path, tmp_path)
+    assert launch.values["num_machines"] == 1 and launch.values["num_processes"] == launch.processes
+    assert launch.processes == (1 if path.stem == "single" else 4)
+    assert "main_process_ip" not in launch.values
+    kept = read_accelerate_file(path).values
+    assert launch.values["distributed_type"] == kept["distributed_type"]
+    assert launch.values.get("fsdp_config") == kept.get("fsdp_config")
+
+
+def test_copies_and_shards_of_hsdp_are_kept_at_two_each(tmp_path):
+    launch = here(CONFIGS / "multi_node_hsdp.yaml", tmp_path)
+    sizes = launch.values["parallelism_config"]
+    assert (sizes["parallelism_config_dp_replicate_size"], sizes["parallelism_config_dp_shard_size"]) == (2, 2)
+    assert any(each.key.endswith("shard_size") and (each.was, each.now) == (8, 2) for each in launch.changes)
+    with pytest.raises(UserError, match="Write --processes 4"):
+        here(CONFIGS / "multi_node_hsdp.yaml", tmp_path, processes=3)
+
+
+def test_fp16_of_job_and_file_becomes_bf16_and_is_said(tmp_path):
+    path = written(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: fp16\n")
+    launch = here(path, tmp_path, is_fp16=True)
+    assert launch.values["mixed_precision"] == "bf16"
+    assert "mixed_precision: fp16 -> bf16 (a CPU does not train in fp16)" in map(str, launch.changes)
+    assert here(path, tmp_path).values["mixed_precision"] == "fp16"  # the job says otherwise: the run refuses it
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: XLA\n", "line 1, distributed_type: `XLA` is not supported"),
+        ("num_processes: 8\n", "distributed_type: `None` is not supported"),
+        ("distributed_type: FSDP\nnum_machines: 3\nnum_processes: 8\n", "line 3, num_processes: 8 cannot be shared"),
+        ("distributed_type: FSDP\nnum_processes: none\n", "line 2, num_processes: `none` is not a number"),
+        ("distributed_type: FSDP\nnum_processes: 8\nuse_cpu: true\n", "line 3, use_cpu: with `true`"),
+        (
+            "distributed_type: FSDP\nnum_processes: 16\nparallelism_config:\n"
+            "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 4\n",
+            "2 copies x 4 shards are 8 processes, and num_processes is 16",
+        ),
+    ],
+)
+def test_what_goes_wrong_on_the_real_machines_is_refused_with_its_line(tmp_path, text, message):
+    with pytest.raises(StrategyError, match=message):
+        read_accelerate_file(written(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_one_message(tmp_path):
+    with pytest.raises(UserError, match=r"--accelerate .*gone\.yaml: it cannot be read"):
+        read_accelerate_file(tmp_path / "gone.yaml")

@@ -1,0 +1,85 @@
+"""What a run's events add up to, restarts and odd ones included."""
+
+import pytest
+
+from finetune.report.page.history import MOST_ANSWERS, MOST_PROMPTS, RunHistory
+from tests.report.page.events import answered, ended, evaluated, started, taken
+
+
+def history_of(*events: dict) -> RunHistory:
+    history = RunHistory()
+    history.add(events)
+    return history
+
+
+def values(history: RunHistory, name: str) -> list[float]:
+    return history.curves[name].points().values.tolist()
+
+
+def test_steps_become_curves_and_sums():
+    history = history_of(started(), *(taken(step, 2.0, metrics={"accuracy": 0.5}) for step in (1, 2, 3)))
+    assert values(history, "loss") == [2.0] * 3
+    assert values(history, "tokens_per_second") == [800.0] * 3
+    assert values(history, "metrics/accuracy") == [0.5] * 3
+    assert (history.step, history.tokens, history.seconds) == (3, 1200.0, 1.5)
+
+
+def test_a_step_that_is_taken_again_counts_as_taken_last():
+    before = [taken(step, 9.0) for step in range(1, 6)]
+    again = [taken(step, 1.0) for step in range(4, 8)]
+    history = history_of(started(), *before, evaluated(5, loss=9.0), started(3), *again, evaluated(5, loss=1.0))
+    assert values(history, "loss") == [9.0] * 3 + [1.0] * 4
+    assert values(history, "evaluation/loss") == [1.0]
+    assert history.tokens == 7 * 400
+    assert history.seconds == 9 * 0.5 + 2 * 2.0  # what was lost took its time, too
+    assert len(history.starts) == 2
+
+
+def test_a_file_without_starts_is_read_likewise():
+    history = history_of(taken(1, 5.0), taken(2, 5.0), taken(2, 1.0), taken(3, 1.0))
+    assert values(history, "loss") == [5.0, 1.0, 1.0]
+
+
+def test_device_hours_follow_the_number_of_processes_of_each_start():
+    history = history_of(started(processes=4), taken(1, 1.0), started(1, processes=2), taken(2, 1.0))
+    assert history.device_seconds == 4 * 0.5 + 2 * 0.5
+
+
+def test_mfu_is_drawn_where_the_peak_is_known():
+    history = history_of(started(flops_per_token=1e6, peak_flops_per_second=1.6e9), taken(1, 1.0))
+    assert values(history, "mfu") == pytest.approx([0.5])  # 800 tokens/s x 1e6 / 1.6e9
+    assert "mfu" not in history_of(started(peak_flops_per_second=None), taken(1, 1.0)).curves
+
+
+def test_device_columns_become_curves():
+    history = history_of(started(), taken(1, 1.0), taken(2, 1.0, device={"gpu_power_watts": 350.0}))
+    assert values(history, "device/gpu_power_watts") == [350.0]
+
+
+def test_losses_that_are_not_finite_are_written_as_strings():
+    history = history_of(started(), taken(1, 1.0), taken(2, "nan"), taken(3, "inf"))
+    assert values(history, "loss") == [1.0]
+    assert history.curves["loss"].num_not_finite == 2
+
+
+def test_answers_are_kept_by_prompt_and_bounded():
+    many = [answered(step, f"answer {step}") for step in range(500)]
+    others = [answered(0, "?", prompt=f"prompt {number}") for number in range(2 * MOST_PROMPTS)]
+    history = history_of(*many, *others)
+    (by_step,) = [each.by_step for each in history.answers.values() if each.prompt == "2 + 2"]
+    assert {0, 499} <= by_step.keys()
+    assert len(by_step) <= MOST_ANSWERS
+    assert len(history.answers) == MOST_PROMPTS
+    assert history.num_prompts_left_out == MOST_PROMPTS + 1
+
+
+def test_a_repeated_warning_is_kept_once():
+    warnings = [{"event": "Warned", "time": 0, "step": step, "message": "slow"} for step in (3, 4)]
+    history = history_of(*warnings)
+    assert [(each.text, each.step, each.count) for each in history.messages.values()] == [("slow", 3, 2)]
+    assert history.num_warnings == 1
+
+
+def test_a_resumed_run_has_not_ended():
+    assert history_of(started(), ended(5, "time limit", None)).ended is not None
+    assert history_of(started(), ended(5, "time limit", None), started(5)).ended is None

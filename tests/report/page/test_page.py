@@ -1,0 +1,191 @@
+"""The page holds what a reader looks for, and no data of users becomes markup or script."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from finetune.report.page.facts import audit_rows, config_lines, format_count, format_duration, phase_rows
+from finetune.report.page.html import script_json
+from finetune.report.page.page import report_page, write_report
+from finetune.report.page.reader import EventsReader
+from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
+
+HOSTILE = "</script><script>window.hurt=1</script><img src=x onerror=hurt()>\u2028]]>{{ 7*7 }}' \" &lt;"
+
+
+class Tags(HTMLParser):
+    """Collects the tags of a page, and the text within scripts of data."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def page_of(folder: Path, *, now: float = 2000.0, price: float | None = None) -> str:
+    reader = EventsReader(folder / "events.jsonl")
+    reader.read_new()
+    return report_page(folder, reader.history, now=now, price=price)
+
+
+def without_library(page: str) -> str:
+    """Return the page without plotly, which is large."""
+    return re.sub(r"<script nonce=.*?</script>", "", page, flags=re.DOTALL)
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "first", [*whole_run(), answered(20, "5"), answered(40, "4")])
+    (folder / "resolved.yaml").write_text(
+        "# job.yaml\nrun:\n  seed: 42  # job.yaml line 3\n  strategy: null  # default\n"
+    )
+    (folder / "environment.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2.13"}}))
+    return page_of(folder, price=2.0)
+
+
+def test_headline_figures_come_first(page: str):
+    text = " ".join(" ".join(Tags(without_library(page)).texts).split())
+    for figure in ("first finished", "steps 100 of 100", "evaluation exact_match 1.0000 highest 1.0000 at step 100"):
+        assert figure in text
+    assert text.index("tokens per second 800") < text.index("Answers over time")
+    assert "training time 1 min 0 s" in text  # 100 steps of 0.5 s and 5 evaluations of 2 s
+
+
+def test_charts_hold_the_curves_of_the_events(page: str):
+    charts = {chart["title"]: chart for chart in data_of(page)["charts"]}
+    assert {"Loss", "Learning rate", "Gradient norm", "Tokens per second", "Evaluation: exact_match"} <= charts.keys()
+    training, evaluation = charts["Loss"]["series"]
+    assert (len(training["x"]), len(evaluation["x"])) == (100, 5)
+    assert charts["Peak memory of rank 0"]["series"][0]["y"][0] == 1
+
+
+def test_a_step_is_known_in_tokens_and_device_hours(page: str):
+    (run,) = data_of(page)["runs"]
+    assert run["scales"]["tokens"]["y"][-1] == 40_000
+    assert run["scales"]["device_seconds"]["y"][-1] == pytest.approx((50 + 4 * 2) / 3600)  # hours
+
+
+def test_config_has_its_sources(page: str):
+    text = without_library(page)
+    assert re.search(r'class="line set">  seed: 42  <span class="source">job.yaml line 3', text)
+    assert re.search(r'class="line default">  strategy: null  <span class="source">default', text)
+
+
+def test_missing_files_are_named(page: str):
+    assert "Not found or damaged in the run folder: status.json, audit.json" in page
+
+
+def test_nothing_is_fetched(page: str):
+    tags = Tags(without_library(page)).tags
+    assert len(tags) > 100
+    assert not [
+        tag for tag, attributes in tags if tag in ("link", "img", "iframe") or {"src", "href"} & attributes.keys()
+    ]
+    (policy,) = [each["content"] for tag, each in tags if tag == "meta" and "http-equiv" in each]
+    assert policy.startswith("default-src 'none'; script-src 'nonce-")
+
+
+def test_hostile_text_stays_text(tmp_path: Path):
+    events = [
+        started(strategy=HOSTILE),
+        taken(1, 1.0, metrics={HOSTILE: 1.0}),
+        answered(1, HOSTILE, prompt=HOSTILE, reference=HOSTILE),
+        {"event": "Warned", "time": 0, "step": 1, "message": HOSTILE},
+        {"event": "Noted", "time": 0, "step": 1, "message": f"note {HOSTILE}"},
+        {"event": "StepSkipped", "time": 0, "step": 1, "reason": HOSTILE, "sample_ids": [1], "rows": HOSTILE},
+        ended(1, HOSTILE),
+    ]
+    folder = write_run(tmp_path / "run <b>", events)
+    (folder / "resolved.yaml").write_text(f"key: {json.dumps(HOSTILE)}  # {HOSTILE}\n")
+    (folder / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    (folder / "audit.json").write_text(json.dumps({"sources": [{"key": HOSTILE, "counts": {}}]}))
+    page = page_of(folder)
+    tags = [tag for tag, _ in Tags(without_library(page)).tags]
+    assert tags.count("script") == 1  # that of the data
+    assert page.count("<script") - page.count('"<script') >= 3
+    assert "img" not in tags
+    assert "b" not in tags[tags.index("h1") : tags.index("h1") + 2]
+    assert data_of(page)["runs"][0]["name"] == "run <b>"
+    assert "{{ 7*7 }}" in page.replace("&#39;", "'")
+
+
+def test_json_within_a_script_ends_neither_script_nor_line():
+    written = str(script_json({"text": HOSTILE}))
+    assert not set("<>&\u2028") & set(written)
+    assert json.loads(written) == {"text": HOSTILE}
+
+
+def test_a_secret_in_a_config_is_redacted(tmp_path: Path):
+    folder = write_run(tmp_path, [started()])
+    (folder / "resolved.yaml").write_text('hub: "hf_abcdefghijklmnopqrstuvwxyz012345"  # job.yaml line 1\n')
+    (folder / "environment.json").write_text('{"command": ["--set", "x=hf_abcdefghijklmnopqrstuvwxyz012345"]}')
+    assert "hf_abcdefg" not in page_of(folder)
+
+
+@pytest.mark.parametrize(
+    "status, now, state",
+    [
+        ({"state": "running", "time": 1990.0}, 2000.0, "running"),
+        ({"state": "running", "time": 1990.0}, 9000.0, "silent"),
+        ({"state": "failed", "time": 1990.0, "error": {"rank": 1, "type": "Boom", "message": "no"}}, 9000.0, "failed"),
+        ({}, 2000.0, "unknown"),
+    ],
+)
+def test_the_state_is_that_of_the_run(tmp_path: Path, status: dict, now: float, state: str):
+    folder = write_run(tmp_path, [started(), taken(1, 1.0)])
+    (folder / "status.json").write_text(json.dumps(status))
+    assert f'<span class="state {state}">' in page_of(folder, now=now)
+
+
+def test_a_run_that_has_taken_no_step_has_a_page(tmp_path: Path):
+    page = page_of(write_run(tmp_path, [started()]))
+    assert data_of(page)["charts"] == []
+
+
+def test_the_page_replaces_the_one_before(tmp_path: Path):
+    folder = write_run(tmp_path, list(whole_run(5)))
+    reader = EventsReader(folder / "events.jsonl")
+    reader.read_new()
+    assert write_report(folder, reader.history) == write_report(folder, reader.history) == folder / "report.html"
+    assert {path.name for path in folder.iterdir()} == {"events.jsonl", "report.html"}
+
+
+def test_phases_are_shares_of_the_wall_time():
+    profile = {"step": 9, "first_step": 5, "num_steps": 4, "wall_seconds": 2.0, "trace": "t.json"}
+    (row,) = phase_rows([{**profile, "seconds": {"forward": 0.5, "backward": 1.5}}])
+    assert (row["first"], row["last"], row["milliseconds"]) == (5, 8, 500)
+    assert [(each["name"], each["percent"], each["milliseconds"]) for each in row["phases"]] == [
+        ("backward", 75, 375),
+        ("forward", 25, 125),
+    ]
+
+
+def test_the_data_table_has_only_columns_that_say_something():
+    counts = {"rows": 10, "samples": 9, "tokens": 90, "targets": 30, "long_rows": 1}
+    head, row = audit_rows({"sources": [{"key": "data.train", "counts": counts, "duplicates": 2}]})
+    assert head == ["source", "rows", "samples", "tokens", "targets", "too long", "duplicates"]
+    assert row == ["data.train", "10", "9", "90", "30", "1", "2"]
+
+
+def test_a_value_that_looks_like_a_source_is_no_source():
+    (line,) = config_lines('  prompt: "a  # b"' + " " * 40 + "  # job.yaml line 7")
+    assert (line.text, line.source, line.is_set) == ('  prompt: "a  # b"', "job.yaml line 7", True)
+
+
+def test_numbers_are_short():
+    assert [format_duration(each) for each in (0.25, 59, 3723, 200_000)] == ["0.2 s", "59 s", "1 h 2 min", "2 d 7 h"]
+    assert [format_count(each) for each in (999, 12_345, 1_234_567, 3.2e12)] == ["999", "12.3 k", "1.23 M", "3.2 T"]
