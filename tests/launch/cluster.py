@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class Host:
     def kill(self) -> None:
         """Take the machine away: everything on it is gone at once."""
         for pid in self.pids():
-            with _no_such_process():
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for program in self.programs:
             program.wait()
@@ -64,7 +64,7 @@ class Host:
     def pause(self, *, is_paused: bool) -> None:
         """Stop all processes of this host where they are, or let them go on."""
         for pid in self.pids():
-            with _no_such_process():
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
 
     def connect(self, *, is_connected: bool) -> None:
@@ -74,7 +74,9 @@ class Host:
     def limit_rate(self, megabits: int) -> None:
         """Send no more than this a second from now on."""
         rate = ("rate", f"{megabits}mbit", "burst", "64kbit", "latency", "400ms")
-        subprocess.run(["tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate], check=True)
+        subprocess.run(
+            ["tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate], check=True
+        )
 
 
 @contextmanager
@@ -134,14 +136,6 @@ def read_status(run_folder: Path) -> dict:
 def orphans(hosts: Sequence[Host]) -> list[str]:
     """Return the command lines of what still runs on the hosts."""
     return [" ".join(psutil.Process(pid).cmdline()) for host in hosts for pid in host.pids() if psutil.pid_exists(pid)]
-
-
-@contextmanager
-def _no_such_process() -> Iterator[None]:
-    try:
-        yield
-    except ProcessLookupError:
-        pass
 
 
 def _ip(*words: str) -> str:
