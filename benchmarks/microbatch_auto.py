@@ -34,7 +34,7 @@ data:
   chat_template: chatml
   cache_folder: cache
 task: {name: sft}
-train: {global_batch_size: 48, microbatch_size: auto, steps: 3, learning_rate: 1e-3}
+train: {global_batch_size: 48, microbatch_size: auto, steps: 10, learning_rate: 1e-3}
 checkpoint: {every_steps: 1}
 report: {console: plain, log_every_steps: 1}
 export: {verify: false}
