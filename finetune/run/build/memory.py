@@ -1,11 +1,12 @@
 """The memory that a rank needs, estimated before the model is prepared; its peak, measured once it trains."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from finetune.config.run_config import RunConfig
@@ -24,9 +25,11 @@ from finetune.model.memory.step import (
 from finetune.model.size import AVERAGE_BYTES, MemoryEstimate, ModelSize, estimate_memory, optimizer_state_bytes
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.context import RunContext
+from finetune.run.planned import read_planned
 from finetune.runtime.optional import lazily
 from finetune.runtime.resources import format_size
 from finetune.strategy.protocol import Sharded
+from finetune.strategy.reconcile import offloads_optimizer
 from finetune.strategy.upstream import zero_bucket_sizes
 from finetune.task.lm_loss.chunked_loss import bytes_per_logit, rows_per_chunk
 from finetune.task.lm_loss.logit_transform import LogitTransform
@@ -48,17 +51,19 @@ StepMemory = Callable[[Plan], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class PlannedMemory:
+class RankMemory:
     """The memory that a rank needs, for any plan: the one that is trained may have a microbatch size found later."""
 
-    estimate: Callable[..., MemoryEstimate]  # `memory_estimate` of this run
+    estimate: Callable[..., MemoryEstimate]  # what `memory_estimate` returns in this run
     step: StepMemory
+    planned_peak: Callable[[Plan], int | None]  # what `finetune plan` predicted
     unsharded_gradient_bytes: int  # of an accumulation
 
     def of(self, plan: Plan) -> MemoryEstimate:
         """Return the memory of a rank under the plan."""
         unsharded = self.unsharded_gradient_bytes if plan.num_batches > 1 else 0
-        return self.estimate(unsharded_gradient_bytes=unsharded, step_parts=self.step(plan))
+        found = self.estimate(unsharded_gradient_bytes=unsharded, step_parts=self.step(plan))
+        return replace(found, planned_bytes=self.planned_peak(plan))
 
 
 def memory_estimate(
@@ -134,9 +139,25 @@ def _forward_memory(
     return {"activations": activation_bytes(shapes, computed), "loss": loss}
 
 
+def planned_peak(context: RunContext, accelerator: Accelerator, plan: Plan) -> int | None:
+    """Return the peak, in bytes, that `finetune plan` predicted for this run; None where it was not planned so."""
+    config, expected, deepspeed = context.config, context.strategy.expected(), accelerator.state.deepspeed_plugin
+    is_offloaded = deepspeed is not None and offloads_optimizer(deepspeed.deepspeed_config)
+    return read_planned(
+        config,
+        strategy=f"{context.strategy.name}_offload" if is_offloaded else context.strategy.name,
+        num_ranks=expected.num_processes,
+        num_shards=expected.num_shards,
+        microbatch_size=plan.microbatch_size,
+        device=accelerator.device.type,
+    )
+
+
 def peak_line(estimate: MemoryEstimate) -> str:
-    """Return the estimate beside the peak so far, of this rank."""
-    return f"memory: estimated {format_size(estimate.peak_bytes)}, measured peak {format_size(_peak_bytes())}"
+    """Return what was planned and estimated beside the peak so far, of this rank."""
+    planned = "" if estimate.planned_bytes is None else f"planned {format_size(estimate.planned_bytes)}, "
+    measured = format_size(_peak_bytes())
+    return f"memory: {planned}estimated {format_size(estimate.peak_bytes)}, measured peak {measured}"
 
 
 def _peak_bytes() -> int:

@@ -26,7 +26,7 @@ from finetune.model.size import measure_model, precision_warnings
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
-from finetune.run.build.memory import PlannedMemory, memory_estimate, step_memory
+from finetune.run.build.memory import RankMemory, memory_estimate, planned_peak, step_memory
 from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters, router_coefficient
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
@@ -74,7 +74,7 @@ class PreparedModel:
     optimizer: Any
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
     reduces_every_microbatch: bool = False
-    memory: PlannedMemory | None = None  # of this rank
+    memory: RankMemory | None = None  # of this rank
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
     flops_per_token: float | None = None
 
@@ -187,7 +187,7 @@ def _log_size(
     training: DatasetView,
     plan: Plan | None,
     process_bytes: int,
-) -> tuple[Accumulation, PlannedMemory | None]:
+) -> tuple[Accumulation, RankMemory | None]:
     """Log the model's size and the memory that a rank needs; return how it accumulates gradients. Collective.
 
     What it needs with `train.microbatch_size: auto` is logged when that is known.
@@ -202,11 +202,12 @@ def _log_size(
         planned_bytes=estimate().total_bytes,
     )
     step = step_memory(context, model, size, training=training, device=accelerator.device) if plan else None
-    memory = PlannedMemory(estimate, step, accumulation.unsharded_gradient_bytes) if step else None
+    planned, unsharded = partial(planned_peak, context, accelerator), accumulation.unsharded_gradient_bytes
+    memory = RankMemory(estimate, step, planned, unsharded) if step else None
     for line in (*size.lines, *adapter_summary_of(model)):
         context.log(line)
     if plan is None or context.config.train.microbatch_size != "auto":
-        context.log((memory.of(plan) if memory and plan else estimate()).lines[-1])
+        context.log((memory.of(plan) if memory and plan else estimate()).summary)
     return accumulation, memory
 
 

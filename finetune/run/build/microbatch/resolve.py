@@ -255,7 +255,7 @@ def _with_size(context: RunContext, built: BuiltRun, *, size: int) -> tuple[RunC
         return context, built
     plan: Plan = built.plan.with_microbatch_size(size)
     if built.prepared.memory is not None:
-        context.log(built.prepared.memory.of(plan).lines[-1])
+        context.log(built.prepared.memory.of(plan).summary)
     return replace(context, loaded=_with_number(context.loaded, size)), replace(built, plan=plan)
 
 
