@@ -4,7 +4,8 @@
 
 Each rank may take so many MiB more than it has before the first step (RLIMIT_DATA, beyond which torch's allocator
 refuses). `auto` is launched twice: the second start resumes after step 1. Then every larger size is launched by hand
-with `train.try_longest_batch: never`, from the chosen one on, until one is out of memory. Prints a table in Markdown.
+with `train.try_longest_batch: never`, from the chosen one on, until one is out of memory; 10 steps with a checkpoint at
+each, since the first few may fit where the longest batch does not. Prints a table in Markdown.
 """
 
 import json
@@ -34,7 +35,7 @@ data:
   chat_template: chatml
   cache_folder: cache
 task: {name: sft}
-train: {global_batch_size: 48, microbatch_size: auto, steps: 3, learning_rate: 1e-3}
+train: {global_batch_size: 48, microbatch_size: auto, steps: 10, learning_rate: 1e-3}
 checkpoint: {every_steps: 1}
 report: {console: plain, log_every_steps: 1}
 export: {verify: false}

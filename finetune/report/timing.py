@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -55,6 +56,16 @@ class StartupTimer:
         then, cpu_then = self._last
         self.phases.append(StartupPhase(name, now - then, cpu_now - cpu_then, psutil.Process().memory_info().rss))
         self._last = now, cpu_now
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is done within as a phase of its own, and not towards the one that it is part of."""
+        last, cpu_last = self._last
+        before, cpu_before = self._last = self._clock(), self._cpu_clock()
+        yield
+        self.end(name)
+        now, cpu_now = self._last
+        self._last = last + now - before, cpu_last + cpu_now - cpu_before
 
 
 class ThroughputMeter:

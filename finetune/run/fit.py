@@ -59,7 +59,8 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
         started = time.monotonic()
         supervision.status.run(progress, num_steps=plan.num_steps)
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
-            parts.evaluate(progress.step)
+            with supervision.startup.phase("evaluation"):
+                parts.evaluate(progress.step)
         return Fitted(_run_loop(parts, progress, supervision=supervision), started)
 
 

@@ -61,7 +61,8 @@ def _train(
         return supervision.end_finished(finished, num_steps=data.plan.num_steps)
     built = build(context, data, accelerator=accelerator, supervision=supervision)
     restored = restore(context, built, checksums)
-    context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
+    with supervision.startup.phase("longest batch"):
+        context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
     restored = replace(restored, built=built)
     reporter = uploader.watch_reporter(open_run_folder(context, built))
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):

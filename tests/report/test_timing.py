@@ -14,6 +14,16 @@ def test_each_phase_has_its_own_time_and_what_came_before_is_the_imports():
     assert startup.started_at == 100.0
 
 
+def test_a_part_of_a_phase_can_be_a_phase_of_its_own():
+    clock, cpu_clock = iter([100.0, 100.0, 103.0, 113.0, 115.0]).__next__, iter([1.0, 2.0, 5.0, 6.5]).__next__
+    startup = StartupTimer(clock=clock, cpu_clock=cpu_clock)
+    with startup.phase("longest batch"):
+        pass
+    startup.end("run folder")
+    taken = {phase.name: (phase.seconds, phase.cpu_seconds) for phase in startup.phases}
+    assert taken == {"imports": (0.0, 1.0), "longest batch": (10.0, 3.0), "run folder": (5.0, 2.5)}
+
+
 def test_a_second_run_of_a_process_does_not_begin_with_the_process():
     StartupTimer.from_process_start()
     (imports,) = StartupTimer.from_process_start().phases

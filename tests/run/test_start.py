@@ -21,6 +21,8 @@ startup.StartedUp = told
 main()
 """
 
+PHASES = ["imports", "data", "model", "longest batch", "evaluation", "run folder", "first step"]
+
 NOT_FOR_A_PLAIN_JOB = {
     *("peft", "deepspeed", "datasets", "trl", "bitsandbytes", "torchao", "schedulefree", "torchvision"),
     *("torchmetrics", "sklearn", "pandas", "matplotlib", "tensorboard", "wandb", "mlflow", "trackio"),
@@ -32,7 +34,7 @@ NOT_FOR_A_PLAIN_JOB = {
 @pytest.fixture(scope="module")
 def folder(job, tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
-    overrides = ["--set", "train.steps=3", "--set", f"run.folder={folder}/run"]
+    overrides = ["--set", "train.steps=3", "--set", "evaluate.at_start=true", "--set", f"run.folder={folder}/run"]
     command = [sys.executable, "-c", PROGRAM, "--config", str(job), *overrides, str(folder / "modules.json")]
     subprocess.run(command, cwd=folder, check=True, timeout=300)
     return folder
@@ -56,7 +58,7 @@ def test_the_start_is_told_by_phase_after_the_first_step(folder):
     (told,) = [each for each in read_events(folder / "run" / "events.jsonl") if each["event"] == "StartedUp"]
     assert told["step"] == 1
     for measured in ("seconds", "cpu_seconds", "memory_bytes"):
-        assert list(told[measured]) == ["imports", "data", "model", "run folder", "first step"]
+        assert list(told[measured]) == PHASES
         assert all(value >= 0 for value in told[measured].values())
     assert told["memory_bytes"]["first step"] > told["memory_bytes"]["imports"] > 0
 

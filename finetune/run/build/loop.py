@@ -202,5 +202,5 @@ def _timed_groups(
     for group in islice(coming, 1):
         yield group
         if built.prepared.memory is not None:
-            report(Noted(first_step + 2, peak_line(built.prepared.memory)))
+            report(Noted(first_step + 2, peak_line(built.prepared.memory.of(built.plan))))
     yield from coming

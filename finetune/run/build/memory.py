@@ -1,6 +1,8 @@
 """The memory that a rank needs, estimated before the model is prepared; its peak, measured once it trains."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from finetune.data.order.dataset_view import DatasetView
 from finetune.model.adapters.context import has_adapter
 from finetune.model.memory.step import (
     ForwardPass,
+    Shapes,
     activation_bytes,
     autocast_bytes,
     gathered_bytes,
@@ -43,6 +46,25 @@ _SEEN_MICROBATCHES = 64
 
 _HALF_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
+StepMemory = Callable[[Plan], Mapping[str, int]]
+"""What a step of the plan takes beside weights, gradients and optimizer state, by name."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory that a rank needs, for any plan: the one that is trained may have a microbatch size found later."""
+
+    estimate: Callable[..., MemoryEstimate]  # what `memory_estimate` returns in this run
+    step: StepMemory
+    planned_peak: Callable[[Plan], int | None]  # what `finetune plan` predicted
+    unsharded_gradient_bytes: int  # of an accumulation
+
+    def of(self, plan: Plan) -> MemoryEstimate:
+        """Return the memory of a rank under the plan."""
+        unsharded = self.unsharded_gradient_bytes if plan.num_batches > 1 else 0
+        found = self.estimate(unsharded_gradient_bytes=unsharded, step_parts=self.step(plan))
+        return replace(found, planned_bytes=self.planned_peak(plan))
+
 
 def memory_estimate(
     context: RunContext,
@@ -52,7 +74,7 @@ def memory_estimate(
     unsharded_gradient_bytes: int = 0,
     step_parts: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
-    """Return the memory of a rank; `step_parts` is what `step_memory` returns."""
+    """Return the memory of a rank; `step_parts` is what a step of the plan takes."""
     config, strategy = context.config, context.strategy
     sharded, train, distillation = strategy.sharded(), config.train, config.task.distillation
     trained = sum(size.trained_bytes_by_dtype.values())
@@ -81,9 +103,9 @@ def memory_estimate(
 
 
 def step_memory(
-    context: RunContext, model: Any, size: ModelSize, *, training: DatasetView, plan: Plan, device: torch.device
-) -> dict[str, int]:
-    """Return what a step takes beside weights, gradients and optimizer state, by name; activations where known."""
+    context: RunContext, model: Any, size: ModelSize, *, training: DatasetView, device: torch.device
+) -> StepMemory:
+    """Return what tells the memory of a step, activations where known; the model is not yet prepared."""
     num_processes = context.strategy.expected().num_processes
     found = {"libraries": library_bytes(has_device=device.type == "cuda", num_processes=num_processes)}
     found["checkpoint copies"] = _copies_in_memory(context, size, device)
@@ -91,15 +113,22 @@ def step_memory(
     found |= _adapted_experts(context, model)
     shapes = read_shapes(unwrap_model(model).config)
     if shapes is None:
-        return found
-    computed = _forward_pass(context.config, size, training=training, plan=plan, num_layers=shapes.layers)
-    if computed.item_bytes == 2 and context.strategy.name in ("single", "ddp"):
+        return lambda _: found
+    if _item_bytes(context.config) == 2 and context.strategy.name in ("single", "ddp"):
         checkpoints = context.config.model.gradient_checkpointing is True
         found["autocast copies"] = autocast_bytes(unwrap_model(model), checkpoints=checkpoints)
-    found["activations"] = activation_bytes(shapes, computed)
+    forward = partial(_forward_memory, context.config, size, shapes=shapes, training=training, device=device)
+    return lambda plan: found | forward(plan=plan)
+
+
+def _forward_memory(
+    config: RunConfig, size: ModelSize, *, shapes: Shapes, training: DatasetView, device: torch.device, plan: Plan
+) -> dict[str, int]:
+    """Return what depends on the microbatch."""
+    computed = _forward_pass(config, size, training=training, plan=plan, num_layers=shapes.layers)
     dtype = torch.float32 if computed.item_bytes == 4 else torch.bfloat16
     logit_bytes = bytes_per_logit(dtype, LogitTransform(), device)
-    found["loss"] = loss_bytes(
+    loss = loss_bytes(
         shapes,
         computed,
         chunk_rows=rows_per_chunk(shapes.vocabulary, device, logit_bytes=logit_bytes),
@@ -107,7 +136,7 @@ def step_memory(
         full_logits=MAX_FULL_LOGITS,
         trains_head=size.num_trained == size.num_parameters,
     )
-    return found
+    return {"activations": activation_bytes(shapes, computed), "loss": loss}
 
 
 def planned_peak(context: RunContext, accelerator: Accelerator, plan: Plan) -> int | None:
@@ -189,18 +218,21 @@ def _forward_pass(
     config: RunConfig, size: ModelSize, *, training: DatasetView, plan: Plan, num_layers: int
 ) -> ForwardPass:
     num_tokens, longest = _largest_microbatch(config, training, plan)
-    is_half = config.train.precision != "fp32"
-    stream = 4 if config.model.dtype == "float32" else 2
     return ForwardPass(
         num_tokens=num_tokens,
         longest=longest,
-        item_bytes=2 if is_half or stream == 2 else 4,
-        stream_bytes=stream,
+        item_bytes=_item_bytes(config),
+        stream_bytes=4 if config.model.dtype == "float32" else 2,
         checkpointing=config.model.gradient_checkpointing,
         offloads=bool(config.model.activation_offload),
         has_scores=config.model.attention == "eager",
         num_adapted=-(-size.num_adapted_modules // num_layers),
     )
+
+
+def _item_bytes(config: RunConfig) -> int:
+    """Return the bytes of a number of the forward pass."""
+    return 4 if config.train.precision == "fp32" and config.model.dtype == "float32" else 2
 
 
 def _largest_microbatch(config: RunConfig, training: DatasetView, plan: Plan) -> tuple[int, int]:

@@ -45,6 +45,9 @@ from finetune.task.protocol import Precomputed, Task
 
 _SECONDS_BETWEEN_LOG_LINES = 30.0
 _SHARED_FOLDER_TIMEOUT_SECONDS = 20.0
+_MAX_POSITIONS = 1 << 14
+"""Of a forward pass whose size is not written: about 1 GB of a 7B model's widest layer."""
+_MAX_SAMPLES = 64
 
 SampleValues = Sequence[Mapping[str, np.ndarray]]
 
@@ -168,7 +171,7 @@ class _Precomputation:
 
     def _score_samples(self, key: str, source: PreparedSet, *, writing: "_StagedWriter") -> None:
         """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective."""
-        size, logged_at = self._microbatch_size(), time.monotonic()
+        size, logged_at = self._microbatch_size(source), time.monotonic()
         for start in range(0, len(source), size * distributed.world()):
             first = start + distributed.rank() * size
             features = [source.intact(index) for index in range(first, min(first + size, len(source)))]
@@ -182,11 +185,21 @@ class _Precomputation:
                 done = min(start + size * distributed.world(), len(source))
                 self.context.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
 
-    def _microbatch_size(self) -> int:
-        """Return the samples of a forward pass: as many as in an evaluation, at least two."""
-        evaluate = self.context.config.evaluate
+    def _microbatch_size(self, source: PreparedSet) -> int:
+        """Return the samples of a forward pass: as many as in an evaluation, at least two.
+
+        What `train.microbatch_size: auto` comes to is found later, when the weights may be those of a checkpoint.
+        """
+        evaluate, train = self.context.config.evaluate, self.context.config.train
         written = evaluate.microbatch_size if evaluate is not None else None
-        return max(2, written or self.context.config.train.known_microbatch_size)
+        if written is None and train.microbatch_size == "auto":
+            return samples_of_positions(int(source.lengths.max()))
+        return max(2, written or train.known_microbatch_size)
+
+
+def samples_of_positions(longest: int) -> int:
+    """Return the samples of a forward pass where nothing is known of memory but that it keeps no activations."""
+    return min(_MAX_SAMPLES, max(2, _MAX_POSITIONS // max(1, longest)))
 
 
 def _damage(folder: Path) -> DamagedSet | None:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,11 @@ from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
 from finetune.model.processing import check_image_shape
-from finetune.model.size import MemoryEstimate, measure_model, precision_warnings
+from finetune.model.size import measure_model, precision_warnings
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
-from finetune.run.build.memory import memory_estimate, planned_peak, step_memory
+from finetune.run.build.memory import RankMemory, memory_estimate, planned_peak, step_memory
 from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters, router_coefficient
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
@@ -74,7 +74,7 @@ class PreparedModel:
     optimizer: Any
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
     reduces_every_microbatch: bool = False
-    memory: MemoryEstimate | None = None  # of this rank
+    memory: RankMemory | None = None  # of this rank
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
     flops_per_token: float | None = None
 
@@ -187,8 +187,11 @@ def _log_size(
     training: DatasetView,
     plan: Plan | None,
     process_bytes: int,
-) -> tuple[Accumulation, MemoryEstimate]:
-    """Log the model's size and the memory that a rank needs; return how it accumulates gradients. Collective."""
+) -> tuple[Accumulation, RankMemory | None]:
+    """Log the model's size and the memory that a rank needs; return how it accumulates gradients. Collective.
+
+    What it needs with `train.microbatch_size: auto` is logged when that is known.
+    """
     size = measure_model(model)
     estimate = partial(memory_estimate, context, size, process_bytes=process_bytes)
     accumulation = plan_accumulation(
@@ -198,15 +201,14 @@ def _log_size(
         num_batches=plan.num_batches if plan else 1,
         planned_bytes=estimate().total_bytes,
     )
-    step_parts = (
-        step_memory(context, model, size, training=training, plan=plan, device=accelerator.device) if plan else None
-    )
-    whole = estimate(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes, step_parts=step_parts)
-    if plan:
-        whole = replace(whole, planned_bytes=planned_peak(context, accelerator, plan))
-    for line in (*size.lines, *adapter_summary_of(model), whole.summary):
+    step = step_memory(context, model, size, training=training, device=accelerator.device) if plan else None
+    planned, unsharded = partial(planned_peak, context, accelerator), accumulation.unsharded_gradient_bytes
+    memory = RankMemory(estimate, step, planned, unsharded) if step else None
+    for line in (*size.lines, *adapter_summary_of(model)):
         context.log(line)
-    return accumulation, whole
+    if plan is None or context.config.train.microbatch_size != "auto":
+        context.log((memory.of(plan) if memory and plan else estimate()).summary)
+    return accumulation, memory
 
 
 def _compile(context: RunContext, model: Any) -> None:

@@ -73,6 +73,7 @@ WEIGHTED = "data.train={mix: [{path: rows.jsonl, weight: 1}, {path: rows.jsonl, 
 BATCHING = [
     (["data.batching={by: packs, tokens: 63}"], "data.batching.tokens", "does not fit into 63. Write at least 64."),
     (["data.batching.by=tokens"], "train.microbatch_size", "one position is a whole batch. Write 1."),
+    (["data.batching.by=tokens", "train.microbatch_size=auto"], "train.microbatch_size", "Write 1."),
     (
         [*EVALUATION, "data.batching.by=tokens", "train.microbatch_size=1", "evaluate.microbatch_size=2"],
         "evaluate.microbatch_size",

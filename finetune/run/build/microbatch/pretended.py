@@ -30,7 +30,10 @@ def later_host_bytes(optimizer: Any, config: RunConfig, *, strategy: Strategy) -
 
 
 LATER_BYTES = 128 << 20
-"""Threads that load and write; what Accelerate imports with the loader (`datasets`, 70 MB); gaps between blocks."""
+"""Threads that load and write; what Accelerate imports with the loader (`datasets`, 70 MB); gaps between blocks.
+
+A run of 10 steps with a checkpoint at each was seen to take 92 to 123 MiB of it, without `datasets`.
+"""
 
 
 def _state_bytes(optimizer: Any, train: TrainSection) -> int:

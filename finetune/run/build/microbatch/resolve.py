@@ -132,7 +132,7 @@ def _why_not_tried(context: RunContext, built: BuiltRun, tries: _Tries) -> str |
         return "" if wanted == "never" else None
     if built.prepared.accelerator.device.type != "cpu" or built.prepared.memory is None:
         return None
-    needed = max(0, built.prepared.memory.peak_bytes - tries.memories[0].used())
+    needed = max(0, built.prepared.memory.of(built.plan).peak_bytes - tries.memories[0].used())
     free = min(memory.limit - memory.used() for memory in tries.memories)
     needed, free = (
         max(each) if number == 0 else min(each)
@@ -254,9 +254,9 @@ def _with_size(context: RunContext, built: BuiltRun, *, size: int) -> tuple[RunC
     if context.config.train.microbatch_size != "auto":
         return context, built
     plan: Plan = built.plan.with_microbatch_size(size)
-    prepared = replace(built.prepared, memory=None)  # the estimate was of the smallest size
-    loaded = _with_number(context.loaded, size)
-    return replace(context, loaded=loaded), replace(built, plan=plan, prepared=prepared)
+    if built.prepared.memory is not None:
+        context.log(built.prepared.memory.of(plan).summary)
+    return replace(context, loaded=_with_number(context.loaded, size)), replace(built, plan=plan)
 
 
 def _with_number(loaded: LoadedConfig, size: int) -> LoadedConfig:
