@@ -4,7 +4,8 @@
 
 Models are configs of real size with a tokenizer trained on the spot, without weights. A row is ok, or names the phase
 that failed and its error; `expected` says where a refusal is right. `--only zero3 moe` runs the cases whose names hold
-all these words. A case takes one to three minutes on two cores; all of them take about two hours. Results: experiments/rehearsals.md.
+all these words. A case takes one to three minutes on two cores; all of them take about two hours.
+Results: experiments/rehearsals.md.
 """
 
 import argparse
