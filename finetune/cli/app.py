@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, checkpoint, doctor, plan, rehearse, reports, sweep, verify
+from finetune.cli import after_training, checkpoint, doctor, launch, plan, rehearse, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.errors import UserError
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(verify.app, name="verify")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(launch.app, name="launch")
 
 
 def _print_version(is_asked: bool) -> None:

@@ -53,6 +53,13 @@ class MemoryEstimate:
     optimizer_bytes: int
     lines: tuple[str, ...]
     step_bytes: int = 0  # of activations and all else that a step takes
+    planned_bytes: int | None = None  # the peak that `finetune plan` predicted for this run
+
+    @property
+    def summary(self) -> str:
+        """Return the line with the sum, and what the plan predicted."""
+        planned = "" if self.planned_bytes is None else f"; planned {format_size(self.planned_bytes)}"
+        return self.lines[-1] + planned
 
     @property
     def total_bytes(self) -> int:

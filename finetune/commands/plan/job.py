@@ -14,6 +14,7 @@ from finetune.model.loading.architecture import load_model_config
 from finetune.model.memory.step import Shapes, read_shapes
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_run_plan, make_training_data
+from finetune.run.planned import method_of
 from finetune.run.symbolic.prediction import Method
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -48,11 +49,7 @@ class Job:
     @property
     def method(self) -> Method:
         """Return how the job trains: all weights, or adapters on a frozen base, which may be quantized."""
-        model = self.config.model
-        if model.quantization is not None:
-            return "qlora"
-        adapters = (model.lora, model.ia3, model.oft, model.prompt_tuning, model.prefix_tuning, model.adapter)
-        return "lora" if any(each is not None for each in adapters) else "full"
+        return method_of(self.config.model)
 
     @property
     def checkpointing(self) -> CheckpointingMode:

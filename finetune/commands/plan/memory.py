@@ -1,7 +1,7 @@
 """The memory of the job under many layouts, by its own symbolic step, and the largest microbatch that fits."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.errors import ModelError
@@ -40,6 +40,10 @@ class Memory:
             self._found[layout] = self._predict(layout)
             self.seconds += self._clock() - started
         return self._found[layout]
+
+    def peaks(self) -> Iterator[tuple[Layout, int]]:
+        """Yield what was predicted: each layout with its peak, in bytes."""
+        yield from ((layout, found.peak_bytes) for layout, found in self._found.items())
 
     def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
         """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.

@@ -31,6 +31,7 @@ from finetune.commands.plan.strategies import (
 from finetune.commands.plan.tables import print_plan
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
+from finetune.run.planned import write_planned
 from finetune.run.symbolic.predict import Predictor
 from finetune.run.symbolic.prediction import STRATEGIES, Method
 from finetune.runtime.gpus.prices import lowest, prices_of
@@ -76,7 +77,10 @@ def make_plan(
     predict: Predict | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
-    """Return the plan; raises UserError for machines and tables, ModelError for a model that cannot be read."""
+    """Return the plan, and keep its peaks for the start of the run.
+
+    Raises UserError for machines and tables, ModelError for a model that cannot be read.
+    """
     started, cpu_started = clock(), time.process_time()
     machines, sentences = _hardware(options)
     for hardware in machines:  # an error in a table comes before what takes time
@@ -91,6 +95,7 @@ def make_plan(
         )
         for hardware in machines
     ]
+    write_planned(loaded.config, memory.peaks())
     return Plan(
         job=job,
         job_file=loaded.path.name,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from finetune.config.run_config import RunConfig
@@ -21,9 +22,11 @@ from finetune.model.memory.step import (
 from finetune.model.size import AVERAGE_BYTES, MemoryEstimate, ModelSize, estimate_memory, optimizer_state_bytes
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.context import RunContext
+from finetune.run.planned import read_planned
 from finetune.runtime.optional import lazily
 from finetune.runtime.resources import format_size
 from finetune.strategy.protocol import Sharded
+from finetune.strategy.reconcile import offloads_optimizer
 from finetune.strategy.upstream import zero_bucket_sizes
 from finetune.task.lm_loss.chunked_loss import bytes_per_logit, rows_per_chunk
 from finetune.task.lm_loss.logit_transform import LogitTransform
@@ -107,9 +110,25 @@ def step_memory(
     return found
 
 
+def planned_peak(context: RunContext, accelerator: Accelerator, plan: Plan) -> int | None:
+    """Return the peak, in bytes, that `finetune plan` predicted for this run; None where it was not planned so."""
+    config, expected, deepspeed = context.config, context.strategy.expected(), accelerator.state.deepspeed_plugin
+    is_offloaded = deepspeed is not None and offloads_optimizer(deepspeed.deepspeed_config)
+    return read_planned(
+        config,
+        strategy=f"{context.strategy.name}_offload" if is_offloaded else context.strategy.name,
+        num_ranks=expected.num_processes,
+        num_shards=expected.num_shards,
+        microbatch_size=plan.microbatch_size,
+        device=accelerator.device.type,
+    )
+
+
 def peak_line(estimate: MemoryEstimate) -> str:
-    """Return the estimate beside the peak so far, of this rank."""
-    return f"memory: estimated {format_size(estimate.peak_bytes)}, measured peak {format_size(_peak_bytes())}"
+    """Return what was planned and estimated beside the peak so far, of this rank."""
+    planned = "" if estimate.planned_bytes is None else f"planned {format_size(estimate.planned_bytes)}, "
+    measured = format_size(_peak_bytes())
+    return f"memory: {planned}estimated {format_size(estimate.peak_bytes)}, measured peak {measured}"
 
 
 def _peak_bytes() -> int:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from finetune.model.size import MemoryEstimate, measure_model, precision_warning
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.build.accumulation import plan_accumulation
 from finetune.run.build.data import TrainingData
-from finetune.run.build.memory import memory_estimate, step_memory
+from finetune.run.build.memory import memory_estimate, planned_peak, step_memory
 from finetune.run.build.model import adapter_summary_of, build_model, recorded_parameters, router_coefficient
 from finetune.run.build.padding_free import resolve_padding_free
 from finetune.run.build.strategy import require_tied_weights_supported
@@ -202,7 +202,9 @@ def _log_size(
         step_memory(context, model, size, training=training, plan=plan, device=accelerator.device) if plan else None
     )
     whole = estimate(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes, step_parts=step_parts)
-    for line in (*size.lines, *adapter_summary_of(model), whole.lines[-1]):
+    if plan:
+        whole = replace(whole, planned_bytes=planned_peak(context, accelerator, plan))
+    for line in (*size.lines, *adapter_summary_of(model), whole.summary):
         context.log(line)
     return accumulation, whole
 

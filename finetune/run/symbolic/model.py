@@ -38,13 +38,6 @@ def with_method(section: ModelSection, method: Method, *, gradient_checkpointing
     return section.model_copy(update=changed)
 
 
-def method_of(section: ModelSection) -> Method:
-    """Return how a job trains its model."""
-    if adapter_config(section) is None:
-        return "full"
-    return "lora" if section.quantization is None else "qlora"
-
-
 def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
     """Return the whole model on the meta device, before adapters; raises ModelError."""
     kind = section.from_config.model_type if section.from_config is not None else str(section.name)

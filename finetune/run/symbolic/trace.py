@@ -148,9 +148,18 @@ def _optimizer(config: RunConfig, model: Any, tracer: Tracer) -> torch.optim.Opt
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
+        _update(config, model, optimizer)  # DTensors plan each operator once, with tensors of the whole size
         optimizer.zero_grad()
     return optimizer
+
+
+def _update(config: RunConfig, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Clip the gradients and step, as `finetune.train.update` does."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    norm = torch.nn.utils.get_total_norm([each.grad for each in trained if each.grad is not None])
+    if config.train.max_gradient_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(trained, config.train.max_gradient_norm, norm)
+    optimizer.step()
 
 
 def _take_step(
@@ -172,10 +181,7 @@ def _take_step(
         if parameter.grad is not None:
             tracer.reclassify(parameter.grad, GRADIENTS)
     tracer.begin(UPDATE)
-    norm = torch.nn.utils.get_total_norm([each.grad for each in trained if each.grad is not None])
-    if config.train.max_gradient_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(trained, config.train.max_gradient_norm, norm)
-    optimizer.step()
+    _update(config, model, optimizer)
 
 
 class _Phases:

@@ -62,19 +62,17 @@ def _stage_3(engine: _Engine, step: Step, *, weights: float, optimizer: float) -
     """Return the parts where parameters are sharded, too: whole layers exist while they compute, and some longer."""
     share = engine.num_trained / engine.num_ranks
     largest = step.values["largest",] * engine.item
-    whole = min(weights, KEPT_NUMEL * engine.item + largest)
-    passes = step.transient(*FORWARD_PASS, *BACKWARD) + whole + min(weights, engine.prefetch)
+    whole = min(weights, KEPT_NUMEL * engine.item + largest) + min(weights, engine.prefetch)
+    computing = step.transient(*FORWARD_PASS, *BACKWARD)
     update = 0.0 if engine.offloads else 4 * min(share, 1e9) + step.transient(UPDATE)
     found = {
         WEIGHTS: 0.0 if engine.offloads else weights / engine.num_ranks,
         GRADIENTS: 0.0 if engine.offloads else engine.item * share,
         OPTIMIZER: optimizer,
-        GATHERED: engine.bucket,
     }
-    if update > passes:
-        return {**found, ACTIVATIONS: update}
-    gathered = whole + min(weights, engine.prefetch)
-    return {**found, ACTIVATIONS: passes - gathered, GATHERED: gathered + engine.bucket}
+    if update > computing + whole:
+        return {**found, ACTIVATIONS: update, GATHERED: engine.bucket}
+    return {**found, ACTIVATIONS: computing, GATHERED: whole + engine.bucket}
 
 
 def _engine(config: RunConfig, layout: Layout, step: Step) -> _Engine:

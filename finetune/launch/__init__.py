@@ -1,0 +1,1 @@
+"""Launching on several hosts: supervision of a run whose hosts come and go. Knows nothing of training."""

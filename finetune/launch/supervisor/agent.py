@@ -1,0 +1,96 @@
+"""The launch of one attempt on this host: `accelerate launch`, which starts this host's ranks."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from finetune.launch.supervisor.members import Attempt
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+_KILLED_SECONDS = 10.0  # until a killed process is gone; one in the hands of a dead disk stays longer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is launched on every host."""
+
+    words: tuple[str, ...]  # what follows `accelerate launch ...`: -m finetune --config JOB.yaml ...
+    accelerate_file: Path
+    ranks_per_host: int
+    is_hybrid: bool = False  # HSDP: a copy of the model per host
+    stop_seconds: float = 180.0  # for a save, once it is asked to stop
+
+
+def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
+    """Return the command of the host with this number."""
+    count = len(attempt.hosts)
+    hybrid = (
+        ("--parallelism_config_dp_replicate_size", str(count)),
+        ("--parallelism_config_dp_shard_size", str(job.ranks_per_host)),
+    )
+    options = (
+        ("--config_file", str(job.accelerate_file)),
+        ("--num_machines", str(count)),
+        ("--num_processes", str(count * job.ranks_per_host)),
+        ("--machine_rank", str(rank)),
+        ("--main_process_ip", attempt.addresses[0]),
+        ("--main_process_port", str(attempt.port)),
+        *(hybrid if job.is_hybrid else ()),
+    )
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    return [*launcher, *(word for option in options for word in option), *job.words]
+
+
+class Agent:
+    """The launcher of this host, as a process of its own; it ends with this process."""
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, env={**os.environ, **environment}, start_new_session=True, preexec_fn=_stop_with_parent
+        )
+
+    def exit_code(self) -> int | None:
+        """Return how it ended; None while it runs."""
+        return self._process.poll()
+
+    def request_stop(self) -> None:
+        """Ask the ranks to save and end."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it and all its ranks now; each rank is the leader of a group of its own."""
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._process.pid)
+            ranks = launcher.children(recursive=True)
+            for process in [*ranks, launcher]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(ranks, timeout=_KILLED_SECONDS)
+        self._process.wait()
+
+
+def network_environment(interface: str, *, stop_seconds: float) -> dict[str, str]:
+    """Return what ranks need to find one another, unless it is set already.
+
+    Gloo takes the address of the host's name otherwise, which often is 127.0.0.1, and NCCL the first interface it
+    finds, which may be a container's.
+    """
+    wanted = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
+    wanted["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(stop_seconds) - 5))
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _stop_with_parent() -> None:
+    """Have the kernel end the launcher when its supervisor dies; the ranks save then, and end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

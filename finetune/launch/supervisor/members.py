@@ -1,0 +1,163 @@
+"""What the supervisors know of one another, and who takes part in the next attempt: pure decisions.
+
+Clocks of hosts differ, so no time is compared between them: a host is alive as long as its counter grows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+IDLE, RUNNING, FAILED, ENDED = "idle", "running", "failed", "ended"
+"""States of a host: its agent is not started, runs, has failed, or has ended for good."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a host says of itself, again and again."""
+
+    name: str
+    address: str
+    port: int  # at which its supervisor listens, so that others can see whether they reach it
+    main_port: int  # at which ranks are to meet where this is the main host
+    count: int  # grows with every beat
+    state: str = IDLE
+    attempt: int = 0  # of which the state is; where idle, the attempt for which it is ready
+    reaches: tuple[str, ...] = ()  # names of hosts that it could connect to
+    is_leaving: bool = False  # it was asked to stop, or its machine is taken away
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One launch of the run: on these hosts, in this order; the first one is the main host."""
+
+    number: int
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    port: int
+    reason: str
+    num_failures: int = 0  # attempts in a row, this one not included, that failed without a step gained
+    step: int = 0  # of the newest checkpoint when it began
+    exit_code: int | None = None  # the run is over: every supervisor ends with this
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many hosts take part, and how often an attempt may fail."""
+
+    least: int
+    most: int
+    max_failures: int = 3
+
+
+@dataclass(frozen=True)
+class View:
+    """What one supervisor sees at a moment."""
+
+    alive: Mapping[str, Beat]
+    attempt: Attempt | None
+    is_patient: bool  # more hosts may still come: the wait for them is not over
+    is_overdue: bool = False  # it failed on one host long ago, and others still run it
+    checkpoint_step: int = 0
+    user_mistake: str | None = None
+
+
+def find_leader(view: View) -> str | None:
+    """Return the host that decides: the first of the attempt's that is alive, else the first by name."""
+    order = view.attempt.hosts if view.attempt is not None else ()
+    staying = {name for name, beat in view.alive.items() if not beat.is_leaving}
+    candidates = [name for name in order if name in staying] + sorted(staying)
+    return candidates[0] if candidates else None
+
+
+def connected_hosts(beats: Mapping[str, Beat], *, first: str) -> tuple[str, ...]:
+    """Return the largest group of hosts that reach one another both ways; of equal ones, that with `first`."""
+    groups = [_group_around(start, beats) for start in sorted(beats, key=lambda name: (name != first, name))]
+    return max(groups, key=len, default=())  # the first of equal ones
+
+
+def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
+    """Return the attempt that the leader `me` is to begin now, or None where all is as it should be.
+
+    An attempt begins when enough hosts are there, when one of its hosts is lost, leaves or cannot be reached, when
+    another host has come, and when it has failed on all hosts that are left.
+    """
+    staying = {name: beat for name, beat in view.alive.items() if not beat.is_leaving}
+    group = connected_hosts(staying, first=me)
+    attempt = view.attempt
+    if attempt is None:
+        return _first_attempt(view, limits, group)
+    if attempt.exit_code is not None:
+        return None
+    ended = _ending(view, limits, attempt)
+    if ended is not None:
+        return ended
+    kept = [name for name in attempt.hosts if name in group]
+    hosts = tuple(kept + [name for name in group if name not in kept])[: limits.most]
+    if len(hosts) < limits.least:
+        return None
+    missing, new = sorted(set(attempt.hosts) - set(hosts)), sorted(set(hosts) - set(attempt.hosts))
+    if missing:
+        return _begin(view, hosts, f"continues without {', '.join(missing)}")
+    if new:
+        return _begin(view, hosts, f"{', '.join(new)} joined")
+    if _all_failed(view, attempt):
+        return _begin(view, hosts, "the last attempt failed", num_failures=_failures(view, attempt))
+    return None
+
+
+def _group_around(start: str, beats: Mapping[str, Beat]) -> tuple[str, ...]:
+    group = [start]
+    for name in sorted(beats, key=lambda other: (other not in beats[start].reaches, other)):
+        if name != start and all(name in beats[each].reaches and each in beats[name].reaches for each in group):
+            group.append(name)
+    return tuple(group)
+
+
+def _first_attempt(view: View, limits: Limits, group: Sequence[str]) -> Attempt | None:
+    if len(group) < limits.least or (len(group) < limits.most and view.is_patient):
+        return None
+    return _begin(view, tuple(group)[: limits.most], "starts")
+
+
+def _begin(view: View, hosts: tuple[str, ...], reason: str, *, num_failures: int = 0) -> Attempt:
+    number = view.attempt.number + 1 if view.attempt is not None else 1
+    return Attempt(
+        number=number,
+        hosts=hosts,
+        addresses=tuple(view.alive[name].address for name in hosts),
+        port=view.alive[hosts[0]].main_port,
+        reason=reason,
+        num_failures=num_failures,
+        step=view.checkpoint_step,
+    )
+
+
+def _ending(view: View, limits: Limits, attempt: Attempt) -> Attempt | None:
+    """Return the end of the run: a success, what only the user can fix, or too many failures."""
+    beats = [view.alive[name] for name in attempt.hosts if name in view.alive]
+    states = {beat.state for beat in beats if beat.attempt == attempt.number}
+    if ENDED in states and states <= {ENDED, FAILED}:
+        return _end(attempt, 0, "the run has ended")
+    if not _all_failed(view, attempt):
+        return None
+    if view.user_mistake is not None:
+        return _end(attempt, 2, view.user_mistake)
+    if _failures(view, attempt) >= limits.max_failures:
+        return _end(attempt, 1, f"{limits.max_failures} attempts failed without a step gained")
+    return None
+
+
+def _end(attempt: Attempt, code: int, reason: str) -> Attempt:
+    return Attempt(
+        attempt.number + 1, attempt.hosts, attempt.addresses, attempt.port, reason, step=attempt.step, exit_code=code
+    )
+
+
+def _failures(view: View, attempt: Attempt) -> int:
+    return attempt.num_failures + 1 if view.checkpoint_step <= attempt.step else 0
+
+
+def _all_failed(view: View, attempt: Attempt) -> bool:
+    """Tell whether the attempt has failed on all its hosts, or on one so long ago that the others must be stopped."""
+    beats = [view.alive.get(name) for name in attempt.hosts]
+    failed = [beat is not None and beat.state == FAILED and beat.attempt == attempt.number for beat in beats]
+    return all(failed) or (any(failed) and view.is_overdue)

@@ -1,0 +1,69 @@
+"""What a plan predicted is found again at the start of the run that was planned, and of no other."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from finetune.config.load import load_config
+from finetune.config.run_config import RunConfig
+from finetune.model.size import MemoryEstimate
+from finetune.run.build.memory import peak_line
+from finetune.run.planned import method_of, read_planned, write_planned
+from finetune.run.symbolic.prediction import Layout
+
+OWN = Layout("fsdp2", 8, "full", False, 4, ranks_per_node=8)
+HSDP = Layout("hsdp", 16, "full", False, 4, ranks_per_node=8)
+WHERE = {"strategy": "fsdp2", "num_ranks": 8, "num_shards": 8, "microbatch_size": 4, "device": "cuda"}
+
+
+@pytest.fixture
+def config(job: Path, tmp_path: Path) -> RunConfig:
+    return load_config(job, [f"data.cache_folder={tmp_path / 'cache'}"]).config
+
+
+def changed(config: RunConfig, job: Path, *overrides: str) -> RunConfig:
+    return load_config(job, [f"data.cache_folder={config.data.cache_folder}", *overrides]).config
+
+
+def test_a_layout_that_was_planned_is_found(config: RunConfig) -> None:
+    assert read_planned(config, **WHERE) is None
+    write_planned(config, [(OWN, 10), (HSDP, 20)])
+    assert read_planned(config, **WHERE) == 10
+    assert read_planned(config, **{**WHERE, "microbatch_size": 8}) is None
+    assert read_planned(config, **{**WHERE, "device": "cpu"}) is None
+    hybrid = {**WHERE, "strategy": "hsdp", "num_ranks": 16}
+    assert read_planned(config, **hybrid) == 20
+    assert read_planned(config, **{**hybrid, "num_shards": 4}) is None
+
+
+def test_other_methods_than_the_jobs_own_are_not_kept(config: RunConfig, job: Path) -> None:
+    lora = changed(config, job, "model.lora={rank: 4}")
+    assert (method_of(config.model), method_of(lora.model)) == ("full", "lora")
+    write_planned(config, [(replace(OWN, method="lora"), 1), (replace(OWN, gradient_checkpointing=True), 2)])
+    assert read_planned(config, **WHERE) is None
+    assert read_planned(lora, **WHERE) is None
+
+
+def test_what_decides_memory_tells_jobs_apart_and_nothing_else(config: RunConfig, job: Path) -> None:
+    write_planned(config, [(OWN, 10)])
+    for override in ("train.learning_rate=1e-5", "train.microbatch_size=2", "run.seed=3", "train.steps=99"):
+        assert read_planned(changed(config, job, override), **WHERE) == 10, override
+    for override in ("data.max_length=32", "train.precision=bf16", "train.optimizer.name=sgd"):
+        assert read_planned(changed(config, job, override), **WHERE) is None, override
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"peak_bytes": 3}', '{"peak_bytes": {"x": "y"}}'])
+def test_a_damaged_file_is_none(config: RunConfig, text: str) -> None:
+    write_planned(config, [(OWN, 10)])
+    (path,) = Path(str(config.data.cache_folder)).glob("plans/*.json")
+    path.write_text(text)
+    assert read_planned(config, **WHERE) is None
+
+
+def test_the_start_says_what_was_planned() -> None:
+    estimate = MemoryEstimate(1, 2, 3, ("memory: 6 B per rank",))
+    assert estimate.summary == "memory: 6 B per rank" and "planned" not in peak_line(estimate)
+    planned = replace(estimate, planned_bytes=7_000_000_000)
+    assert planned.summary == "memory: 6 B per rank; planned 7.0 GB"
+    assert peak_line(planned).startswith("memory: planned 7.0 GB, estimated 6 B, measured peak ")
