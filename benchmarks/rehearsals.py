@@ -5,6 +5,7 @@
 Models are configs of real size with a tokenizer trained on the spot, without weights. A row is ok, or names the phase
 that failed and its error; `expected` says where a refusal is right. `--only zero3 moe` runs the cases whose names hold
 all these words. A case takes one to three minutes on two cores; all of them take about two hours.
+Results: experiments/rehearsals.md.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from peft import LoraConfig
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
@@ -134,6 +136,8 @@ def make_inputs(folder: Path) -> None:
     texts = [text for pair in pairs for text in pair]
     for name, values in {**ARCHITECTURES, "encoder": ENCODER, "vision": VISION}.items():
         _write_model(folder / name, values, texts=texts)
+    kind = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "./dense"}
+    LoraConfig(r=8, lora_alpha=16, **kind).save_pretrained(folder / "adapter")
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -209,6 +213,8 @@ def _odd_cases(folder: Path, processes: int) -> Iterator[Case]:
             "zero3",
             processes,
         ),
+        "saved adapter": ({"model": {**dense, "adapter": "./adapter"}}, "fsdp2", processes),
+        "microbatch auto": ({"model": dense, "train": {"microbatch_size": "auto"}}, "fsdp2", processes),
         "resume from a path": ({"model": dense, "checkpoint": {"resume": "./dense"}}, "ddp", processes),
         "remote folder": ({"model": dense, "run": {"folder": "s3://bucket/run"}}, "ddp", processes),
         "streamed rows": (

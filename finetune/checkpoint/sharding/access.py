@@ -163,11 +163,15 @@ class NamedState:
         return False
 
     def read_scalars(self) -> Scalars:
-        """Return the numbers in the optimizer's state."""
+        """Return the numbers in the optimizer's state of parameters that this rank has elements of.
+
+        Under FSDP1, those without have no gradient: what loading wrote for them is never counted on.
+        """
         return {
             name: numbers
             for name, shard in self._shards.items()
-            if (numbers := {key: _number(value) for key, value in self._numbers(shard).items()})
+            if (shard.is_replicated or shard.start < shard.stop)
+            and (numbers := {key: _number(value) for key, value in self._numbers(shard).items()})
         }
 
     @torch.no_grad()

@@ -22,7 +22,6 @@ SMALL_PARAMETERS = 3_000_000
 MAX_PARAMETERS = 300_000_000
 """A model that cannot be made smaller than that is refused: a few steps of it would take too long on a CPU."""
 
-_SEED = 0
 _IGNORED = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
 
 
@@ -75,10 +74,10 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
     )
 
 
-def build_small(config: PreTrainedConfig, section: ModelSection, *, head: str) -> PreTrainedModel:
+def build_small(config: PreTrainedConfig, section: ModelSection, *, head: str, seed: int = 0) -> PreTrainedModel:
     """Return the small model with random weights, of the class that its config names where transformers has it."""
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(_SEED)
+        torch.manual_seed(seed)
         return _build(config, section, head=head)
 
 

@@ -21,9 +21,11 @@ MAX_FILE_BYTES = 256 << 20
 _FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "1_*/*.json", "2_*/*.json"]
 
 
-def write_model_copy(architecture: Architecture, section: ModelSection, *, head: str, folder: Path) -> None:
+def write_model_copy(
+    architecture: Architecture, section: ModelSection, *, head: str, folder: Path, seed: int = 0
+) -> None:
     """Write the folder; raises ModelError where the real one's files cannot be had."""
-    model = build_small(architecture.config, section, head=_saved_head(architecture, head))
+    model = build_small(architecture.config, section, head=_saved_head(architecture, head), seed=seed)
     model.save_pretrained(folder)
     source = _source_folder(section)
     for path in _small_files(source):

@@ -207,7 +207,7 @@ class _Phases:
         section = ModelSection(name=name, trust_remote_code=config.model.trust_remote_code)
         architecture = shrink_architecture(section, head="causal_lm", sizes=wanted_sizes(config))
         folder = self._folder / "teacher"
-        write_model_copy(architecture, section, head="causal_lm", folder=folder)
+        write_model_copy(architecture, section, head="causal_lm", folder=folder, seed=1)  # not the student: loss 0
         self._replace([Change("task.distillation.teacher", name, str(folder), "made small as the model is")])
 
     def _choose_rows(self, config: RunConfig, schedule: Schedule) -> None:

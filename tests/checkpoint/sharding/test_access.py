@@ -54,6 +54,30 @@ def test_each_parameter_has_its_own_shape_and_its_part_of_the_state(flat, optimi
     assert state.read_scalars() == {"a": {"step": 1.0}, "b": {"step": 1.0}}
 
 
+def test_a_rank_without_elements_of_a_parameter_does_not_say_how_often_it_was_updated():
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (2, 0)]
+    optimizer = torch.optim.AdamW(parameters)
+
+    def shard(tensor):
+        return ShardView(
+            tensor=tensor,
+            local_view=torch.Tensor.detach,
+            shape=(2,),
+            start=0,
+            stop=tensor.numel(),
+            is_trained=True,
+            is_replicated=False,
+        )
+
+    layout = StateLayout(shards=dict(zip("ab", map(shard, parameters), strict=True)))
+    state = NamedState(layout, optimizer, device=torch.device("cpu"), loss_scale=LossScale(scaler=None, deepspeed=None))
+    state.begin_writing()  # creates state for both, as a resume does
+    state.write_scalars({"a": {"step": 2.0}, "b": {"step": 2.0}})
+    parameters[0].grad = torch.ones(2)  # FSDP1 gives the other one no gradient here
+    optimizer.step()
+    assert state.read_scalars() == {"a": {"step": 3.0}}
+
+
 def test_a_parameter_that_was_never_updated_has_zeros_beside_one_that_was(optimizer, flat, state):
     flat.grad = torch.ones(6)
     optimizer.step()

@@ -84,6 +84,7 @@ def test_a_mistake_of_the_strategy_is_the_error_of_the_run_itself(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_checkpoint_that_cannot_be_written_is_its_phase(tmp_path):
     attempts = "; ".join(["save.write step=2 do=no_space"] * 3)
