@@ -1,8 +1,7 @@
 """Several hosts on one machine: network namespaces, joined by a bridge; needs root.
 
 Each host has an interface `eth0` with an address of its own, a loopback of its own, and whatever runs in it. Hosts can
-be killed, cut off and connected again. The file system is shared, as a cluster's is. The kernel here has no `netem`, so
-a link is slowed by `tbf`, which limits its rate.
+be killed. The file system is shared, as a cluster's is.
 """
 
 import json
@@ -60,23 +59,6 @@ class Host:
         for program in self.programs:
             program.wait()
         self.programs.clear()
-
-    def pause(self, *, is_paused: bool) -> None:
-        """Stop all processes of this host where they are, or let them go on."""
-        for pid in self.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
-
-    def connect(self, *, is_connected: bool) -> None:
-        """Plug the cable in, or pull it."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "up" if is_connected else "down")
-
-    def limit_rate(self, megabits: int) -> None:
-        """Send no more than this a second from now on."""
-        rate = ("rate", f"{megabits}mbit", "burst", "64kbit", "latency", "400ms")
-        subprocess.run(
-            ["tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate], check=True
-        )
 
 
 @contextmanager

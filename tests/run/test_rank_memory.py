@@ -78,7 +78,7 @@ def test_accumulation_under_fsdp2_takes_no_more_than_a_shard(device, measured, f
     assert "gradients are reduced after each of the 4 microbatches" in accumulated.output
     assert accumulated.losses() == pytest.approx(alone.losses(), rel=2e-2)
     more = accumulated.of_rank(0)["step_bytes"][-1] - alone.of_rank(0)["step_bytes"][-1]
-    limit = {"cpu": 1e6, "cuda": 1e9}[device]  # gloo's threads let go of what was sent when they come to it
+    limit = {"cpu": 1e6, "cuda": 1e9}[device]  # on a CPU 0.16 MB alone, once 0.64 beside other tests: not known why
     figure("fsdp2: memory that accumulation 4 takes more than accumulation 1, bytes", more, at_most=limit)
 
 
