@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.commands.plan.cost.collectives import LINK_SHARE, NETWORK_SHARE, Cluster
+from finetune.commands.plan.cost.collectives import HOP_SECONDS, LINK_SHARE, NETWORK_SHARE, Cluster
 from finetune.commands.plan.cost.step_time import TRAINING_SHARE, Device
 from finetune.errors import UserError
 from finetune.runtime.gpus.specifications import GpuKind, find_gpu, require_gpu
@@ -51,6 +51,7 @@ class Hardware:
             ranks_per_node=self.gpus_per_node,
             link_bandwidth=kind.link_bandwidth * LINK_SHARE.get(kind.link, LINK_SHARE["PCIe"]),
             network_bandwidth=kind.network_bandwidth * NETWORK_SHARE,
+            hop_seconds=HOP_SECONDS.get(kind.link, HOP_SECONDS["PCIe"]),
         )
 
     def device(self, dtype: str) -> Device:

@@ -1,9 +1,13 @@
 """How long collectives take over the links within a machine and the network between machines.
 
 Bandwidth: every rank sends `(n - 1) / n` of the bytes in an all-gather or reduce-scatter and twice that in an
-all-reduce (Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms"; NCCL's `busbw`). Over several machines,
-what crosses the network is shared by all ranks of a machine, each with its own path, and the slower of the two counts.
-Latency: a ring has `n - 1` hops; an all-reduce over machines is a tree, `2 log2(machines)` (NCCL 2.4, 2019).
+all-reduce (Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms"; NCCL's `busbw`). A ring goes through all
+ranks of a machine and then to the next one, so that as much crosses the network, shared by the paths of all ranks of
+the machine (each has its own network card, or a part of one); the slower of the two counts.
+Latency: as NCCL estimates it to choose an algorithm (`src/graph/tuning.cc`). A ring has `n - 1` hops, of which one per
+machine but the first crosses the network; an all-reduce goes there and back, by a ring or by a tree over the machines,
+`2 log2(machines)`, whichever is shorter. NCCL has no tree for all-gathers and reduce-scatters of several GPUs per
+machine: their latency grows with the number of ranks.
 """
 
 import math
@@ -17,13 +21,13 @@ NETWORK_SHARE = 0.8
 """Of the network's bandwidth."""
 
 LAUNCH_SECONDS = 12e-6
-"""Of starting a collective's kernel."""
+"""Of starting a collective: its kernel, and what NCCL assumes of the algorithm itself (8.4 us)."""
 
-HOP_SECONDS = 1.5e-6
-"""Between two GPUs of one machine."""
+HOP_SECONDS = {"NVLink": 3.4e-6, "Infinity Fabric": 3.4e-6, "PCIe": 5.7e-6}
+"""Between two GPUs of one machine, for large messages (NCCL 2.19 to 2.28, `hwLatencies`, ring, protocol Simple)."""
 
-NETWORK_HOP_SECONDS = 6e-6
-"""Between two machines."""
+NETWORK_HOP_SECONDS = 14e-6
+"""Between two machines (ditto)."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +38,22 @@ class Cluster:
     ranks_per_node: int
     link_bandwidth: float
     network_bandwidth: float  # of one rank: the machine's divided by its ranks
+    hop_seconds: float = HOP_SECONDS["NVLink"]
+    network_hop_seconds: float = NETWORK_HOP_SECONDS
 
     @property
     def num_nodes(self) -> int:
         """Return the number of machines."""
         return -(-self.num_ranks // self.ranks_per_node)
 
-    def within_node(self) -> "Cluster":
-        """Return the ranks of one machine alone."""
-        return replace(self, num_ranks=min(self.num_ranks, self.ranks_per_node))
+    def shard_group(self, num_shards: int) -> "Cluster":
+        """Return the ranks that hold one copy of what is split over so many ranks: neighbours."""
+        return replace(self, num_ranks=num_shards)
 
-    def across_nodes(self) -> "Cluster":
-        """Return one rank of each machine, as HSDP's copies speak to each other."""
-        return replace(self, num_ranks=self.num_nodes, ranks_per_node=1)
+    def replica_group(self, num_shards: int) -> "Cluster":
+        """Return the ranks that hold the same shard, one of each copy, as HSDP's copies speak to each other."""
+        per_node = max(1, self.ranks_per_node // num_shards)
+        return replace(self, num_ranks=self.num_ranks // num_shards, ranks_per_node=per_node)
 
 
 def all_gather_seconds(size_bytes: float, cluster: Cluster) -> float:
@@ -57,7 +64,7 @@ def all_gather_seconds(size_bytes: float, cluster: Cluster) -> float:
     """
     if cluster.num_ranks == 1:
         return 0.0
-    return _ring_seconds(size_bytes, cluster) + _latency_seconds(cluster)
+    return _ring_seconds(size_bytes, cluster) + LAUNCH_SECONDS + _ring_hops(cluster)
 
 
 reduce_scatter_seconds = all_gather_seconds
@@ -67,24 +74,31 @@ reduce_scatter_seconds = all_gather_seconds
 def all_reduce_seconds(size_bytes: float, cluster: Cluster) -> float:
     """Return how long it takes until every rank has the sum of all ranks' `size_bytes`.
 
-    >>> round(all_reduce_seconds(32e9, Cluster(8, 8, 350e9, 40e9)), 4)  # 2 x 32 GB x 7/8 / 350 GB/s
+    >>> round(all_reduce_seconds(32e9, Cluster(8, 8, 350e9, 40e9)), 3)  # 2 x 32 GB x 7/8 / 350 GB/s
     0.16
     """
     if cluster.num_ranks == 1:
         return 0.0
-    tree = 2 * math.ceil(math.log2(cluster.num_nodes)) * NETWORK_HOP_SECONDS if cluster.num_nodes > 1 else 0.0
-    inside = 2 * (min(cluster.num_ranks, cluster.ranks_per_node) - 1) * HOP_SECONDS
-    return 2 * _ring_seconds(size_bytes, cluster) + LAUNCH_SECONDS + inside + tree
+    return 2 * _ring_seconds(size_bytes, cluster) + LAUNCH_SECONDS + min(_tree_hops(cluster), 2 * _ring_hops(cluster))
 
 
 def _ring_seconds(size_bytes: float, cluster: Cluster) -> float:
     """Return the time of one round of the bytes: over the links, or over the network where that takes longer."""
-    ranks, nodes = cluster.num_ranks, cluster.num_nodes
-    within = size_bytes * (ranks - 1) / ranks / cluster.link_bandwidth if cluster.ranks_per_node > 1 else 0.0
-    node_bandwidth = cluster.network_bandwidth * min(ranks, cluster.ranks_per_node)
-    return max(within, size_bytes * (nodes - 1) / nodes / node_bandwidth)
+    ranks, per_node = cluster.num_ranks, min(cluster.num_ranks, cluster.ranks_per_node)
+    slowest = cluster.link_bandwidth if per_node > 1 else math.inf
+    if cluster.num_nodes > 1:
+        slowest = min(slowest, cluster.network_bandwidth * per_node)
+    return size_bytes * (ranks - 1) / ranks / slowest
 
 
-def _latency_seconds(cluster: Cluster) -> float:
-    inside = (cluster.num_ranks - cluster.num_nodes) / cluster.num_nodes * HOP_SECONDS
-    return LAUNCH_SECONDS + inside + (cluster.num_nodes - 1) * NETWORK_HOP_SECONDS
+def _ring_hops(cluster: Cluster) -> float:
+    """Return the seconds of a message on its way from rank to rank through all of them."""
+    within = cluster.num_ranks - cluster.num_nodes
+    return within * cluster.hop_seconds + (cluster.num_nodes - 1) * cluster.network_hop_seconds
+
+
+def _tree_hops(cluster: Cluster) -> float:
+    """Return the seconds of a message through one machine and up the tree of the machines, and back."""
+    within = min(cluster.num_ranks, cluster.ranks_per_node) - 1
+    levels = math.ceil(math.log2(cluster.num_nodes))
+    return 2 * (within * cluster.hop_seconds + levels * cluster.network_hop_seconds)

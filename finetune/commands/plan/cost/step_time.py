@@ -2,12 +2,14 @@
 
 The roofline (Williams et al., 2009, "Roofline: an insightful visual performance model"): matrix products at a share of
 the peak, everything between them at a share of the memory's bandwidth, the update likewise, and never faster than the
-host can launch kernels. Communication runs beside the computation that it is overlapped with; what does not fit beside
-it, and the first or last layer of it, is waited for.
+host can launch kernels. Communication runs beside the computation that it is overlapped with, and slows it; what does
+not fit beside it, and the first or last piece of it, is waited for. All ranks wait for the slowest.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from finetune.commands.plan.cost.collectives import (
     Cluster,
@@ -36,7 +38,24 @@ HOST_UPDATE_BYTES = 30.0
 """The same on the host, by DeepSpeedCPUAdam."""
 
 OVERLAP_SHARE = 0.9
-"""Of the computation, how much of the communication can run beside: both use the device's memory and processors."""
+"""Of the computation, how much of the communication can run beside: dependencies leave gaps at both ends."""
+
+CONTENTION_SHARE = 1 - 1 / 1.189
+"""Of the time of hidden communication, what it takes from the computation beside it, as both use the device's
+processors and memory: computation is 18.9% slower on average (Lee et al., 2025, arXiv:2507.03114, abstract)."""
+
+STRAGGLER_NOISE = 0.04
+"""Standard deviation of the time that one rank computes in a step, as a share of it: clocks, temperatures, the host.
+The one number fitted to published scaling; `python benchmarks/scaling.py --fit` repeats the fit without each source."""
+
+STRAGGLER_FREE_RANKS = 8
+"""TRAINING_SHARE is of runs on up to so many: their stragglers are in it."""
+
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients that DDP reduces at a time (torch's `bucket_cap_mb`); ZeRO's buckets are not smaller here."""
+
+ZERO_GATHER_BYTES = 1e9
+"""Of updated weights that ZeRO-1 and -2 gather at a time: DeepSpeed's `allgather_bucket_size`, 5e8 numbers."""
 
 
 @dataclass(frozen=True)
@@ -99,25 +118,52 @@ class _Pass:
     backward: float
 
 
-def step_time(strategy: str, work: Work, *, device: Device, cluster: Cluster) -> StepTime:
-    """Return the time of a step under the strategy (a name of `accelerate_configs`), with gradients accumulated."""
+def step_time(
+    strategy: str, work: Work, *, device: Device, cluster: Cluster, hsdp_shards: int | None = None
+) -> StepTime:
+    """Return the time of a step under the strategy (a name of `accelerate_configs`), with gradients accumulated.
+
+    `hsdp_shards` ranks hold one copy under HSDP; None: those of a machine.
+    """
+    shards = num_shards(strategy, cluster, hsdp_shards=hsdp_shards)
     computed = _pass_seconds(strategy, work, device=device)
-    exposed, hidden = _communication(strategy, work, computed=computed, cluster=cluster)
+    exposed, hidden = _communication(strategy, work, computed=computed, cluster=cluster, shards=shards)
+    computation = work.num_microbatches * (computed.forward + computed.backward)
     parts = {
-        "computation": work.num_microbatches * (computed.forward + computed.backward),
+        "computation": computation,
         "communication": exposed,
-        "update": _update_seconds(strategy, work, device=device, cluster=cluster),
+        "contention": CONTENTION_SHARE * hidden,
+        "stragglers": straggler_share(cluster.num_ranks) * computation,
+        "update": _update_seconds(strategy, work, device=device, shards=shards),
     }
     if strategy.endswith("_offload"):
         parts["transfers"] = _transfer_seconds(strategy, work, device=device, cluster=cluster)
     return StepTime(parts, hidden)
 
 
-def num_shards(strategy: str, cluster: Cluster) -> int:
+def num_shards(strategy: str, cluster: Cluster, *, hsdp_shards: int | None = None) -> int:
     """Return over how many ranks a strategy splits what it splits; 1 for those that split nothing."""
     if strategy in ("single", "ddp"):
         return 1
-    return cluster.within_node().num_ranks if strategy == "hsdp" else cluster.num_ranks
+    if strategy != "hsdp":
+        return cluster.num_ranks
+    return min(cluster.num_ranks, hsdp_shards or cluster.ranks_per_node)
+
+
+def straggler_share(num_ranks: int) -> float:
+    """Return how much longer than on a machine of 8 ranks the slowest of so many computes, as a share of the mean.
+
+    The expected largest of n normal numbers (Blom, 1958, "Statistical estimates and transformed beta-variables") grows
+    like the square root of log n.
+
+    >>> [round(straggler_share(each), 3) for each in (8, 64, 512, 4096)]
+    [0.0, 0.036, 0.064, 0.087]
+    """
+    return STRAGGLER_NOISE * max(0.0, _expected_largest(num_ranks) - _expected_largest(STRAGGLER_FREE_RANKS))
+
+
+def _expected_largest(count: int) -> float:
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def _pass_seconds(strategy: str, work: Work, *, device: Device) -> _Pass:
@@ -136,40 +182,51 @@ def _pass_seconds(strategy: str, work: Work, *, device: Device) -> _Pass:
     return _Pass(forward, seconds - forward)
 
 
-def _communication(strategy: str, work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
+def _communication(strategy: str, work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> tuple[float, float]:
     """Return the seconds of a step in which communication is waited for, and those in which it is hidden."""
     if cluster.num_ranks == 1:
         return 0.0, 0.0
     name = strategy.removesuffix("_offload")
     if name == "ddp":
-        return _overlapped(all_reduce_seconds(work.gradient_bytes, cluster), computed.backward, pieces=work.num_layers)
+        return _reduced_in_buckets(work, computed=computed, cluster=cluster)
     if name in ("zero1", "zero2"):
         return _partitioned(name, work, computed=computed, cluster=cluster)
-    return _sharded(name, work, computed=computed, cluster=cluster)
+    return _sharded(work, computed=computed, cluster=cluster, shards=shards)
+
+
+def _reduced_in_buckets(work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
+    """Return what is waited for and hidden of reducing all gradients once beside a backward pass."""
+    buckets = max(1, math.ceil(work.gradient_bytes / BUCKET_BYTES))
+    seconds = buckets * all_reduce_seconds(work.gradient_bytes / buckets, cluster)
+    return _overlapped(seconds, computed.backward, pieces=buckets)
 
 
 def _partitioned(name: str, work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
-    """ZeRO-1 reduces gradients once a step, ZeRO-2 after each microbatch; both gather updated weights afterwards."""
+    """ZeRO-1 reduces gradients once a step, ZeRO-2 after each microbatch; both gather updated weights afterwards.
+
+    DeepSpeed (0.19) all-reduces whole buckets although a rank needs its share alone.
+    """
     times = work.num_microbatches if name == "zero2" else 1
-    exposed, hidden = _overlapped(
-        reduce_scatter_seconds(work.gradient_bytes, cluster), computed.backward, pieces=work.num_layers
-    )
-    return times * exposed + all_gather_seconds(work.trained_weight_bytes, cluster), times * hidden
+    exposed, hidden = _reduced_in_buckets(work, computed=computed, cluster=cluster)
+    pieces = max(1, math.ceil(work.trained_weight_bytes / ZERO_GATHER_BYTES))
+    gather = pieces * all_gather_seconds(work.trained_weight_bytes / pieces, cluster)
+    return times * exposed + gather, times * hidden
 
 
-def _sharded(name: str, work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
-    """FSDP and ZeRO-3 gather weights for each pass and reduce gradients; HSDP within a machine, then across."""
-    group = cluster.within_node() if name == "hsdp" else cluster
+def _sharded(work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> tuple[float, float]:
+    """FSDP and ZeRO-3 gather weights for each pass and reduce gradients; HSDP within a copy, then across copies."""
+    group = cluster.shard_group(shards)
     pieces = work.num_collective_layers or work.num_layers
     gather = pieces * all_gather_seconds(work.weight_bytes / pieces, group)
     reduce = pieces * reduce_scatter_seconds(work.gradient_bytes / pieces, group)
     forward = _overlapped(gather, computed.forward, pieces=pieces)
     backward = _overlapped(gather + reduce, computed.backward, pieces=pieces)
     exposed, hidden = (work.num_microbatches * (one + other) for one, other in zip(forward, backward, strict=True))
-    if name == "hsdp" and cluster.num_nodes > 1:
-        shard = work.gradient_bytes / group.num_ranks
-        across = _overlapped(all_reduce_seconds(shard, cluster.across_nodes()), computed.backward, pieces=pieces)
-        exposed, hidden = exposed + across[0], hidden + across[1]
+    if shards < cluster.num_ranks:
+        across = pieces * all_reduce_seconds(work.gradient_bytes / shards / pieces, cluster.replica_group(shards))
+        room = max(0.0, computed.backward - backward[1] / OVERLAP_SHARE)  # what the last backward pass still can hide
+        last = _overlapped(across, room, pieces=pieces)
+        exposed, hidden = exposed + last[0], hidden + last[1]
     return exposed, hidden
 
 
@@ -179,9 +236,9 @@ def _overlapped(seconds: float, beside: float, *, pieces: int) -> tuple[float, f
     return exposed, seconds - exposed
 
 
-def _update_seconds(strategy: str, work: Work, *, device: Device, cluster: Cluster) -> float:
+def _update_seconds(strategy: str, work: Work, *, device: Device, shards: int) -> float:
     """Return the time of clipping and update of this rank's share of the trained parameters."""
-    own = work.num_trained / num_shards(strategy, cluster)
+    own = work.num_trained / shards
     if strategy.endswith("_offload"):
         return HOST_UPDATE_BYTES * own / device.host_bandwidth
     return UPDATE_BYTES * own / (device.memory_bandwidth * MEMORY_SHARE)
