@@ -44,7 +44,7 @@ CONTENTION_SHARE = 1 - 1 / 1.189
 """Of the time of hidden communication, what it takes from the computation beside it, as both use the device's
 processors and memory: computation is 18.9% slower on average (Lee et al., 2025, arXiv:2507.03114, abstract)."""
 
-STRAGGLER_NOISE = 0.04
+STRAGGLER_NOISE = 0.036
 """Standard deviation of the time that one rank computes in a step, as a share of it: clocks, temperatures, the host.
 The one number fitted to published scaling; `python benchmarks/scaling.py --fit` repeats the fit without each source."""
 
@@ -157,7 +157,7 @@ def straggler_share(num_ranks: int) -> float:
     like the square root of log n.
 
     >>> [round(straggler_share(each), 3) for each in (8, 64, 512, 4096)]
-    [0.0, 0.036, 0.064, 0.087]
+    [0.0, 0.032, 0.057, 0.078]
     """
     return STRAGGLER_NOISE * max(0.0, _expected_largest(num_ranks) - _expected_largest(STRAGGLER_FREE_RANKS))
 

@@ -1,0 +1,97 @@
+"""Machines that the curves are drawn for: of the package's table, or as `finetune doctor --json` measured them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from finetune.commands.doctor.facts.launch import Facts, LinkFacts, PairSpeed
+from finetune.commands.doctor.link.strategies import bus_bandwidth
+from finetune.commands.plan.cost.collectives import Cluster
+from finetune.commands.plan.cost.step_time import TRAINING_SHARE, Device
+from finetune.commands.plan.hardware import Hardware, parse_hardware
+from finetune.errors import UserError
+from finetune.runtime.gpus.specifications import GpuKind, find_gpu
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of many equal machines: what one of its ranks computes and sends. `cluster` is of a single machine."""
+
+    name: str
+    device: Device
+    cluster: Cluster
+    memory_bytes: int
+
+    def of(self, num_ranks: int) -> Cluster:
+        """Return so many ranks on such machines."""
+        return replace(self.cluster, num_ranks=num_ranks)
+
+
+def listed(gpu: str, *, per_node: int = 8, network_gbit: float | None = None, name: str | None = None) -> Machine:
+    """Return a machine with GPUs of the table; `network_gbit` is of the whole machine. Raises UserError."""
+    hardware = parse_hardware(f"{per_node}x{gpu}", num_nodes=1, network_gbit=network_gbit)
+    network = hardware.kind.network_bandwidth * per_node * 8 / 1e9
+    return _from_table(hardware, name or f"{per_node}x {hardware.kind.name}, {network:,.0f} Gbit/s per machine")
+
+
+def usual() -> tuple[Machine, ...]:
+    """Return the machines that docs/scaling.md is drawn for."""
+    return (
+        listed("H100-80GB", network_gbit=3200, name="8x H100, InfiniBand 8 x 400 Gbit/s"),
+        listed("A100-80GB", network_gbit=1600, name="8x A100-80GB, InfiniBand 8 x 200 Gbit/s"),
+        listed("H100-80GB", network_gbit=100, name="8x H100, Ethernet 100 Gbit/s"),
+    )
+
+
+def measured(facts: Facts, *, gpu: str | None = None, network_gbit: float | None = None) -> Machine:
+    """Return the machine of `doctor --json`: its matrix product, all-reduce and latencies replace those of the table.
+
+    Memory bandwidth and, with one machine alone, the network are the table's. Raises UserError where the facts have no
+    link, or where neither they nor `--gpu` name a GPU of the table.
+    """
+    if facts.link is None or facts.world < 2:
+        raise UserError("--facts: no link was measured. Run `doctor --json` on several ranks: accelerate launch -m ...")
+    kind = _kind(facts, gpu)
+    per_node = max(1, facts.world // max(1, len(facts.hosts)))
+    base = _from_table(parse_hardware(f"{per_node}x{kind.name}", num_nodes=1, network_gbit=network_gbit), "")
+    flops = min(rank.flops_per_second for rank in facts.ranks)
+    device = base.device if flops <= 0 else replace(base.device, flops=flops * TRAINING_SHARE)
+    cluster = _measured_cluster(base.cluster, facts, facts.link)
+    several = f"{len(facts.hosts)} x " if len(facts.hosts) > 1 else ""
+    return Machine(f"measured: {several}{per_node}x {kind.name}", device, cluster, base.memory_bytes)
+
+
+def _from_table(hardware: Hardware, name: str) -> Machine:
+    kind = hardware.kind
+    return Machine(name, hardware.device("bf16"), hardware.cluster, kind.memory_bytes)
+
+
+def _kind(facts: Facts, gpu: str | None) -> GpuKind:
+    name = gpu if gpu is not None else facts.ranks[0].device
+    kind = find_gpu(name)
+    if kind is None:
+        raise UserError(f"--facts: `{name}` is not in the table of GPUs. Write --gpu with the kind that is most like it.")
+    return kind
+
+
+def _measured_cluster(base: Cluster, facts: Facts, link: LinkFacts) -> Cluster:
+    """Return the cluster with what was measured: of one machine its links, of several the network between them too."""
+    host = {rank.rank: rank.hostname for rank in facts.ranks}
+    inside = [pair for pair in link.pairs if host.get(pair.first) == host.get(pair.second)]
+    across = [pair for pair in link.pairs if host.get(pair.first) != host.get(pair.second)]
+    speed = bus_bandwidth(link, world=facts.world)
+    found = replace(base, hop_seconds=_latency(inside, base.hop_seconds))
+    if len(facts.hosts) == 1:
+        return replace(found, link_bandwidth=speed)
+    return replace(
+        found,
+        link_bandwidth=max(speed, median(pair.bytes_per_second for pair in inside) if inside else base.link_bandwidth),
+        network_bandwidth=speed / base.ranks_per_node,  # a ring leaves each machine once: that is its whole bandwidth
+        network_hop_seconds=_latency(across, base.network_hop_seconds),
+    )
+
+
+def _latency(pairs: Sequence[PairSpeed], otherwise: float) -> float:
+    return median(pair.latency_seconds for pair in pairs) if pairs else otherwise
+
+
