@@ -29,6 +29,7 @@ from finetune.model.loading.architecture import load_model_config  # noqa: E402
 from finetune.model.memory.step import read_shapes  # noqa: E402
 
 from scaling_model.curves import Load  # noqa: E402
+from scaling_model.gloo import measure  # noqa: E402
 from scaling_model.machines import Machine, listed, measured, usual  # noqa: E402
 from scaling_model.models import BY_NAME, Model, model_of  # noqa: E402
 from scaling_model.tables import Table, curve_table, fit_table, page_tables, paying_table  # noqa: E402
@@ -51,8 +52,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        as_rows = {name: [dict(zip(each.heads, row, strict=True)) for row in each.rows] for name, each in tables.items()}
-        print(json.dumps(as_rows, indent=1))
+        print(json.dumps({name: each.records() for name, each in tables.items()}, indent=1))
     else:
         print("\n\n".join(f"{name}\n{table.text()}" for name, table in tables.items()))
     return 0
@@ -107,13 +107,11 @@ def _model(name: str) -> tuple[str, Model]:
 
 
 def _gloo_table() -> Table:
-    from scaling_model.gloo import measure  # starts processes, which need torch: for this table alone
-
     rows = []
     for each in measure():
         cells = [
-            f"{each.steps[name] * 1e3:.1f} / {each.modelled[name] * 1e3:.1f} ms = {each.steps[name] / each.modelled[name]:.2f}"
-            for name in each.steps
+            f"{seconds * 1e3:.1f} / {each.modelled[name] * 1e3:.1f} ms = {seconds / each.modelled[name]:.2f}"
+            for name, seconds in each.steps.items()
         ]
         speed = f"{each.bytes_per_second / 1e9:.2f} GB/s" if each.steps else ""
         rows.append((str(each.world), f"{each.computed * 1e3:.1f} ms", speed, *(cells or ["", ""])))

@@ -8,7 +8,7 @@ from finetune.commands.plan.cost.step_time import StepTime, step_time
 from finetune.commands.plan.hardware import USABLE_SHARE
 
 from scaling_model.machines import Machine
-from scaling_model.models import GRADIENT_BYTES, Model
+from scaling_model.models import Model
 
 WORLDS = tuple(8 << power for power in range(10))
 """8 to 4,096."""
@@ -55,7 +55,7 @@ class Spot:
 
     @property
     def efficiency(self) -> float:
-        """Return which part of the step computes: what a GPU does, as a share of what one does that waits for nobody."""
+        """Return which part of the step computes: what is left of a GPU that waits for nobody."""
         return self.time.parts["computation"] / self.time.seconds
 
     @property
@@ -78,8 +78,6 @@ def spot(strategy: str, num_gpus: int, model: Model, machine: Machine, load: Loa
         samples=share[0],
         microbatches=share[1],
         recomputed=1.0,
-        is_lora=False,
-        gradient_bytes=GRADIENT_BYTES,
     )
     found = []
     for shards in shard_choices(strategy, num_gpus, machine):

@@ -7,7 +7,7 @@ what the model says of it: bytes, pieces, hops, and what can be hidden.
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -95,16 +95,17 @@ def _rank(rank: int, world: int, port: int, queue: "torch.multiprocessing.Simple
 
 def _steps(world: int) -> tuple[float, dict[str, float], LinkFacts | None]:
     """Return the seconds of a step without communication, of steps with it, and the link. Collective."""
-    computed = _slowest(_stepper(_layers()))
+    alone = {"computed": _stepper(_layers())}
     if world == 1:
-        return computed, {}, None
+        return _in_turn(alone)["computed"], {}, None
     link = measure_link()
     sharded = _layers()
     for layer in sharded:
         fully_shard(layer)
     fully_shard(sharded)
-    steps = {"ddp": _slowest(_stepper(DistributedDataParallel(_layers()))), "fsdp2": _slowest(_stepper(sharded))}
-    return computed, steps, link
+    together = {"ddp": _stepper(DistributedDataParallel(_layers())), "fsdp2": _stepper(sharded)}
+    found = _in_turn({**alone, **together})
+    return found["computed"], {name: found[name] for name in together}, link
 
 
 def _layers() -> nn.Sequential:
@@ -124,14 +125,18 @@ def _stepper(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def _slowest(step: Callable[[], None]) -> float:
-    """Return the median time of a step that all ranks begin together, each round that of the slowest. Collective."""
-    found = []
+def _in_turn(steppers: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Return the median time of each kind of step, that of the slowest rank. Collective.
+
+    One follows the other in each round, so that what else the machine does slows all of them alike.
+    """
+    found: dict[str, list[float]] = {name: [] for name in steppers}
     for _ in range(_WARM_UP + ROUNDS):
-        dist.barrier()
-        started = time.perf_counter()
-        step()
-        seconds = torch.tensor([time.perf_counter() - started])
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        found.append(float(seconds))
-    return median(found[_WARM_UP:])
+        for name, step in steppers.items():
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            seconds = torch.tensor([time.perf_counter() - started])
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            found[name].append(float(seconds))
+    return {name: median(times[_WARM_UP:]) for name, times in found.items()}

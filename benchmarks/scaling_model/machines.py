@@ -70,7 +70,7 @@ def _kind(facts: Facts, gpu: str | None) -> GpuKind:
     name = gpu if gpu is not None else facts.ranks[0].device
     kind = find_gpu(name)
     if kind is None:
-        raise UserError(f"--facts: `{name}` is not in the table of GPUs. Write --gpu with the kind that is most like it.")
+        raise UserError(f"--facts: `{name}` is not in the table of GPUs. Write --gpu with a similar one.")
     return kind
 
 
@@ -93,5 +93,3 @@ def _measured_cluster(base: Cluster, facts: Facts, link: LinkFacts) -> Cluster:
 
 def _latency(pairs: Sequence[PairSpeed], otherwise: float) -> float:
     return median(pair.latency_seconds for pair in pairs) if pairs else otherwise
-
-

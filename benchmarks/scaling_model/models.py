@@ -28,7 +28,14 @@ class Model:
     is_fused: bool = False  # kernels fused by hand or by torch.compile
 
     def work(
-        self, *, length: int, samples: int, microbatches: int, recomputed: float, is_lora: bool, gradient_bytes: float = 4.0
+        self,
+        *,
+        length: int,
+        samples: int,
+        microbatches: int,
+        recomputed: float,
+        is_lora: bool = False,
+        gradient_bytes: float = GRADIENT_BYTES,
     ) -> Work:
         """Return work as `step_work` makes it, with the FLOPs that a tracer counts.
 

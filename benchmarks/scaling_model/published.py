@@ -17,7 +17,7 @@ TOKENS, TFLOPS, RELATIVE = "tokens/s", "TFLOP/s", "of the first"
 
 @dataclass(frozen=True)
 class Point:
-    """One number of GPUs: the samples of a rank's microbatch, how many of them are accumulated, and what was measured."""
+    """One number of GPUs: samples of a rank's microbatch, accumulated microbatches, and what was measured."""
 
     num_gpus: int
     samples: int
@@ -92,7 +92,6 @@ def _time(series: Series, point: Point) -> StepTime:
         samples=point.samples,
         microbatches=point.microbatches,
         recomputed=series.recomputed,
-        is_lora=False,
         gradient_bytes=series.gradient_bytes,
     )
     return step_time(series.strategy, work, device=device, cluster=hardware.cluster, hsdp_shards=series.hsdp_shards)

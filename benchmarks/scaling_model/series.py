@@ -18,7 +18,7 @@ PLACES = {
     TITAN: "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3",
     FSDP_PAPER: "Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 5.4 and figure 7 (b, c)",
     MEGATRON: "Narayanan et al., Megatron-LM, arXiv:2104.04473, table 2 (rows ZeRO-3), sections 5.2 and 5.9",
-    IBM: "IBM and Meta, Maximizing training throughput using PyTorch FSDP, pytorch.org/blog/maximizing-training, table 1",
+    IBM: "IBM and Meta, Maximizing training throughput using FSDP, pytorch.org/blog/maximizing-training, table 1",
     FERNANDEZ: "Fernandez et al., Hardware scaling trends and diminishing returns, arXiv:2411.13055",
 }
 
@@ -71,9 +71,7 @@ def _one_card(series: Series) -> Series:
 
 def _ibm(size: str, strategy: str, recomputed: float, *, a100: float, h100: float) -> tuple[Series, Series]:
     name = f"Llama-2-{size}"
-    slow = Series(
-        *(IBM, name, LLAMA_2[size], "A100-80GB", 400, strategy, 4096, recomputed), _points((128, 2, 1, a100))
-    )
+    slow = Series(*(IBM, name, LLAMA_2[size], "A100-80GB", 400, strategy, 4096, recomputed), _points((128, 2, 1, a100)))
     return slow, replace(slow, gpu="H100-80GB", network_gbit=800, points=_points((96, 2, 1, h100)))
 
 
@@ -132,5 +130,5 @@ def counted() -> list[Series]:
 
 
 def fitted() -> list[Series]:
-    """Return those of them that STRAGGLER_NOISE is fitted to: nothing but the number of GPUs differs. Others are held out."""
+    """Return those that STRAGGLER_NOISE is fitted to: nothing but the number of GPUs differs; others are held out."""
     return [each for each in counted() if each.has_one_microbatch]

@@ -27,6 +27,10 @@ class Table:
         lines = [self.heads, tuple("---" for _ in self.heads), *self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
+    def records(self) -> list[dict[str, str]]:
+        """Return each row by its heads."""
+        return [dict(zip(self.heads, row, strict=True)) for row in self.rows]
+
     def text(self) -> str:
         """Return the table with its columns below each other."""
         lines = [self.heads, *self.rows]
@@ -52,15 +56,15 @@ def errors_table() -> Table:
     for name, belongs in groups.items():
         errors = [each for series in counted() if belongs(series) for each in change_errors(series)]
         rows.append((name, str(len(errors)), *_spread(errors)))
-    slow = [each for series in SERIES if "one of 8 cards" in series.name for each in change_errors(series)]
+    slow = [each for series in SERIES if _use(series) == "explains" for each in change_errors(series)]
     rows.append(("held out: ZeRO-3 with one of 8 network cards (an explanation)", str(len(slow)), *_spread(slow)))
-    unsure = [each for series in SERIES if series.unit == RELATIVE and not series.is_counted for each in change_errors(series)]
+    unsure = [each for series in SERIES if _use(series) == "unsure" for each in change_errors(series)]
     rows.append(("held out: FSDP to 2,048 GPUs (microbatch assumed)", str(len(unsure)), *_spread(unsure)))
     return Table(("changes", "number", "median", "median without sign", "largest without sign"), rows)
 
 
 def fit_table() -> Table:
-    """Return the noise fitted to all sources but one, and the errors of that one's changes would it be used."""
+    """Return the noise fitted to all sources, and to all but one."""
     rows = [("none", f"{fitted_noise(fitted()):.3f}")]
     for source in dict.fromkeys(each.source for each in fitted()):
         rows.append((source, f"{fitted_noise([each for each in fitted() if each.source != source]):.3f}"))
@@ -128,7 +132,6 @@ def page_tables() -> Mapping[str, Table]:
 def _published_row(each: Compared) -> tuple[str, ...]:
     series, point = each.series, each.point
     digits = 2 if series.unit == RELATIVE else 0
-    use = "fitted" if series in fitted() else "held out" if series.is_counted else "explains" if series.unit != RELATIVE else "unsure"
     return (
         series.source,
         series.name,
@@ -138,8 +141,17 @@ def _published_row(each: Compared) -> tuple[str, ...]:
         f"{each.modelled:,.{digits}f}",
         "" if each.level_error is None else f"{each.level_error:+.0%}",
         "" if each.change_error is None else f"{each.change_error:+.1%}",
-        use,
+        _use(series),
     )
+
+
+def _use(series: Series) -> str:
+    """Return what the series is for."""
+    if series.is_explained:
+        return "missed"
+    if not series.is_counted:
+        return "unsure" if series.unit == RELATIVE else "explains"
+    return "fitted" if series in fitted() else "held out"
 
 
 def _spread(errors: Sequence[float]) -> tuple[str, str, str]:

@@ -8,47 +8,10 @@ from statistics import median
 
 import pytest
 
-from finetune.commands.plan.cost.step_time import Work, step_time
+from finetune.commands.plan.cost.step_time import step_time
 from finetune.commands.plan.hardware import parse_hardware
-from finetune.commands.plan.work import (
-    ADAPTED_TRAFFIC_PER_HIDDEN,
-    FUSED_TRAFFIC_PER_HIDDEN,
-    TRAFFIC_PER_HIDDEN,
-    TRAFFIC_PER_INTERMEDIATE,
-)
 
-
-@dataclass(frozen=True)
-class Model:
-    parameters: float
-    layers: int
-    hidden: int
-    intermediate: int
-    vocabulary: int
-    is_tied: bool = False
-    is_fused: bool = False  # kernels fused by hand or by torch.compile
-
-    def work(self, *, length: int, samples: int, microbatches: int, recomputed: float, is_lora: bool) -> Work:
-        """Work as `step_work` makes it, with the FLOPs that a tracer counts: 6 per weight, 12 layers hidden length."""
-        embedding = self.vocabulary * self.hidden
-        weights = self.parameters - (0 if self.is_tied else embedding)
-        attention = 12 * self.layers * self.hidden * length
-        traffic = FUSED_TRAFFIC_PER_HIDDEN if self.is_fused else TRAFFIC_PER_HIDDEN
-        traffic += ADAPTED_TRAFFIC_PER_HIDDEN if is_lora else 0
-        trained = 0.01 * self.parameters if is_lora else self.parameters
-        return Work(
-            num_tokens=samples * length,
-            num_microbatches=microbatches,
-            flops_per_token=(4 if is_lora else 6) * weights + attention,
-            recomputed_flops_per_token=recomputed * (2 * (weights - embedding) + attention / 3),
-            traffic_per_token=self.layers * (traffic * self.hidden + TRAFFIC_PER_INTERMEDIATE * self.intermediate),
-            num_layers=self.layers,
-            num_parameters=int(self.parameters),
-            num_trained=int(trained),
-            weight_bytes=2 * self.parameters,
-            gradient_bytes=4 * trained,
-            trained_weight_bytes=2 * trained,
-        )
+from scaling_model.models import LLAMA_8B, LLAMA_13B, LLAMA_70B, MPT, QWEN_7B, Model
 
 
 @dataclass(frozen=True)
@@ -87,18 +50,6 @@ class Published:
         """How much faster the model is than the measurement, as a share of it."""
         return self.modelled / self.tokens_per_second_per_gpu - 1
 
-
-LLAMA_8B = Model(8.03e9, 32, 4096, 14336, 128256)
-LLAMA_70B = Model(70.55e9, 80, 8192, 28672, 128256)
-LLAMA_13B = Model(14.84e9, 40, 5120, 17920, 128256)
-MPT = {
-    "125M": Model(125_311_488, 12, 768, 3072, 50368, is_tied=True, is_fused=True),
-    "1B": Model(1_315_950_592, 24, 2048, 8192, 50368, is_tied=True, is_fused=True),
-    "7B": Model(6_658_859_008, 32, 4096, 16384, 50368, is_tied=True, is_fused=True),
-    "30B": Model(29_975_214_080, 48, 7168, 28672, 50368, is_tied=True, is_fused=True),
-    "70B": Model(64_862_437_376, 80, 8192, 32768, 50368, is_tied=True, is_fused=True),
-}
-QWEN_7B = Model(7.72e9, 32, 4096, 11008, 151936)
 
 _TITAN = "torchtitan, docs/performance.md"
 _TITAN_H100 = "torchtitan, benchmarks/llama3_h100 (500 W, 2.4 TB/s)"
