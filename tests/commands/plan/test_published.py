@@ -1,6 +1,6 @@
 """The cost model against throughputs that others have measured and published. docs/planning.md has the same table.
 
-`python -m tests.commands.plan.test_published` prints it.
+`PYTHONPATH=.:benchmarks python -m tests.commands.plan.test_published` prints it.
 """
 
 from dataclasses import dataclass, replace
