@@ -105,7 +105,7 @@ def finish(
 def _run_loop(parts: Parts, progress: Progress, *, supervision: Supervision) -> str:
     if parts.accelerator.device.type == "cpu":
         keep_freed_memory()
-    supervision.watchdog.begin_training()
+    supervision.begin_training()
     try:
         return train(parts, progress)
     except NonFiniteError:  # raised on every rank alike, so they can still communicate

@@ -45,7 +45,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     uploader = make_uploader(context.loaded)
     with supervised_run(context, startup) as supervision:
         code = _train(context, supervision, uploader=uploader, checksums=checksums)
-    return distributed.shut_down(code, afterwards=partial(_upload_rest, context, uploader))
+    return distributed.shut_down(code, afterwards=partial(_upload_rest, context, uploader, supervision))
 
 
 def _train(
@@ -90,9 +90,9 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
     return BuiltRun(training_data, data.plan, prepared, make_step_task(context, training_data.task, prepared))
 
 
-def _upload_rest(context: RunContext, uploader: Uploader, code: int) -> int:
+def _upload_rest(context: RunContext, uploader: Uploader, supervision: Supervision, code: int) -> int:
     """Upload what is left, when no other process waits for this one any more; return the exit code."""
     code = uploader.finish(code)
     if code == 0:
         push_final(context.loaded)
-    return code
+    return supervision.sentinel.exit(code)

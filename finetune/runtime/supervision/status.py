@@ -106,6 +106,11 @@ class StatusFile:
             **{"ended_by": None, "exit_code": None, "host": me.host, "pid": me.pid, "ranks": [asdict(me)]},
         }
 
+    @property
+    def launch(self) -> str:
+        """Return the name that all processes of this launch share."""
+        return self._launch
+
     def start(self) -> None:
         """Write a new file in place of that of the last launch."""
         if self._rank == 0:
