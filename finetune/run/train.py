@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig
 from finetune.errors import DiskError
+from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.timing import StartupTimer
 from finetune.run.build.data import PreparedData, prepare_data, verify_before_training
 from finetune.run.build.microbatch.resolve import resolve_microbatch_size
@@ -64,10 +65,14 @@ def _train(
     with supervision.startup.phase("longest batch"):
         context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
     restored = replace(restored, built=built)
-    reporter = uploader.watch_reporter(open_run_folder(context, built))
+    costs = InterruptionCosts(supervision.status.add, hours_stated=context.config.run.hours_between_interruptions)
+    reporter = uploader.watch_reporter(open_run_folder(context, built, costs=costs))
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):
         fitted = fit(context, restored, reporter=reporter, supervision=supervision)
-        return finish(context, restored, fitted, reporter=reporter, supervision=supervision)
+        code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)
+    for line in costs.lines:
+        context.log(line)
+    return code
 
 
 def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, supervision: Supervision) -> BuiltRun:
