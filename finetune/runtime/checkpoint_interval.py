@@ -14,6 +14,9 @@ twentieth of the time between them."""
 _CLOSE = 2.0
 """By this factor the interval may be off the best one: the optimum is flat, and a quarter of the loss is added."""
 
+_CHEAP = 0.005
+"""Of the steps' time: saving more often than need be for so little is no loss."""
+
 
 def young_interval(*, save: float, between_failures: float) -> float:
     """Return the computation between two checkpoints that loses least: `sqrt(2 save x between_failures)`.
@@ -63,7 +66,7 @@ def best_interval(*, save: float, write: float, between_failures: float) -> floa
 class IntervalAdvice:
     """How often to save, from what a save and a step have taken; `every_steps` is what the job has, None only the end.
 
-    An interruption loses half of an interval on average; seconds lost are those of steps.
+    An interruption loses half of an interval on average.
     """
 
     save_seconds: float
@@ -71,13 +74,35 @@ class IntervalAdvice:
     is_stated: bool  # by the user; else observed
     every_steps: int | None
     best_steps: int
-    lost_seconds: float | None  # by an interruption, as the job is; None where it saves only at the end
-    best_lost_seconds: float
+    step_seconds: float
 
     @property
-    def is_close(self) -> bool:
+    def lost_seconds(self) -> float | None:
+        """Return what an interruption loses as the job is; None where it saves only at the end."""
+        return None if self.every_steps is None else self.every_steps * self.step_seconds / 2
+
+    @property
+    def best_lost_seconds(self) -> float:
+        """Return what an interruption loses with the best interval."""
+        return self.best_steps * self.step_seconds / 2
+
+    @property
+    def save_share(self) -> float:
+        """Return the share of the steps' time that saving adds as the job is."""
+        return 0.0 if self.every_steps is None else self.save_seconds / (self.every_steps * self.step_seconds)
+
+    @property
+    def best_save_share(self) -> float:
+        """Return the same with the best interval."""
+        return self.save_seconds / (self.best_steps * self.step_seconds)
+
+    @property
+    def is_right(self) -> bool:
         """Tell whether another interval would gain next to nothing."""
-        return self.every_steps is not None and 1 / _CLOSE <= self.every_steps / self.best_steps <= _CLOSE
+        if self.every_steps is None:
+            return False
+        is_cheap = self.every_steps < self.best_steps and self.save_share < _CHEAP
+        return is_cheap or 1 / _CLOSE <= self.every_steps / self.best_steps <= _CLOSE
 
 
 def advise_interval(
@@ -101,6 +126,5 @@ def advise_interval(
         is_stated=is_stated,
         every_steps=every_steps,
         best_steps=best,
-        lost_seconds=None if every_steps is None else every_steps * step_seconds / 2,
-        best_lost_seconds=best * step_seconds / 2,
+        step_seconds=step_seconds,
     )

@@ -107,15 +107,17 @@ def advice_line(advice: IntervalAdvice | None) -> str:
     source = "stated" if advice.is_stated else "observed"
     every = f"an interruption every {_hours(advice.hours_between_interruptions)} ({source})"
     cost = f"a save costs {advice.save_seconds:.2g} s"
-    if advice.is_close:
-        return f"{cost}; with {every}, checkpoint.every_steps: {advice.every_steps} is right (best {advice.best_steps})"
-    now = (
-        f"now only at the end, and an interruption loses everything; then {_minutes(advice.best_lost_seconds)}"
-        if advice.lost_seconds is None
-        else f"now {advice.every_steps:,}: an interruption loses {_minutes(advice.lost_seconds)} of steps on average, "
-        f"then {_minutes(advice.best_lost_seconds)}"
-    )
-    return f"{cost}; with {every}, save every {advice.best_steps:,} steps ({now})"
+    if advice.is_right:
+        return f"{cost}; with {every}, checkpoint.every_steps: {advice.every_steps} is right"
+    best = f"with {every}, save every {advice.best_steps:,} steps"
+    if advice.lost_seconds is None:
+        now = f"now only at the end: an interruption loses everything, then {_minutes(advice.best_lost_seconds)}"
+    elif advice.lost_seconds > advice.best_lost_seconds:
+        lost = f"an interruption loses {_minutes(advice.lost_seconds)} of steps on average"
+        now = f"now {advice.every_steps:,}: {lost}, then {_minutes(advice.best_lost_seconds)}"
+    else:
+        now = f"now {advice.every_steps:,}: saving adds {advice.save_share:.1%}, then {advice.best_save_share:.1%}"
+    return f"{cost}; {best} ({now})"
 
 
 def restart_rows(history: RunHistory) -> list[list[str]]:

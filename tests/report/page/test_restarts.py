@@ -126,13 +126,20 @@ def test_there_is_advice_only_where_something_was_measured():
     assert interval_advice(history_of(*killed_and_resumed()), hours_stated=None) is not None
 
 
-def test_the_advice_in_words():
-    events = [started(config={"checkpoint": {"every_steps": 5000}}), *(taken(step, 1.0) for step in (1, 2)), saved(2)]
-    line = advice_line(interval_advice(history_of(*events), hours_stated=6.0))
-    assert line == (
-        "a save costs 0.4 s; with an interruption every 6 h (stated), save every 600 steps (now 5,000: an "
-        "loses 20.8 min of steps on average, then 2.5 min)"
-    )
+SENTENCES = {
+    5000: "save every 600 steps (now 5,000: an interruption loses 20.8 min of steps on average, then 2.5 min)",
+    None: "save every 600 steps (now only at the end: an interruption loses everything, then 2.5 min)",
+    10: "save every 600 steps (now 10: saving adds 8.0%, then 0.1%)",
+    500: "checkpoint.every_steps: 500 is right",
+}
+
+
+@pytest.mark.parametrize("every", SENTENCES)
+def test_the_advice_in_words(every: int | None):
+    config = {"checkpoint": {"every_steps": every}}
+    history = history_of(started(config=config), *(taken(step, 1.0) for step in (1, 2)), saved(2))
+    line = advice_line(interval_advice(history, hours_stated=6.0))
+    assert line == f"a save costs 0.4 s; with an interruption every 6 h (stated), {SENTENCES[every]}"
 
 
 def test_the_status_is_written_only_when_it_changes():

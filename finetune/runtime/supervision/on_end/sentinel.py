@@ -32,6 +32,9 @@ from finetune.runtime.supervision.on_end.outcome import (
 )
 from finetune.runtime.text.terminal import format_json
 
+REPLACED = signal.SIGUSR1
+"""Sent to the sentinel of an earlier start by that of a new one."""
+
 _TICK_SECONDS = 1.0
 _SUSPENDED_SECONDS = 30.0  # between two ticks: the machine or this process slept, and nobody was idle
 _EXIT_SECONDS = 60.0  # after a process has announced its end: one that lives on is not the run's alone
@@ -48,20 +51,25 @@ class Sentinel:
         self._announced: Mapping[str, Any] | None = None
         self._announced_at = self._ended_at = float("inf")
         self._last_beat = self._last_tick = time.monotonic()
-        self._is_called_off = False
+        self._is_called_off = self._is_replaced = False
         self._claim = Path(order.run_folder) / f".on_end-{order.host}.json"
         self._log = EndLog(Path(order.log))
 
     def claim(self) -> None:
-        """Take the place of the sentinel of an earlier start on this machine; one that lives is not needed any more."""
+        """Take the place of the sentinel of an earlier start on this machine, which ends if it is still there."""
         before = _read_object(self._claim)
-        if _lives((before.get("pid"), before.get("created"))) and before.get("has_trained") is True:
-            self._order = replace(self._order, has_trained=True)
+        pid = before.get("pid")
+        if before.get("launch") != self._order.launch and _lives((pid, before.get("created"))):
+            if before.get("has_trained") is True:
+                self._order = replace(self._order, has_trained=True)
+            with suppress(OSError):
+                os.kill(pid, REPLACED)
         self._write_claim()
 
     def wait(self) -> RunEnd | None:
         """Return the end for which the command is due; None where there is nothing to do."""
         signal.signal(signal.SIGTERM, self._call_off)
+        signal.signal(REPLACED, self._give_way)
         while not self._is_called_off:
             self._listen()
             action = next_action(self._look(), self._order)
@@ -100,6 +108,9 @@ class Sentinel:
         self._is_called_off = True
         self._log(f"{_now()} {self._order.host}: called off by {signal.Signals(number).name}")
 
+    def _give_way(self, number: int, frame: object) -> None:
+        self._is_replaced = True
+
     def _look(self) -> Seen:
         now = time.monotonic()
         if now - self._last_tick > _SUSPENDED_SECONDS:
@@ -109,13 +120,12 @@ class Sentinel:
         while not is_alive and self._source is not None and select.select([self._source], [], [], 0)[0]:
             self._read()  # the last words of a process that has just ended
         self._ended_at = float("inf") if is_alive else min(self._ended_at, now)
-        claimed = _read_object(self._claim)
         status = _read_object(Path(self._order.run_folder) / "status.json")
         return Seen(
             is_alive=is_alive,
             quiet_seconds=now - self._last_beat,
             ended_seconds=now - self._ended_at,
-            is_replaced=claimed.get("launch", self._order.launch) != self._order.launch,
+            is_replaced=self._is_replaced,
             end=end_of_run(self._announced, status, order=self._order),
         )
 
