@@ -59,7 +59,8 @@ class Sentinel:
         """Take the place of the sentinel of an earlier start on this machine, which ends if it is still there."""
         before = _read_object(self._claim)
         pid = before.get("pid")
-        if before.get("launch") != self._order.launch and _lives((pid, before.get("created"))):
+        is_other = before.get("launch") != self._order.launch
+        if is_other and isinstance(pid, int) and _lives((pid, before.get("created"))):
             if before.get("has_trained") is True:
                 self._order = replace(self._order, has_trained=True)
             with suppress(OSError):
@@ -82,6 +83,8 @@ class Sentinel:
     def run(self, end: RunEnd) -> None:
         """Run the command, once, and log how it went."""
         order = self._order
+        for number in (signal.SIGTERM, REPLACED):
+            signal.signal(number, signal.SIG_IGN)  # a machine that goes down ends everything: the command may be why
         self._log(
             f"{_now()} {order.host}: {end.outcome} ({end.reason}, step {end.step}, exit code {end.exit_code}); runs "
             f"{order.shown}"
