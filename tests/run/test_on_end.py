@@ -51,7 +51,7 @@ def assert_nothing_was_left(said: list[str]) -> None:
 def test_one_process_ends_in_every_way(begin):
     """All at once: each takes a second, and the start of each some more."""
     finished = begin(None, name="end-finished", overrides=[*QUIET, on_end()])
-    nan = begin(None, name="end-nan", overrides=[*QUIET, on_end()], faults="backward step=3 do=nan")
+    nan = begin(None, name="end-nan", overrides=[*QUIET, on_end()], faults="forward step=3 do=nan")
     killed = begin(None, name="end-killed", overrides=[*QUIET, on_end()], faults="forward step=3 do=kill")
     stopped = begin(
         None, name="end-stopped", overrides=[*QUIET, on_end(["stopped"])], faults="forward step=3 do=terminate"
