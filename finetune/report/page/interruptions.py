@@ -8,6 +8,8 @@ from finetune.report.page.history import RunHistory
 from finetune.report.page.restarts import Restart
 from finetune.runtime.checkpoint_interval import IntervalAdvice, advise_interval
 
+_LONGEST_REASON = 60
+
 
 class InterruptionCosts:
     """Follows the history of a running run: keeps the status file up to date, and the lines for its end."""
@@ -125,18 +127,10 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     totals = history.restarts.totals()
     if not totals.restarts:
         return []
-    head = [
-        "start",
-        "the one before ended",
-        "resumed from step",
-        "steps again",
-        "waiting",
-        "start-up",
-        "steps again took",
-    ]
+    head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took"]
     rows = [_row(each) for each in history.restarts.recent]
     total = [
-        *(f"all {totals.restarts:,}", f"{totals.interruptions:,} interruptions", "", f"{totals.steps_redone:,}"),
+        *(f"all, {totals.interruptions:,} of them interruptions", "", f"{totals.steps_redone:,}"),
         *map(_minutes, (totals.down_seconds, totals.startup_seconds, totals.redone_seconds)),
     ]
     if totals.usd is None:
@@ -152,7 +146,8 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
 def _row(restart: Restart) -> list[str]:
     times = (restart.down_seconds, restart.startup_seconds, restart.redone_seconds)
     counts = (f"{restart.step:,}", f"{restart.steps_redone:,}")
-    return [f"{restart.number:,}", restart.reason, *counts, *map(_minutes, times)]
+    reason = restart.reason if len(restart.reason) <= _LONGEST_REASON else f"{restart.reason[:_LONGEST_REASON]}..."
+    return [f"{restart.number:,}, {reason}", *counts, *map(_minutes, times)]
 
 
 def _minutes(seconds: float) -> str:

@@ -64,7 +64,7 @@ def test_the_line_says_the_same():
 def test_without_a_price_there_is_no_cost():
     history = history_of(*killed_and_resumed())
     assert restart_facts(history)["usd"] is None
-    assert [len(row) for row in restart_rows(history)] == [7] * 3
+    assert [len(row) for row in restart_rows(history)] == [6] * 3
     history.restarts.set_price(2.0, source="--price")
     assert restart_facts(history)["usd"] == round(24 / 3600 * 4 * 2.0, 4)
     assert [row[-1] for row in restart_rows(history)] == ["cost", "$0.05", "$0.05"]
