@@ -88,7 +88,10 @@ GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sys.stderr.write": (),
     "sys.stdout.buffer": (),
     "sys.stderr.buffer": (),
-    "os.write": ("finetune.runtime.supervision.signals",),  # a line of its own, in a signal handler
+    "os.write": (
+        "finetune.runtime.supervision.signals",  # a line of its own, in a signal handler
+        *("finetune.runtime.supervision.on_end.start", "finetune.runtime.supervision.on_end.sentinel"),  # pipes
+    ),
 }
 """Ways round the guarded streams, and the modules that may go them: `print` and ForeignTextConsole are for the rest."""
 

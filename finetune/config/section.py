@@ -163,6 +163,6 @@ def _inside(config: Section, key: str) -> tuple[Section | None, str]:
     place: Any = config
     for part in sections:
         place = place[int(part)] if isinstance(place, tuple) else getattr(place, part)
-        if place is None:
+        if not isinstance(place, Section | tuple):  # null, or a text that stands for the section
             return None, name
     return place, name

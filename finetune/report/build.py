@@ -1,12 +1,13 @@
 """The `report:` section becomes one reporter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.config.sections.report import ReportSection
 from finetune.report.console import ConsoleReporter, choose_screen
 from finetune.report.jsonl import JsonlReporter
+from finetune.report.page.history import RunHistory
 from finetune.report.page.reporter import PageReporter
 from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, NullReporter, Reporter
@@ -23,10 +24,12 @@ def build_reporter(
     accelerator: Any,
     is_main: bool,
     notes: Sequence[str] = (),
+    on_read: Callable[[RunHistory], None] = lambda history: None,
 ) -> Reporter:
     """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
 
-    `notes` were printed already; they go to events.jsonl. Nothing is written before the first event.
+    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter. Nothing is written
+    before the first event.
     Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
     """
     check_trackers(section.trackers)
@@ -37,7 +40,7 @@ def build_reporter(
     reporters: list[Reporter] = [
         JsonlReporter(run_folder / EVENTS_FILE, notes=notes),
         ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
-        PageReporter(run_folder / EVENTS_FILE),
+        PageReporter(run_folder / EVENTS_FILE, on_read=on_read),
     ]
     if section.trackers:
         tracked = TrackersReporter(

@@ -25,6 +25,8 @@ class RunStarted(Event):
     config: Mapping[str, Any]
     flops_per_token: float | None = None  # of training, recomputation not counted; None where it is not known
     peak_flops_per_second: float | None = None  # of all ranks together; None on a CPU and on an unknown GPU
+    previous: Mapping[str, Any] = field(default_factory=dict)  # how the start before ended, as status.json said
+    device_price: Mapping[str, Any] = field(default_factory=dict)  # `usd_per_hour` of one device, and its `source`
 
 
 @dataclass(frozen=True)

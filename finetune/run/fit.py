@@ -1,9 +1,11 @@
 """From the first step to what the run leaves behind: train, export, report the end."""
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
@@ -13,7 +15,7 @@ from finetune.report.reporter import Reporter
 from finetune.run.build.loop import make_parts, remove_stop_file
 from finetune.run.context import RunContext
 from finetune.run.final_export import export_final
-from finetune.run.flops import peak_flops
+from finetune.run.flops import device_price, peak_flops
 from finetune.run.profiling import profile_parts
 from finetune.run.state.resume import RestoredRun
 from finetune.run.state.save import ReportingSaver
@@ -55,7 +57,7 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
             gpu=gpu,
         )
         parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
-        reporter(_run_started(context, restored))
+        reporter(_run_started(context, restored, previous=supervision.status.previous))
         started = time.monotonic()
         supervision.status.run(progress, num_steps=plan.num_steps)
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
@@ -64,7 +66,7 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
         return Fitted(_run_loop(parts, progress, supervision=supervision), started)
 
 
-def _run_started(context: RunContext, restored: RestoredRun) -> RunStarted:
+def _run_started(context: RunContext, restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunStarted:
     config, plan, prepared = context.config, restored.built.plan, restored.built.prepared
     return RunStarted(
         step=restored.progress.step,
@@ -76,6 +78,8 @@ def _run_started(context: RunContext, restored: RestoredRun) -> RunStarted:
         peak_flops_per_second=peak_flops(
             prepared.accelerator.device, precision=config.train.precision, world=plan.world
         ),
+        previous=previous,
+        device_price=device_price(prepared.accelerator.device, stated=config.report.price_per_device_hour),
     )
 
 
@@ -105,7 +109,7 @@ def finish(
 def _run_loop(parts: Parts, progress: Progress, *, supervision: Supervision) -> str:
     if parts.accelerator.device.type == "cpu":
         keep_freed_memory()
-    supervision.watchdog.begin_training()
+    supervision.begin_training()
     try:
         return train(parts, progress)
     except NonFiniteError:  # raised on every rank alike, so they can still communicate

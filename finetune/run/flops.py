@@ -1,5 +1,7 @@
 """What model FLOPs utilisation (MFU) is computed from: the arithmetic of a trained token, and the peak of the devices.
 
+And what a device costs.
+
 Chowdhery et al. (2022, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T per token, of which a third is the forward pass.
 What gradient checkpointing computes again is not counted: the utilisation is the model's, not the hardware's.
 """
@@ -12,6 +14,7 @@ from torch import nn
 from finetune.data.order.dataset_view import DatasetView
 from finetune.model.memory.step import read_shapes
 from finetune.runtime.gpus import find_gpu
+from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.parameters import num_values
 from finetune.task.model_inputs import unwrap_model
 from finetune.train.plan import Plan
@@ -72,6 +75,17 @@ def peak_flops(device: torch.device, *, precision: str, world: int) -> float | N
         return None
     uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
     return world * kind.peak_flops("tf32" if uses_tf32 else precision)
+
+
+def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any]:
+    """Return what a device costs, in USD per hour, and who says so; empty where that is not known, as on a CPU."""
+    if stated is not None:
+        return {"usd_per_hour": stated, "source": "report.price_per_device_hour"}
+    kind = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    price = lowest(prices_of(kind.name), "on_demand") if kind is not None else None
+    if price is None:
+        return {}
+    return {"usd_per_hour": price.on_demand, "source": f"{price.provider} on demand; {price.source}"}
 
 
 def _looked_up(model: nn.Module) -> set[int]:

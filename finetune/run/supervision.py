@@ -1,5 +1,8 @@
 """Supervision of a run from its start to its exit code: one writer, one status file, one first error, no orphans."""
 
+import os
+import platform
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,15 +18,20 @@ from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors, raise_file_limit
 from finetune.runtime.supervision import hang, signals, status
 from finetune.runtime.supervision.exit import ProcessExit, gather_peers, is_broken_collective, kill_children
+from finetune.runtime.supervision.on_end.outcome import Order
+from finetune.runtime.supervision.on_end.start import RunSentinel
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
 from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
 from finetune.runtime.supervision.watchdog import Watchdog, running_watchdog
 from finetune.runtime.supervision.writer_lock import lock_run_folder
+from finetune.runtime.text.terminal import printable
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE
 
 FINAL_REASONS = (FINISHED, EARLY_STOPPING)
 """Why a run may end so that its model is final; after a signal or a limit the run is to be resumed."""
+
+ON_END_LOG = "on_end.log"
 
 EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 """Every other end is a success; a machine that is reclaimed is to be replaced, as after SIGTERM."""
@@ -39,21 +47,30 @@ class Supervision:
     watchdog: Watchdog
     startup: StartupTimer
     folders: Sequence[Path]  # that the run writes to
+    sentinel: RunSentinel
 
     def gather_peers(self) -> None:
         """Learn which processes belong to the run, so that one that vanishes can be named. Collective."""
         self.process_exit.peers = gather_peers()
         self.status.met(self.process_exit.peers)
+        self.sentinel.start()
+        self.sentinel.watch(self.process_exit.peers, host=platform.node())
+
+    def begin_training(self) -> None:
+        """Leave it to the loop from now on to stop; a failure is one of training."""
+        self.watchdog.begin_training()
+        self.sentinel.begin_training()
 
     def end(self, reason: str) -> int:
         """Write the end of the run to the status file and return its exit code."""
-        code = EXIT_CODES.get(reason, 0)
-        state = status.FINISHED if reason in FINAL_REASONS else status.STOPPED
+        code, state = EXIT_CODES.get(reason, 0), _state_of(reason)
         self.status.end(state, reason=reason, exit_code=code)
+        self.sentinel.end_training(state, reason=reason)
         return code
 
     def end_finished(self, finished: FinishedRun, *, num_steps: int) -> int:
         """Report that there is nothing left to do, and return the exit code of a success."""
+        self.sentinel.call_off()  # who starts a run that is over may want to look at it
         path, reason = str(finished.checkpoint), finished.reason
         return record_finished(self.status, finished.progress, path, reason, num_steps=num_steps)
 
@@ -72,6 +89,10 @@ class Supervision:
                     self.watchdog.stop_before_training() or exit_from_error(error, rank=distributed.rank())
                 )
             raise
+
+
+def _state_of(reason: str) -> str:
+    return status.FINISHED if reason in FINAL_REASONS else status.STOPPED
 
 
 @contextmanager
@@ -93,11 +114,13 @@ def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Super
         file.start()
         leave = ProcessExit(file, rank=rank)
         watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
-        supervision = Supervision(
-            received, file, leave, watchdog, startup, folders=(folder, cache_folder(context.config.data))
-        )
+        sentinel = RunSentinel(_order_of_end(context, file))
+        folders = (folder, cache_folder(context.config.data))
+        supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, sentinel=sentinel)
         try:
             with running_watchdog(watchdog), supervision.recording_first_error():
+                if rank == 0:  # others once it is known that this run is the only one in the folder
+                    _start_sentinel(context, sentinel)
                 yield supervision
         except BaseException as error:
             if stop := watchdog.stop_before_training():  # whatever a signal interrupted
@@ -107,3 +130,41 @@ def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Super
             raise
         finally:
             kill_children()
+
+
+def _order_of_end(context: RunContext, file: StatusFile) -> Order | None:
+    """Return what `run.on_end` orders on this machine; None where nothing is to be run, or another rank starts it."""
+    section, rank = context.config.run.on_end_section, distributed.rank()
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if section is None or not is_first or (section.where == "first_host" and rank != 0):
+        return None
+    host = re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"
+    return Order(
+        command=section.command,
+        shown=printable(section.command),
+        when=section.when,
+        restart_seconds=section.restart_seconds,
+        idle_after_seconds=section.idle_after_seconds,
+        timeout_seconds=section.timeout_seconds,
+        run_folder=str(context.paths.folder),
+        log=str(context.paths.folder / (ON_END_LOG if rank == 0 else f"on_end-{host}.log")),
+        host=host,
+        launch=file.launch,
+        url=context.loaded.remote or "",
+    )
+
+
+def _start_sentinel(context: RunContext, sentinel: RunSentinel) -> None:
+    section = context.config.run.on_end_section
+    if section is None or (pid := sentinel.start()) is None:
+        return
+    who = "each machine" if section.where == "each_host" else "this machine"
+    context.log(
+        f"run.on_end: when the run ends ({', '.join(section.when)}), {who} runs `{printable(section.command)}`. "
+        f"Process {pid} waits for that; `kill {pid}` calls it off here."
+    )
+    if 1 in (os.getpid(), os.getppid()):
+        context.log(
+            "warning: run.on_end: the run, or its launcher, is the first process of a container, which ends with it: "
+            "the command cannot run after that. Start the container with --init."
+        )

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig
 from finetune.errors import DiskError
+from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.timing import StartupTimer
 from finetune.run.build.data import PreparedData, prepare_data, verify_before_training
 from finetune.run.build.microbatch.resolve import resolve_microbatch_size
@@ -45,7 +46,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     uploader = make_uploader(context.loaded)
     with supervised_run(context, startup) as supervision:
         code = _train(context, supervision, uploader=uploader, checksums=checksums)
-    return distributed.shut_down(code, afterwards=partial(_upload_rest, context, uploader))
+    return distributed.shut_down(code, afterwards=partial(_upload_rest, context, uploader, supervision))
 
 
 def _train(
@@ -64,10 +65,14 @@ def _train(
     with supervision.startup.phase("longest batch"):
         context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
     restored = replace(restored, built=built)
-    reporter = uploader.watch_reporter(open_run_folder(context, built))
+    costs = InterruptionCosts(supervision.status.add, hours_stated=context.config.run.hours_between_interruptions)
+    reporter = uploader.watch_reporter(open_run_folder(context, built, costs=costs))
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):
         fitted = fit(context, restored, reporter=reporter, supervision=supervision)
-        return finish(context, restored, fitted, reporter=reporter, supervision=supervision)
+        code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)
+    for line in costs.lines:
+        context.log(line)
+    return code
 
 
 def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, supervision: Supervision) -> BuiltRun:
@@ -90,9 +95,9 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
     return BuiltRun(training_data, data.plan, prepared, make_step_task(context, training_data.task, prepared))
 
 
-def _upload_rest(context: RunContext, uploader: Uploader, code: int) -> int:
+def _upload_rest(context: RunContext, uploader: Uploader, supervision: Supervision, code: int) -> int:
     """Upload what is left, when no other process waits for this one any more; return the exit code."""
     code = uploader.finish(code)
     if code == 0:
         push_final(context.loaded)
-    return code
+    return supervision.sentinel.exit(code)

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from finetune.commands.plan.cost.preemption import daly_interval, expected_time, young_interval
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import Job
 from finetune.commands.plan.strategies import StrategyPlan
 from finetune.commands.plan.work import checkpoint_bytes
 from finetune.model.size import optimizer_state_bytes
+from finetune.runtime.checkpoint_interval import best_interval, expected_time, young_interval
 from finetune.runtime.gpus.prices import Price
 
 SPOT_HOURS_PER_MACHINE = 24.0
@@ -22,10 +22,6 @@ DISK_BANDWIDTH = 1e9
 
 RESTART_SECONDS = 600.0
 """Until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
-
-MIN_INTERVAL_SECONDS = 300.0
-"""Between two checkpoints: more of them gain next to nothing, and each is a folder. Less where preemptions are
-frequent: a twentieth of the time between them."""
 
 _COPY_SHARE = 0.5
 """Of PCIe, what copying a checkpoint to host memory reaches."""
@@ -128,8 +124,7 @@ def plan_saving(job: Job, hardware: Hardware, plan: StrategyPlan, *, is_spot: bo
     stall = copy if job.config.checkpoint.asynchronous else copy + write
     between = _hours_between_failures(hardware, is_spot=is_spot, assumed=assumed) * 3600
     young = young_interval(save=stall, between_failures=between)
-    least = max(write, min(MIN_INTERVAL_SECONDS, between / 20))  # the one before must be written by then
-    interval = max(daly_interval(save=stall, between_failures=between), least)
+    interval = best_interval(save=stall, write=write, between_failures=between)
     return Saving(
         size_bytes=size,
         stall_seconds=stall,

@@ -103,6 +103,7 @@ def _run(config: RunConfig, folder: Path) -> Iterator[Change]:
     yield Change("data.cache_folder", _text(config.data.cache_folder), str(folder / "cache"), _OUTSIDE)
     yield Change("run.local_folder", _text(run.local_folder), None, _OUTSIDE)
     yield Change("run.spot_notice", run.spot_notice, None, "this machine has no such notices")
+    yield Change("run.on_end", None if run.on_end is None else "a command", None, _OUTSIDE)
     yield Change("report.trackers", list(config.report.trackers), [], _OUTSIDE)
     yield Change("report.project", config.report.project, None, _OUTSIDE)
     yield Change("report.log_every_steps", config.report.log_every_steps, 1, _FEW)

@@ -93,6 +93,7 @@ def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict
     changes = {
         "run.strategy": "null",
         "run.local_folder": "null",
+        "run.on_end": "null",
         "checkpoint.keep_best": "null",
         "train.early_stopping": "null",
         "evaluate": "null",

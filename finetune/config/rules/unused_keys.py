@@ -136,6 +136,11 @@ def _is_weighted(config: RunConfig) -> bool:
     return any(source.weight is not None for source in config.data.train.mix)
 
 
+def _runs_when(config: RunConfig, *, outcomes: frozenset[str]) -> bool:
+    section = config.run.on_end_section
+    return section is not None and not outcomes.isdisjoint(section.when)
+
+
 _ADAM = ("adamw", "adamw_8bit", "muon", "schedule_free_adamw")
 
 CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
@@ -193,6 +198,16 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey("export.merge", _can_merge, "there are no adapters that can be merged into the base"),
     ConditionalKey("export.private", _is_pushed, "it needs `export.push_to_hub`"),
     ConditionalKey("run.local_folder", _is_remote, "only a run at a URL has one, and `run.folder` is a path"),
+    ConditionalKey(
+        "run.on_end.idle_after_seconds",
+        partial(_runs_when, outcomes=frozenset({"idle"})),
+        "`run.on_end.when` does not have `idle`",
+    ),
+    ConditionalKey(
+        "run.on_end.restart_seconds",
+        partial(_runs_when, outcomes=frozenset({"failed", "failed_start", "stopped", "interrupted"})),
+        "`run.on_end.when` has no end after which a run is started again",
+    ),
     ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` the run does not resume"),
     ConditionalKey("report.expert_load", _has_no_router_loss, "`train.router_aux_loss` logs it already"),
     ConditionalKey("report.prometheus_address", _has_metrics, "it needs `report.prometheus`"),

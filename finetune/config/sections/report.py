@@ -46,4 +46,11 @@ class ReportSection(Section):
         "The address on which `/metrics` is served; `0.0.0.0` lets other machines read it, without a password.",
         "127.0.0.1",
     )
+    price_per_device_hour: float | None = key(
+        "US dollars for an hour of one device, for the cost of restarts; unset, the lowest price on demand that "
+        "`finetune plan` knows for the GPU.",
+        None,
+        ge=0.0,
+        le=1e6,
+    )
     project: str | None = key("Project name for the trackers; unset, the name of the run folder's parent.", None)

@@ -12,6 +12,7 @@ import numpy as np
 
 from finetune.report.console import throughput_unit
 from finetune.report.page.curves import Curve
+from finetune.report.page.restarts import RestartHistory
 
 EventFields = Mapping[str, Any]
 
@@ -65,6 +66,7 @@ class RunHistory:
         self.num_prompts_left_out = 0
         self.tokens = self.seconds = self.device_seconds = 0.0
         self.startup_seconds = 0.0
+        self.restarts = RestartHistory()
 
     def add(self, events: Sequence[EventFields]) -> None:
         """Add events in the order in which they were written."""
@@ -118,11 +120,13 @@ class RunHistory:
         self.ended = None
         if found := _WORLD.search(" ".join([*map(str, event.get("arithmetic", ())), str(event.get("strategy", ""))])):
             self.num_processes = int(found[1])
+        self.restarts.start(event, num_devices=self.num_processes)
         if self.step > event["step"]:
             self._go_back(event["step"])
 
     def _end(self, event: EventFields) -> None:
         self.ended = event
+        self.restarts.end(event)
 
     def _go_back(self, step: int) -> None:
         """Forget what came after the step."""
@@ -141,6 +145,7 @@ class RunHistory:
             answers.by_step = {at: text for at, text in answers.by_step.items() if at <= step}
 
     def _add_steps(self, batch: Sequence[EventFields]) -> None:
+        self.restarts.steps_taken(batch)
         while batch:
             if batch[0]["step"] <= self.step and self.last_step:
                 self._go_back(batch[0]["step"] - 1)
@@ -186,6 +191,7 @@ class RunHistory:
 
     def _add_startup(self, event: EventFields) -> None:
         self.startup = event
+        self.restarts.started_up(event)
         self.startup_seconds += sum(map(_number, event["seconds"].values()))
 
     def _add_skipped(self, event: EventFields) -> None:

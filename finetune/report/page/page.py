@@ -18,6 +18,7 @@ from finetune.report.page.facts import (
 )
 from finetune.report.page.history import RunHistory
 from finetune.report.page.html import TEMPLATES, render_page
+from finetune.report.page.interruptions import advice_line, interval_advice, restart_rows, stated_hours
 from finetune.runtime.files import atomic
 
 REPORT_FILE = "report.html"
@@ -34,6 +35,8 @@ RELOAD_SECONDS = 30
 def report_page(folder: Path, history: RunHistory, *, price: float | None = None, now: float | None = None) -> str:
     """Return the page of the run in the folder; `price` is that of a device for an hour, in USD."""
     now = time.time() if now is None else now
+    if price is not None:
+        history.restarts.set_price(price, source="--price")
     files = read_run_files(folder)
     state, sentence = run_state(history, files.status, now=now)
     start = history.starts[-1] if history.starts else {}
@@ -53,6 +56,9 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         smoothing=SMOOTHING,
         reload_seconds=RELOAD_SECONDS if state in ("starting", "running") else None,
         phases=phase_rows(history.profiles),
+        restarts=restart_rows(history),
+        restart_note=_restart_note(history),
+        advice=advice_line(interval_advice(history, hours_stated=stated_hours(history))),
         checkpoints=list(history.checkpoints)[-SHOWN_CHECKPOINTS:],
         skipped=list(history.skipped),
         num_skipped=history.num_skipped,
@@ -74,6 +80,13 @@ def write_report(folder: Path, history: RunHistory, *, price: float | None = Non
     page = report_page(folder, history, price=price)
     atomic.write_bytes(path, page.encode("utf-8", errors="backslashreplace"), survives_power_cut=False)
     return path
+
+
+def _restart_note(history: RunHistory) -> str:
+    """Return how the cost of restarts was counted."""
+    source = history.restarts.price_source
+    price = f" Cost: start-up and steps taken again, by the price of {source}." if source else ""
+    return f"Waiting is the time in which no process of the run was there.{price}"
 
 
 def _chart_data(name: str, history: RunHistory, *, price: float | None) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from finetune.report.events import Event
+from finetune.report.page.history import RunHistory
 from finetune.report.page.page import write_report
 from finetune.report.page.reader import EventsReader
 
@@ -22,10 +24,19 @@ class PageReporter:
     training only wakes the thread. It raises what the thread has met, at the next event or at the end.
     """
 
-    def __init__(self, events: Path, *, min_seconds: float = MIN_SECONDS, max_share: float = MAX_SHARE) -> None:
+    def __init__(
+        self,
+        events: Path,
+        *,
+        min_seconds: float = MIN_SECONDS,
+        max_share: float = MAX_SHARE,
+        on_read: Callable[[RunHistory], None] = lambda history: None,
+    ) -> None:
+        """`on_read` is called in the thread, with the history as of each page, before the page is written."""
         self._folder = events.parent
         self._reader = EventsReader(events)
         self._min_seconds, self._max_share = min_seconds, max_share
+        self._on_read = on_read
         self._news, self._ending = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._began = 0.0  # of the thread's own time
@@ -67,6 +78,7 @@ class PageReporter:
         self._news.clear()
         self._began = time.thread_time()
         self._reader.read_new(rest=self._rest)
+        self._on_read(self._reader.history)
         write_report(self._folder, self._reader.history)
         return max(self._min_seconds, self._seconds_due())
 

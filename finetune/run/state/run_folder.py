@@ -19,6 +19,7 @@ from finetune.data.workers import format_loader_settings, loader_settings, machi
 from finetune.errors import UserError
 from finetune.model.processing import Processing, load_saved_processing
 from finetune.report.build import build_reporter
+from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import Reporter
 from finetune.run.build.data_audit import write_audit
 from finetune.run.build.padding_free import resolve_padding_free
@@ -143,7 +144,7 @@ def _require_undamaged(folder: Path) -> None:
 SECRETS_REMOVED = "# As written, except for values that look like secrets: they are replaced by '[redacted]'.\n"
 
 
-def open_run_folder(context: RunContext, built: BuiltRun) -> Reporter:
+def open_run_folder(context: RunContext, built: BuiltRun, *, costs: InterruptionCosts) -> Reporter:
     """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective."""
     loaded, log, folder, training_data = context.loaded, context.log, context.paths.folder, built.training_data
     resources = machine_resources()
@@ -163,6 +164,7 @@ def open_run_folder(context: RunContext, built: BuiltRun) -> Reporter:
         accelerator=built.prepared.accelerator,
         is_main=distributed.is_main(),
         notes=log.messages,
+        on_read=costs,
     )
 
 

@@ -8,6 +8,8 @@ error       the first error: its rank, type and message; null unless it failed
 ended_by    the rank that ended the run on its own; null where all agreed
 exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 by a spot notice, 1 an error,
             2 something that the user can fix
+previous    how the start before it ended: state, reason, step and time; null at the first
+restarts    what restarts have cost, checkpoint_interval  how often to save: see docs/interruptions.md
 """
 
 import errno
@@ -48,7 +50,7 @@ class Peer:
 
 STATUS_FILE = "status.json"
 STARTING, RUNNING, FINISHED, STOPPED, FAILED = "starting", "running", "finished", "stopped", "failed"
-INTERRUPTED = "interrupted"
+INTERRUPTED, KILLED = "interrupted", "killed"
 
 _RANK_EXIT = TypeAdapter(tuple[str, int, str, str, int])
 
@@ -104,13 +106,33 @@ class StatusFile:
         self._facts: dict[str, Any] = {
             **{"state": STARTING, "step": 0, "num_steps": None, "checkpoint": None, "reason": None, "error": None},
             **{"ended_by": None, "exit_code": None, "host": me.host, "pid": me.pid, "ranks": [asdict(me)]},
+            "previous": None,
         }
+
+    @property
+    def launch(self) -> str:
+        """Return the name that all processes of this launch share."""
+        return self._launch
 
     def start(self) -> None:
         """Write a new file in place of that of the last launch."""
         if self._rank == 0:
             with suppress(OSError), self._alone():
+                self._facts["previous"] = previous_end(self._read())
                 self._write(self._facts)
+
+    @property
+    def previous(self) -> dict[str, Any]:
+        """Return how the start before this one ended; empty at the first."""
+        return self._facts["previous"] or {}
+
+    def add(self, facts: Mapping[str, Any]) -> None:
+        """Write down what else is known of the run, also when it has ended."""
+        self._facts |= facts
+        if self._rank == 0:
+            with suppress(OSError), self._alone():
+                is_ours = self.first() is None
+                self._write(self._facts | self._step() if is_ours else self._read() | dict(facts))
 
     def met(self, peers: Sequence[Peer]) -> None:
         """Name all processes of the run."""
@@ -230,6 +252,26 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
                 file.write(content + b" " * (room - len(content)) + b"\n")
                 return
     raise OSError(errno.ENOSPC, "there is no room for the final state of the run", str(path))
+
+
+def previous_end(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return how the launch ended that left these facts; one that never trained has only what came before it.
+
+    One that shows no end was killed.
+    """
+    if facts.get("num_steps") is None:
+        before = facts.get("previous")
+        return dict(before) if isinstance(before, dict) else None
+    error, state = facts.get("error"), facts.get("state")
+    name = error.get("type") if isinstance(error, dict) else None
+    is_killed = state in (STARTING, RUNNING)
+    reason = KILLED if is_killed else name or facts.get("reason") or state
+    return {
+        "state": FAILED if is_killed else state,
+        "reason": str(reason)[:_MAX_MESSAGE_CHARACTERS],
+        "step": facts.get("step"),
+        "time": facts.get("time"),
+    }
 
 
 def open_status_file(folder: Path, *, rank: int) -> StatusFile:

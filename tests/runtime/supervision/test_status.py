@@ -7,7 +7,15 @@ import pytest
 from finetune.errors import CheckpointError, DiskError, NonFiniteError
 from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
-from finetune.runtime.supervision.status import FINISHED, STOPPED, Peer, RankExit, StatusFile, exit_from_error
+from finetune.runtime.supervision.status import (
+    FINISHED,
+    STOPPED,
+    Peer,
+    RankExit,
+    StatusFile,
+    exit_from_error,
+    previous_end,
+)
 
 
 def status_of(folder, *, rank=0, launch="now", since=0.0, clock=lambda: 100.0) -> StatusFile:
@@ -149,3 +157,14 @@ def test_a_damaged_status_says_nothing_and_is_written_anew(tmp_path, content):
     assert status.first() is None
     status.start()
     assert read(tmp_path)["state"] == "starting"
+
+
+def test_a_start_knows_how_the_one_before_it_ended():
+    running = {"state": "running", "num_steps": 9, "step": 4, "time": 5.0, "reason": None, "error": None}
+    killed = previous_end(running)
+    assert killed == {"state": "failed", "reason": "killed", "step": 4, "time": 5.0}
+    error = {"rank": 0, "type": "Hang", "message": "..."}
+    assert previous_end({**running, "state": "failed", "error": error})["reason"] == "Hang"
+    assert previous_end({**running, "state": "stopped", "reason": "time limit"})["reason"] == "time limit"
+    assert previous_end({}) is None
+    assert previous_end({"state": "starting", "num_steps": None, "previous": killed}) == killed  # it never trained

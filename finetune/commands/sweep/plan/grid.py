@@ -12,7 +12,7 @@ from finetune.config.limits import MAX_LISTED
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
-from finetune.config.section import parent_keys
+from finetune.config.section import parent_keys, with_location
 from finetune.errors import ConfigError, Problem, UserError
 
 Values = Mapping[str, Any]
@@ -96,6 +96,12 @@ def load_run(job: Path, run: SweepRun, *, num_processes: int) -> LoadedConfig:
     """Return the config of the run, checked also for the number of processes; raises ConfigError."""
     loaded = load_config(job, run.overrides)
     require_divisible_batch(loaded, num_processes=num_processes)
+    if loaded.config.run.on_end is not None:
+        message = (
+            "it would run after each run of the sweep. Leave it out (`--set run.on_end=null`), and put the command "
+            "after the sweep: `finetune sweep ...; COMMAND`."
+        )
+        raise ConfigError([with_location(Problem("run.on_end", message), loaded.sources)], job.name)
     return loaded
 
 

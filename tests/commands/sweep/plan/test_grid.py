@@ -58,3 +58,8 @@ def test_facts_leave_out_what_is_swept_and_what_may_differ(job):
 def test_runs_share_tokenized_data_unless_a_swept_key_changes_it(job):
     loaded = check_runs(job, runs_of("train.learning_rate=1e-4,2e-4", "data.max_length=32,64"), num_processes=1)
     assert len({data_facts(each.config) for each in loaded.values()}) == 2
+
+
+def test_a_command_at_the_end_of_a_run_is_refused(job):
+    with pytest.raises(ConfigError, match=r"run.on_end: it would run after each run of the sweep"):
+        check_runs(job, runs_of("train.learning_rate=1e-4,2e-4", "run.on_end=reboot"), num_processes=1)

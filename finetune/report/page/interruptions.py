@@ -1,0 +1,158 @@
+"""What interruptions have cost a run and how often it should save: one line each, facts for status.json, a table."""
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+from finetune.report.page.history import RunHistory
+from finetune.report.page.restarts import Restart
+from finetune.runtime.checkpoint_interval import IntervalAdvice, advise_interval
+
+_LONGEST_REASON = 60
+
+
+class InterruptionCosts:
+    """Follows the history of a running run: keeps the status file up to date, and the lines for its end."""
+
+    def __init__(self, write: Callable[[Mapping[str, Any]], None], *, hours_stated: float | None) -> None:
+        self._write = write
+        self._hours_stated = hours_stated
+        self._written: Mapping[str, Any] = {}
+        self.lines: tuple[str, ...] = ()
+
+    def __call__(self, history: RunHistory) -> None:
+        """Take note of the history as it is now."""
+        advice = interval_advice(history, hours_stated=self._hours_stated)
+        facts = {"restarts": restart_facts(history), "checkpoint_interval": advice_facts(advice)}
+        self.lines = tuple(line for line in (restart_line(history), advice_line(advice)) if line)
+        if facts != self._written:
+            self._written = facts
+            self._write(facts)
+
+
+def interval_advice(history: RunHistory, *, hours_stated: float | None) -> IntervalAdvice | None:
+    """Return how often to save; None where no save or no step was measured, or no interruption observed or stated."""
+    totals = history.restarts.totals()
+    hours = hours_stated
+    if hours is None and totals.interruptions:
+        hours = (history.seconds + history.startup_seconds) / totals.interruptions / 3600
+    steps = [float(each["seconds"]) for each in history.recent]
+    if hours is None or not steps or not history.checkpoints:
+        return None
+    config = history.starts[-1].get("config") or {} if history.starts else {}
+    every = (config.get("checkpoint") or {}).get("every_steps")
+    return advise_interval(
+        save_seconds=median(float(each["stall_seconds"]) for each in history.checkpoints),
+        write_seconds=median(float(each["seconds"]) for each in history.checkpoints),
+        step_seconds=median(steps),
+        every_steps=every if isinstance(every, int) else None,
+        hours_between_interruptions=hours,
+        is_stated=hours_stated is not None,
+    )
+
+
+def stated_hours(history: RunHistory) -> float | None:
+    """Return `run.hours_between_interruptions` of the last start's config."""
+    config = history.starts[-1].get("config") or {} if history.starts else {}
+    hours = (config.get("run") or {}).get("hours_between_interruptions")
+    return float(hours) if isinstance(hours, int | float) else None
+
+
+def restart_facts(history: RunHistory) -> dict[str, Any]:
+    """Return the sums as plain values."""
+    totals = history.restarts.totals()
+    return {
+        "restarts": totals.restarts,
+        "interruptions": totals.interruptions,
+        "steps_redone": totals.steps_redone,
+        "lost_seconds": round(totals.lost_seconds, 1),
+        "down_seconds": round(totals.down_seconds, 1),
+        "startup_seconds": round(totals.startup_seconds, 1),
+        "redone_seconds": round(totals.redone_seconds, 1),
+        "usd": None if totals.usd is None else round(totals.usd, 4),
+        "price": history.restarts.price_source or None,
+    }
+
+
+def advice_facts(advice: IntervalAdvice | None) -> dict[str, Any] | None:
+    """Return the advice as plain values."""
+    if advice is None:
+        return None
+    return {
+        "save_seconds": round(advice.save_seconds, 3),
+        "hours_between_interruptions": round(advice.hours_between_interruptions, 3),
+        "is_stated": advice.is_stated,
+        "every_steps": advice.every_steps,
+        "best_steps": advice.best_steps,
+    }
+
+
+def restart_line(history: RunHistory) -> str:
+    """Return what restarts have cost in a line; empty where there was none."""
+    totals = history.restarts.totals()
+    if not totals.restarts:
+        return ""
+    parts = (
+        f"{totals.down_seconds / 60:.1f} waiting",
+        f"{totals.startup_seconds / 60:.1f} start-up",
+        f"{totals.redone_seconds / 60:.1f} for {totals.steps_redone:,} steps taken again",
+    )
+    usd = "" if totals.usd is None else f"; about ${totals.usd:,.2f} ({history.restarts.price_source})"
+    count = f"{totals.restarts:,} restart{'s' * (totals.restarts > 1)}"
+    return f"{count}: {totals.lost_seconds / 60:.1f} min lost = {' + '.join(parts)}{usd}"
+
+
+def advice_line(advice: IntervalAdvice | None) -> str:
+    """Return the advice in a line; empty where there is none."""
+    if advice is None:
+        return ""
+    source = "stated" if advice.is_stated else "observed"
+    every = f"an interruption every {_hours(advice.hours_between_interruptions)} ({source})"
+    cost = f"a save costs {advice.save_seconds:.2g} s"
+    if advice.is_right:
+        return f"{cost}; with {every}, checkpoint.every_steps: {advice.every_steps} is right"
+    best = f"with {every}, save every {advice.best_steps:,} steps"
+    if advice.lost_seconds is None:
+        now = f"now only at the end: an interruption loses everything, then {_minutes(advice.best_lost_seconds)}"
+    elif advice.lost_seconds > advice.best_lost_seconds:
+        lost = f"an interruption loses {_minutes(advice.lost_seconds)} of steps on average"
+        now = f"now {advice.every_steps:,}: {lost}, then {_minutes(advice.best_lost_seconds)}"
+    else:
+        now = f"now {advice.every_steps:,}: saving adds {advice.save_share:.1%}, then {advice.best_save_share:.1%}"
+    return f"{cost}; {best} ({now})"
+
+
+def restart_rows(history: RunHistory) -> list[list[str]]:
+    """Return a table: a row of names, then one for each restart, and their sums."""
+    totals = history.restarts.totals()
+    if not totals.restarts:
+        return []
+    head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took"]
+    rows = [_row(each) for each in history.restarts.recent]
+    total = [
+        *(f"all, {totals.interruptions:,} of them interruptions", "", f"{totals.steps_redone:,}"),
+        *map(_minutes, (totals.down_seconds, totals.startup_seconds, totals.redone_seconds)),
+    ]
+    if totals.usd is None:
+        return [head, *rows, total]
+    paid = [*("-" if each.usd is None else f"${each.usd:,.2f}" for each in history.restarts.recent)]
+    return [
+        [*head, "cost"],
+        *([*row, usd] for row, usd in zip(rows, paid, strict=True)),
+        [*total, f"${totals.usd:,.2f}"],
+    ]
+
+
+def _row(restart: Restart) -> list[str]:
+    times = (restart.down_seconds, restart.startup_seconds, restart.redone_seconds)
+    counts = (f"{restart.step:,}", f"{restart.steps_redone:,}")
+    reason = restart.reason if len(restart.reason) <= _LONGEST_REASON else f"{restart.reason[:_LONGEST_REASON]}..."
+    return [f"{restart.number:,}, {reason}", *counts, *map(_minutes, times)]
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:,.1f} min"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours * 60:.3g} min" if hours < 1 else f"{hours:.3g} h"

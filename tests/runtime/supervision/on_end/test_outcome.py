@@ -1,0 +1,141 @@
+"""How a run has ended, from what it announced, what it wrote down, or that it is gone; and when the command is due."""
+
+from dataclasses import asdict, replace
+from itertools import product
+from typing import get_args
+
+import pytest
+
+from finetune.config.sections import run as section
+from finetune.runtime.supervision.on_end.outcome import (
+    LEAVE,
+    OUTCOMES,
+    WAIT,
+    Order,
+    RunEnd,
+    Seen,
+    describe_end,
+    end_of_run,
+    next_action,
+)
+
+ORDER = Order(
+    command="true",
+    shown="true",
+    when=("finished", "failed", "idle"),
+    restart_seconds=60.0,
+    idle_after_seconds=3600.0,
+    timeout_seconds=10.0,
+    run_folder="/runs/a",
+    log="/runs/a/on_end.log",
+    host="here",
+    launch="here:1",
+    processes=((1, 2.0),),
+    has_trained=True,
+)
+
+
+def test_the_outcomes_are_those_of_the_key():
+    assert get_args(section.Outcome) == OUTCOMES
+
+
+def test_an_order_survives_json():
+    plain = {**asdict(ORDER), "when": list(ORDER.when), "processes": [[1, 2]], "launchers": []}
+    assert Order.from_plain(plain) == ORDER
+
+
+def status(state: str, **fields) -> dict:
+    return {"launch": "here:1", "state": state, "step": 7, "reason": None, "error": None, "exit_code": None, **fields}
+
+
+ERROR = {"rank": 1, "type": "NonFiniteError", "message": "$(reboot)"}
+ENDS = [
+    ({"state": "finished", "reason": "finished", "exit_code": 0}, status("finished"), ("finished", "finished", 0)),
+    (
+        {"state": "finished", "reason": "early stopping", "exit_code": 0},
+        status("finished"),
+        ("finished", "early stopping", 0),
+    ),
+    # What could not be uploaded is on this machine alone.
+    ({"state": "finished", "reason": "finished", "exit_code": 1}, status("finished"), ("failed", "not everything", 1)),
+    (None, status("finished", exit_code=0, reason="finished"), ("failed", "killed", 1)),  # while it uploaded
+    (
+        {"state": "stopped", "reason": "signal SIGTERM", "exit_code": 143},
+        status("stopped"),
+        ("stopped", "signal SIGTERM", 143),
+    ),
+    ({"state": "stopped", "reason": "time limit", "exit_code": 0}, status("stopped"), ("stopped", "time limit", 0)),
+    (
+        {"state": "stopped", "reason": "signal SIGINT", "exit_code": 130},
+        {},
+        ("interrupted", "signal SIGINT", 130),
+    ),
+    (None, status("stopped", reason="interrupted", exit_code=130), ("interrupted", "interrupted", 130)),
+    (
+        {"state": "stopped", "reason": "checkpoint failed", "exit_code": 1},
+        status("stopped"),
+        ("failed", "checkpoint failed", 1),
+    ),
+    (None, status("failed", error=ERROR, exit_code=1), ("failed", "NonFiniteError", 1)),
+    (None, status("running"), ("failed", "killed", 1)),
+    (None, {}, ("failed", "killed", 1)),
+    (None, status("failed", launch="there:2", error=ERROR, exit_code=1), ("failed", "killed", 1)),
+]
+
+
+@pytest.mark.parametrize(("announced", "facts", "wanted"), ENDS)
+def test_the_end_of_a_run(announced, facts, wanted):
+    end = end_of_run(announced, facts, order=ORDER)
+    assert (end.outcome, end.exit_code) == (wanted[0], wanted[2])
+    assert end.reason.startswith(wanted[1])
+
+
+def test_before_training_a_failure_is_a_failed_start():
+    order = replace(ORDER, has_trained=False)
+    assert end_of_run(None, status("failed", error=ERROR, exit_code=2), order=order).outcome == "failed_start"
+    assert end_of_run(None, status("starting"), order=order).outcome == "failed_start"
+
+
+@pytest.mark.parametrize("hostile", [{"state": ["x"], "step": "9", "exit_code": True, "error": "no"}, {"error": 5}])
+def test_a_damaged_status_is_a_killed_run(hostile):
+    end = end_of_run(None, {"launch": "here:1", **hostile}, order=ORDER)
+    assert (end.outcome, end.step, end.exit_code) == ("failed", 0, 1)
+
+
+def test_a_reason_is_words_alone():
+    error = {"type": "X'; rm -rf $HOME `id`\n\x1b[31m"}
+    end = end_of_run(None, status("failed", error=error, exit_code=1), order=ORDER)
+    assert end.reason == "X rm -rf HOME id31m"
+    assert describe_end(end, ORDER)["FINETUNE_REASON"] == end.reason
+    assert all("\x00" not in value for value in describe_end(end, ORDER).values())
+
+
+def test_nothing_is_due_while_something_lives_and_moves():
+    """Over the whole space: alive, not replaced and not quiet is always waiting."""
+    ends = [RunEnd(outcome, "", 1) for outcome in OUTCOMES]
+    quiet = (0.0, 3600.0)
+    assert {next_action(Seen(True, seconds, 1e9, False, end), ORDER) for seconds, end in product(quiet, ends)} == {WAIT}
+
+
+def test_a_run_without_progress_is_idle_whatever_lives():
+    action = next_action(Seen(is_alive=True, quiet_seconds=3601.0), ORDER)
+    assert isinstance(action, RunEnd) and action.outcome == "idle"
+    assert next_action(Seen(is_alive=True, quiet_seconds=1e9), replace(ORDER, when=("failed",))) == WAIT
+
+
+def test_a_run_that_was_started_again_is_left_to_its_own_sentinel():
+    for is_alive, seconds in product((True, False), (0.0, 1e9)):
+        assert next_action(Seen(is_alive, seconds, seconds, is_replaced=True), ORDER) == LEAVE
+
+
+def test_only_a_finished_run_is_not_waited_for():
+    for outcome in ("failed", "stopped", "failed_start", "interrupted"):
+        order, end = replace(ORDER, when=(outcome,)), RunEnd(outcome, "", 1)
+        assert next_action(Seen(False, 0.0, 59.0, end=end), order) == WAIT
+        assert next_action(Seen(False, 0.0, 60.0, end=end), order) == end
+    finished = RunEnd("finished", "", 0)
+    assert next_action(Seen(False, 0.0, 0.0, end=finished), ORDER) == finished
+
+
+def test_an_outcome_that_is_not_listed_does_nothing():
+    assert next_action(Seen(False, 0.0, 0.0, end=RunEnd("interrupted", "", 130)), ORDER) == LEAVE

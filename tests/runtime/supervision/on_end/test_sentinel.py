@@ -1,0 +1,156 @@
+"""Real sentinels beside processes that stand for a run, all at once: each waits for its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune.runtime.supervision.on_end.outcome import Order
+from finetune.runtime.supervision.on_end.start import RunSentinel, find_launchers, is_supervisor
+from finetune.runtime.supervision.status import Peer
+
+WAIT_SECONDS = 60.0
+
+RUN = """
+import json, os, sys, time
+from finetune.runtime.supervision.on_end.outcome import Order
+from finetune.runtime.supervision.on_end.start import RunSentinel
+order = Order.from_plain(json.loads(sys.argv[1]))
+sentinel = RunSentinel(order)
+print(sentinel.start(), flush=True)
+exec(sys.argv[2])
+"""
+"""A run: it starts its sentinel as a rank does, and then lives as it is told."""
+
+
+@dataclass
+class FakeRun:
+    """A process with its sentinel."""
+
+    folder: Path
+    process: "subprocess.Popen[bytes]"
+    sentinel: int
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "on_end.log"
+        return path.read_text() if path.exists() else ""
+
+    def until_over(self) -> str:
+        """Wait until the sentinel has ended; return what the command has said."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while psutil.pid_exists(self.sentinel) and psutil.Process(self.sentinel).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+        assert not list(self.folder.glob(".on_end*"))
+        return self.log
+
+
+def order_of(folder: Path, **changed) -> dict:
+    return {
+        **{"command": 'echo "$FINETUNE_OUTCOME $FINETUNE_REASON"', "shown": "echo", "run_folder": str(folder)},
+        **{"when": ["finished", "failed", "idle", "stopped"], "restart_seconds": 0.0, "idle_after_seconds": 600.0},
+        **{"timeout_seconds": 5.0, "log": str(folder / "on_end.log"), "host": "here", "launch": "here:1"},
+        **{"processes": [], "launchers": [], **changed},
+    }
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator:
+    runs: list[FakeRun] = []
+
+    def start(name: str, life: str, **changed) -> FakeRun:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", RUN, json.dumps(order_of(folder, **changed)), life]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        runs.append(FakeRun(folder, process, 0))
+        return runs[-1]
+
+    def all_started() -> None:
+        for run in runs:
+            run.sentinel = run.sentinel or int(run.process.stdout.readline())
+
+    start.all_started = all_started
+    yield start
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        run.process.stdout.close()
+        if psutil.pid_exists(run.sentinel):
+            os.kill(run.sentinel, signal.SIGKILL)
+
+
+FINISHED = "sentinel.end_training('finished', reason='finished'); sentinel.exit(0)"
+KILL = "sentinel.begin_training(); os.kill(os.getpid(), 9)"
+
+
+def test_runs_that_end_in_every_way(begin):
+    finished = begin("finished", FINISHED)
+    killed = begin("killed", KILL)
+    typo = begin("typo", "sys.exit(2)")  # before training
+    no_need = begin("no need", "sentinel.call_off(); time.sleep(0.1)")
+    lives_on = begin("lives on", "time.sleep(600)", idle_after_seconds=1.5)
+    called_off = begin("called off", "time.sleep(600)")
+    full = begin("full", KILL, log="/dev/full", command="touch there")
+    begin.all_started()
+    os.kill(called_off.sentinel, signal.SIGTERM)
+    assert "finished finished" in finished.until_over()
+    assert "failed killed" in killed.until_over()
+    assert typo.until_over() == no_need.until_over() == ""
+    assert "idle no progress" in lives_on.until_over()
+    assert lives_on.process.poll() is None  # the command decides what becomes of it
+    assert "called off by SIGTERM" in called_off.until_over()
+    full.until_over()
+
+
+def test_a_launcher_that_lives_may_start_the_run_again(begin):
+    launcher = subprocess.Popen(["sleep", "600"])
+    created = psutil.Process(launcher.pid).create_time()
+    attempt = begin("supervised", "sentinel._send = None", launchers=[[launcher.pid, created]])
+    begin.all_started()
+    attempt.process.wait()
+    launcher.kill()
+    launcher.wait()
+    attempt.until_over()
+
+
+def test_a_new_start_takes_the_place_of_the_old_sentinel_and_knows_that_the_run_has_trained(begin):
+    first = begin("again", KILL, restart_seconds=600.0)
+    begin.all_started()
+    first.process.wait()
+    second = begin("again", "sys.exit(1)", launch="here:2")  # fails before its own first step
+    begin.all_started()
+    second.process.wait()
+    assert "failed killed" in second.until_over()
+    first.until_over()
+    assert first.log.count("failed killed") == 1
+
+
+def test_nothing_is_started_without_an_order():
+    sentinel = RunSentinel(None)
+    assert sentinel.start() is None
+    sentinel.watch([Peer(0, "here", 1)], host="here")
+    sentinel.begin_training()
+    sentinel.call_off()
+    assert sentinel.exit(3) == 3
+
+
+def test_a_shell_is_no_launcher_and_ours_is_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert find_launchers(psutil.Process()) == []
+    assert is_supervisor(["/usr/bin/python3", "/usr/bin/finetune", "launch", "torchrun", "--supervise"])
+    assert not is_supervisor(["python", "-m", "finetune", "train", "launch"])
+
+
+def test_an_order_of_another_kind_is_refused():
+    with pytest.raises(TypeError):
+        Order.from_plain({**order_of(Path("/tmp")), "other": 1})
