@@ -148,6 +148,7 @@ def skypilot(
     cpu: Cpu = False,
     gpu: Annotated[Text, typer.Option(help="GPU of the machines, as SkyPilot calls it: H100.")] = None,
     bucket: Annotated[Texts, typer.Option(metavar="/PATH=URL", help="Bucket that is mounted at a path.")] = None,
+    volume: Annotated[Texts, typer.Option(metavar="/PATH=NAME", help="Volume that is mounted at a path.")] = None,
     setup: Annotated[Text, typer.Option(help="What installs finetune. Default: pip install.")] = None,
     infra: Annotated[Text, typer.Option(help="Where: aws, gcp/us-central1. Default: the cheapest.")] = None,
     image: Annotated[Text, typer.Option(help="Image of the machines, such as docker:IMAGE.")] = None,

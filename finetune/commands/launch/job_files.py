@@ -92,6 +92,23 @@ def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder
         )
 
 
+def require_kept(request: JobRequest, mounted: Sequence[Path], *, advice: str) -> None:
+    """Raise UserError where the run is written to a folder that is gone with its host, or that each host has alone.
+
+    On one host a run at a URL may be written anywhere first: it is uploaded from there.
+    """
+    if request.is_at_url and request.num_nodes == 1:
+        return
+    key, folder = (
+        ("run.local_folder", request.local_folder) if request.is_at_url else ("run.folder", request.run_folder)
+    )
+    if folder is not None and any(Path(folder).is_relative_to(each) for each in mounted):
+        return
+    what = "is not set" if folder is None else f"{folder} is on the host alone, and is lost with it"
+    url = "" if request.num_nodes > 1 else ", or write a URL: --set run.folder=s3://BUCKET/NAME"
+    raise UserError(f"{key}: {what}. {advice}{url}.")
+
+
 def require_files(loaded: LoadedConfig, there: Sequence[Path], *, advice: str) -> None:
     """Raise UserError for a file that the job reads and that none of the folders `there` brings to the hosts."""
     for key, path in read_paths(loaded.config):

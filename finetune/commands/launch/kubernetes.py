@@ -5,12 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.launch.job_files import Destination, JobWords, check_job, deliver, read_pairs, require_files
+from finetune.commands.launch.job_files import (
+    Destination,
+    JobWords,
+    check_job,
+    deliver,
+    read_pairs,
+    require_files,
+    require_kept,
+)
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import LoadedConfig, read_text
 from finetune.errors import UserError
 from finetune.launch.jobs.kubernetes import JOBSET, TRAINJOB, File, KubernetesOptions, kubernetes_objects
-from finetune.launch.jobs.request import JobRequest
 from finetune.launch.jobs.yaml_text import yaml_text
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
@@ -20,7 +27,10 @@ _AMOUNT = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 _MAX_FILE_BYTES = 200_000
 """Of the files together: a ConfigMap holds 1 MiB, and `kubectl apply` notes all of it in 256 KiB."""
 
-_COMMENT = "Written by `finetune launch kubernetes`. Submit it with `kubectl apply -f FILE`; delete it before you submit it again."
+_COMMENT = """\
+Written by `finetune launch kubernetes`. Submit it with `kubectl apply -f FILE`.
+To continue a run whose job is over: `kubectl delete -f FILE`, and submit it again."""
+_MOUNT = "Mount a volume with --claim CLAIM:/PATH, or name a folder of the image with --in-image"
 
 
 @dataclass(frozen=True)
@@ -46,10 +56,10 @@ def launch_kubernetes(words: JobWords, kubernetes: KubernetesWords, destination:
     claims = _read_claims(kubernetes.claim)
     there = (*map(Path, claims), *kubernetes.in_image)
     request, loaded = check_job(replace(words, elsewhere=there))
-    _require_mounted(request, claims)
-    require_files(
-        loaded, there, advice="Mount a volume with --claim CLAIM:/PATH, or name a folder of the image with --in-image"
+    require_kept(
+        request, tuple(map(Path, claims)), advice="Mount a volume that all pods can write: --claim CLAIM:/PATH"
     )
+    require_files(loaded, there, advice=_MOUNT)
     _require_names(kubernetes)
     files = _job_files(words, loaded)
     deepspeed = next((file.path for file in files if file.name == "deepspeed.json"), None)
@@ -110,16 +120,6 @@ def _read_claims(texts: Sequence[str]) -> dict[str, str]:
 def _require_path(path: str, *, option: str) -> None:
     if not path.startswith("/") or path == "/" or ":" in path or not path.isprintable() or ".." in Path(path).parts:
         raise UserError(f"{option}: {path!r} cannot be a place in a container. Write an absolute path without `:`.")
-
-
-def _require_mounted(request: JobRequest, claims: dict[str, str]) -> None:
-    """Raise UserError for a run folder that is gone with its pod."""
-    if not request.is_at_url and not any(Path(request.run_folder).is_relative_to(path) for path in claims):
-        raise UserError(
-            f"run.folder: {request.run_folder} is in the container alone, and is lost with it. Mount a volume there "
-            "with --claim CLAIM:/PATH, which all pods can write (ReadWriteMany), or write a URL: "
-            "--set run.folder=s3://BUCKET/NAME."
-        )
 
 
 def _read_resources(texts: Sequence[str]) -> dict[str, str]:

@@ -45,15 +45,12 @@ def _adapters(facts: Facts) -> dict[str, str]:
     if not all(_usable(host.network.infiniband) for host in facts.hosts):
         return {"NCCL_IB_DISABLE": "1"}  # a host has none: all talk over TCP, without a try that fails
     chosen = _same_everywhere(facts, lambda host: _usable(host.network.infiniband))
-    if chosen is None or all(
-        len(_usable(host.network.infiniband)) == len(host.network.infiniband) for host in facts.hosts
-    ):
-        return {}
-    return {"NCCL_IB_HCA": f"={','.join(chosen)}"}
+    has_others = any(len(_usable(host.network.infiniband)) < len(host.network.infiniband) for host in facts.hosts)
+    return {"NCCL_IB_HCA": f"={','.join(chosen)}"} if chosen is not None and has_others else {}
 
 
 def _usable(ports: Iterable[InfinibandPort]) -> tuple[str, ...]:
-    """Return the ports with a link; those of InfiniBand alone where there are such, as others are for storage or ssh."""
+    """Return the ports with a link; where some are of InfiniBand, only those: others are for storage or ssh."""
     active = [port for port in ports if port.state == ACTIVE]
     fast = [port for port in active if port.link_layer == "InfiniBand"] or active
     return tuple(f"{port.device}:{port.port}" for port in fast)

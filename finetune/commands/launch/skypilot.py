@@ -5,10 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.launch.job_files import Destination, JobWords, check_job, deliver, job_with, require_files
-from finetune.config.paths import is_url
+from finetune.commands.launch.job_files import (
+    Destination,
+    JobWords,
+    check_job,
+    deliver,
+    job_with,
+    require_files,
+    require_kept,
+)
 from finetune.errors import UserError
-from finetune.launch.jobs.request import JobRequest
 from finetune.launch.jobs.skypilot import SkypilotOptions, skypilot_task
 from finetune.launch.jobs.yaml_text import yaml_text
 
@@ -23,6 +29,7 @@ class SkypilotWords:
 
     gpu: str | None = None
     bucket: tuple[str, ...] = ()  # /PATH=URL
+    volume: tuple[str, ...] = ()  # /PATH=NAME
     setup: str = SETUP
     infra: str | None = None
     image: str | None = None
@@ -34,18 +41,19 @@ class SkypilotWords:
 def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destination) -> int:
     """Print, write or submit the task, and return the exit code. Raises UserError, and ConfigError for the job."""
     buckets = _read_buckets(sky.bucket)
-    mounted = tuple(map(Path, buckets))
+    volumes = _read_volumes(sky.volume)
+    mounted = tuple(map(Path, (*buckets, *volumes)))
     request, loaded = check_job(replace(words, elsewhere=mounted))
-    _require_bucket(request, buckets)
-    require_files(
-        loaded, (Path.cwd(), *mounted), advice="Run this in the folder that has it, or mount it with --bucket"
+    require_kept(
+        request, mounted, advice="Mount what all hosts can write: --bucket /PATH=gs://BUCKET, --volume /PATH=NAME"
     )
+    advice = "Run this in the folder that has it, which is copied, or mount it with --bucket"
+    require_files(loaded, (Path.cwd(), *mounted), advice=advice)
     if not words.cpu and sky.gpu is None:
         raise UserError("--gpu: name the GPU of the machines, such as H100, or write --cpu.")
-    copied = {word: _in_working_folder(word) for word in (str(words.config.absolute()),)}
-    request = job_with(
-        request, words=copied, accelerate_file=Path(_in_working_folder(str(words.accelerate.absolute())))
-    )
+    config, accelerate = str(words.config.absolute()), str(words.accelerate.absolute())
+    copied = {config: _in_working_folder(config)}
+    request = job_with(request, words=copied, accelerate_file=Path(_in_working_folder(accelerate)))
     options = SkypilotOptions(
         working_folder=str(Path.cwd()),
         gpu=None if words.cpu else sky.gpu,
@@ -56,6 +64,7 @@ def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destinatio
         strategy=sky.strategy,
         disk_gb=sky.disk_gb,
         buckets=buckets,
+        volumes=volumes,
     )
     text = yaml_text([skypilot_task(request, options)], comment=_COMMENT)
     return deliver(text, replace(destination, command=("sky", "jobs", "launch", "--yes")), name=request.name)
@@ -73,22 +82,21 @@ def _in_working_folder(path: str) -> str:
 
 
 def _read_buckets(texts: Sequence[str]) -> dict[str, str]:
-    """Return the bucket of each path; raises UserError."""
-    buckets: dict[str, str] = {}
+    """Return the URL of the bucket at each path; raises UserError."""
+    return _read_mounts(texts, option="--bucket", what=r"[a-z0-9]+://[A-Za-z0-9._/-]+", example="/data=s3://my-bucket")
+
+
+def _read_volumes(texts: Sequence[str]) -> dict[str, str]:
+    """Return the name of the volume at each path; raises UserError."""
+    return _read_mounts(texts, option="--volume", what=r"[A-Za-z0-9][A-Za-z0-9._-]*", example="/runs=my-volume")
+
+
+def _read_mounts(texts: Sequence[str], *, option: str, what: str, example: str) -> dict[str, str]:
+    found: dict[str, str] = {}
     for text in texts:
-        path, mark, url = text.partition("=")
-        if not mark or not path.startswith("/") or not path.isprintable() or "$" in text or not is_url(url):
-            raise UserError(f"--bucket {text}: write /PATH=URL, such as /checkpoints=s3://my-bucket.")
-        if not re.fullmatch(r"[a-z0-9]+://[A-Za-z0-9._/-]+", url) or path in buckets:
-            raise UserError(f"--bucket {text}: write the URL of a bucket, and each path once.")
-        buckets[path] = url
-    return buckets
-
-
-def _require_bucket(request: JobRequest, buckets: dict[str, str]) -> None:
-    """Raise UserError for a run folder that is gone with its machine."""
-    if not request.is_at_url and not any(Path(request.run_folder).is_relative_to(path) for path in buckets):
-        raise UserError(
-            f"run.folder: {request.run_folder} is on the machine alone, and is lost with it. Write a URL, "
-            "--set run.folder=s3://BUCKET/NAME, or mount a bucket with --bucket /PATH=s3://BUCKET."
-        )
+        path, _, source = text.partition("=")
+        is_path = path.startswith("/") and path != "/" and path.isprintable() and "$" not in path
+        if not is_path or path in found or not re.fullmatch(what, source):
+            raise UserError(f"{option} {text}: write an absolute path, once, and what is mounted there: {example}.")
+        found[path] = source
+    return found

@@ -1,6 +1,7 @@
 """`finetune launch slurm`: a batch script for a job, or an array of the runs of a sweep."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.errors import UserError
 from finetune.launch.jobs.request import JobRequest
-from finetune.launch.jobs.slurm import APPTAINER, PYXIS, ArrayTask, Container, SlurmOptions, slurm_script
+from finetune.launch.jobs.slurm import APPTAINER, ArrayTask, Container, SlurmOptions, slurm_script
 
 LOGS_FOLDER = "logs"
 
@@ -46,17 +47,19 @@ def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -
     request, loaded = check_job(words)
     tasks = _array_tasks(words, slurm, loaded) if slurm.sweep else []
     if not slurm.sweep and (slurm.sweep_folder is not None or slurm.at_once is not None):
-        raise UserError(
-            "--sweep-folder and --at-once: they are for an array. Write --sweep KEY=V1,V2, or leave them out."
-        )
-    for folder in [task.run_folder for task in tasks] or [request.run_folder]:
+        raise UserError("--sweep-folder, --at-once: they are for an array. Write --sweep KEY=V1,V2 or leave them out.")
+    run_folders = [task.run_folder for task in tasks] or [request.run_folder]
+    for folder in run_folders:
         require_shared_folder(folder, num_nodes=words.nodes)
-    log_folder = str(_log_folder(slurm, request.run_folder))
-    require_shared_folder(log_folder, num_nodes=words.nodes, key="--log-folder")
-    container = _container(slurm, request, log_folder=log_folder)
+    log_folder = _log_folder(slurm, request.run_folder)
+    require_shared_folder(str(log_folder), num_nodes=words.nodes, key="--log-folder")
+    written = [Path(folder).parent for folder in run_folders if not is_url(folder)]
+    container = _container(
+        slurm, request, folders=[*written, log_folder] if slurm.log_folder or not written else written
+    )
     options = SlurmOptions(
         working_folder=str(Path.cwd()),
-        log_folder=log_folder,
+        log_folder=str(log_folder),
         partition=slurm.partition,
         account=slurm.account,
         qos=slurm.qos,
@@ -78,9 +81,7 @@ def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -
 def _array_tasks(words: JobWords, slurm: SlurmWords, loaded: LoadedConfig) -> list[ArrayTask]:
     """Return the runs that `finetune sweep` would make of these values, in its order and in its folders."""
     if slurm.sweep_folder is None and is_url(loaded.config.run.folder):
-        raise UserError(
-            "--sweep-folder: the job's run.folder is a URL, and the runs of a sweep are in folders. Name one."
-        )
+        raise UserError("--sweep-folder: run.folder is a URL, and the runs of a sweep are in folders. Name one.")
     for text in words.override:
         if (key := text.partition("=")[0]) in FORBIDDEN:
             raise UserError(f"--set {text}: {FORBIDDEN[key].replace('--folder', '--sweep-folder')}")
@@ -90,14 +91,15 @@ def _array_tasks(words: JobWords, slurm: SlurmWords, loaded: LoadedConfig) -> li
     runs = name_runs(grid_points(axes), axes, swept=swept, folder=folder, names={})
     whole = [replace(run, overrides=(*words.override, *run.overrides)) for run in runs]
     configs = check_runs(words.config, whole, num_processes=words.world)
-    return [_task(run, configs[run.name]) for run in runs]
+    logs = slurm.log_folder.absolute() if slurm.log_folder is not None else None
+    return [_task(run, configs[run.name], logs=logs) for run in runs]
 
 
-def _task(run: SweepRun, loaded: LoadedConfig) -> ArrayTask:
+def _task(run: SweepRun, loaded: LoadedConfig, *, logs: Path | None) -> ArrayTask:
     words: list[str] = []
     for override in (*run.overrides, *own_overrides(run, loaded)):
         words += ["--set", override]
-    return ArrayTask(tuple(words), str(run.folder), str(run.folder / LOGS_FOLDER))
+    return ArrayTask(tuple(words), str(run.folder), str(logs / run.name if logs else run.folder / LOGS_FOLDER))
 
 
 def _log_folder(slurm: SlurmWords, run_folder: str) -> Path:
@@ -120,23 +122,16 @@ def _activate(slurm: SlurmWords) -> str | None:
     return str(script.absolute())
 
 
-def _container(slurm: SlurmWords, request: JobRequest, *, log_folder: str) -> Container | None:
-    """Return the container, which sees the folders of the job, of the run and of the logs at the same places."""
+def _container(slurm: SlurmWords, request: JobRequest, *, folders: Sequence[Path]) -> Container | None:
+    """Return the container, which sees the folders of the job and those given at the same places. Raises UserError."""
     if slurm.container is None:
         if slurm.mount or slurm.container_runtime != APPTAINER:
-            raise UserError(
-                "--mount and --container-runtime are for a container. Write --container IMAGE, or leave them out."
-            )
+            raise UserError("--mount, --container-runtime: they need --container IMAGE. Write it, or leave them out.")
         return None
-    if slurm.container_runtime not in (APPTAINER, PYXIS):
-        raise UserError(f"--container-runtime {slurm.container_runtime}: write {APPTAINER} or {PYXIS}.")
     config = Path(request.job.words[request.job.words.index("--config") + 1])
-    own = [Path.cwd(), config.parent, request.job.accelerate_file.parent, Path(log_folder).parent]
-    own += [] if request.is_at_url else [Path(request.run_folder).parent]
-    folders = [str(folder.absolute()) for folder in (*own, *slurm.mount)]
-    for text in (slurm.container, *folders):
-        if not text.isprintable() or any(each in text for each in ",:"[: 1 if text == slurm.container else 2]):
-            raise UserError(
-                f"--container: the path {text!r} cannot be mounted: it has a `,`, a `:` or a control character."
-            )
-    return Container(slurm.container, slurm.container_runtime, tuple(dict.fromkeys(folders)))
+    own = (Path.cwd(), config.parent, request.job.accelerate_file.parent, *folders, *slurm.mount)
+    mounted = tuple(dict.fromkeys(str(folder.absolute()) for folder in own))
+    for folder in mounted:
+        if not folder.isprintable() or "," in folder or ":" in folder:
+            raise UserError(f"--container: {folder!r} cannot be mounted: it has `,`, `:` or a control character.")
+    return Container(slurm.container, slurm.container_runtime, mounted)

@@ -24,8 +24,8 @@ Word = str | ShellText
 def quoted(word: Word) -> str:
     """Return the word as the shell has to read it.
 
-    >>> quoted("it's"), quoted(ShellText('"$RANK"'))
-    ('\\'it\\'"\\'"\\'s\\'', '"$RANK"')
+    >>> quoted("a b"), quoted(ShellText('"$RANK"'))
+    ("'a b'", '"$RANK"')
     """
     return word.text if isinstance(word, ShellText) else shlex.quote(word)
 

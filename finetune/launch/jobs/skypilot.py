@@ -28,6 +28,7 @@ class SkypilotOptions:
     strategy: str | None = None
     disk_gb: int | None = None
     buckets: Mapping[str, str] = field(default_factory=dict)  # path on the machines -> URL of the bucket
+    volumes: Mapping[str, str] = field(default_factory=dict)  # path on the machines -> name of the volume
 
 
 def skypilot_task(request: JobRequest, options: SkypilotOptions) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def skypilot_task(request: JobRequest, options: SkypilotOptions) -> dict[str, An
         "num_nodes": request.num_nodes,
         "resources": resources,
         **({"file_mounts": mounts} if mounts else {}),
+        **({"volumes": dict(options.volumes)} if options.volumes else {}),
         "envs": request.variables(),
         "setup": options.setup,
         "run": host_script(request, meeting, lines=_FIRST_LINES),

@@ -59,6 +59,7 @@ def slurm_script(request: JobRequest, options: SlurmOptions, tasks: Sequence[Arr
         "slurm.sh.jinja",
         directives=list(map(_directive, _directives(request, options, num_tasks=len(tasks), cpus=cpus))),
         tasks=tasks,
+        is_in_folder=bool(tasks) or not request.is_at_url,
         run_folder=request.run_folder,
         log_folder=options.log_folder,
         setup=_setup(options),
