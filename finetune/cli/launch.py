@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from finetune.cli import launch_jobs
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
 from finetune.runtime.optional import lazily
@@ -13,14 +14,14 @@ with lazily(freeze=True):
     from finetune.commands.launch import torchrun as torchrun_command
     from finetune.launch.supervisor import supervise as supervisor
 
-HELP = "Launch a job on several hosts."
+HELP = "Launch a job on several hosts, or write its job file for a scheduler."
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def launch() -> None:
-    """Launch a job on several hosts."""
+    """Launch a job on several hosts, or write its job file for a scheduler."""
 
 
 Nodes = Annotated[str, typer.Option(metavar="N or LEAST:MOST", help="Number of hosts, or the least and the most.")]
@@ -81,3 +82,6 @@ def torchrun(
     here = torchrun_command.Here(name, interface, shared_folder)
     timing = supervisor.Timing(lost_after=lost_after, join=join)
     return torchrun_command.supervise_job(job, loaded, limits, here=here, timing=timing)
+
+
+launch_jobs.add_to(app)

@@ -70,11 +70,13 @@ class LoadedConfig:
     remote: str | None = None
 
 
-def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(
+    path: pathlib.Path, overrides: Sequence[str] = (), *, elsewhere: Sequence[pathlib.Path] = ()
+) -> LoadedConfig:
     """Return the config in the file with the overrides (`train.steps=4`) applied.
 
-    Relative paths, those in overrides too, are resolved against the file's folder. Raises ConfigError with all
-    problems at once.
+    Relative paths, those in overrides too, are resolved against the file's folder. Files in the folders `elsewhere`
+    are on the machine that will run the job, and are not looked for. Raises ConfigError with all problems at once.
     """
     text = _read(path)
     document = read_yaml(text)
@@ -86,7 +88,9 @@ def load_config(path: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConf
     problems = _not_overridden(document.problems, overridden.replaced) + overridden.problems
     folder = path.absolute().parent.resolve()
     broken = {problem.key for problem in problems}
-    config, found, num_unnamed = _validate(overridden.values, folder=folder, broken=broken, sources=sources)
+    config, found, num_unnamed = _validate(
+        overridden.values, folder=folder, broken=broken, sources=sources, elsewhere=elsewhere
+    )
     problems += found
     if problems:
         ordered = _sort_problems(problems, sources, overrides=overrides)
@@ -134,7 +138,12 @@ def _no_sections(document: Document) -> Problem:
 
 
 def _validate(
-    values: dict[str, Any], *, folder: pathlib.Path, broken: set[str], sources: KeyLocations
+    values: dict[str, Any],
+    *,
+    folder: pathlib.Path,
+    broken: set[str],
+    sources: KeyLocations,
+    elsewhere: Sequence[pathlib.Path],
 ) -> tuple[RunConfig, list[Problem], int]:
     """Return the config, its problems, and the number of further invalid keys that are not described.
 
@@ -157,7 +166,7 @@ def _validate(
     config = with_absolute_paths(config, folder)
     is_draft = bool(broken)
     problems += [*unusable, *rule_problems(config, is_draft=is_draft)]
-    problems += file_problems(config, folder=folder, is_draft=is_draft)
+    problems += file_problems(config, folder=folder, is_draft=is_draft, elsewhere=elsewhere)
     return config, problems, max(0, len(found) - MAX_LISTED)
 
 

@@ -47,10 +47,19 @@ def read_limits(nodes: str) -> Limits:
 
 
 def make_job(
-    config: Path, overrides: Sequence[str], *, accelerate_file: Path, ranks_per_host: int, stop_seconds: float
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    accelerate_file: Path,
+    ranks_per_host: int,
+    stop_seconds: float,
+    elsewhere: Sequence[Path] = (),
 ) -> tuple[Job, LoadedConfig]:
-    """Return what each host launches. Raises UserError where the job or the accelerate file is not right."""
-    loaded = load_config(config, overrides)
+    """Return what each host launches. Raises UserError where the job or the accelerate file is not right.
+
+    Files in the folders `elsewhere` are on the hosts, and are not looked for here.
+    """
+    loaded = load_config(config, overrides, elsewhere=elsewhere)
     words = ["-m", "finetune", "--config", str(config.absolute())]
     for override in overrides:
         words += ["--set", override]

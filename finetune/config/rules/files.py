@@ -8,7 +8,7 @@ import glob
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -53,14 +53,17 @@ class _GlobSearch:
             self.has_failed = True
 
 
-FileCheck = tuple[str, Iterator[Problem]]
-"""A key, and the problems of the file that it names."""
+FileCheck = tuple[str, str, Iterator[Problem]]
+"""A key, the path that it names, and the problems of that file."""
 
 
-def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) -> list[Problem]:
+def file_problems(
+    config: RunConfig, *, folder: Path, is_draft: bool = False, elsewhere: Sequence[Path] = ()
+) -> list[Problem]:
     """Return the problems of the files that the config names; `folder` is the config file's.
 
-    The paths in the config are absolute. On a draft, invalid keys are skipped.
+    The paths in the config are absolute. On a draft, invalid keys are skipped. What lies in the folders `elsewhere` is
+    on another machine, and is not looked for.
     """
     problems: list[Problem] = []
     checks: tuple[Callable[[], Iterator[FileCheck]], ...] = (
@@ -72,12 +75,20 @@ def file_problems(config: RunConfig, *, folder: Path, is_draft: bool = False) ->
     )
     for check in checks:
         try:
-            for key, found in check():
-                problems.extend(_with_os_errors(key, found))
+            for key, path, found in check():
+                if not any(Path(path).is_relative_to(each) for each in elsewhere):
+                    problems.extend(_with_os_errors(key, found))
         except AttributeError:
             if not is_draft:
                 raise
     return problems
+
+
+def read_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the files and folders that the job reads, with their keys; a hub name or a URL is none."""
+    checks = (_row_files(config), _template_file(config), _checkpoint_folder(config))
+    yield from ((key, path) for check in checks for key, path, _ in check)
+    yield from ((key, name) for key, name in _model_names(config) if is_path(name))
 
 
 def _with_os_errors(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
@@ -91,7 +102,7 @@ def _with_os_errors(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
 def _row_files(config: RunConfig) -> Iterator[FileCheck]:
     for key, source in row_sources(config):
         if source.path is not None and not is_url(source.path):
-            yield f"{key}.path", _row_file_problems(f"{key}.path", source.path)
+            yield f"{key}.path", source.path, _row_file_problems(f"{key}.path", source.path)
 
 
 def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
@@ -109,9 +120,14 @@ def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
 
 
 def _model_folders(config: RunConfig, folder: Path) -> Iterator[FileCheck]:
+    for key, name in _model_names(config):
+        yield key, name, _model_folder_problems(key, name, folder)
+
+
+def _model_names(config: RunConfig) -> Iterator[tuple[str, str]]:
     tokenizer = config.model.tokenizer
     named = {"model.name": config.model.name, "model.tokenizer.name": tokenizer.name if tokenizer else None}
-    yield from ((key, _model_folder_problems(key, name, folder)) for key, name in named.items() if name is not None)
+    yield from ((key, name) for key, name in named.items() if name is not None)
 
 
 def _model_folder_problems(key: str, name: str, folder: Path) -> Iterator[Problem]:
@@ -131,7 +147,7 @@ def _model_folder_problems(key: str, name: str, folder: Path) -> Iterator[Proble
 def _template_file(config: RunConfig) -> Iterator[FileCheck]:
     template = config.data.chat_template
     if template is not None and is_path(template):
-        yield "data.chat_template", _file_problems("data.chat_template", Path(template))
+        yield "data.chat_template", template, _file_problems("data.chat_template", Path(template))
 
 
 def _file_problems(key: str, path: Path) -> Iterator[Problem]:
@@ -144,7 +160,7 @@ def _file_problems(key: str, path: Path) -> Iterator[Problem]:
 def _checkpoint_folder(config: RunConfig) -> Iterator[FileCheck]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not is_url(resume):
-        yield "checkpoint.resume", _resume_problems(resume)
+        yield "checkpoint.resume", resume, _resume_problems(resume)
 
 
 def _resume_problems(folder: str) -> Iterator[Problem]:
@@ -159,7 +175,7 @@ def _resume_problems(folder: str) -> Iterator[Problem]:
 def _written_folders(config: RunConfig) -> Iterator[FileCheck]:
     folder = local_run_folder(config.run.folder, config.run.local_folder)
     key = "run.local_folder" if is_url(config.run.folder) else "run.folder"
-    yield key, _run_folder_problems(key, folder)
+    yield key, str(folder), _run_folder_problems(key, folder)
 
 
 def _run_folder_problems(key: str, folder: Path) -> Iterator[Problem]:

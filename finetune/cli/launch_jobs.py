@@ -1,0 +1,197 @@
+"""`finetune launch slurm`, `kubernetes`, `skypilot` and `next`: job files, and what becomes of a job that has ended."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+
+from finetune.cli.exit_codes import handle_errors
+from finetune.cli.options import Config, Overrides
+from finetune.runtime.optional import lazily
+
+with lazily(freeze=True):
+    from finetune.commands.launch import attempt_end, job_files
+    from finetune.commands.launch import kubernetes as kubernetes_command
+    from finetune.commands.launch import skypilot as skypilot_command
+    from finetune.commands.launch import slurm as slurm_command
+
+Text = str | None
+Texts = list[str] | None
+
+Accelerate = Annotated[Path, typer.Option(metavar="FILE", help="The accelerate file.")]
+Nodes = Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Number of hosts.")]
+Gpus = Annotated[int, typer.Option(min=1, max=1024, metavar="G", help="GPUs of each host; one process for each.")]
+Name = Annotated[Text, typer.Option(help="Name of the job. Default: from the run folder.")]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the job file here instead of printing it.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit the job file; it is written first, see --output.")]
+Doctor = Annotated[
+    Path | None,
+    typer.Option(
+        "--doctor",
+        metavar="FACTS.json",
+        help="What `finetune doctor --json` printed on the hosts: NCCL and gloo are set as their network needs it.",
+    ),
+]
+Environment = Annotated[
+    Texts, typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of all ranks. Can be repeated.")
+]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(min=0, metavar="N", help="Give up after N more starts in a row that have not gained a checkpoint."),
+]
+Stop = Annotated[
+    int, typer.Option(min=30, max=86_400, metavar="SECONDS", help="Ranks that are to stop may save for so long.")
+]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs; --gpus-per-node then counts processes.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command()(slurm)
+    app.command()(kubernetes)
+    app.command()(skypilot)
+    app.command(name="next")(decide_next)
+
+
+@handle_errors
+def slurm(
+    config: Config,
+    accelerate: Accelerate,
+    nodes: Nodes,
+    gpus_per_node: Gpus,
+    override: Overrides = None,
+    name: Name = None,
+    output: Output = None,
+    submit: Submit = False,
+    doctor: Doctor = None,
+    env: Environment = None,
+    max_restarts: MaxRestarts = 3,
+    stop: Stop = 180,
+    cpu: Cpu = False,
+    partition: Annotated[Text, typer.Option(help="Partition.")] = None,
+    account: Annotated[Text, typer.Option(help="Account that is charged.")] = None,
+    qos: Annotated[Text, typer.Option(help="Quality of service.")] = None,
+    constraint: Annotated[Text, typer.Option(help="Features that the hosts must have.")] = None,
+    time: Annotated[Text, typer.Option(metavar="[D-]H:M:S", help="Time limit; the job saves before it ends.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPU cores of each host.")] = None,
+    gpu_type: Annotated[Text, typer.Option(help="Type of the GPUs, as the cluster calls it.")] = None,
+    sbatch: Annotated[Texts, typer.Option(metavar="--OPTION=VALUE", help="Further directive. Can be repeated.")] = None,
+    module: Annotated[Texts, typer.Option(help="Environment module to load. Can be repeated.")] = None,
+    activate: Annotated[Path | None, typer.Option(help="Virtual environment. Default: that of this command.")] = None,
+    container: Annotated[Text, typer.Option(metavar="IMAGE", help="Run the ranks in this image.")] = None,
+    container_runtime: Annotated[Literal["apptainer", "pyxis"], typer.Option(help="What runs it.")] = "apptainer",
+    mount: Annotated[list[Path] | None, typer.Option(help="Further folder that the container sees.")] = None,
+    ranks: Annotated[Literal["accelerate", "srun"], typer.Option(help="What starts the ranks.")] = "accelerate",
+    log_folder: Annotated[Path | None, typer.Option(help="Logs of the ranks. Default: `logs/` of the run.")] = None,
+    sweep: Annotated[Texts, typer.Option(metavar="KEY=V1,V2,...", help="An array: a run for each combination.")] = None,
+    sweep_folder: Annotated[Path | None, typer.Option(help="Folder of its runs. Default: run.folder-sweep.")] = None,
+    at_once: Annotated[int | None, typer.Option(min=1, metavar="K", help="Runs of the array at once.")] = None,
+) -> int:
+    """Print a batch script: it saves before its time is over, is requeued, and resumes with the next sample."""
+    given = locals()
+    words = _chosen(slurm_command.SlurmWords, given)
+    return slurm_command.launch_slurm(_chosen(job_files.JobWords, given), words, _chosen(job_files.Destination, given))
+
+
+@handle_errors
+def kubernetes(
+    config: Config,
+    accelerate: Accelerate,
+    nodes: Nodes,
+    gpus_per_node: Gpus,
+    image: Annotated[str, typer.Option(help="Image of the ranks, with finetune in it.")],
+    override: Overrides = None,
+    name: Name = None,
+    output: Output = None,
+    submit: Submit = False,
+    doctor: Doctor = None,
+    env: Environment = None,
+    max_restarts: MaxRestarts = 3,
+    stop: Stop = 180,
+    cpu: Cpu = False,
+    kind: Annotated[Literal["jobset", "trainjob"], typer.Option(help="A JobSet, or Kubeflow's TrainJob.")] = "jobset",
+    namespace: Annotated[Text, typer.Option(help="Namespace. Default: that of kubectl.")] = None,
+    claim: Annotated[Texts, typer.Option(metavar="CLAIM:/PATH", help="Volume claim, and where it is mounted.")] = None,
+    in_image: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Folder that the image has.")] = None,
+    secret: Annotated[Texts, typer.Option(metavar="NAME", help="Secret whose keys become variables.")] = None,
+    resource: Annotated[Texts, typer.Option(metavar="NAME=AMOUNT", help="Of each host: cpu=16, rdma/hca=1.")] = None,
+    gpu_resource: Annotated[str, typer.Option(help="What the cluster calls a GPU.")] = "nvidia.com/gpu",
+    node_selector: Annotated[Texts, typer.Option(metavar="LABEL=VALUE", help="Label of the hosts.")] = None,
+    service_account: Annotated[Text, typer.Option(help="Service account of the pods, for object storage.")] = None,
+    runtime: Annotated[Text, typer.Option(help="TrainJob: runtime of the cluster. Default: one of its own.")] = None,
+    max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Start it so often at most.")] = 100,
+) -> int:
+    """Print a JobSet or a TrainJob, with the job's files: started again as a whole when a pod is lost."""
+    given = locals()
+    words = _chosen(kubernetes_command.KubernetesWords, given)
+    return kubernetes_command.launch_kubernetes(
+        _chosen(job_files.JobWords, given), words, _chosen(job_files.Destination, given)
+    )
+
+
+@handle_errors
+def skypilot(
+    config: Config,
+    accelerate: Accelerate,
+    nodes: Nodes,
+    gpus_per_node: Gpus,
+    override: Overrides = None,
+    name: Name = None,
+    output: Output = None,
+    submit: Submit = False,
+    doctor: Doctor = None,
+    env: Environment = None,
+    max_restarts: MaxRestarts = 3,
+    stop: Stop = 180,
+    cpu: Cpu = False,
+    gpu: Annotated[Text, typer.Option(help="GPU of the machines, as SkyPilot calls it: H100.")] = None,
+    bucket: Annotated[Texts, typer.Option(metavar="/PATH=URL", help="Bucket that is mounted at a path.")] = None,
+    volume: Annotated[Texts, typer.Option(metavar="/PATH=NAME", help="Volume that is mounted at a path.")] = None,
+    setup: Annotated[Text, typer.Option(help="What installs finetune. Default: pip install.")] = None,
+    infra: Annotated[Text, typer.Option(help="Where: aws, gcp/us-central1. Default: the cheapest.")] = None,
+    image: Annotated[Text, typer.Option(help="Image of the machines, such as docker:IMAGE.")] = None,
+    spot: Annotated[bool, typer.Option("--spot/--no-spot", help="Machines that may be taken away.")] = True,
+    strategy: Annotated[Text, typer.Option(help="Recovery strategy of SkyPilot.")] = None,
+    disk_gb: Annotated[int | None, typer.Option(min=1, help="Disk of each machine.")] = None,
+) -> int:
+    """Print the task of a managed job: recovered when its machines are taken away, it resumes from its bucket."""
+    given = locals()
+    words = _chosen(skypilot_command.SkypilotWords, given)
+    return skypilot_command.launch_skypilot(
+        _chosen(job_files.JobWords, given), words, _chosen(job_files.Destination, given)
+    )
+
+
+@handle_errors
+def decide_next(
+    run: Annotated[str, typer.Option(metavar="FOLDER", help="The run folder, or its URL.")],
+    since: Annotated[float, typer.Option(metavar="SECONDS", help="When this attempt began: `date +%s`.")],
+    exit_code: Annotated[int, typer.Option(help="Exit code of the launcher.")],
+    max_restarts: MaxRestarts = 3,
+    local_folder: Annotated[Path | None, typer.Option(help="The job's run.local_folder.")] = None,
+    machine_rank: Annotated[int, typer.Option(min=0, help="Number of this host; host 0 decides.")] = 0,
+) -> int:
+    """Say whether a job whose launcher has ended is to be started again; job files call it.
+
+    Exit code 0: the run is over. 75: start it again. 2: the user has to fix something. 1: it has failed too often.
+    """
+    return attempt_end.print_decision(
+        run,
+        since=since,
+        code=exit_code,
+        max_restarts=max_restarts,
+        local_folder=local_folder,
+        machine_rank=machine_rank,
+    )
+
+
+T = TypeVar("T")
+
+
+def _chosen(record: type[T], given: Mapping[str, Any]) -> T:
+    """Return the options that are fields of the record; those that were not given have its defaults."""
+    names = {field.name for field in fields(record)}  # type: ignore[arg-type]
+    values = {name: value for name, value in given.items() if name in names and value is not None}
+    return record(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

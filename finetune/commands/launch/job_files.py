@@ -1,0 +1,207 @@
+"""What the launches by schedulers share: the job is checked, its file is printed, written or submitted."""
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from finetune.commands.doctor.facts.launch import read_facts
+from finetune.commands.launch.network import network_variables
+from finetune.commands.launch.torchrun import make_job
+from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
+from finetune.config.load import LoadedConfig, require_divisible_batch
+from finetune.config.paths import is_url
+from finetune.config.rules.files import read_paths
+from finetune.errors import StrategyError, UserError
+from finetune.launch.jobs.request import JobRequest
+from finetune.launch.supervisor.agent import Job
+from finetune.runtime.files import atomic
+
+_LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
+"""Folders that are another one on each host."""
+
+_MAX_NAME = 40
+"""Characters of a name: the pods of a JobSet add theirs, and a host name has 63."""
+
+
+@dataclass(frozen=True)
+class JobWords:
+    """The options that all schedulers share, by the names that they have on the command line."""
+
+    config: Path
+    accelerate: Path
+    nodes: int
+    gpus_per_node: int
+    override: tuple[str, ...] = ()
+    name: str | None = None
+    doctor: Path | None = None  # facts of `finetune doctor --json`
+    env: tuple[str, ...] = ()  # NAME=VALUE
+    max_restarts: int = 3
+    stop: int = 180
+    cpu: bool = False
+    elsewhere: tuple[Path, ...] = ()  # folders that only the hosts have
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return self.nodes * self.gpus_per_node
+
+
+def check_job(words: JobWords) -> tuple[JobRequest, LoadedConfig]:
+    """Return the job; raises UserError with what is wrong with the job, the accelerate file or the numbers."""
+    file = read_accelerate_file(words.accelerate)
+    job, loaded = make_job(
+        words.config,
+        words.override,
+        accelerate_file=words.accelerate,
+        ranks_per_host=words.gpus_per_node,
+        stop_seconds=float(words.stop),
+        elsewhere=words.elsewhere,
+    )
+    require_divisible_batch(loaded, num_processes=words.world)
+    _check_processes(file, num_nodes=words.nodes, world=words.world)
+    network = network_variables(read_facts(words.doctor), num_nodes=words.nodes) if words.doctor is not None else {}
+    run = loaded.config.run
+    request = JobRequest(
+        name=_job_name(words.name, Path(run.folder).name),
+        job=replace(job, is_hybrid=job.is_hybrid and words.nodes > 1 and not _has_more_dimensions(file)),
+        num_nodes=words.nodes,
+        run_folder=run.folder,
+        local_folder=run.local_folder if is_url(run.folder) else None,
+        is_single=file.kind == "NO",
+        is_deepspeed=file.kind == "DEEPSPEED",
+        max_restarts=words.max_restarts,
+        stop_seconds=words.stop,
+        uses_gpus=not words.cpu,
+        environment={**network, **read_environment(words.env)},
+    )
+    return request, loaded
+
+
+def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder") -> None:
+    """Raise UserError for a folder that is another one on each host."""
+    local = next((each for each in _LOCAL_FOLDERS if Path(folder).is_relative_to(each)), None)
+    if num_nodes > 1 and not is_url(folder) and local is not None:
+        raise UserError(
+            f"{key}: {folder} is in {local}, which each host has for itself. Name a folder that all {num_nodes} hosts "
+            "share, or a URL (`s3://`, `gs://`, `az://`)."
+        )
+
+
+def require_kept(request: JobRequest, mounted: Sequence[Path], *, advice: str) -> None:
+    """Raise UserError where the run is written to a folder that is gone with its host, or that each host has alone.
+
+    On one host a run at a URL may be written anywhere first: it is uploaded from there.
+    """
+    if request.is_at_url and request.num_nodes == 1:
+        return
+    key, folder = (
+        ("run.local_folder", request.local_folder) if request.is_at_url else ("run.folder", request.run_folder)
+    )
+    if folder is not None and any(Path(folder).is_relative_to(each) for each in mounted):
+        return
+    what = "is not set" if folder is None else f"{folder} is on the host alone, and is lost with it"
+    url = "" if request.num_nodes > 1 else ", or write a URL: --set run.folder=s3://BUCKET/NAME"
+    raise UserError(f"{key}: {what}. {advice}{url}.")
+
+
+def require_files(loaded: LoadedConfig, there: Sequence[Path], *, advice: str) -> None:
+    """Raise UserError for a file that the job reads and that none of the folders `there` brings to the hosts."""
+    for key, path in read_paths(loaded.config):
+        if not any(Path(path).is_relative_to(folder) for folder in there):
+            raise UserError(f"{key}: {path} is on this machine, and the hosts will not have it. {advice}.")
+
+
+def read_environment(texts: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `NAME=VALUE`; raises UserError."""
+    return read_pairs(texts, option="--env", what="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def read_pairs(texts: Sequence[str], *, option: str, what: str, name: str) -> dict[str, str]:
+    """Return the pairs of `NAME=VALUE`; raises UserError for a name that is none, or that is written twice."""
+    found: dict[str, str] = {}
+    for text in texts:
+        left, mark, value = text.partition("=")
+        if not mark or not re.fullmatch(name, left) or "\0" in value:
+            raise UserError(f"{option} {text}: write NAME=VALUE, with the name of a {what}.")
+        if left in found:
+            raise UserError(f"{option} {left}: it is written twice.")
+        found[left] = value
+    return found
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where the job file goes: printed, written, or submitted."""
+
+    output: Path | None = None
+    submit: bool = False
+    suffix: str = ".yaml"
+    command: tuple[str, ...] = ()  # that takes the file: sbatch
+
+
+def deliver(text: str, destination: Destination, *, name: str) -> int:
+    """Print or write the job file, or submit it, and return the exit code. Raises UserError."""
+    if destination.submit and shutil.which(destination.command[0]) is None:
+        raise UserError(
+            f"--submit: `{destination.command[0]}` is not on the PATH of this machine. Write the file with --output "
+            f"and submit it where it is: {' '.join(destination.command)} FILE"
+        )
+    file = destination.output
+    if destination.submit and file is None:
+        file = Path(f"{name}{destination.suffix}")
+    if file is None:
+        print(text, end="")
+        return 0
+    atomic.write_bytes(file.absolute(), text.encode())
+    print(f"written: {file}", file=sys.stderr)
+    if not destination.submit:
+        return 0
+    return subprocess.run([*destination.command, str(file.absolute())], check=False).returncode
+
+
+def job_with(request: JobRequest, *, words: Mapping[str, str], accelerate_file: Path) -> JobRequest:
+    """Return the job with some of its words, such as paths, replaced by those that the hosts know."""
+    replaced = tuple(words.get(word, word) for word in request.job.words)
+    job: Job = replace(request.job, words=replaced, accelerate_file=accelerate_file)
+    return replace(request, job=job)
+
+
+def _check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
+    if world > 1 and (file.kind in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
+        raise StrategyError(
+            f"--accelerate {file.path}: accelerate starts one process of it on each host, and {world} are wanted in "
+            "all. Take accelerate_configs/ddp.yaml or another with `use_cpu: false`."
+        )
+    sizes = file.values.get("parallelism_config") or {}
+    numbers = {name.removeprefix("parallelism_config_"): size for name, size in sizes.items() if name.endswith("_size")}
+    counts = {name: size for name, size in numbers.items() if isinstance(size, int) and size > 1}
+    product = math.prod(counts.values())
+    is_resized = num_nodes > 1 and set(counts) == {"dp_replicate_size", "dp_shard_size"}  # a copy per host
+    if counts and not is_resized and (world % product or ("dp_shard_size" in counts and world != product)):
+        listed = " x ".join(f"{name} {size}" for name, size in counts.items())
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config has {listed} = {product}, and the job has {world} processes."
+        )
+
+
+def _has_more_dimensions(file: AccelerateFile) -> bool:
+    """Tell whether ranks are divided in other ways, too, so that the sizes of the file count."""
+    sizes = file.values.get("parallelism_config") or {}
+    return any(sizes.get(f"parallelism_config_{name}_size", 1) not in (None, 1) for name in ("tp", "cp", "sp"))
+
+
+def _job_name(name: str | None, default: str) -> str:
+    """Return a name that is fit for Slurm, Kubernetes and SkyPilot. Raises UserError for a given one that is not."""
+    if name is not None:
+        if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
+            raise UserError(
+                f"--name {name}: write small letters, digits and `-`, a letter first, at most {_MAX_NAME} characters."
+            )
+        return name
+    made = re.sub(r"[^a-z0-9]+", "-", default.lower()).strip("-")[: _MAX_NAME - 9].strip("-")
+    return made if made and made[0].isalpha() else f"finetune-{made}".strip("-")

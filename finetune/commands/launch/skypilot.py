@@ -1,0 +1,102 @@
+"""`finetune launch skypilot`: the task of a managed job, which is recovered on another machine and resumes."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from finetune.commands.launch.job_files import (
+    Destination,
+    JobWords,
+    check_job,
+    deliver,
+    job_with,
+    require_files,
+    require_kept,
+)
+from finetune.errors import UserError
+from finetune.launch.jobs.skypilot import SkypilotOptions, skypilot_task
+from finetune.launch.jobs.yaml_text import yaml_text
+
+SETUP = "pip install 'finetune[s3]'\n"
+
+_COMMENT = "Written by `finetune launch skypilot`. Submit it with `sky jobs launch FILE`."
+
+
+@dataclass(frozen=True)
+class SkypilotWords:
+    """The options that are SkyPilot's alone."""
+
+    gpu: str | None = None
+    bucket: tuple[str, ...] = ()  # /PATH=URL
+    volume: tuple[str, ...] = ()  # /PATH=NAME
+    setup: str = SETUP
+    infra: str | None = None
+    image: str | None = None
+    spot: bool = True
+    strategy: str | None = None
+    disk_gb: int | None = None
+
+
+def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destination) -> int:
+    """Print, write or submit the task, and return the exit code. Raises UserError, and ConfigError for the job."""
+    buckets = _read_buckets(sky.bucket)
+    volumes = _read_volumes(sky.volume)
+    mounted = tuple(map(Path, (*buckets, *volumes)))
+    request, loaded = check_job(replace(words, elsewhere=mounted))
+    require_kept(
+        request, mounted, advice="Mount what all hosts can write: --bucket /PATH=gs://BUCKET, --volume /PATH=NAME"
+    )
+    advice = "Run this in the folder that has it, which is copied, or mount it with --bucket"
+    require_files(loaded, (Path.cwd(), *mounted), advice=advice)
+    if not words.cpu and sky.gpu is None:
+        raise UserError("--gpu: name the GPU of the machines, such as H100, or write --cpu.")
+    config, accelerate = str(words.config.absolute()), str(words.accelerate.absolute())
+    copied = {config: _in_working_folder(config)}
+    request = job_with(request, words=copied, accelerate_file=Path(_in_working_folder(accelerate)))
+    options = SkypilotOptions(
+        working_folder=str(Path.cwd()),
+        gpu=None if words.cpu else sky.gpu,
+        setup=sky.setup if sky.setup.endswith("\n") else f"{sky.setup}\n",
+        infra=sky.infra,
+        image=sky.image,
+        is_spot=sky.spot,
+        strategy=sky.strategy,
+        disk_gb=sky.disk_gb,
+        buckets=buckets,
+        volumes=volumes,
+    )
+    text = yaml_text([skypilot_task(request, options)], comment=_COMMENT)
+    return deliver(text, replace(destination, command=("sky", "jobs", "launch", "--yes")), name=request.name)
+
+
+def _in_working_folder(path: str) -> str:
+    """Return the path on the machines, to which this folder is copied. Raises UserError for one outside of it."""
+    here = Path.cwd()
+    if not Path(path).is_relative_to(here):
+        raise UserError(
+            f"{path}: it is not in {here}, the folder that SkyPilot copies to the machines. Run this command in a "
+            "folder that has the job, the accelerate file and the data."
+        )
+    return f"./{Path(path).relative_to(here)}"
+
+
+def _read_buckets(texts: Sequence[str]) -> dict[str, str]:
+    """Return the URL of the bucket at each path; raises UserError."""
+    return _read_mounts(texts, option="--bucket", what=r"[a-z0-9]+://[A-Za-z0-9._/-]+", example="/data=s3://my-bucket")
+
+
+def _read_volumes(texts: Sequence[str]) -> dict[str, str]:
+    """Return the name of the volume at each path; raises UserError."""
+    return _read_mounts(texts, option="--volume", what=r"[A-Za-z0-9][A-Za-z0-9._-]*", example="/runs=my-volume")
+
+
+def _read_mounts(texts: Sequence[str], *, option: str, what: str, example: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        path, _, source = text.partition("=")
+        is_path = path.startswith("/") and path != "/" and path.isprintable() and "$" not in path
+        if not is_path or path in found or not re.fullmatch(what, source):
+            raise UserError(f"{option} {text}: write an absolute path, once, and what is mounted there: {example}.")
+        found[path] = source
+    return found

@@ -1,0 +1,102 @@
+"""What a job file is made from: the job on its hosts, checked already."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetune.launch.jobs.shell import ShellText, Word
+from finetune.launch.supervisor.agent import Job, launch_command
+from finetune.launch.supervisor.members import Attempt
+
+PORT = 29500
+"""Where ranks meet, where nothing else is chosen."""
+
+TEE = "3"
+"""torchelastic's number for standard output and error, each to a file and to the console."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How a host learns its number and the address of the first, as the shell there expands it."""
+
+    machine_rank: str
+    address: str
+    port: str
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """One job on several hosts."""
+
+    name: str  # fit for every scheduler: small letters, digits and dashes
+    job: Job
+    num_nodes: int
+    run_folder: str  # a folder that all hosts share, or a URL
+    local_folder: str | None  # of a run at a URL, where the job names one
+    is_single: bool  # one process, which needs no launcher
+    is_deepspeed: bool = False
+    deepspeed_file: str | None = None  # in place of the one that the accelerate file names
+    max_restarts: int = 3
+    stop_seconds: int = 180  # from the request to stop until everything is killed
+    uses_gpus: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return the number of processes on each host."""
+        return self.job.ranks_per_host
+
+    @property
+    def is_at_url(self) -> bool:
+        """Return whether the run is kept in object storage."""
+        return "://" in self.run_folder
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of the ranks; what the user has set comes last."""
+        timeout = str(max(1, self.stop_seconds - 10))  # the launcher kills ranks after it, the scheduler kills both
+        return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout, "PYTHONUNBUFFERED": "1", **self.environment}
+
+
+def launch_words(request: JobRequest, meeting: Rendezvous, *, log_folder: Word | None) -> list[Word]:
+    """Return the command of a host: `accelerate launch`, or the one process itself.
+
+    The output of each rank also goes to a file in the log folder. `meeting` is for the shell that runs the command.
+    """
+    if request.is_single:
+        return ["python", *request.job.words]
+    hosts = tuple(f"host{number}" for number in range(request.num_nodes))
+    attempt = Attempt(1, hosts, hosts, PORT, "")
+    words = launch_command(request.job, attempt, rank=0)[1:]
+    options: list[Word] = list(words[: len(words) - len(request.job.words)])
+    expanded = {
+        "--machine_rank": meeting.machine_rank,
+        "--main_process_ip": meeting.address,
+        "--main_process_port": meeting.port,
+    }
+    for option, variable in expanded.items():
+        options[words.index(option) + 1] = ShellText(f'"${variable}"')
+    if request.num_nodes > 1:
+        options += ["--same_network", "--rdzv_backend", "static"]
+    if request.num_nodes > 1 and request.is_deepspeed:
+        options += ["--deepspeed_multinode_launcher", "standard"]  # torchrun; its default needs pdsh and a hostfile
+    if request.deepspeed_file is not None:
+        options += ["--deepspeed_config_file", request.deepspeed_file]
+    if log_folder is not None:
+        options += ["--tee", TEE, "--log_dir", log_folder]
+    return ["python", *options, *request.job.words]
+
+
+def rank_words(request: JobRequest, accelerate_file: Path) -> list[Word]:
+    """Return the command of one rank that the scheduler itself starts, once per rank."""
+    module, *rest = request.job.words[1:]
+    return ["python", "-m", module, "train", "--accelerate", str(accelerate_file), *rest]
+
+
+def next_words(request: JobRequest, *, run_folder: Word, code: str, machine_rank: Word | None = None) -> list[Word]:
+    """Return the command that says, after the launcher has ended, whether the job is to be started again."""
+    words: list[Word] = ["python", "-m", "finetune", "launch", "next", "--run", run_folder]
+    words += ["--since", ShellText('"$started"'), "--exit-code", ShellText(f'"${code}"')]
+    words += ["--max-restarts", str(request.max_restarts)]
+    if request.local_folder is not None:
+        words += ["--local-folder", request.local_folder]
+    return words if machine_rank is None else [*words, "--machine-rank", machine_rank]

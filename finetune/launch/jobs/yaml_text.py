@@ -1,0 +1,42 @@
+"""YAML that readers of YAML 1.1 and 1.2 understand alike: `yes` and `010` stay texts, scripts keep their lines."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_WORDS = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
+"""Texts that YAML 1.1 reads as something else."""
+
+
+def yaml_text(documents: Sequence[Mapping[str, Any]], *, comment: str) -> str:
+    """Return the documents as one file, which begins with the comment."""
+    writer = YAML()
+    writer.default_flow_style = False
+    writer.width = 1 << 20
+    writer.indent(mapping=2, sequence=4, offset=2)
+    stream = io.StringIO()
+    for number, document in enumerate(documents):
+        stream.write("---\n" if number else "".join(f"# {line}\n" for line in comment.splitlines()))
+        writer.dump(_styled(document), stream)
+    return stream.getvalue()
+
+
+def _styled(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_styled(str(key)): _styled(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_styled(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    if _PLAIN.fullmatch(value) and not _WORDS.fullmatch(value):
+        return value
+    lines = value.split("\n")
+    is_script = value.endswith("\n") and len(lines) > 2 and not value.startswith((" ", "\n"))
+    if is_script and all(line.isprintable() and line == line.rstrip() for line in lines):
+        return LiteralScalarString(value)
+    return DoubleQuotedScalarString(value)
