@@ -51,12 +51,24 @@ def root(
 
 @app.command()
 @handle_errors
-def train(config: Config, override: Overrides = None) -> int:
+def train(
+    config: Config,
+    override: Overrides = None,
+    accelerate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="The accelerate file, where torchrun, srun or mpirun starts the processes. Default: DDP.",
+        ),
+    ] = None,
+) -> int:
     """Train as the job file says, or resume the run that it started.
 
     On several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
     """
-    return train_command.start(config, override or [])
+    return train_command.start(config, override or [], accelerate)
 
 
 @app.command()
