@@ -65,7 +65,7 @@ def require_parallelism_fits(variables: Mapping[str, str]) -> None:
     if product not in (1, world):
         raise StrategyError(
             f"parallelism_config: {' x '.join(f'{_key(name)}: {size}' for name, size in sizes.items())} is for "
-            f"{product} processes, and {world} were started. Change the sizes in the accelerate file, or start {product}."
+            f"{product} processes, and {world} were started. Change the sizes in the accelerate file."
         )
 
 
