@@ -9,6 +9,7 @@ from finetune import __version__
 from finetune.cli import after_training, checkpoint, doctor, launch, plan, rehearse, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
+from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -51,6 +52,7 @@ def root(
 
 @app.command()
 @handle_errors
+@with_ranks
 def train(
     config: Config,
     override: Overrides = None,

@@ -11,7 +11,6 @@ from typing import Any, ParamSpec
 import typer
 
 from finetune.errors import FinetuneError, UserError, disk_text
-from finetune.launch.ranks.adopt import adopt_ranks
 from finetune.runtime.text.redact import redacted_command
 from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
 
@@ -24,14 +23,12 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
     """Return the command with the exit codes 0 or its own, 2 for UserError and disk errors, 1 for TrainingError.
 
     An error is one message. Ctrl-C is one line and exit code 130. Anything else is a bug and keeps its traceback.
-    Processes of `srun` and `mpirun` get their ranks first.
     """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         with guarded_output():
             try:
-                _adopt_ranks()
                 code = command(*args, **kwargs)
             except FinetuneError as error:
                 _print_error(error)
@@ -72,12 +69,6 @@ def guarded_command_line() -> Iterator[None]:
         except BaseException as error:  # a panic in Rust, for example, is no Exception
             print_traceback(error)
             raise SystemExit(1) from None
-
-
-def _adopt_ranks() -> None:
-    ranks = adopt_ranks(os.environ)
-    if ranks is not None and ranks.rank == 0:
-        print(ranks, file=sys.stderr, flush=True)
 
 
 def format_error(error: FinetuneError, *, rank: int) -> str:

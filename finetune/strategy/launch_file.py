@@ -1,7 +1,7 @@
 """`--accelerate FILE`: what `accelerate launch --config_file FILE` sets for its processes, set within a process.
 
-So that torchrun, `srun` or `mpirun` start the processes, and the file says how the job is spread over them. Accelerate's
-own functions (`commands/launch.py`, `utils/launch.py` of 1.15) make the variables; only their choice is repeated here.
+So torchrun, `srun` or `mpirun` starts the processes, and the file says how the job is spread over them. Functions of
+Accelerate (`commands/launch.py` and `utils/launch.py` of 1.15) make the variables; only their choice is repeated here.
 """
 
 import math
