@@ -159,8 +159,17 @@ def _group_of_one() -> dict[str, str]:
 
 
 def _differences(defaults: Any, *, world: int, name: str) -> list[str]:
-    """Return a sentence where the file says another number of processes or machines than were started."""
-    machines = max(1, world // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world))))
-    pairs = (("num_processes", defaults.num_processes, world), ("num_machines", defaults.num_machines, machines))
-    said = [f"{key} is {written}, and {started} were started" for key, written, started in pairs if written != started]
-    return [f"{name}: {' '.join(f'{each};' for each in said)} the launcher decides."] if said else []
+    """Return a sentence with what the file says of processes and their address, where the launcher has it otherwise."""
+    here = os.environ
+    found = {
+        "num_processes": (defaults.num_processes, world),
+        "num_machines": (defaults.num_machines, world // max(1, int(here.get("LOCAL_WORLD_SIZE", world)))),
+        "main_process_ip": (defaults.main_process_ip, here.get("MASTER_ADDR")),
+        "main_process_port": (defaults.main_process_port, here.get("MASTER_PORT")),
+    }
+    said = [
+        f"{key}: {written} (here {actual})"
+        for key, (written, actual) in found.items()
+        if None not in (written, actual) and str(written) != str(actual)
+    ]
+    return [f"{name}: {', '.join(said)}. The launcher decides."] if said else []

@@ -89,11 +89,18 @@ def test_ranks_stay_those_of_the_launcher_and_the_file_says_how(clean, tmp_path)
     assert [os.environ[name] for name in ("RANK", "MASTER_PORT", "FSDP_VERSION")] == ["1", "12345", "2"]
 
 
-def test_another_number_of_processes_than_the_files_is_told(clean, tmp_path):
+def test_what_the_launcher_has_otherwise_than_the_file_is_told(clean, tmp_path):
     start_two(clean)
-    file = write(tmp_path / "eight.yaml", FSDP2.replace("num_processes: 2", "num_processes: 8"))
+    clean.setenv("MASTER_ADDR", "node7")
+    clean.setenv("MASTER_PORT", "29500")
+    eight = (
+        FSDP2.replace("num_processes: 2", "num_processes: 8") + "main_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
+    )
+    file = write(tmp_path / "eight.yaml", eight)
     (told,) = use_launch_file(file)
-    assert told == f"--accelerate {file}: num_processes is 8, and 2 were started; the launcher decides."
+    assert told == (
+        f"--accelerate {file}: num_processes: 8 (here 2), main_process_ip: 10.0.0.1 (here node7). The launcher decides."
+    )
 
 
 def test_the_same_file_twice_is_no_contradiction(clean, tmp_path):
