@@ -70,7 +70,7 @@ def train(
 
     On several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
     """
-    return train_command.start(config, override or [], accelerate)
+    return train_command.start(config, override or [], accelerate_file=accelerate)
 
 
 @app.command()
