@@ -19,6 +19,7 @@ from finetune.cli.options import (
     Trust,
     Verify,
 )
+from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -75,6 +76,7 @@ def export(
 
 
 @handle_errors
+@with_ranks
 def evaluate(
     source: Source,
     step: Step = None,
@@ -114,6 +116,7 @@ def evaluate(
 
 
 @handle_errors
+@with_ranks
 def generate(
     source: Source,
     input: Annotated[

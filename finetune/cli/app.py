@@ -9,6 +9,7 @@ from finetune import __version__
 from finetune.cli import after_training, checkpoint, doctor, launch, plan, rehearse, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, Overrides
+from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -51,12 +52,25 @@ def root(
 
 @app.command()
 @handle_errors
-def train(config: Config, override: Overrides = None) -> int:
+@with_ranks
+def train(
+    config: Config,
+    override: Overrides = None,
+    accelerate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="The accelerate file, where torchrun, srun or mpirun starts the processes. Default: DDP.",
+        ),
+    ] = None,
+) -> int:
     """Train as the job file says, or resume the run that it started.
 
     On several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
     """
-    return train_command.start(config, override or [])
+    return train_command.start(config, override or [], accelerate_file=accelerate)
 
 
 @app.command()

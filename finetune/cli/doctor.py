@@ -7,6 +7,7 @@ import typer
 
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Overrides
+from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
@@ -21,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 @handle_errors
+@with_ranks
 def doctor(
     config: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ import typer
 
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config
+from finetune.cli.ranks import with_ranks
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
@@ -55,6 +56,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 @handle_errors
+@with_ranks
 def sweep(
     config: Config,
     override: Values = None,

@@ -1,19 +1,22 @@
 """The start of `finetune train`: nothing slow is imported before the config and the run folder are checked."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config.load import load_config
+from finetune.report.run_log import RunLog
 from finetune.run.allocator import use_expandable_segments
 from finetune.run.state.preflight import prefetch_checksums, preflight
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
     from finetune.run import train
+    from finetune.strategy import launch_file
 
 
-def start(path: Path, overrides: Sequence[str]) -> int:
-    """Train as the job file says and return the exit code.
+def start(path: Path, overrides: Sequence[str], *, accelerate_file: Path | None = None) -> int:
+    """Train as the job file says, spread as the accelerate file says, if one is given, and return the exit code.
 
     The checksums of the checkpoint that the run will resume from are computed while torch is being imported.
     """
@@ -23,4 +26,7 @@ def start(path: Path, overrides: Sequence[str]) -> int:
         return code
     use_expandable_segments()
     checksums = prefetch_checksums(loaded)
+    if accelerate_file is not None:
+        for sentence in launch_file.use_launch_file(accelerate_file):
+            RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
     return train.train_from_config(loaded, checksums)

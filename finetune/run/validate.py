@@ -1,5 +1,7 @@
 """All that can be refused before data or weights are touched: strategy, adapters, export, and a model from values."""
 
+import os
+
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
@@ -12,6 +14,7 @@ from finetune.run.final_export import require_mergeable
 from finetune.run.remote.download import with_local_folder
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
+from finetune.strategy.launch_file import is_set_by_accelerate
 
 
 def validate(loaded: LoadedConfig) -> RunContext:
@@ -23,6 +26,7 @@ def validate(loaded: LoadedConfig) -> RunContext:
     require_mergeable(context.config, strategy=context.strategy.name)
     _require_vector_sizes(context.config)
     _warn_of_other_pooling(context)
+    _report_default_strategy(context)
     return context
 
 
@@ -61,3 +65,11 @@ def _warn_of_other_pooling(context: RunContext) -> None:
         warning = pooling_warning(context.config.model, context.config.task.embedding.pooling)
         if warning is not None:
             context.log(warning)
+
+
+def _report_default_strategy(context: RunContext) -> None:
+    """Log that it is DDP where several processes were started and nobody has chosen a strategy."""
+    if distributed.world() > 1 and not is_set_by_accelerate(os.environ) and distributed.is_main():
+        context.log(
+            f"{context.strategy.name}: no accelerate file was given. --accelerate FILE chooses another strategy."
+        )

@@ -72,10 +72,20 @@ def test_overrides_are_laid_over_the_file(typed, job):
 @pytest.mark.parametrize("words", [("train", "--config"), ("--config",)])
 def test_options_alone_mean_train(typed, job, calls, words):
     code, _, _ = typed(*words, job, "--set", "train.steps=7")
-    ((place, arguments, _),) = calls.made
+    ((place, arguments, named),) = calls.made
     assert code == 0
     assert place == "finetune.run.start:start"
-    assert arguments == (job, ["train.steps=7"])
+    assert (arguments, named) == ((job, ["train.steps=7"]), {"accelerate_file": None})
+
+
+def test_training_takes_an_accelerate_file_that_exists(typed, job, calls):
+    file = job.with_name("fsdp2.yaml")
+    assert typed("--config", job, "--accelerate", file)[0] == 2
+    assert calls.made == []
+    file.write_text("distributed_type: FSDP")
+    assert typed("--config", job, "--accelerate", file)[0] == 0
+    ((_, _, named),) = calls.made
+    assert named == {"accelerate_file": file}
 
 
 def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):

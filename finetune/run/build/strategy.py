@@ -13,6 +13,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import StrategyError
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
+from finetune.strategy.launch_file import require_parallelism_fits
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings
 from finetune.train.optim.optimizers import uses_low_bit_adamw
@@ -22,6 +23,7 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
     config = loaded.config
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
+    require_parallelism_fits(os.environ)
     require_divisible_batch(loaded, num_processes=environment.world)
     return choose_strategy(environment, job_settings(config))
 

@@ -1,0 +1,175 @@
+"""`--accelerate FILE`: what `accelerate launch --config_file FILE` sets for its processes, set within a process.
+
+So torchrun, `srun` or `mpirun` starts the processes, and the file says how the job is spread over them. Functions of
+Accelerate (`commands/launch.py` and `utils/launch.py` of 1.15) make the variables; only their choice is repeated here.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.commands import launch
+from accelerate.utils import check_cuda_p2p_ib_support
+
+from finetune.errors import StrategyError
+from finetune.runtime.processes import free_port
+
+_PREFIXES = ("FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_")
+_NAMES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_CLIPPING")
+"""Variables by which `accelerate launch` chooses a strategy; nobody else sets them."""
+
+_FOR_SINGLE = "ACCELERATE_USE_CPU"
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
+
+_SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
+
+_NO_GROUP, _SUPPORTED = "NO", ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
+
+
+def use_launch_file(file: Path) -> list[str]:
+    """Set the variables that `accelerate launch` sets for this file, and return what the user should know.
+
+    Raises StrategyError for a file that Accelerate refuses, where the environment says something else than the file,
+    and where the file is for another number of processes than were started.
+    """
+    name = f"--accelerate {file}"
+    world, has_ranks = int(os.environ.get("WORLD_SIZE", "1")), "RANK" in os.environ
+    with _without_launch_variables() as before:
+        defaults, variables = _accelerate_variables(file, world=world, name=name)
+    kind = defaults.distributed_type.value
+    _refuse_other_world(defaults, kind=kind, world=world, has_ranks=has_ranks or bool(before), name=name)
+    _refuse_contradictions(before, variables, name=name)
+    os.environ.update(variables)
+    if not has_ranks and kind != _NO_GROUP:
+        os.environ.update(_group_of_one())
+    if _THREADS in variables:
+        torch.set_num_threads(int(variables[_THREADS]))  # torch has read the variable already
+    return [] if before else _differences(defaults, world=world, name=name)
+
+
+def is_set_by_accelerate(variables: Mapping[str, str]) -> bool:
+    """Return whether `accelerate launch` or `--accelerate` has chosen the strategy."""
+    return "ACCELERATE_MIXED_PRECISION" in variables
+
+
+def require_parallelism_fits(variables: Mapping[str, str]) -> None:
+    """Raise StrategyError where the sizes of `parallelism_config` do not multiply to the number of processes."""
+    world = int(variables.get("WORLD_SIZE", "1"))
+    sizes = {name: int(variables[name]) for name in _SIZES if variables.get(name, "1") != "1"}
+    product = math.prod(sizes.values())
+    if product not in (1, world):
+        raise StrategyError(
+            f"parallelism_config: {' x '.join(f'{_key(name)}: {size}' for name, size in sizes.items())} is for "
+            f"{product} processes, and {world} were started. Change the sizes in the accelerate file."
+        )
+
+
+def _key(variable: str) -> str:
+    return variable.removeprefix("PARALLELISM_CONFIG_").lower()
+
+
+@contextmanager
+def _without_launch_variables() -> Iterator[dict[str, str]]:
+    """Take from the environment meanwhile what `accelerate launch` has set in it, and hand it out."""
+    chosen = [name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES]
+    before = {name: os.environ.pop(name) for name in chosen}
+    try:
+        yield before
+    finally:
+        os.environ.update(before)
+
+
+def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, dict[str, str]]:
+    """Return the file as Accelerate reads it, and the variables that it sets to another value than they have."""
+    words = ["--config_file", str(file), "--num_processes", str(world), "--num_machines", "1"]
+    words += ["--main_process_port", "0", "-m", "finetune"]  # 0: the port of the launcher is in use, rightly
+    try:
+        options = launch.launch_command_parser().parse_args(words)
+        options, defaults, has_precision = launch._validate_launch_command(options)
+        _require_supported(defaults)
+        found = _chosen_environment(options, defaults, has_precision=has_precision)
+    except Exception as error:  # whatever a damaged file leads to
+        raise StrategyError(f"{name}: {error or type(error).__name__}") from error
+    set_here = {key: value for key, value in found.items() if os.environ.get(key) != value and key not in _ADDRESS}
+    if str(Path.cwd()) in os.environ.get(_PATH, "").split(os.pathsep):
+        set_here.pop(_PATH, None)
+    return defaults, set_here
+
+
+def _require_supported(defaults: Any) -> None:
+    kind = getattr(defaults.distributed_type, "value", None)
+    if defaults.compute_environment.value != "LOCAL_MACHINE" or kind not in _SUPPORTED:
+        raise ValueError(f"distributed_type {kind} is not supported here. Supported: {', '.join(_SUPPORTED)}.")
+    if defaults.mpirun_config:
+        raise ValueError("mpirun_config is for `accelerate launch`. Remove it, and start with mpirun itself.")
+    if not isinstance(defaults.num_processes, int) or not isinstance(defaults.num_machines, int):
+        raise ValueError("num_processes and num_machines are numbers.")
+    for section in ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config"):
+        if not isinstance(getattr(defaults, section), dict):
+            raise ValueError(f"{section} has keys of its own.")
+
+
+def _chosen_environment(options: Any, defaults: Any, *, has_precision: bool) -> dict[str, str]:
+    """Return the environment of a process, as `launch_command` chooses among Accelerate's launchers."""
+    if options.use_deepspeed:
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
+        options.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        found = launch.prepare_deepspeed_cmd_env(options)[1]
+    elif options.use_fsdp or options.multi_gpu:
+        found = launch.prepare_multi_gpu_env(options)
+    else:
+        return dict(launch.prepare_simple_launcher_cmd_env(options)[1])
+    if not check_cuda_p2p_ib_support():
+        found = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | found
+    return dict(found)
+
+
+def _refuse_contradictions(before: Mapping[str, str], variables: Mapping[str, str], *, name: str) -> None:
+    problems = [
+        f"{variable} is {value}, the file {'gives ' + variables[variable] if variable in variables else 'sets none'}"
+        for variable, value in sorted(before.items())
+        if variables.get(variable) != value and not (variable == _FOR_SINGLE and value.lower() == "false")
+    ]
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise StrategyError(
+            f"{name} contradicts the environment, which `accelerate launch` or a script has set:\n{listed}\n"
+            "Start without `accelerate launch`, or leave --accelerate out."
+        )
+
+
+def _refuse_other_world(defaults: Any, *, kind: str, world: int, has_ranks: bool, name: str) -> None:
+    if kind == _NO_GROUP and world > 1:
+        raise StrategyError(f"{name}: distributed_type NO is for one process, and {world} were started.")
+    if not has_ranks and defaults.num_processes > 1:
+        raise StrategyError(
+            f"{name}: num_processes is {defaults.num_processes}, and no launcher has started this process. Start it "
+            f"with: torchrun --nproc-per-node {defaults.num_processes} -m finetune ..., or with srun or mpirun."
+        )
+
+
+def _group_of_one() -> dict[str, str]:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def _differences(defaults: Any, *, world: int, name: str) -> list[str]:
+    """Return a sentence with what the file says of processes and their address, where the launcher has it otherwise."""
+    here = os.environ
+    found = {
+        "num_processes": (defaults.num_processes, world),
+        "num_machines": (defaults.num_machines, world // max(1, int(here.get("LOCAL_WORLD_SIZE", world)))),
+        "main_process_ip": (defaults.main_process_ip, here.get("MASTER_ADDR")),
+        "main_process_port": (defaults.main_process_port, here.get("MASTER_PORT")),
+    }
+    said = [
+        f"{key}: {written} (here {actual})"
+        for key, (written, actual) in found.items()
+        if None not in (written, actual) and str(written) != str(actual)
+    ]
+    return [f"{name}: {', '.join(said)}. The launcher decides."] if said else []
