@@ -4,6 +4,7 @@ Each host has an interface `eth0` with an address of its own, a loopback of its 
 be killed. The file system is shared, as a cluster's is.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from tests.launching import ROOT, SETTINGS
 
 NETWORK = "10.77.0"
 _TIMEOUT_SECONDS = 240.0
+_made = itertools.count()
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Host:
 @contextmanager
 def cluster(num_hosts: int) -> Iterator[list[Host]]:
     """Yield hosts that reach one another; whatever runs on them in the end is killed."""
-    bridge = f"ft{os.getpid()}"
+    bridge = f"ft{os.getpid()}{chr(97 + next(_made) % 26)}"  # several at a time do not meet
     hosts = [Host(f"h{n}", f"{bridge}-{n}", f"{NETWORK}.{n}") for n in range(1, num_hosts + 1)]
     try:
         _ip("link", "add", bridge, "type", "bridge")

@@ -3,8 +3,9 @@
 import platform
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -16,7 +17,10 @@ from finetune.errors import UserError
 from finetune.launch.supervisor.agent import Job, launch_command
 from finetune.launch.supervisor.members import Attempt, Limits
 from finetune.launch.supervisor.network import own_address
-from finetune.launch.supervisor.supervise import Timing, supervise
+from finetune.launch.supervisor.supervise import Place, RunAccess, Timing, supervise
+from finetune.runtime.supervision.attempt import mark_attempt
+from finetune.runtime.supervision.spot import SpotNotice
+from finetune.runtime.supervision.writer_lock import is_locked
 
 SUPERVISORS_FOLDER = "supervisors"
 """Where supervisors meet, in the run folder."""
@@ -76,16 +80,23 @@ def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: Here,
     if here.shared_folder is None and is_url(str(run_folder)):
         raise UserError("--shared-folder: the run folder is not on a file system; name a folder that all hosts share.")
     shared = here.shared_folder or Path(run_folder) / SUPERVISORS_FOLDER
-    return supervise(
-        job,
-        limits,
-        name=_host_name(here.name),
-        address=own_address(here.interface),
-        run_folder=Path(run_folder),
-        shared_folder=shared.absolute(),
-        timing=timing,
-        log=lambda line: print(line, flush=True),
+    address, interface = own_address(here.interface)
+    place = Place(_host_name(here.name), address, interface, Path(run_folder), shared.absolute())
+    access = RunAccess(
+        is_locked=partial(is_locked, place.run_folder),
+        mark_attempt=partial(mark_attempt, place.shared_folder),
+        is_reclaimed=_spot_notice(loaded),
     )
+    return supervise(job, limits, place=place, access=access, timing=timing, log=_log)
+
+
+def _spot_notice(loaded: LoadedConfig) -> Callable[[], bool]:
+    cloud = loaded.config.run.spot_notice
+    return (lambda: False) if cloud is None else SpotNotice(cloud, log=_log).start()
+
+
+def _log(line: str) -> None:
+    print(line, flush=True)
 
 
 def _host_name(name: str | None) -> str:

@@ -44,6 +44,10 @@ class Reachability:
         self._clock = clock
         self._reached_at: dict[str, float] = {}
 
+    def skip(self, seconds: float) -> None:
+        """Forgive so long a time without a connection: this host could not look."""
+        self._reached_at = {name: at + seconds for name, at in self._reached_at.items()}
+
     def update(self, others: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
         """Connect to the others, given by name as address and port, and return the names of those that are reached."""
         reached = can_connect(others.values(), seconds=_CONNECT_SECONDS)
