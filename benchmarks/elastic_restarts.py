@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cluster of the tests
 
-from tests.launch.cluster import Host, cluster  # noqa: E402
+from tests.launch.cluster import Host, cluster
 
 ROUNDS, FAULT_AT = 100, 30
 FAULTS = ("a rank is killed", "the second host is lost", "the host of the rendezvous is lost")
@@ -37,7 +37,10 @@ def main() -> None:
     if options.worker is not None:
         add_up(options.worker)
         return
-    print(f"torch {torch.__version__}, {options.tries} tries each\n\n| fault | worked | seconds until the end |\n|---|---|---|")
+    print(
+        f"torch {torch.__version__}, {options.tries} tries each\n\n"
+        "| fault | worked | seconds until the end |\n|---|---|---|"
+    )
     for fault in FAULTS:
         with ThreadPoolExecutor(2) as pool:
             outcomes = list(pool.map(one_try, [fault] * options.tries))

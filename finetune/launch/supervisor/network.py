@@ -12,7 +12,8 @@ from finetune.errors import UserError
 _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
 """Beginnings of the names of interfaces that do not lead to another host."""
 
-_CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 1.0
+"""For one look at all other hosts."""
 
 
 class Listener:
@@ -50,7 +51,7 @@ class Reachability:
 
     def update(self, others: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
         """Connect to the others, given by name as address and port, and return the names of those that are reached."""
-        reached = can_connect(others.values(), seconds=_CONNECT_SECONDS)
+        reached = can_connect(others.values(), seconds=CONNECT_SECONDS)
         now = self._clock()
         self._reached_at |= {name: now for name, place in others.items() if place in reached}
         return tuple(

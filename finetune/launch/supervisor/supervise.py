@@ -25,7 +25,7 @@ from finetune.launch.supervisor.members import (
     may_start,
     next_attempt,
 )
-from finetune.launch.supervisor.network import Listener, Reachability, free_port
+from finetune.launch.supervisor.network import CONNECT_SECONDS, Listener, Reachability, free_port
 from finetune.launch.supervisor.run_status import read_run_status
 from finetune.launch.supervisor.shared_folder import NameCheck, SharedFolder
 
@@ -166,13 +166,14 @@ class Supervisor:
 
     def _note_pause(self) -> None:
         """Count no silence of others while this host could not look: it was suspended, or the folder was away."""
-        now, pause = time.monotonic(), time.monotonic() - self._looked_at
-        self._looked_at = now
-        if pause > self._timing.lost_after / 2:
-            self._shared.skip(pause)
-            self._reachability.skip(pause)
+        now = time.monotonic()
+        pause, self._looked_at = now - self._looked_at, now
+        excess = max(0.0, pause - self._timing.beat - CONNECT_SECONDS)
+        self._shared.skip(excess)
+        self._reachability.skip(excess)
+        self._was_away = excess > self._timing.lost_after
+        if self._was_away:
             self._log(f"could not look at the other hosts for {pause:.0f} s")
-        self._was_away = pause > self._timing.lost_after
 
     def _lead(self, view: View) -> Attempt | None:
         """Begin an attempt where it is this host's turn and one is due; return the newest."""
