@@ -198,12 +198,10 @@ def has_namespaces() -> bool:
     return True
 
 
-def until(is_so: Callable[[], bool], *, programs: Sequence["subprocess.Popen[bytes]"] = ()) -> None:
-    """Wait until it is so; fails when it takes too long, or when one of the programs ends before."""
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
+def until(is_so: Callable[[], bool], *, seconds: float = _TIMEOUT_SECONDS) -> None:
+    """Wait until it is so; fails when it takes too long."""
+    deadline = time.monotonic() + seconds
     while not is_so():
-        ended = [program for program in programs if program.poll() is not None]
-        assert not ended or is_so(), f"{ended[0].args} ended with {ended[0].returncode}"
         assert time.monotonic() < deadline, "took too long"
         time.sleep(0.1)
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -81,6 +80,7 @@ class SupervisedRun:
     ranks_per_host: int = 2
     least: int = 1
     stop_seconds: int = 20
+    join_seconds: int = 60
     model: Mapping[str, object] = field(default_factory=dict)
     hang_seconds: int = 60
     faults: str = ""
@@ -100,7 +100,7 @@ class SupervisedRun:
                 *("-m", "finetune", "launch", "torchrun", "--supervise", "--config", str(self.job)),
                 *("--accelerate", f"accelerate_configs/{self.strategy}.yaml", "--nodes", number),
                 *("--gpus-per-node", str(self.ranks_per_host), "--name", host.name, "--interface", "eth0"),
-                *("--lost-after", str(LOST_AFTER), "--join", "60", "--stop", str(self.stop_seconds)),
+                *("--lost-after", str(LOST_AFTER), "--join", str(self.join_seconds), "--stop", str(self.stop_seconds)),
             ]
             text = "; ".join(each for each in (_PACE, self.faults) if each)
             host.begin(*words, log=self.log(host), **{faults.VARIABLE: text})
@@ -202,12 +202,6 @@ class Outcome:
     seconds_lost: float  # between two new steps, beyond a second each
     largest_difference: float  # of any step's loss from that on one process
     median_step_seconds: float
-
-
-def wait_for_programs(programs: Sequence["subprocess.Popen[bytes]"]) -> list[int]:
-    """Return their exit codes once all have ended."""
-    until(lambda: all(program.poll() is not None for program in programs))
-    return [program.returncode for program in programs]
 
 
 def _steps(folder: Path) -> list[dict]:

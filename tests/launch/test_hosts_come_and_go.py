@@ -45,8 +45,10 @@ def test_a_host_is_lost_and_returns(folder: Path, hosts: list[Host], strategy: s
     run.restart(hosts[1])
     run.until_hosts("h1", "h2")
     run.finish()
-    assert [each["reason"] for each in run.attempts()] == ["starts", "h2 is lost", "h2 joined", "the run has ended"]
-    assert "attempt 2 on h1: h2 is lost" in run.text(hosts[0])
+    reasons = [each["reason"] for each in run.attempts()]
+    assert reasons[1] in ("h2 is lost", "h2 cannot be reached")  # whichever is noticed first
+    assert reasons[::2] == ["starts", "h2 joined"] and reasons[3] == "the run has ended"
+    assert f"attempt 2 on h1: {reasons[1]}" in run.text(hosts[0])
 
 
 @pytest.mark.slow
@@ -63,7 +65,7 @@ def test_the_first_host_is_lost_and_returns(folder: Path, hosts: list[Host]) -> 
 
 @pytest.mark.slow
 def test_lora_on_hosts_that_come_and_go(folder: Path, hosts: list[Host]) -> None:
-    run = SupervisedRun(folder, "lora", hosts, "multi_node_fsdp2", model=LORA)
+    run = SupervisedRun(folder, "lora", hosts, "multi_node_fsdp2", ranks_per_host=1, model=LORA)
     run.start(*hosts)
     run.kill(hosts[1])
     run.until_hosts("h1")
@@ -87,7 +89,12 @@ def test_three_hosts_of_one_rank_of_which_one_is_lost(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_host_is_lost_in_the_middle_of_a_save(folder: Path, hosts: list[Host]) -> None:
     run = SupervisedRun(
-        folder, "in-a-save", hosts, "multi_node_fsdp2", faults="save.manifest step=20 do=sleep seconds=4"
+        folder,
+        "in-a-save",
+        hosts,
+        "multi_node_fsdp2",
+        ranks_per_host=1,
+        faults="save.manifest step=20 do=sleep seconds=4",
     )
     run.start(*hosts)
     until(lambda: any((run.run / "checkpoints").glob(".staging-step-000020*/manifest.json")) or _staged(run, 20))
@@ -104,9 +111,9 @@ def _staged(run: SupervisedRun, step: int) -> bool:
 
 @pytest.mark.slow
 def test_a_host_is_lost_while_an_attempt_starts(folder: Path, hosts: list[Host]) -> None:
-    run = SupervisedRun(folder, "in-a-start", hosts, "multi_node_fsdp2")
+    run = SupervisedRun(folder, "in-a-start", hosts, "multi_node_fsdp2", ranks_per_host=1)
     run.start(*hosts)
-    until(lambda: (run.run / "supervisors" / "begun-000001").exists() and len(hosts[1].pids()) >= 4)
+    until(lambda: (run.run / "supervisors" / "begun-000001").exists() and len(hosts[1].pids()) >= 3)
     run.said.append("h2 lost while attempt 1 starts")
     hosts[1].kill()
     run.until_hosts("h1")
@@ -117,7 +124,7 @@ def test_a_host_is_lost_while_an_attempt_starts(folder: Path, hosts: list[Host])
 
 @pytest.mark.slow
 def test_both_hosts_are_lost_and_return(folder: Path, hosts: list[Host]) -> None:
-    run = SupervisedRun(folder, "both", hosts, "multi_node_fsdp2")
+    run = SupervisedRun(folder, "both", hosts, "multi_node_fsdp2", ranks_per_host=1)
     run.start(*hosts)
     run.until_step(25)
     for host in hosts:

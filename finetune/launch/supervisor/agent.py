@@ -53,7 +53,7 @@ def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
 class Agent:
     """The launcher of this host, as a process of its own; it ends with this process."""
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             command, env={**os.environ, **environment}, start_new_session=True, preexec_fn=_stop_with_parent
         )

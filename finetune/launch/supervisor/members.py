@@ -63,12 +63,15 @@ class View:
     last_number: int = 0  # of all attempts, those of earlier launches included
 
 
-def is_current(attempt: Attempt, alive: Mapping[str, Beat], *, found: int) -> bool:
-    """Tell whether the attempt is not one of an earlier launch, whose supervisors have all ended.
+def is_current(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
+    """Tell whether a supervisor that takes part in the attempt is alive, or one that follows this run's attempts.
 
-    `found` is the number of the attempt that was there when this supervisor was started.
+    All that did may have ended, and others be alive that were started later: it is of an earlier launch then.
     """
-    return attempt.number > found or any(beat.session in attempt.sessions for beat in alive.values())
+    return any(
+        beat.session in attempt.sessions or (beat.attempt > 0 and beat.attempt >= attempt.number - 1)
+        for beat in alive.values()
+    )
 
 
 def can_save(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:

@@ -4,10 +4,11 @@ import errno
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from finetune.launch.supervisor.agent import Agent, Job, launch_command, network_environment
 from finetune.launch.supervisor.members import (
@@ -25,7 +26,7 @@ from finetune.launch.supervisor.members import (
     may_start,
     next_attempt,
 )
-from finetune.launch.supervisor.network import CONNECT_SECONDS, Listener, Reachability, free_port
+from finetune.launch.supervisor.network import CONNECT_SECONDS, Listener, Reachability, can_connect, free_port
 from finetune.launch.supervisor.run_status import read_run_status
 from finetune.launch.supervisor.shared_folder import NameCheck, SharedFolder
 
@@ -49,6 +50,28 @@ class RunAccess:
     is_locked: Callable[[], bool]  # a process writes to the run folder
     mark_attempt: Callable[[int], Mapping[str, str]]  # older ranks write no more; the environment of the newer ones
     is_reclaimed: Callable[[], bool] = lambda: False  # the machine is about to be taken away
+
+
+class Ranks(Protocol):
+    """The launcher of this host's ranks, as `Agent` is one."""
+
+    def exit_code(self) -> int | None:
+        """Return how it ended; None while it runs."""
+
+    def request_stop(self) -> None:
+        """Ask the ranks to save and end."""
+
+    def kill(self) -> None:
+        """End it and its ranks now."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a supervisor acts on, so that tests can put another one in its place."""
+
+    clock: Callable[[], float] = time.monotonic
+    launch: Callable[[Sequence[str], Mapping[str, str]], Ranks] = Agent
+    connect: Callable[[Iterable[tuple[str, int]]], set[tuple[str, int]]] = can_connect
 
 
 @dataclass(frozen=True)
@@ -85,26 +108,36 @@ class Supervisor:
     """The state of one host's supervisor; `tick` is called about once a second."""
 
     def __init__(
-        self, job: Job, limits: Limits, *, place: Place, access: RunAccess, timing: Timing, log: Callable[[str], None]
+        self,
+        job: Job,
+        limits: Limits,
+        *,
+        place: Place,
+        access: RunAccess,
+        timing: Timing,
+        log: Callable[[str], None],
+        world: World = World(),
     ) -> None:
+        self._clock, self._launch = world.clock, world.launch
         self._job, self._limits, self._timing, self._access = job, limits, timing, access
         self._run_folder, self._interface = place.run_folder, place.interface
         self._print = log
-        self._shared = SharedFolder(place.shared_folder, lost_after_seconds=timing.lost_after)
+        self._shared = SharedFolder(place.shared_folder, lost_after_seconds=timing.lost_after, clock=world.clock)
         self._listener = Listener()
-        self._reachability = Reachability(lost_after_seconds=timing.lost_after)
+        self._reachability = Reachability(
+            lost_after_seconds=timing.lost_after, clock=world.clock, connect=world.connect
+        )
         session = uuid.uuid4().hex
         self._me = Beat(place.name, place.address, self._listener.port, free_port(), count=0, session=session)
         self._name_check = NameCheck(self._shared, self._me)
-        self._agent: Agent | None = None
+        self._agent: Ranks | None = None
         self._running: Attempt | None = None  # whose ranks the agent has started
         self._stop_at: float | None = None  # when an agent that was asked to stop is killed
-        self._started = self._looked_at = time.monotonic()
+        self._started = self._looked_at = self._clock()
         self._was_away = False  # for so long that the other hosts may have gone on without this one
         self._waits_for_lock = False
         self._leaves_since: float | None = None
         self._failed_since: float | None = None  # when a host of the attempt was first seen to have failed
-        self._found = self._shared.last_number()  # of earlier launches, unless its hosts turn out to be alive
         self._log(f"{place.address} on {place.interface}; waits for hosts, {limits.least} to {limits.most}")
 
     def _log(self, line: str) -> None:
@@ -151,13 +184,13 @@ class Supervisor:
         self._me = replace(self._me, reaches=self._reachability.update(others))
         alive[self._me.name] = self._me
         attempt = self._shared.read_attempt()
-        if attempt is not None and not is_current(attempt, alive, found=self._found):
+        if attempt is not None and not is_current(attempt, alive):
             attempt = None
         status = read_run_status(self._run_folder, attempt)
         return View(
             alive=alive,
             attempt=attempt,
-            is_patient=time.monotonic() - self._started < self._timing.join,
+            is_patient=self._clock() - self._started < self._timing.join,
             is_overdue=self._is_overdue(alive, attempt),
             checkpoint_step=status.checkpoint_step,
             user_mistake=status.user_mistake,
@@ -166,7 +199,7 @@ class Supervisor:
 
     def _note_pause(self) -> None:
         """Count no silence of others while this host could not look: it was suspended, or the folder was away."""
-        now = time.monotonic()
+        now = self._clock()
         pause, self._looked_at = now - self._looked_at, now
         excess = max(0.0, pause - self._timing.beat - CONNECT_SECONDS)
         self._shared.skip(excess)
@@ -190,7 +223,7 @@ class Supervisor:
         return begun
 
     def _is_new(self) -> bool:
-        return time.monotonic() - self._started < self._timing.lost_after
+        return self._clock() - self._started < self._timing.lost_after
 
     def _has_looked(self, view: View) -> bool:
         """Tell whether this host has looked long enough to know who else is there."""
@@ -201,8 +234,8 @@ class Supervisor:
         if not any(beat.state == FAILED and beat.attempt == number for beat in alive.values()):
             self._failed_since = None
             return False
-        self._failed_since = self._failed_since or time.monotonic()
-        return time.monotonic() - self._failed_since > 2 * self._timing.lost_after
+        self._failed_since = self._failed_since or self._clock()
+        return self._clock() - self._failed_since > 2 * self._timing.lost_after
 
     def _follow(self, view: View, attempt: Attempt | None) -> int | None:
         if attempt is None:
@@ -242,9 +275,9 @@ class Supervisor:
             return False
         if self._stop_at is None and saves:
             self._agent.request_stop()
-            self._stop_at = time.monotonic() + self._job.stop_seconds
-        elif self._stop_at is None or time.monotonic() > self._stop_at:
-            self._stop_at = self._stop_at or time.monotonic()
+            self._stop_at = self._clock() + self._job.stop_seconds
+        elif self._stop_at is None or self._clock() > self._stop_at:
+            self._stop_at = self._stop_at or self._clock()
             self._log("ends its ranks, which cannot save any more")
             self._agent.kill()
         return True
@@ -253,7 +286,7 @@ class Supervisor:
         command = launch_command(self._job, attempt, rank=attempt.hosts.index(self._me.name))
         network = network_environment(self._interface, stop_seconds=self._job.stop_seconds)
         mark = self._access.mark_attempt(attempt.number)
-        self._agent, self._running = Agent(command, environment={**network, **mark}), attempt
+        self._agent, self._running = self._launch(command, {**network, **mark}), attempt
         self._me = replace(self._me, state=RUNNING)
 
     def _watch_agent(self) -> None:
@@ -268,8 +301,8 @@ class Supervisor:
         self._me = replace(self._me, state=state, main_port=free_port())
 
     def _leave_attempt(self, view: View) -> int | None:
-        self._leaves_since = self._leaves_since or time.monotonic()
-        is_seen = time.monotonic() - self._leaves_since > 2 * self._timing.beat  # by the others
+        self._leaves_since = self._leaves_since or self._clock()
+        is_seen = self._clock() - self._leaves_since > 2 * self._timing.beat  # by the others
         if self._is_stopping(saves=self._can_save(view)) or not is_seen:
             return None
         self._log("left")
@@ -279,7 +312,7 @@ class Supervisor:
         """Stop the ranks where the folder is away for long: other hosts may have begun another attempt."""
         if self._me.is_leaving and self._agent is None:
             return STOPPED
-        if time.monotonic() - self._looked_at > self._timing.lost_after and self._agent is not None:
+        if self._clock() - self._looked_at > self._timing.lost_after and self._agent is not None:
             self._log(f"ends its ranks: the shared folder is away ({error.strerror or error})")
             self._agent.kill()
         return None

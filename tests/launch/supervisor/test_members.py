@@ -163,8 +163,12 @@ def test_an_attempt_waits_for_all_its_hosts_and_for_every_rank_of_an_earlier_one
 
 
 def test_an_attempt_of_an_earlier_launch_counts_only_while_one_of_its_supervisors_lives() -> None:
-    assert is_current(TWO_OF, hosts("b"), found=4)
-    assert not is_current(TWO_OF, hosts("c"), found=4)
-    again = {"a": replace(hosts("a")["a"], session="new")}
-    assert not is_current(TWO_OF, again, found=4)
-    assert is_current(TWO_OF, again, found=3)
+    assert is_current(TWO_OF, hosts("b", attempt=0))
+    assert not is_current(TWO_OF, hosts("c", attempt=0))
+    again = {"a": replace(hosts("a", attempt=0)["a"], session="new")}
+    assert not is_current(TWO_OF, again)
+    assert is_current(TWO_OF, hosts("c", attempt=4))  # waits for a place
+    assert is_current(TWO_OF, hosts("c", attempt=3))  # the others have just ended the run
+    assert not is_current(TWO_OF, hosts("c", attempt=2))
+    first = replace(TWO_OF, number=1)
+    assert not is_current(first, hosts("c", attempt=0))
