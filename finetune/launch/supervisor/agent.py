@@ -31,7 +31,7 @@ class Job:
 
 
 def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
-    """Return the command of the host with this number."""
+    """Return the command of the host with this number; after three words, those of `accelerate launch`."""
     count = len(attempt.hosts)
     hybrid = (
         ("--parallelism_config_dp_replicate_size", str(count)),
@@ -46,7 +46,7 @@ def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
         ("--main_process_port", str(attempt.port)),
         *(hybrid if job.is_hybrid else ()),
     )
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher = [sys.executable, "-m", "finetune.launch.supervisor.launcher"]
     return [*launcher, *(word for option in options for word in option), *job.words]
 
 
