@@ -59,7 +59,14 @@ def make_job(
     for override in overrides:
         words += ["--set", override]
     file = accelerate_file.absolute()
-    return Job(tuple(words), file, ranks_per_host, is_hybrid=_is_hybrid(file), stop_seconds=stop_seconds), loaded
+    is_hybrid, is_deepspeed = _parallelism(file)
+    job = Job(
+        *(tuple(words), file, ranks_per_host),
+        is_hybrid=is_hybrid,
+        is_deepspeed=is_deepspeed,
+        stop_seconds=stop_seconds,
+    )
+    return job, loaded
 
 
 def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
@@ -106,12 +113,16 @@ def _host_name(name: str | None) -> str:
     return name or re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"
 
 
-def _is_hybrid(file: Path) -> bool:
-    """Tell whether the accelerate file has a copy of the model per host (HSDP). Raises UserError."""
+def _parallelism(file: Path) -> tuple[bool, bool]:
+    """Tell whether the accelerate file has a copy of the model per host (HSDP), and whether it is DeepSpeed's.
+
+    Raises UserError.
+    """
     try:
-        values = YAML(typ="safe").load(file.read_text(encoding="utf-8"))
-        parallelism = (values or {}).get("parallelism_config") or {}
-        return int(parallelism.get("parallelism_config_dp_replicate_size", 1)) > 1
+        values = YAML(typ="safe").load(file.read_text(encoding="utf-8")) or {}
+        parallelism = values.get("parallelism_config") or {}
+        is_hybrid = int(parallelism.get("parallelism_config_dp_replicate_size", 1)) > 1
+        return is_hybrid, values.get("distributed_type") == "DEEPSPEED"
     except FileNotFoundError:
         raise UserError(f"--accelerate: there is no file {file}.") from None
     except (OSError, UnicodeDecodeError, YAMLError, AttributeError, ValueError, TypeError) as error:

@@ -27,6 +27,7 @@ class Job:
     accelerate_file: Path
     ranks_per_host: int
     is_hybrid: bool = False  # HSDP: a copy of the model per host
+    is_deepspeed: bool = False  # which Accelerate would launch through pdsh on all hosts at once
     stop_seconds: float = 180.0  # for a save, once it is asked to stop
 
 
@@ -45,6 +46,7 @@ def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
         ("--main_process_ip", attempt.addresses[0]),
         ("--main_process_port", str(attempt.port)),
         *(hybrid if job.is_hybrid else ()),
+        *((("--deepspeed_multinode_launcher", "standard"),) if job.is_deepspeed else ()),
     )
     launcher = [sys.executable, "-m", "finetune.launch.supervisor.launcher"]
     return [*launcher, *(word for option in options for word in option), *job.words]
