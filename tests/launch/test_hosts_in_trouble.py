@@ -35,9 +35,14 @@ def hosts() -> Iterator[list[Host]]:
 
 
 def ranks_on(host: Host) -> list[psutil.Process]:
-    """Return the processes of a host that train, in the order of their start."""
+    """Return the processes of a host that train, by rank."""
     found = [psutil.Process(pid) for pid in host.pids()]
-    return sorted((each for each in found if "RANK" in each.environ()), key=lambda each: int(each.environ()["RANK"]))
+    ranks = [each for each in found if each.cmdline()[1:] and _trains(each.cmdline())]
+    return sorted(ranks, key=lambda each: int(each.environ().get("RANK", "0")))
+
+
+def _trains(words: list[str]) -> bool:
+    return words[-4:-1] == ["-m", "finetune", "--config"] and not any("launcher" in word for word in words)
 
 
 def test_the_larger_part_of_a_partition_goes_on_and_the_rest_joins_when_it_is_healed(folder: Path) -> None:
