@@ -17,6 +17,7 @@ from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors, raise_file_limit
 from finetune.runtime.supervision import hang, signals, status
+from finetune.runtime.supervision.attempt import require_newest_attempt
 from finetune.runtime.supervision.exit import ProcessExit, gather_peers, is_broken_collective, kill_children
 from finetune.runtime.supervision.on_end.outcome import Order
 from finetune.runtime.supervision.on_end.start import RunSentinel
@@ -109,6 +110,7 @@ def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Super
         if (warning := raise_file_limit(distributed.world())) is not None:
             context.log(f"warning: {warning}")
         if rank == 0:
+            require_newest_attempt()
             hang.keep_previous_reports(folder)
         file = open_status_file(folder, rank=rank)
         file.start()

@@ -49,7 +49,13 @@ def _exit_after(sentinel: int) -> None:
 
 
 LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed"})
-LAUNCHER_MODULES = ("accelerate.commands", "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher")
+LAUNCHER_MODULES = (
+    "accelerate.commands",
+    "finetune.launch.supervisor.launcher",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed.launcher",
+)
 ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchelastic, through which `accelerate launch` and `torchrun` start several processes."""
 

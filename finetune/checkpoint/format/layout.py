@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 from finetune.runtime.files import atomic
+from finetune.runtime.supervision.attempt import own_attempt
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -32,8 +33,12 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def staging_folder(folder: Path, step: int) -> Path:
-    """Return the hidden folder in which a step's checkpoint is written; on the same file system."""
-    return folder / f"{_STAGING}step-{step:06d}"
+    """Return the hidden folder in which a step's checkpoint is written; on the same file system.
+
+    Each attempt of a supervised run has its own, so that ranks of an older one that are not dead write elsewhere.
+    """
+    attempt = f"-attempt-{own_attempt()}" if own_attempt() else ""
+    return folder / f"{_STAGING}step-{step:06d}{attempt}"
 
 
 def rehearsal_folder(folder: Path, token: str) -> Path:

@@ -9,6 +9,7 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.config.sections.checkpoint import CheckpointSection, KeepBestSection
 from finetune.errors import CheckpointError
+from finetune.runtime.supervision.attempt import require_newest_attempt
 from finetune.runtime.supervision.heartbeat import fault_point
 
 NO_METRICS: Mapping[int, Mapping[str, float]] = {}
@@ -50,6 +51,7 @@ def best_steps(metrics: Mapping[int, Mapping[str, float]], wanted: KeepBestSecti
 
 def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]:
     """Delete what the section does not keep; `newest` has been verified. Return failures to delete, as sentences."""
+    require_newest_attempt()
     saved = layout.steps(folder)
     removable = removable_steps(
         saved,

@@ -35,6 +35,7 @@ from finetune.runtime import distributed
 from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
+from finetune.runtime.supervision.attempt import require_newest_attempt
 from finetune.runtime.supervision.heartbeat import fault_point
 
 SLACK_BYTES = 16 << 20
@@ -167,6 +168,7 @@ def _mark_done(final: Path, contents: Contents) -> None:
 
 
 def _stage(staging: Path, *, num_bytes: int) -> None:
+    require_newest_attempt()
     with explain_disk_errors(staging.parent):
         staging.parent.mkdir(parents=True, exist_ok=True)
         layout.remove_staging(staging.parent)
@@ -189,6 +191,7 @@ def _commit(staging: Path, contents: Contents, *, run: RunFingerprint, written: 
         fault_point("save.manifest", step=contents.step)
         write_manifest(staging, manifest)
         fault_point("save.rename", step=contents.step)
+        require_newest_attempt()
         staging.rename(final)
         atomic.fsync(final.parent)
     return manifest

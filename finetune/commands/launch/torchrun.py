@@ -3,8 +3,9 @@
 import platform
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -16,7 +17,10 @@ from finetune.errors import UserError
 from finetune.launch.supervisor.agent import Job, launch_command
 from finetune.launch.supervisor.members import Attempt, Limits
 from finetune.launch.supervisor.network import own_address
-from finetune.launch.supervisor.supervise import Timing, supervise
+from finetune.launch.supervisor.supervise import Place, RunAccess, Timing, supervise
+from finetune.runtime.supervision.attempt import mark_attempt
+from finetune.runtime.supervision.spot import SpotNotice
+from finetune.runtime.supervision.writer_lock import is_locked
 
 SUPERVISORS_FOLDER = "supervisors"
 """Where supervisors meet, in the run folder."""
@@ -64,7 +68,14 @@ def make_job(
     for override in overrides:
         words += ["--set", override]
     file = accelerate_file.absolute()
-    return Job(tuple(words), file, ranks_per_host, is_hybrid=_is_hybrid(file), stop_seconds=stop_seconds), loaded
+    is_hybrid, is_deepspeed = _parallelism(file)
+    job = Job(
+        *(tuple(words), file, ranks_per_host),
+        is_hybrid=is_hybrid,
+        is_deepspeed=is_deepspeed,
+        stop_seconds=stop_seconds,
+    )
+    return job, loaded
 
 
 def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
@@ -85,16 +96,23 @@ def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: Here,
     if here.shared_folder is None and is_url(str(run_folder)):
         raise UserError("--shared-folder: the run folder is not on a file system; name a folder that all hosts share.")
     shared = here.shared_folder or Path(run_folder) / SUPERVISORS_FOLDER
-    return supervise(
-        job,
-        limits,
-        name=_host_name(here.name),
-        address=own_address(here.interface),
-        run_folder=Path(run_folder),
-        shared_folder=shared.absolute(),
-        timing=timing,
-        log=lambda line: print(line, flush=True),
+    address, interface = own_address(here.interface)
+    place = Place(_host_name(here.name), address, interface, Path(run_folder), shared.absolute())
+    access = RunAccess(
+        is_locked=partial(is_locked, place.run_folder),
+        mark_attempt=partial(mark_attempt, place.shared_folder),
+        is_reclaimed=_spot_notice(loaded),
     )
+    return supervise(job, limits, place=place, access=access, timing=timing, log=_log)
+
+
+def _spot_notice(loaded: LoadedConfig) -> Callable[[], bool]:
+    cloud = loaded.config.run.spot_notice
+    return (lambda: False) if cloud is None else SpotNotice(cloud, log=_log).start()
+
+
+def _log(line: str) -> None:
+    print(line, flush=True)
 
 
 def _host_name(name: str | None) -> str:
@@ -104,12 +122,16 @@ def _host_name(name: str | None) -> str:
     return name or re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"
 
 
-def _is_hybrid(file: Path) -> bool:
-    """Tell whether the accelerate file has a copy of the model per host (HSDP). Raises UserError."""
+def _parallelism(file: Path) -> tuple[bool, bool]:
+    """Tell whether the accelerate file has a copy of the model per host (HSDP), and whether it is DeepSpeed's.
+
+    Raises UserError.
+    """
     try:
-        values = YAML(typ="safe").load(file.read_text(encoding="utf-8"))
-        parallelism = (values or {}).get("parallelism_config") or {}
-        return int(parallelism.get("parallelism_config_dp_replicate_size", 1)) > 1
+        values = YAML(typ="safe").load(file.read_text(encoding="utf-8")) or {}
+        parallelism = values.get("parallelism_config") or {}
+        is_hybrid = int(parallelism.get("parallelism_config_dp_replicate_size", 1)) > 1
+        return is_hybrid, values.get("distributed_type") == "DEEPSPEED"
     except FileNotFoundError:
         raise UserError(f"--accelerate: there is no file {file}.") from None
     except (OSError, UnicodeDecodeError, YAMLError, AttributeError, ValueError, TypeError) as error:

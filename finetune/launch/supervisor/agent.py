@@ -27,11 +27,12 @@ class Job:
     accelerate_file: Path
     ranks_per_host: int
     is_hybrid: bool = False  # HSDP: a copy of the model per host
+    is_deepspeed: bool = False  # which Accelerate would launch through pdsh on all hosts at once
     stop_seconds: float = 180.0  # for a save, once it is asked to stop
 
 
 def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
-    """Return the command of the host with this number."""
+    """Return the command of the host with this number; after three words, those of `accelerate launch`."""
     count = len(attempt.hosts)
     hybrid = (
         ("--parallelism_config_dp_replicate_size", str(count)),
@@ -45,15 +46,16 @@ def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
         ("--main_process_ip", attempt.addresses[0]),
         ("--main_process_port", str(attempt.port)),
         *(hybrid if job.is_hybrid else ()),
+        *((("--deepspeed_multinode_launcher", "standard"),) if job.is_deepspeed else ()),
     )
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher = [sys.executable, "-m", "finetune.launch.supervisor.launcher"]
     return [*launcher, *(word for option in options for word in option), *job.words]
 
 
 class Agent:
     """The launcher of this host, as a process of its own; it ends with this process."""
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             command, env={**os.environ, **environment}, start_new_session=True, preexec_fn=_stop_with_parent
         )

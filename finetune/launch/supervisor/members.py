@@ -4,7 +4,7 @@ Clocks of hosts differ, so no time is compared between them: a host is alive as 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 IDLE, RUNNING, FAILED, ENDED = "idle", "running", "failed", "ended"
 """States of a host: its agent is not started, runs, has failed, or has ended for good."""
@@ -23,6 +23,7 @@ class Beat:
     attempt: int = 0  # of which the state is; where idle, the attempt for which it is ready
     reaches: tuple[str, ...] = ()  # names of hosts that it could connect to
     is_leaving: bool = False  # it was asked to stop, or its machine is taken away
+    session: str = ""  # of its supervisor; a new one when that is started again
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Attempt:
     num_failures: int = 0  # attempts in a row, this one not included, that failed without a step gained
     step: int = 0  # of the newest checkpoint when it began
     exit_code: int | None = None  # the run is over: every supervisor ends with this
+    sessions: tuple[str, ...] = ()  # of the supervisors that take part, in the order of the hosts
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,39 @@ class View:
     is_overdue: bool = False  # it failed on one host long ago, and others still run it
     checkpoint_step: int = 0
     user_mistake: str | None = None
+    last_number: int = 0  # of all attempts, those of earlier launches included
+
+
+def is_current(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
+    """Tell whether a supervisor that takes part in the attempt is alive, or one that follows this run's attempts.
+
+    All that did may have ended, and others be alive that were started later: it is of an earlier launch then.
+    """
+    return any(
+        beat.session in attempt.sessions or (beat.attempt > 0 and beat.attempt >= attempt.number - 1)
+        for beat in alive.values()
+    )
+
+
+def can_save(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
+    """Tell whether the ranks of an attempt can still save: all its hosts are there and reach one another.
+
+    A save needs all ranks; without it, ranks that are asked to stop wait for those that are gone.
+    """
+    beats = {name: alive[name] for name in attempt.hosts if name in alive}
+    if tuple(beat.session for beat in beats.values()) != attempt.sessions:
+        return False
+    if any(beat.state == FAILED and beat.attempt == attempt.number for beat in beats.values()):
+        return False
+    return len(connected_hosts(beats, first=attempt.hosts[0])) == len(attempt.hosts)
+
+
+def may_start(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
+    """Tell whether the attempt may start: its hosts are ready, and no other host still runs ranks of an earlier one."""
+    beats = [alive.get(name) for name in attempt.hosts]
+    if any(beat is None or beat.attempt != attempt.number for beat in beats):
+        return False
+    return not any(beat.state == RUNNING and beat.attempt < attempt.number for beat in alive.values())
 
 
 def find_leader(view: View) -> str | None:
@@ -77,8 +112,8 @@ def connected_hosts(beats: Mapping[str, Beat], *, first: str) -> tuple[str, ...]
 def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
     """Return the attempt that the leader `me` is to begin now, or None where all is as it should be.
 
-    An attempt begins when enough hosts are there, when one of its hosts is lost, leaves or cannot be reached, when
-    another host has come, and when it has failed on all hosts that are left.
+    An attempt begins when enough hosts are there, when one of its hosts is lost, leaves, cannot be reached or was
+    started again, when another host has come, and when it has failed on all hosts that are left.
     """
     staying = {name: beat for name, beat in view.alive.items() if not beat.is_leaving}
     group = connected_hosts(staying, first=me)
@@ -94,14 +129,29 @@ def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
     hosts = tuple(kept + [name for name in group if name not in kept])[: limits.most]
     if len(hosts) < limits.least:
         return None
-    missing, new = sorted(set(attempt.hosts) - set(hosts)), sorted(set(hosts) - set(attempt.hosts))
-    if missing:
-        return _begin(view, hosts, f"continues without {', '.join(missing)}")
-    if new:
-        return _begin(view, hosts, f"{', '.join(new)} joined")
+    if reason := _change(view, attempt, hosts):
+        return _begin(view, hosts, reason)
     if _all_failed(view, attempt):
         return _begin(view, hosts, "the last attempt failed", num_failures=_failures(view, attempt))
     return None
+
+
+def _change(view: View, attempt: Attempt, hosts: Sequence[str]) -> str:
+    """Return how these hosts differ from the attempt's; empty where they are the same."""
+    sessions = dict(zip(attempt.hosts, attempt.sessions, strict=True))
+    changes = [f"{name} {_why_missing(view.alive.get(name))}" for name in sorted(set(attempt.hosts) - set(hosts))]
+    for name in sorted(hosts):
+        if name not in sessions:
+            changes.append(f"{name} joined")
+        elif view.alive[name].session != sessions[name]:
+            changes.append(f"{name} was started again")
+    return ", ".join(changes)
+
+
+def _why_missing(beat: Beat | None) -> str:
+    if beat is None:
+        return "is lost"
+    return "leaves" if beat.is_leaving else "cannot be reached"
 
 
 def _group_around(start: str, beats: Mapping[str, Beat]) -> tuple[str, ...]:
@@ -119,15 +169,15 @@ def _first_attempt(view: View, limits: Limits, group: Sequence[str]) -> Attempt 
 
 
 def _begin(view: View, hosts: tuple[str, ...], reason: str, *, num_failures: int = 0) -> Attempt:
-    number = view.attempt.number + 1 if view.attempt is not None else 1
     return Attempt(
-        number=number,
+        number=view.last_number + 1,
         hosts=hosts,
         addresses=tuple(view.alive[name].address for name in hosts),
         port=view.alive[hosts[0]].main_port,
         reason=reason,
         num_failures=num_failures,
         step=view.checkpoint_step,
+        sessions=tuple(view.alive[name].session for name in hosts),
     )
 
 
@@ -136,20 +186,18 @@ def _ending(view: View, limits: Limits, attempt: Attempt) -> Attempt | None:
     beats = [view.alive[name] for name in attempt.hosts if name in view.alive]
     states = {beat.state for beat in beats if beat.attempt == attempt.number}
     if ENDED in states and states <= {ENDED, FAILED}:
-        return _end(attempt, 0, "the run has ended")
+        return _end(view, attempt, 0, "the run has ended")
     if not _all_failed(view, attempt):
         return None
     if view.user_mistake is not None:
-        return _end(attempt, 2, view.user_mistake)
+        return _end(view, attempt, 2, view.user_mistake)
     if _failures(view, attempt) >= limits.max_failures:
-        return _end(attempt, 1, f"{limits.max_failures} attempts failed without a step gained")
+        return _end(view, attempt, 1, f"{limits.max_failures} attempts failed without a step gained")
     return None
 
 
-def _end(attempt: Attempt, code: int, reason: str) -> Attempt:
-    return Attempt(
-        attempt.number + 1, attempt.hosts, attempt.addresses, attempt.port, reason, step=attempt.step, exit_code=code
-    )
+def _end(view: View, attempt: Attempt, code: int, reason: str) -> Attempt:
+    return replace(attempt, number=view.last_number + 1, reason=reason, num_failures=0, exit_code=code)
 
 
 def _failures(view: View, attempt: Attempt) -> int:

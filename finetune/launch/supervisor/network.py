@@ -12,7 +12,10 @@ from finetune.errors import UserError
 _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
 """Beginnings of the names of interfaces that do not lead to another host."""
 
-_CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 1.0
+"""For one look at all other hosts."""
+
+Place = tuple[str, int]  # an IPv4 address and a port
 
 
 class Listener:
@@ -39,14 +42,25 @@ class Listener:
 class Reachability:
     """Which hosts were reached not long ago."""
 
-    def __init__(self, *, lost_after_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        lost_after_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        connect: Callable[[Iterable[Place]], set[Place]] | None = None,
+    ) -> None:
+        self._connect = connect or can_connect
         self._lost_after = lost_after_seconds
         self._clock = clock
         self._reached_at: dict[str, float] = {}
 
+    def skip(self, seconds: float) -> None:
+        """Forgive so long a time without a connection: this host could not look."""
+        self._reached_at = {name: at + seconds for name, at in self._reached_at.items()}
+
     def update(self, others: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
         """Connect to the others, given by name as address and port, and return the names of those that are reached."""
-        reached = can_connect(others.values(), seconds=_CONNECT_SECONDS)
+        reached = self._connect(others.values())
         now = self._clock()
         self._reached_at |= {name: now for name, place in others.items() if place in reached}
         return tuple(
@@ -54,7 +68,7 @@ class Reachability:
         )
 
 
-def can_connect(places: Iterable[tuple[str, int]], *, seconds: float) -> set[tuple[str, int]]:
+def can_connect(places: Iterable[Place], *, seconds: float = CONNECT_SECONDS) -> set[Place]:
     """Return the places, an IPv4 address and a port each, to which a connection is made within so many seconds."""
     waiting: dict[socket.socket, tuple[str, int]] = {}
     for place in places:

@@ -1,16 +1,23 @@
-"""The folder in which supervisors meet: a file for each host, which only that host writes, and one for the attempt."""
+"""The folder in which supervisors meet: a file for each host, which only that host writes, and one for each attempt."""
 
 import json
 import os
+import platform
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import UserError
 from finetune.launch.supervisor.members import Attempt, Beat
 
 ATTEMPT_FILE = "attempt.json"
+"""A copy of the newest `attempt-NUMBER.json`: hosts, reason, step, and at last the exit code."""
+
+_LOOKS = 3  # at a file of this host's name, to see whether somebody still writes it
 
 
 class SharedFolder:
@@ -27,9 +34,10 @@ class SharedFolder:
         """Write down what this host says of itself; raises OSError."""
         self._write(f"host-{beat.name}.json", asdict(beat))
 
-    def remove_beat(self, name: str) -> None:
-        """Forget this host: it has ended."""
-        (self._folder / f"host-{name}.json").unlink(missing_ok=True)
+    def remove_beat(self, beat: Beat) -> None:
+        """Forget this host: its supervisor has ended. One that was started in its place stays."""
+        if (written := self.last_write(beat.name)) is not None and written[0] == beat.session:
+            (self._folder / f"host-{beat.name}.json").unlink(missing_ok=True)
 
     def alive(self) -> dict[str, Beat]:
         """Return the hosts whose counter was seen to grow not long ago, by name: a file that only lies there is old."""
@@ -47,26 +55,95 @@ class SharedFolder:
                 beats[beat.name] = beat
         return beats
 
-    def read_attempt(self) -> Attempt | None:
-        """Return the attempt that was begun last; None before the first."""
+    def skip(self, seconds: float) -> None:
+        """Forgive hosts so long a silence: this one could not look."""
+        self._seen = {
+            name: (count, None if grew_at is None else grew_at + seconds)
+            for name, (count, grew_at) in self._seen.items()
+        }
+
+    def last_write(self, name: str) -> tuple[str, int] | None:
+        """Return the session that has written this host's file last, and its counter; None without a file."""
         try:
-            facts = json.loads((self._folder / ATTEMPT_FILE).read_text(encoding="utf-8"))
-            return Attempt(**{**facts, "hosts": tuple(facts["hosts"]), "addresses": tuple(facts["addresses"])})
+            facts = json.loads((self._folder / f"host-{name}.json").read_text(encoding="utf-8"))
+            return str(facts["session"]), int(facts["count"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def last_number(self) -> int:
+        """Return the number of the attempt that was begun last, of earlier launches too; 0 before the first."""
+        numbers = (path.stem.removeprefix("attempt-") for path in self._folder.glob("attempt-*.json"))
+        return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+    def read_attempt(self) -> Attempt | None:
+        """Return the attempt that was begun last; None before the first, and where its file is damaged."""
+        try:
+            facts = json.loads(self._attempt_path(self.last_number()).read_text(encoding="utf-8"))
+            lists = {name: tuple(facts[name]) for name in ("hosts", "addresses", "sessions")}
+            return Attempt(**{**facts, **lists})
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError):
             return None
 
-    def write_attempt(self, attempt: Attempt) -> None:
-        """Write the attempt that all hosts are to follow; raises OSError."""
+    def write_attempt(self, attempt: Attempt) -> bool:
+        """Write the attempt that all hosts are to follow; False where another host has begun one with this number.
+
+        Two hosts that both believe that they lead, as one does that was suspended, cannot both begin an attempt.
+        Raises OSError.
+        """
+        path = self._attempt_path(attempt.number)
+        temporary = self._write_temporary(path.name, asdict(attempt))
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            if path.exists():
+                return False
+            shutil.copyfile(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.publish(attempt)
+        return True
+
+    def publish(self, attempt: Attempt) -> None:
+        """Have `attempt.json`, which is there for whoever watches the run, be the attempt that was begun last."""
+        text = json.dumps(asdict(attempt))
+        with suppress(OSError):
+            if (self._folder / ATTEMPT_FILE).read_text(encoding="utf-8") == text:
+                return
         self._write(ATTEMPT_FILE, asdict(attempt))
 
-    def forget_attempt(self, attempt: Attempt) -> None:
-        """Remove the attempt of an earlier launch, whose supervisors have all ended; a newer one stays."""
-        if self.read_attempt() == attempt:
-            (self._folder / ATTEMPT_FILE).unlink(missing_ok=True)
+    def _attempt_path(self, number: int) -> Path:
+        return self._folder / f"attempt-{number:06d}.json"
 
     def _write(self, name: str, facts: dict[str, Any]) -> None:
-        temporary = self._folder / f".{name}.{os.getpid()}"
+        self._write_temporary(name, facts).replace(self._folder / name)
+
+    def _write_temporary(self, name: str, facts: dict[str, Any]) -> Path:
+        temporary = self._folder / f".{name}.{platform.node()}.{os.getpid()}"
         temporary.write_text(json.dumps(facts), encoding="utf-8")
-        temporary.replace(self._folder / name)
+        return temporary
+
+
+class NameCheck:
+    """Whether the name of this host is its own: two hosts with one name would each take the other for itself."""
+
+    def __init__(self, shared: SharedFolder, beat: Beat) -> None:
+        self._shared, self._beat = shared, beat
+        self._left_over = shared.last_write(beat.name)
+        self._looks_left = _LOOKS if self._left_over is not None else 0
+
+    def is_free(self) -> bool:
+        """Tell whether the host's file may be written; not before it is known that nobody else does.
+
+        Raises UserError where another supervisor does.
+        """
+        written = self._shared.last_write(self._beat.name)
+        if written is not None and written != self._left_over and written[0] != self._beat.session:
+            raise UserError(
+                f"--name {self._beat.name}: another supervisor has this name. Give each host a name of its own."
+            )
+        self._looks_left -= 1
+        return self._looks_left < 0

@@ -1,12 +1,14 @@
 """The supervisor of one host: it beats, follows the attempt that the leader has begun, and leads where it is first."""
 
-import os
+import errno
 import signal
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from finetune.launch.supervisor.agent import Agent, Job, launch_command, network_environment
 from finetune.launch.supervisor.members import (
@@ -18,12 +20,15 @@ from finetune.launch.supervisor.members import (
     Beat,
     Limits,
     View,
+    can_save,
     find_leader,
+    is_current,
+    may_start,
     next_attempt,
 )
-from finetune.launch.supervisor.network import Listener, Reachability, free_port
+from finetune.launch.supervisor.network import CONNECT_SECONDS, Listener, Reachability, can_connect, free_port
 from finetune.launch.supervisor.run_status import read_run_status
-from finetune.launch.supervisor.shared_folder import SharedFolder
+from finetune.launch.supervisor.shared_folder import NameCheck, SharedFolder
 
 STOPPED = 143
 """Exit code after SIGTERM."""
@@ -38,25 +43,57 @@ class Timing:
     join: float = 60.0  # for more hosts than the least, at the first start
 
 
+@dataclass(frozen=True)
+class RunAccess:
+    """What keeps two attempts from writing into one run, and what a cloud says of this machine."""
+
+    is_locked: Callable[[], bool]  # a process writes to the run folder
+    mark_attempt: Callable[[int], Mapping[str, str]]  # older ranks write no more; the environment of the newer ones
+    is_reclaimed: Callable[[], bool] = lambda: False  # the machine is about to be taken away
+
+
+class Ranks(Protocol):
+    """The launcher of this host's ranks, as `Agent` is one."""
+
+    def exit_code(self) -> int | None:
+        """Return how it ended; None while it runs."""
+
+    def request_stop(self) -> None:
+        """Ask the ranks to save and end."""
+
+    def kill(self) -> None:
+        """End it and its ranks now."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a supervisor acts on, so that tests can put another one in its place."""
+
+    clock: Callable[[], float] = time.monotonic
+    launch: Callable[[Sequence[str], Mapping[str, str]], Ranks] = Agent
+    connect: Callable[[Iterable[tuple[str, int]]], set[tuple[str, int]]] = can_connect
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host, and where the run and the supervisors have their files."""
+
+    name: str
+    address: str  # IPv4
+    interface: str  # that has it
+    run_folder: Path
+    shared_folder: Path
+
+
 def supervise(
-    job: Job,
-    limits: Limits,
-    *,
-    name: str,
-    address: tuple[str, str],
-    run_folder: Path,
-    shared_folder: Path,
-    timing: Timing,
-    log: Callable[[str], None],
+    job: Job, limits: Limits, *, place: Place, access: RunAccess, timing: Timing, log: Callable[[str], None]
 ) -> int:
     """Run the job on this host and whichever others are there, to its end; return the exit code.
 
-    `address` is this host's IPv4 address and the interface that has it. SIGTERM and SIGINT make this host leave: its
-    ranks save, and the run continues on the others.
+    SIGTERM and SIGINT make this host leave: its ranks save, and the run continues on the others. Raises UserError
+    where another host has the same name.
     """
-    supervisor = Supervisor(
-        job, limits, name=name, address=address, run_folder=run_folder, shared=shared_folder, timing=timing, log=log
-    )
+    supervisor = Supervisor(job, limits, place=place, access=access, timing=timing, log=log)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.leave())
     try:
@@ -75,25 +112,36 @@ class Supervisor:
         job: Job,
         limits: Limits,
         *,
-        name: str,
-        address: tuple[str, str],
-        run_folder: Path,
-        shared: Path,
+        place: Place,
+        access: RunAccess,
         timing: Timing,
         log: Callable[[str], None],
+        world: World = World(),
     ) -> None:
-        self._job, self._limits, self._timing, self._log = job, limits, timing, log
-        self._run_folder = run_folder
-        self._interface = address[1]
-        self._shared = SharedFolder(shared, lost_after_seconds=timing.lost_after)
+        self._clock, self._launch = world.clock, world.launch
+        self._job, self._limits, self._timing, self._access = job, limits, timing, access
+        self._run_folder, self._interface = place.run_folder, place.interface
+        self._print = log
+        self._shared = SharedFolder(place.shared_folder, lost_after_seconds=timing.lost_after, clock=world.clock)
         self._listener = Listener()
-        self._reachability = Reachability(lost_after_seconds=timing.lost_after)
-        self._me = Beat(name, address[0], self._listener.port, free_port(), count=0)
-        self._agent: Agent | None = None
+        self._reachability = Reachability(
+            lost_after_seconds=timing.lost_after, clock=world.clock, connect=world.connect
+        )
+        session = uuid.uuid4().hex
+        self._me = Beat(place.name, place.address, self._listener.port, free_port(), count=0, session=session)
+        self._name_check = NameCheck(self._shared, self._me)
+        self._agent: Ranks | None = None
+        self._running: Attempt | None = None  # whose ranks the agent has started
         self._stop_at: float | None = None  # when an agent that was asked to stop is killed
-        self._started = self._folder_seen = time.monotonic()
+        self._started = self._looked_at = self._clock()
+        self._was_away = False  # for so long that the other hosts may have gone on without this one
+        self._waits_for_lock = False
+        self._leaves_since: float | None = None
         self._failed_since: float | None = None  # when a host of the attempt was first seen to have failed
-        self._found = self._shared.read_attempt()  # of an earlier launch, unless its hosts turn out to be alive
+        self._log(f"{place.address} on {place.interface}; waits for hosts, {limits.least} to {limits.most}")
+
+    def _log(self, line: str) -> None:
+        self._print(f"supervisor {self._me.name}: {line}")
 
     def leave(self) -> None:
         """Have this host leave the run."""
@@ -105,60 +153,77 @@ class Supervisor:
             self._agent.kill()
         self._listener.close()
         with suppress(OSError):
-            self._shared.remove_beat(self._me.name)
+            self._shared.remove_beat(self._me)
 
     def tick(self) -> int | None:
         """Beat, lead where it is this host's turn, and follow the attempt; return the exit code once all is over."""
         self._listener.answer()
         self._watch_agent()
+        if self._access.is_reclaimed() and not self._me.is_leaving:
+            self._log("the cloud takes this machine away")
+            self.leave()
         try:
+            if not self._name_check.is_free():
+                return None
             view = self._look()
         except OSError as error:
             return self._without_folder(error)
-        self._folder_seen = time.monotonic()
         if self._me.is_leaving:
-            return self._leave_attempt()
-        attempt = view.attempt
-        if find_leader(view) == self._me.name and self._has_looked(view):
-            begun = next_attempt(view, self._limits, me=self._me.name)
-            if begun is not None:
-                self._shared.write_attempt(begun)
-                self._failed_since, attempt = None, begun
-        return self._follow(view, attempt)
+            return self._leave_attempt(view)
+        return self._follow(view, self._lead(view))
 
     def _look(self) -> View:
         """Beat, and return what there is to see; raises OSError where the shared folder is not there."""
+        if self._me.attempt > self._shared.last_number():  # an empty mount point, perhaps
+            raise OSError(errno.ESTALE, "the attempts are no longer in the shared folder")
         self._me = replace(self._me, count=self._me.count + 1)
         self._shared.write_beat(self._me)
+        self._note_pause()
         alive = self._shared.alive()
         others = {name: (beat.address, beat.port) for name, beat in alive.items() if name != self._me.name}
         self._me = replace(self._me, reaches=self._reachability.update(others))
         alive[self._me.name] = self._me
-        attempt = self._current_attempt(alive)
+        attempt = self._shared.read_attempt()
+        if attempt is not None and not is_current(attempt, alive):
+            attempt = None
         status = read_run_status(self._run_folder, attempt)
         return View(
             alive=alive,
             attempt=attempt,
-            is_patient=time.monotonic() - self._started < self._timing.join,
+            is_patient=self._clock() - self._started < self._timing.join,
             is_overdue=self._is_overdue(alive, attempt),
             checkpoint_step=status.checkpoint_step,
             user_mistake=status.user_mistake,
+            last_number=self._shared.last_number(),
         )
 
-    def _current_attempt(self, alive: dict[str, Beat]) -> Attempt | None:
-        """Return the attempt; one that lay here at the start counts only while another of its hosts is alive."""
-        attempt = self._shared.read_attempt()
-        if attempt is None or attempt != self._found:
-            self._found = None
-            return attempt
-        if any(name in alive for name in attempt.hosts if name != self._me.name) and attempt.exit_code is None:
-            return attempt
-        if not self._is_new():
-            self._shared.forget_attempt(attempt)
-        return None
+    def _note_pause(self) -> None:
+        """Count no silence of others while this host could not look: it was suspended, or the folder was away."""
+        now = self._clock()
+        pause, self._looked_at = now - self._looked_at, now
+        excess = max(0.0, pause - self._timing.beat - CONNECT_SECONDS)
+        self._shared.skip(excess)
+        self._reachability.skip(excess)
+        self._was_away = excess > self._timing.lost_after
+        if self._was_away:
+            self._log(f"could not look at the other hosts for {pause:.0f} s")
+
+    def _lead(self, view: View) -> Attempt | None:
+        """Begin an attempt where it is this host's turn and one is due; return the newest."""
+        if find_leader(view) != self._me.name or not self._has_looked(view):
+            return view.attempt
+        begun = next_attempt(view, self._limits, me=self._me.name)
+        if begun is None:
+            if view.attempt is not None:
+                self._shared.publish(view.attempt)
+            return view.attempt
+        if not self._shared.write_attempt(begun):
+            return None  # another host was first: seen at the next look
+        self._failed_since = None
+        return begun
 
     def _is_new(self) -> bool:
-        return time.monotonic() - self._started < self._timing.lost_after
+        return self._clock() - self._started < self._timing.lost_after
 
     def _has_looked(self, view: View) -> bool:
         """Tell whether this host has looked long enough to know who else is there."""
@@ -169,51 +234,59 @@ class Supervisor:
         if not any(beat.state == FAILED and beat.attempt == number for beat in alive.values()):
             self._failed_since = None
             return False
-        self._failed_since = self._failed_since or time.monotonic()
-        return time.monotonic() - self._failed_since > 2 * self._timing.lost_after
+        self._failed_since = self._failed_since or self._clock()
+        return self._clock() - self._failed_since > 2 * self._timing.lost_after
 
     def _follow(self, view: View, attempt: Attempt | None) -> int | None:
         if attempt is None:
             return None
         if attempt.number != self._me.attempt:
-            return self._change_to(attempt)
-        if self._me.state == IDLE and attempt.exit_code is None and self._is_everybody_ready(view, attempt):
+            return self._change_to(attempt, view)
+        is_here = self._me.session in attempt.sessions and self._me.state == IDLE
+        if is_here and attempt.exit_code is None and may_start(attempt, view.alive):
             self._start(attempt)
         return None
 
-    def _change_to(self, attempt: Attempt) -> int | None:
+    def _change_to(self, attempt: Attempt, view: View) -> int | None:
         """Stop what runs; then be ready for the attempt, or end where it is the end of the run."""
-        if self._is_stopping():
+        if self._is_stopping(saves=not self._was_away and self._can_save(view)):
             return None
         if attempt.exit_code is not None:
-            self._log(f"supervisor {self._me.name}: {attempt.reason}")
+            self._log(attempt.reason)
             return attempt.exit_code
-        hosts = ", ".join(attempt.hosts)
-        self._log(f"supervisor {self._me.name}: attempt {attempt.number} on {hosts}: {attempt.reason}")
+        if attempt.hosts[0] == self._me.name and self._access.is_locked():
+            if not self._waits_for_lock:
+                self._log(f"attempt {attempt.number} waits: a process still writes to {self._run_folder}")
+            self._waits_for_lock = True
+            return None
+        self._waits_for_lock = False
+        is_spare = self._me.name not in attempt.hosts
+        more = "; this host waits" if is_spare else ""
+        self._log(f"attempt {attempt.number} on {', '.join(attempt.hosts)}: {attempt.reason}{more}")
         self._me = replace(self._me, state=IDLE, attempt=attempt.number)
         return None
 
-    def _is_stopping(self) -> bool:
+    def _can_save(self, view: View) -> bool:
+        return self._running is not None and can_save(self._running, view.alive)
+
+    def _is_stopping(self, *, saves: bool) -> bool:
         """Stop the agent, if there is one, and tell whether it is still there."""
         if self._agent is None:
             return False
-        if self._stop_at is None:
+        if self._stop_at is None and saves:
             self._agent.request_stop()
-            self._stop_at = time.monotonic() + self._job.stop_seconds
-        elif time.monotonic() > self._stop_at:
+            self._stop_at = self._clock() + self._job.stop_seconds
+        elif self._stop_at is None or self._clock() > self._stop_at:
+            self._stop_at = self._stop_at or self._clock()
+            self._log("ends its ranks, which cannot save any more")
             self._agent.kill()
         return True
 
-    def _is_everybody_ready(self, view: View, attempt: Attempt) -> bool:
-        beats = [view.alive.get(name) for name in attempt.hosts]
-        is_here = self._me.name in attempt.hosts
-        return is_here and all(beat is not None and beat.attempt == attempt.number for beat in beats)
-
     def _start(self, attempt: Attempt) -> None:
         command = launch_command(self._job, attempt, rank=attempt.hosts.index(self._me.name))
-        self._agent = Agent(
-            command, environment=network_environment(self._interface, stop_seconds=self._job.stop_seconds)
-        )
+        network = network_environment(self._interface, stop_seconds=self._job.stop_seconds)
+        mark = self._access.mark_attempt(attempt.number)
+        self._agent, self._running = self._launch(command, {**network, **mark}), attempt
         self._me = replace(self._me, state=RUNNING)
 
     def _watch_agent(self) -> None:
@@ -221,19 +294,25 @@ class Supervisor:
         if self._agent is None or (code := self._agent.exit_code()) is None:
             return
         was_asked = self._stop_at is not None
-        self._agent, self._stop_at = None, None
-        state = self._me.state if was_asked else ENDED if code == 0 else FAILED
+        self._agent, self._running, self._stop_at = None, None, None
+        state = IDLE if was_asked else ENDED if code == 0 else FAILED
+        if state == FAILED:
+            self._log(f"its ranks ended with exit code {code}")
         self._me = replace(self._me, state=state, main_port=free_port())
 
-    def _leave_attempt(self) -> int | None:
-        if self._is_stopping():
+    def _leave_attempt(self, view: View) -> int | None:
+        self._leaves_since = self._leaves_since or self._clock()
+        is_seen = self._clock() - self._leaves_since > 2 * self._timing.beat  # by the others
+        if self._is_stopping(saves=self._can_save(view)) or not is_seen:
             return None
-        self._log(f"supervisor {self._me.name}: left")
+        self._log("left")
         return STOPPED
 
     def _without_folder(self, error: OSError) -> int | None:
         """Stop the ranks where the folder is away for long: other hosts may have begun another attempt."""
-        if time.monotonic() - self._folder_seen > self._timing.lost_after and self._agent is not None:
-            self._log(f"supervisor {self._me.name}: {os.strerror(error.errno or 0)}; its ranks are ended")
+        if self._me.is_leaving and self._agent is None:
+            return STOPPED
+        if self._clock() - self._looked_at > self._timing.lost_after and self._agent is not None:
+            self._log(f"ends its ranks: the shared folder is away ({error.strerror or error})")
             self._agent.kill()
         return None

@@ -66,6 +66,11 @@ class ProcessExit:
         """Exit for this reason, unless another rank has exited before; print which."""
         self._exit(self._status.claim_exit(ended), message=None)
 
+    def replaced(self, message: str) -> None:
+        """Exit without a word in the status file, which is a newer attempt's; print the message."""
+        print(printable(f"error: {message}"), file=sys.stderr, flush=True)
+        self._leave(1)
+
     def _exit(self, first: RankExit, *, message: str | None) -> None:
         if not self._is_exiting.acquire(blocking=False):
             time.sleep(60)  # the other thread is about to exit

@@ -16,6 +16,7 @@ from finetune.runtime import distributed
 from finetune.runtime.run_folder import HANG_FOLDER
 from finetune.runtime.supervision import hang, heartbeat
 from finetune.runtime.supervision.activity import Activity, OthersActivity, OwnActivity
+from finetune.runtime.supervision.attempt import format_newer, newer_attempt
 from finetune.runtime.supervision.exit import ProcessExit, find_dead_peers, format_lost_peers
 from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
@@ -100,6 +101,8 @@ class Watchdog:
             self._watched_since = now
         self._looked_at = now
         self._note.hear()
+        if self._rank == 0 and (newer := newer_attempt()) is not None:
+            self._ending.replaced(format_newer(newer))
         self._status.refresh()
         if distributed.is_rank_0_alone() and self._rank_0.has_moved():
             heartbeat.keep_alive()

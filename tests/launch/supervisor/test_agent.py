@@ -36,6 +36,11 @@ def test_each_host_gets_its_number_and_the_address_of_the_first() -> None:
     }
 
 
+def test_deepspeed_is_launched_by_each_host_for_itself() -> None:
+    words = launch_command(Job(("job",), Path("zero2.yaml"), 2, is_deepspeed=True), ATTEMPT, rank=0)
+    assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
+
+
 def test_a_killed_launcher_takes_ranks_with_sessions_of_their_own_along() -> None:
     agent = Agent([sys.executable, "-c", PARENT], environment={})
     deadline, ranks = time.monotonic() + 30, []

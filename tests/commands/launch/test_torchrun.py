@@ -1,0 +1,50 @@
+"""What `finetune launch torchrun` prints for each host, and what it refuses before a supervisor starts."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.launch.torchrun import make_job, print_commands, read_limits
+from finetune.errors import UserError
+from finetune.launch.supervisor.members import Limits
+
+ROOT = Path(__file__).parents[3]
+RECIPE = next(iter(sorted((ROOT / "finetune" / "recipes").glob("sft*.yaml"))))
+
+
+def printed(strategy: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    job, loaded = make_job(
+        RECIPE, ["train.global_batch_size=8"], accelerate_file=file, ranks_per_host=2, stop_seconds=9
+    )
+    print_commands(job, loaded, read_limits("2"))
+    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+
+
+def test_each_host_gets_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = printed("multi_node_fsdp2", capsys)
+    assert first.startswith("accelerate launch --config_file") and "--machine_rank 0" in first
+    assert second == first.replace("--machine_rank 0", "--machine_rank 1")
+    assert "--set train.global_batch_size=8" in first and "deepspeed" not in first and "replicate" not in first
+
+
+def test_hsdp_gets_a_copy_per_host_and_deepspeed_no_pdsh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all("--parallelism_config_dp_replicate_size 2" in line for line in printed("multi_node_hsdp", capsys))
+    assert all("--deepspeed_multinode_launcher standard" in line for line in printed("zero2", capsys))
+
+
+@pytest.mark.parametrize("nodes", ["", "0", "3:2", "1:2:3", "two", "1:"])
+def test_other_numbers_of_hosts_are_refused(nodes: str) -> None:
+    with pytest.raises(UserError, match="--nodes"):
+        read_limits(nodes)
+
+
+def test_numbers_of_hosts() -> None:
+    assert read_limits("3") == Limits(3, 3) and read_limits("1:4") == Limits(1, 4)
+
+
+def test_an_accelerate_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("[1, 2]")
+    for name, words in (("none.yaml", "there is no file"), ("list.yaml", "not an accelerate file")):
+        with pytest.raises(UserError, match=words):
+            make_job(RECIPE, [], accelerate_file=tmp_path / name, ranks_per_host=1, stop_seconds=9)
