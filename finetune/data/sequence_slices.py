@@ -32,8 +32,8 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
         return batch
     if batch.cumulative_lengths is None or batch.targets is None:
         raise StrategyError(
-            "sequence parallelism cuts rows without padding, and this batch is padded. Write `data.batching.by: packs`, "
-            "or `padding_free: true`."
+            "sequence parallelism cuts rows without padding, and this batch is padded. Write "
+            "`data.batching.by: packs`, or `padding_free: true`."
         )
     num_tokens = batch.labels.numel()
     width = -(-num_tokens // group.size)

@@ -104,5 +104,5 @@ def _whole_rows(parts: Any, group: SequenceGroup) -> list[Tensor]:
 
 def _heads_to_tokens(output: Tensor, group: SequenceGroup) -> Tensor:
     """Return all heads of this rank's tokens, from all tokens of its heads: [1, tokens, heads, width]."""
-    blocks = output[0].unflatten(0, (group.size, -1))  # [ranks, tokens of a slice, heads / ranks, width]
+    blocks = output.view(group.size, -1, *output.shape[2:])  # [ranks, tokens of a slice, heads / ranks, width]
     return swap_blocks(blocks).transpose(0, 1).flatten(1, 2)[None]
