@@ -103,6 +103,6 @@ def _whole_rows(parts: Any, group: SequenceGroup) -> list[Tensor]:
 
 
 def _heads_to_tokens(output: Tensor, group: SequenceGroup) -> Tensor:
-    """Return all heads of this rank's tokens, from all tokens of its heads: [1, tokens, heads, width]."""
+    """Return all heads of this rank's tokens, from all tokens of its heads: [1, tokens, heads, width], contiguous."""
     blocks = output.view(group.size, -1, *output.shape[2:])  # [ranks, tokens of a slice, heads / ranks, width]
-    return swap_blocks(blocks).transpose(0, 1).flatten(1, 2)[None]
+    return swap_blocks(blocks).transpose(0, 1).flatten(1, 2).contiguous()[None]
