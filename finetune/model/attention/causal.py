@@ -94,7 +94,7 @@ class _Bands:
         self._found: dict[tuple[int, int], Tensor] = {}
 
     def of(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the mask with 0 where a query attends to a key and -inf elsewhere, as attention makes of a bool one."""
+        """Return 0 where a query attends to a key and -inf elsewhere: what attention makes of a mask of bools."""
         shape = num_queries, num_keys
         if shape not in self._found:
             is_seen = _band_mask(*shape, back=self._back, device=self._like.device)
