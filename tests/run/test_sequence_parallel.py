@@ -22,6 +22,7 @@ PACKS = (
 """61 tokens are no multiple of any number of ranks."""
 
 LORA = "model.lora={rank: 4, alpha: 8, dropout: 0.0}"
+HEADS_OF_3 = "model.from_config.values={hidden_size: 48, num_attention_heads: 6, num_key_value_heads: 2}"
 NOT_FINITE = {"faults": "forward step=2 rank=1 do=nan"}
 
 
@@ -80,7 +81,7 @@ def test_two_ranks_that_share_rows_learn_what_one_does(launch, alone):
     ("strategy", "processes", "degree", "settings"),
     [
         ("fsdp2", 4, 2, ("train.microbatch_size=1", LORA, "model.gradient_checkpointing=true")),
-        ("ddp", 3, 3, ("train.microbatch_size=2", "model.from_config.values.num_attention_heads=6")),
+        ("ddp", 3, 3, ("train.microbatch_size=2", HEADS_OF_3)),
         ("hsdp", 4, 2, ("train.microbatch_size=2",)),
         pytest.param("zero2", 2, 2, ("train.microbatch_size=4",), marks=NEEDS_DEEPSPEED),
         pytest.param("zero3", 2, 2, ("train.microbatch_size=4",), marks=NEEDS_DEEPSPEED),
