@@ -1,6 +1,6 @@
 """Rows that 2 and 4 gloo ranks share against whole rows, for every model type that is known to allow it: a table.
 
-python -m benchmarks.experiments.sequence_parallel
+python benchmarks/experiments/sequence_parallel.py
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from finetune.model.attention.supported_models import PLAIN_MODEL_TYPES, SINK_MODEL_TYPES
 from finetune.runtime.processes import free_port
 
+ROOT = Path(__file__).parents[2]
 DEGREES = "2,4"
 BESIDES = ("adapted", "checkpointed", "keys-of-one", "three-heads")
 
@@ -21,7 +22,7 @@ def run(program: str, *words: str) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", f"--master_port={free_port()}"]
-        subprocess.run([*ranks, "-m", program, str(file), *words], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([*ranks, "-m", program, str(file), *words], check=True, stderr=subprocess.DEVNULL, cwd=ROOT)
         found: dict[str, dict[str, float]] = json.loads(file.read_text())
         return found
 

@@ -82,6 +82,7 @@ def test_two_ranks_that_share_rows_learn_what_one_does(launch, alone):
     [
         ("fsdp2", 4, 2, ("train.microbatch_size=1", LORA, "model.gradient_checkpointing=true")),
         ("ddp", 3, 3, ("train.microbatch_size=2", HEADS_OF_3)),
+        ("fsdp1", 2, 2, ("train.microbatch_size=4",)),
         ("hsdp", 4, 2, ("train.microbatch_size=2",)),
         pytest.param("zero2", 2, 2, ("train.microbatch_size=4",), marks=NEEDS_DEEPSPEED),
         pytest.param("zero3", 2, 2, ("train.microbatch_size=4",), marks=NEEDS_DEEPSPEED),

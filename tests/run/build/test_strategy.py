@@ -53,7 +53,7 @@ def test_what_is_not_exact_where_ranks_share_rows_is_refused_all_at_once(job, mo
     written = ["model.attention=sdpa", "train.embedding_noise=5.0", "model.compile=regional"]
     with pytest.raises(StrategyError) as refused:
         launched_strategy(load_config(job, written))
-    with pytest.raises(StrategyError, match="task.name: only `pretrain` and `sft`"):
+    with pytest.raises(StrategyError, match=r"task\.name: only `pretrain` and `sft`"):
         launched_strategy(load_config(job, ["task.name=reward"]))
     for key in ("model.attention:", "model.compile:", "train.embedding_noise:"):
         assert f"\n  {key}" in str(refused.value)
