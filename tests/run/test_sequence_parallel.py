@@ -22,7 +22,10 @@ PACKS = (
 """61 tokens are no multiple of any number of ranks."""
 
 LORA = "model.lora={rank: 4, alpha: 8, dropout: 0.0}"
-HEADS_OF_3 = "model.from_config.values={hidden_size: 48, num_attention_heads: 6, num_key_value_heads: 2}"
+HEADS_OF_3 = (
+    "model.from_config.values={hidden_size: 48, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 6, "
+    "num_key_value_heads: 2}"
+)
 NOT_FINITE = {"faults": "forward step=2 rank=1 do=nan"}
 
 

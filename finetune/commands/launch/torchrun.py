@@ -60,7 +60,7 @@ def make_job(
 
 def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
     """Print the command of each host."""
-    require_divisible_batch(loaded, num_processes=limits.most * job.ranks_per_host)
+    require_divisible_batch(loaded, num_processes=_data_parallel_size(job, limits.most))
     hosts = tuple(f"HOST{number}" for number in range(limits.most))
     attempt = Attempt(1, hosts, ("HOST0_ADDRESS", *hosts[1:]), 29500, "")
     for rank, host in enumerate(hosts):
@@ -71,7 +71,7 @@ def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
 def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: Here, timing: Timing) -> int:
     """Run the job on this host with whichever others are there, and return the exit code."""
     for count in range(limits.least, limits.most + 1):
-        require_divisible_batch(loaded, num_processes=count * job.ranks_per_host)
+        require_divisible_batch(loaded, num_processes=_data_parallel_size(job, count))
     run_folder = loaded.config.run.folder
     if here.shared_folder is None and is_url(str(run_folder)):
         raise UserError("--shared-folder: the run folder is not on a file system; name a folder that all hosts share.")
@@ -97,10 +97,25 @@ def _host_name(name: str | None) -> str:
 
 def _is_hybrid(file: Path) -> bool:
     """Tell whether the accelerate file has a copy of the model per host (HSDP). Raises UserError."""
+    return _parallelism_size(file, "dp_replicate") > 1
+
+
+def _data_parallel_size(job: Job, num_hosts: int) -> int:
+    """Return how many microbatches so many hosts compute at a time: ranks may share the rows of one."""
+    size, world = _parallelism_size(job.accelerate_file, "sp"), num_hosts * job.ranks_per_host
+    if size < 1 or world % size:
+        raise UserError(
+            f"--accelerate {job.accelerate_file}: parallelism_config_sp_size: {size} does not divide {num_hosts} x "
+            f"{job.ranks_per_host} ranks. Write a divisor, best one of {job.ranks_per_host}."
+        )
+    return world // size
+
+
+def _parallelism_size(file: Path, kind: str) -> int:
     try:
         values = YAML(typ="safe").load(file.read_text(encoding="utf-8"))
         parallelism = (values or {}).get("parallelism_config") or {}
-        return int(parallelism.get("parallelism_config_dp_replicate_size", 1)) > 1
+        return int(parallelism.get(f"parallelism_config_{kind}_size", 1))
     except FileNotFoundError:
         raise UserError(f"--accelerate: there is no file {file}.") from None
     except (OSError, UnicodeDecodeError, YAMLError, AttributeError, ValueError, TypeError) as error:

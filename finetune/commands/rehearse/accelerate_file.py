@@ -38,9 +38,14 @@ class AccelerateFile:
     num_machines: int
 
     @property
+    def sequence_size(self) -> int:
+        """Return how many processes share the rows of a microbatch."""
+        return _parallelism(self.values)[_SEQUENCE]
+
+    @property
     def data_parallel_size(self) -> int:
-        """Return how many microbatches are computed at a time: processes may share the rows of one."""
-        return self.num_processes // _parallelism(self.values)[_SEQUENCE]
+        """Return how many microbatches are computed at a time."""
+        return self.num_processes // self.sequence_size
 
     @property
     def text(self) -> str:
