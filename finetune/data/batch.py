@@ -58,12 +58,19 @@ class Batch:
     partner_checksums: tuple[int, ...] = ()
     text_ids: tuple[int, ...] = ()  # digests of the sequences, where equal ones matter
     group_sizes: tuple[int, ...] = ()  # sequences of each sample, where a sample has several
+    num_slices: int = 1  # ranks that share its row; tokens, labels and counts are those of one slice
+    slice_number: int = 0
 
     @property
     def positions(self) -> tuple[int, int]:
         """Return how many rows a forward pass has and how many places in each, padding included."""
         laid_out = self.inputs.get("input_ids", self.labels)
         return laid_out.shape[0], laid_out.numel() // max(1, laid_out.shape[0])
+
+    @property
+    def counted_ids(self) -> tuple[int, ...]:
+        """Return the ids of the samples that this rank counts: none of a slice that is not the row's first."""
+        return () if self.slice_number else self.sample_ids
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`; Accelerate's dataloader calls this."""

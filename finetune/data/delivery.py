@@ -104,7 +104,7 @@ class DeliveryCheck:
         return step_checksum(self.view, step, global_batch_size=self.global_batch_size)
 
     def received(self, group: Sequence[Batch]) -> Delivery:
-        """Return what the microbatches hold."""
+        """Return what the microbatches hold; of a row that ranks share, the first rank has the mark."""
         samples = self.view.samples
         ids = [sample_id for batch in group for sample_id in batch.sample_ids]
         partners = [sample_id for batch in group for sample_id in batch.partner_ids]
@@ -112,7 +112,9 @@ class DeliveryCheck:
         partner_marks = np.array([each for batch in group for each in batch.partner_checksums], np.uint64)
         beside = samples.precomputed_checksums_of(np.array(ids, np.int64))
         damaged = (*_differing(samples, ids, marks), *_differing(samples, partners, partner_marks))
-        return Delivery(samples_checksum(ids, marks - beside), damaged, samples.problem())
+        is_counted = not any(batch.slice_number for batch in group)
+        mark = samples_checksum(ids, marks - beside) if is_counted else 0
+        return Delivery(mark, damaged, samples.problem())
 
     def explain(self, damaged: Sequence[int]) -> tuple[str, ...]:
         """Return messages on damage; what is damaged on disk, too, is set aside."""

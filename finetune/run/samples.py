@@ -45,7 +45,7 @@ def record_samples(
     with _file(folder, distributed.rank()).open("ab", buffering=0) as file:
         waiting = b""
         for step, group in enumerate(groups, first_step + 1):
-            line = json.dumps({"step": step, "microbatches": [batch.sample_ids for batch in group]}) + "\n"
+            line = json.dumps({"step": step, "microbatches": [batch.counted_ids for batch in group]}) + "\n"
             waiting = _write(file, waiting + line.encode())
             yield group
         _write(file, waiting)

@@ -25,6 +25,7 @@ from finetune.run.build.prepared_model import (
     prepare_model,
     require_sample_isolation,
 )
+from finetune.run.build.strategy import require_exact_slices
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
@@ -34,6 +35,7 @@ from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import Supervision, supervised_run
 from finetune.run.validate import validate, validate_model
 from finetune.runtime import distributed
+from finetune.task.model_inputs import unwrap_model
 
 
 def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None = None) -> int:
@@ -88,6 +90,12 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
         plan=data.plan,
     )
     require_sample_isolation(context, data.training_data, prepared)
+    require_exact_slices(
+        prepared.model,
+        config=unwrap_model(prepared.unwrapped_model).config,
+        vocabulary_size=len(data.training_data.tokenizer),
+        device=accelerator.device,
+    )
     verify_before_training(data.training_data)
     supervision.startup.end("model")
     supervision.watchdog.detect_hangs(context.config.run.hang_after_seconds)

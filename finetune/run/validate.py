@@ -8,7 +8,7 @@ from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.sentence_modules import pooling_warning
 from finetune.run.build.model import require_adaptable, require_buildable, require_routers
-from finetune.run.build.strategy import launched_strategy, require_supported_by_strategy
+from finetune.run.build.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
 from finetune.run.remote.download import with_local_folder
@@ -43,6 +43,7 @@ def validate_model(context: RunContext) -> None:
         require_buildable(context.loaded)
     require_adaptable(context.loaded, strategy=context.strategy.name)
     require_routers(context.loaded)
+    require_sliceable_model(context.config, size=context.strategy.expected().sequence_size)
 
 
 def _require_vector_sizes(config: RunConfig) -> None:

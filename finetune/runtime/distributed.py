@@ -149,6 +149,11 @@ def answering_alone() -> Iterator[None]:
 _answers_alone = False
 
 
+def answers_alone() -> bool:
+    """Tell whether this process is within `answering_alone`."""
+    return _answers_alone
+
+
 def open_host_group() -> None:
     """Open the host group, unless it is open; without it, torch's default group serves in its place. Collective."""
     _open(Group.HOST, timeout=_HOST_TIMEOUT)

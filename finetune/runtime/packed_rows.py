@@ -12,10 +12,12 @@ SAMPLE_LENGTHS = "sample_lengths"
 class SampleLengths:
     """The number of tokens of each sample of the row, as integers on the host: no host-device synchronisation.
 
-    Not a tuple: a compiler would specialise on its length and recompile for every number of samples.
+    Not a tuple: a compiler would specialise on its length and recompile for every number of samples. Where the model is
+    given one of several equal slices of the row (`runtime/sequence_parallel.py`), they are those of the whole row.
     """
 
-    __slots__ = ("values",)
+    __slots__ = ("num_slices", "values")
 
-    def __init__(self, values: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[int], *, num_slices: int = 1) -> None:
         self.values = list(values)
+        self.num_slices = num_slices

@@ -34,7 +34,9 @@ def describe_strategy(strategy: Strategy) -> str:
     if world == 1:
         return f"{strategy.name} on 1 process"
     parts = [f"{verb} {_join_words(kinds)}" for kinds, verb in ((split, "splits"), (copied, "copies")) if kinds]
-    return f"{strategy.name} on {processes} {', '.join(parts)}"
+    rows = strategy.expected().sequence_size
+    sequences = f", shares sequences over groups of {rows}" if rows > 1 else ""
+    return f"{strategy.name} on {processes} {', '.join(parts)}{sequences}"
 
 
 def _join_words(words: list[str]) -> str:

@@ -38,7 +38,12 @@ class DataParallel:
         if not self._is_distributed:
             return Expected(("NO",), num_processes=1)
         kind = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
-        return Expected((kind, "MULTI_XPU", "MULTI_NPU"), self._environment.world, "DistributedDataParallel")
+        return Expected(
+            (kind, "MULTI_XPU", "MULTI_NPU"),
+            self._environment.world,
+            "DistributedDataParallel",
+            sequence_size=self._environment.sequence_size,
+        )
 
     def reduction(self) -> GradientReduction:
         """Return the last: every process holds a whole gradient in any case."""

@@ -67,7 +67,13 @@ class ZeroRedundancy:
 
     def expected(self) -> Expected:
         """Return DeepSpeed's engine at this stage, over all processes."""
-        return Expected(("DEEPSPEED",), self._environment.world, "DeepSpeedEngine", zero_stage=self._stage)
+        return Expected(
+            ("DEEPSPEED",),
+            self._environment.world,
+            "DeepSpeedEngine",
+            zero_stage=self._stage,
+            sequence_size=self._environment.sequence_size,
+        )
 
     def reduction(self) -> GradientReduction:
         """Return the last for stage 1, and every for those that shard gradients."""

@@ -20,6 +20,8 @@ class LaunchEnvironment:
     fsdp_version: int | None = None  # None: no FSDP
     zero_stage: int | None = None  # None: no DeepSpeed
     replicate_size: int = 1  # HSDP: copies of the sharded model
+    shard_size: int = 1  # HSDP: what is written for the processes that share one copy
+    sequence_size: int = 1  # consecutive processes that share the tokens of every row
     precision: str = "no"  # of the accelerate config; `no` leaves it to the job
     fsdp_activation_checkpointing: bool = False
     fsdp_forward_prefetch: bool = False
@@ -40,6 +42,8 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
         fsdp_version=int(variables.get("FSDP_VERSION", "1")) if _is_true(variables, "ACCELERATE_USE_FSDP") else None,
         zero_stage=_zero_stage(variables, deepspeed),
         replicate_size=int(variables.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
+        shard_size=int(variables.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")),
+        sequence_size=int(variables.get("PARALLELISM_CONFIG_SP_SIZE", "1")),
         precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
         fsdp_activation_checkpointing=_is_true(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
         fsdp_forward_prefetch=_is_true(variables, "FSDP_FORWARD_PREFETCH"),
@@ -83,7 +87,6 @@ def _unsupported(variables: Mapping[str, str]) -> tuple[str, ...]:
         for kind, name in (
             ("tensor parallelism", "PARALLELISM_CONFIG_TP_SIZE"),
             ("context parallelism", "PARALLELISM_CONFIG_CP_SIZE"),
-            ("sequence parallelism", "PARALLELISM_CONFIG_SP_SIZE"),
         )
         if int(variables.get(name, "1")) > 1
     ]

@@ -5,9 +5,10 @@ FSDP2: Zhao et al., 2023 (arXiv:2304.11277) describe FSDP1; FSDP2 is torch's `fu
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
-from accelerate import init_empty_weights
+from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -45,7 +46,15 @@ class FullySharded:
             )
         if self._environment.fsdp_version == 2:
             plugin.forward_prefetch = self._environment.fsdp_forward_prefetch  # which Accelerate 1.15 leaves unread
-        return PluginSettings({"fsdp_plugin": plugin})
+        return PluginSettings({"fsdp_plugin": plugin, **self._mesh()})
+
+    def _mesh(self) -> dict[str, Any]:
+        """Return the sizes of HSDP where ranks share rows: Accelerate does not read them from the launcher then."""
+        copies = self._environment.replicate_size
+        if self._environment.sequence_size == 1 or copies == 1:
+            return {}
+        shards = self._environment.world // copies
+        return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)}
 
     def sharded(self) -> frozenset[Sharded]:
         """Return all three."""
@@ -59,6 +68,7 @@ class FullySharded:
             "FSDPModule" if self._environment.fsdp_version == 2 else "FullyShardedDataParallel",
             fsdp_version=self._environment.fsdp_version,
             num_copies=self._environment.replicate_size,
+            sequence_size=self._environment.sequence_size,
         )
 
     def reduction(self) -> GradientReduction:

@@ -27,6 +27,7 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
 
 _SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
+_SEQUENCE = _SIZES[-1]
 
 _NO_GROUP, _SUPPORTED = "NO", ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 
@@ -62,7 +63,8 @@ def require_parallelism_fits(variables: Mapping[str, str]) -> None:
     world = int(variables.get("WORLD_SIZE", "1"))
     sizes = {name: int(variables[name]) for name in _SIZES if variables.get(name, "1") != "1"}
     product = math.prod(sizes.values())
-    if product not in (1, world):
+    is_divided = int(variables.get(_SEQUENCE, "1")) == product and world % product == 0  # the rest is data parallel
+    if product != world and not is_divided:
         raise StrategyError(
             f"parallelism_config: {' x '.join(f'{_key(name)}: {size}' for name, size in sizes.items())} is for "
             f"{product} processes, and {world} were started. Change the sizes in the accelerate file."

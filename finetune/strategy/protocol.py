@@ -37,11 +37,17 @@ class Expected:
     zero_stage: int | None = None
     fsdp_version: int | None = None
     num_copies: int = 1  # of what is sharded: HSDP keeps several
+    sequence_size: int = 1  # processes that share the tokens of every row
 
     @property
     def num_shards(self) -> int:
         """Return the number of processes that share one copy."""
         return self.num_processes // self.num_copies
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of microbatches that are computed at a time, each by one process or by those of a group."""
+        return self.num_processes // self.sequence_size
 
 
 class Strategy(Protocol):

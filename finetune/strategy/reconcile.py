@@ -58,7 +58,26 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
         f"{kind} is enabled in the accelerate config and is not supported. Disable it there."
         for kind in environment.unsupported
     ]
+    found += _sequence_conflicts(environment)
     return found + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
+
+
+def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
+    size, world = environment.sequence_size, environment.world
+    if size == 1:
+        return []
+    if size < 1 or world % size:
+        return [
+            f"parallelism_config_sp_size: {size} does not divide the {world} process{'es' if world > 1 else ''}. Start "
+            f"a multiple of it, or write a divisor of {world}."
+        ]
+    copies, shards = environment.replicate_size, environment.shard_size
+    if max(copies, shards) > 1 and copies * shards * size != world:
+        return [
+            f"parallelism_config_dp_replicate_size {copies} x dp_shard_size {shards} x sp_size {size} are "
+            f"{copies * shards * size} processes, and {world} were started. Write sizes whose product is {world}."
+        ]
+    return []
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:

@@ -57,6 +57,29 @@ def gloo_bridge(timeout: timedelta | None = None) -> Iterator[None]:
     yield
 
 
+# --- Accelerate: sequence parallelism
+
+_SEQUENCE_SIZE, _USES_PARALLELISM = "PARALLELISM_CONFIG_SP_SIZE", "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+@contextmanager
+def without_accelerate_sequence_parallelism() -> Iterator[None]:
+    """Have the Accelerator that is built meanwhile know nothing of the groups of ranks that share rows.
+
+    Its only kind of sequence parallelism is DeepSpeed's, with batches of its own making and a loss that the caller
+    averages (`ParallelismConfig`, `DeepSpeedSequenceParallelConfig` in accelerate 1.15); its ring attention drops masks
+    (accelerate#4177). Ours is in the attention (`model/attention/sequence_parallel.py`).
+    """
+    if int(os.environ.get(_SEQUENCE_SIZE, "1")) == 1:
+        yield
+        return
+    hidden = {name: os.environ.pop(name) for name in (_SEQUENCE_SIZE, _USES_PARALLELISM) if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 # --- Accelerate: FSDP2
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.features import Features
+from finetune.errors import StrategyError
 from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
 
 
@@ -128,6 +129,11 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     every length, too, and transformers that the mask is made already: it uses none.
     """
     ends, attention = batch.cumulative_lengths, _attention(model)
+    if batch.num_slices > 1 and attention != PER_SAMPLE_ATTENTION:
+        raise StrategyError(
+            f"sequence parallelism needs our attention of whole samples, and this model has `{attention}`. Write "
+            "`model.attention: auto`, or launch without parallelism_config_sp_size."
+        )
     if ends is None or attention not in ATTENTION_WITH_BOUNDARIES:
         return {}
     longest = batch.longest
@@ -135,7 +141,11 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if attention != PER_SAMPLE_ATTENTION:
         return edges
     no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ends.device)
-    return {**edges, SAMPLE_LENGTHS: SampleLengths(batch.lengths), "attention_mask": no_mask}
+    return {
+        **edges,
+        SAMPLE_LENGTHS: SampleLengths(batch.lengths, num_slices=batch.num_slices),
+        "attention_mask": no_mask,
+    }
 
 
 def _positions(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

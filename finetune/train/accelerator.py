@@ -1,17 +1,25 @@
 """Build the Accelerator that a strategy asks for, and check that it is what came out."""
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from torch.utils.data import DataLoader
 
+from finetune.data.batch import Batch
+from finetune.data.sequence_slices import SlicedBatches
 from finetune.errors import StrategyError
 from finetune.runtime import distributed
+from finetune.runtime.sequence_parallel import open_sequence_groups, sequence_group
 from finetune.strategy.protocol import Expected, Strategy
 from finetune.strategy.reconcile import ACCELERATE_PRECISION
-from finetune.strategy.upstream import set_default_group_timeout
+from finetune.strategy.upstream import set_default_group_timeout, without_accelerate_sequence_parallelism
 
 
 def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta) -> Accelerator:
@@ -21,7 +29,7 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
     Accelerate: the step sets the boundary itself, from the number of targets.
     """
     set_default_group_timeout(timeout)
-    with strategy.accelerator_context(timeout=timeout):
+    with strategy.accelerator_context(timeout=timeout), without_accelerate_sequence_parallelism():
         plugin = dict(strategy.plugin().arguments)
         handlers = [InitProcessGroupKwargs(timeout=timeout), *plugin.pop("kwargs_handlers", ())]
         accelerator = Accelerator(
@@ -34,10 +42,37 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
             kwargs_handlers=handlers,
             **plugin,
         )
+    open_sequence_groups(strategy.expected().sequence_size)
     distributed.open_host_group()
     distributed.open_background_group()  # now: it needs the store, which ends with the launcher
     check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)
     return accelerator
+
+
+def own_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_device: bool) -> Iterable[Batch]:
+    """Return this rank's microbatches of the world's, on the device or not; its slices where ranks share rows.
+
+    All ranks of a group are handed the same microbatches.
+    """
+    group = sequence_group()
+    if group.size == 1:
+        placement = None if on_device else False
+        prepared: Iterable[Batch] = accelerator.prepare_data_loader(loader, device_placement=placement)
+        return prepared
+    whole = prepare_data_loader(
+        loader, num_processes=group.num_groups, process_index=group.number, put_on_device=False, even_batches=False
+    )
+    sliced = SlicedBatches(whole, group)
+    return _OnDevice(sliced, accelerator.device) if on_device else sliced
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    batches: Iterable[Batch]
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch.to(self.device, non_blocking=True) for batch in self.batches)
 
 
 def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision: str, strategy: str) -> None:

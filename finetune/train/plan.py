@@ -19,16 +19,21 @@ class Plan:
     world: int
     schedule: Schedule
     arithmetic: tuple[str, ...]
+    sequence_size: int = 1  # ranks that share each microbatch
 
     @property
     def num_batches(self) -> int:
         """Return the microbatches of one step on one rank: the accumulation."""
-        return self.global_batch_size // (self.microbatch_size * self.world)
+        return self.num_batches_of(self.microbatch_size)
+
+    def num_batches_of(self, microbatch_size: int) -> int:
+        """Return the same with another size."""
+        return self.global_batch_size // (microbatch_size * self.world // self.sequence_size)
 
     def with_microbatch_size(self, size: int) -> "Plan":
         """Return the plan with the size that `auto` has come to."""
-        line = f"{_batch_line(self.global_batch_size, world=self.world, microbatch_size=size)} (microbatch_size: auto)"
-        return replace(self, microbatch_size=size, arithmetic=(line, *self.arithmetic[1:]))
+        changed = replace(self, microbatch_size=size)
+        return replace(changed, arithmetic=(f"{_batch_line(changed)} (microbatch_size: auto)", *self.arithmetic[1:]))
 
     def epoch(self, step: int) -> float | None:
         """Return how many passes over the training data `step` steps are; None where it is unknown."""
@@ -48,10 +53,12 @@ def make_plan(
     unit: str = "samples",
     world: int,
     steps_for_tokens: Callable[[int], int],
+    sequence_size: int = 1,
 ) -> Plan:
     """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens.
 
-    `unit` is what stands at a position. With `num_positions` None the budget must be in steps.
+    `unit` is what stands at a position. With `num_positions` None the budget must be in steps. So many of the `world`'s
+    ranks as `sequence_size` share each microbatch.
     """
     num_steps, budget = _budget(section, num_positions, unit, steps_for_tokens)
     peak = scaled_learning_rate(
@@ -59,25 +66,30 @@ def make_plan(
     )
     schedule = build_schedule(section.schedule, peak=peak, num_steps=num_steps)
     lines = [
-        _batch_line(section.global_batch_size, world=world, microbatch_size=section.known_microbatch_size),
         f"budget: {budget}",
         f"learning rate: {_rate(section, peak)}, {schedule.name}, {schedule.num_warmup_steps} warmup steps",
     ]
-    return Plan(
+    plan = Plan(
         num_steps=num_steps,
         num_positions=num_positions,
         global_batch_size=section.global_batch_size,
         microbatch_size=section.known_microbatch_size,
         world=world,
         schedule=schedule,
-        arithmetic=tuple(lines),
+        arithmetic=(),
+        sequence_size=sequence_size,
     )
+    return replace(plan, arithmetic=(_batch_line(plan), *lines))
 
 
-def _batch_line(batch: int, *, world: int, microbatch_size: int) -> str:
-    accumulation = batch // (microbatch_size * world)
-    processes = _count(world, "process", "processes")
-    return f"batch: {batch} = {processes} x {microbatch_size} per microbatch x {accumulation} accumulated"
+def _batch_line(plan: Plan) -> str:
+    processes = _count(plan.world, "process", "processes")
+    if plan.sequence_size > 1:
+        processes = f"{processes} / {plan.sequence_size} that share each row"
+    return (
+        f"batch: {plan.global_batch_size} = {processes} x {plan.microbatch_size} per microbatch x {plan.num_batches} "
+        "accumulated"
+    )
 
 
 def _budget(

@@ -190,7 +190,7 @@ def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
     guilty = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
     gathered = distributed.gather_objects((guilty, [i for ids in record.sample_ids for i in ids]))
     named = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
-    return tuple(sorted(named))
+    return tuple(sorted(set(named)))  # ranks that share a row name the same
 
 
 def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:

@@ -42,6 +42,26 @@ def test_a_strategy_explains_itself():
     )
 
 
+@pytest.mark.parametrize("kind", [{}, {"fsdp_version": 2}, {"fsdp_version": 1}, {"zero_stage": 3}])
+def test_processes_that_share_rows_are_described_and_compute_fewer_microbatches_at_a_time(kind):
+    strategy = choose_strategy(launched(world=8, sequence_size=4, **kind), JOB)
+    assert describe_strategy(strategy).endswith("shares sequences over groups of 4")
+    assert (strategy.expected().num_processes, strategy.expected().data_parallel_size) == (8, 2)
+
+
+def test_copies_and_shards_and_rows_make_up_the_processes():
+    sizes = {"world": 8, "fsdp_version": 2, "replicate_size": 2, "sequence_size": 2}
+    assert choose_strategy(launched(**sizes, shard_size=2), JOB).expected().num_shards == 4
+    with pytest.raises(StrategyError, match="2 x dp_shard_size 4 x sp_size 2 are 16 processes, and 8 were started"):
+        choose_strategy(launched(**sizes, shard_size=4), JOB)
+
+
+@pytest.mark.parametrize("size", [0, 3, 16])
+def test_a_degree_that_does_not_divide_the_processes_is_refused(size):
+    with pytest.raises(StrategyError, match=f"parallelism_config_sp_size: {size} does not divide the 8 processes"):
+        choose_strategy(launched(world=8, sequence_size=size), JOB)
+
+
 def test_fsdp_asked_and_ddp_launched_is_refused_with_the_command_that_mends_it():
     job = JobSettings(strategy="fsdp2", precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
     with pytest.raises(StrategyError, match=r"run.strategy: fsdp2, but ddp was launched.*fsdp2.yaml"):

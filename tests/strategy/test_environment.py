@@ -24,10 +24,12 @@ def test_fsdp_version_and_hsdp_sizes_are_read():
             "FSDP_FORWARD_PREFETCH": "true",
             "FSDP_OFFLOAD_PARAMS": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+            "PARALLELISM_CONFIG_SP_SIZE": "2",
         },
         has_device=True,
     )
     assert (environment.world, environment.rank, environment.fsdp_version, environment.replicate_size) == (4, 3, 2, 2)
+    assert environment.sequence_size == 2 and not environment.unsupported
     assert environment.cpu_ram_efficient_loading
     assert environment.fsdp_forward_prefetch
     assert environment.fsdp_offload_params

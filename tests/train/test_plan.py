@@ -6,10 +6,15 @@ from finetune.config.sections.train import ScalingSection, TrainSection
 from finetune.train.plan import make_plan
 
 
-def plan(world=4, num_positions=1000, unit="samples", **changes):
+def plan(world=4, num_positions=1000, unit="samples", sequence_size=1, **changes):
     section = TrainSection(**{"global_batch_size": 64, "microbatch_size": 4, "learning_rate": 1e-3, **changes})
     return make_plan(
-        section, num_positions=num_positions, unit=unit, world=world, steps_for_tokens=lambda tokens: tokens // 10_000
+        section,
+        num_positions=num_positions,
+        unit=unit,
+        world=world,
+        steps_for_tokens=lambda tokens: tokens // 10_000,
+        sequence_size=sequence_size,
     )
 
 
@@ -17,6 +22,13 @@ def test_accumulation_is_derived_from_batch_and_world():
     made = plan(steps=10)
     assert made.num_batches == 4
     assert made.arithmetic[0] == "batch: 64 = 4 processes x 4 per microbatch x 4 accumulated"
+
+
+def test_ranks_that_share_rows_take_microbatches_together():
+    made = plan(world=8, sequence_size=4, steps=10)
+    assert made.num_batches == 8
+    assert made.arithmetic[0] == "batch: 64 = 8 processes / 4 that share each row x 4 per microbatch x 8 accumulated"
+    assert made.with_microbatch_size(16).num_batches == made.num_batches_of(16) == 2
 
 
 def test_the_world_changes_accumulation_and_nothing_else():

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from finetune.commands.doctor.facts.launch import read_facts
 from finetune.commands.launch.network import network_variables
-from finetune.commands.launch.torchrun import make_job
+from finetune.commands.launch.torchrun import make_job, require_shared_batch
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
-from finetune.config.load import LoadedConfig, require_divisible_batch
+from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
@@ -62,7 +62,7 @@ def check_job(words: JobWords) -> tuple[JobRequest, LoadedConfig]:
         stop_seconds=float(words.stop),
         elsewhere=words.elsewhere,
     )
-    require_divisible_batch(loaded, num_processes=words.world)
+    require_shared_batch(loaded, file, world=words.world)
     _check_processes(file, num_nodes=words.nodes, world=words.world)
     network = network_variables(read_facts(words.doctor), num_nodes=words.nodes) if words.doctor is not None else {}
     run = loaded.config.run

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
+from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url
-from finetune.errors import UserError
+from finetune.errors import StrategyError, UserError
 from finetune.launch.supervisor.agent import Job, launch_command
 from finetune.launch.supervisor.members import Attempt, Limits
 from finetune.launch.supervisor.network import own_address
@@ -67,20 +65,31 @@ def make_job(
     words = ["-m", "finetune", "--config", str(config.absolute())]
     for override in overrides:
         words += ["--set", override]
-    file = accelerate_file.absolute()
-    is_hybrid, is_deepspeed = _parallelism(file)
+    file = read_accelerate_file(accelerate_file)
     job = Job(
-        *(tuple(words), file, ranks_per_host),
-        is_hybrid=is_hybrid,
-        is_deepspeed=is_deepspeed,
+        *(tuple(words), accelerate_file.absolute(), ranks_per_host),
+        is_hybrid=file.num_copies > 1,
+        is_deepspeed=file.kind == "DEEPSPEED",
         stop_seconds=stop_seconds,
     )
     return job, loaded
 
 
+def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: int) -> None:
+    """Raise ConfigError or StrategyError unless so many ranks can share the global batch, and the rows of one."""
+    size = file.sequence_size
+    if size < 1 or world % size:
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config_sp_size: {size} does not divide the {world} ranks. Write a "
+            "divisor, best one of the ranks of a host."
+        )
+    require_divisible_batch(loaded, num_processes=world // size)
+
+
 def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
     """Print the command of each host."""
-    require_divisible_batch(loaded, num_processes=limits.most * job.ranks_per_host)
+    file = read_accelerate_file(job.accelerate_file)
+    require_shared_batch(loaded, file, world=limits.most * job.ranks_per_host)
     hosts = tuple(f"HOST{number}" for number in range(limits.most))
     attempt = Attempt(1, hosts, ("HOST0_ADDRESS", *hosts[1:]), 29500, "")
     for rank, host in enumerate(hosts):
@@ -90,8 +99,9 @@ def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
 
 def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: Here, timing: Timing) -> int:
     """Run the job on this host with whichever others are there, and return the exit code."""
+    file = read_accelerate_file(job.accelerate_file)
     for count in range(limits.least, limits.most + 1):
-        require_divisible_batch(loaded, num_processes=count * job.ranks_per_host)
+        require_shared_batch(loaded, file, world=count * job.ranks_per_host)
     run_folder = loaded.config.run.folder
     if here.shared_folder is None and is_url(str(run_folder)):
         raise UserError("--shared-folder: the run folder is not on a file system; name a folder that all hosts share.")
@@ -120,19 +130,3 @@ def _host_name(name: str | None) -> str:
     if name is not None and not re.fullmatch(r"[\w.-]{1,100}", name):
         raise UserError(f"--name {name}: write letters, digits, `.`, `_` and `-` only.")
     return name or re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"
-
-
-def _parallelism(file: Path) -> tuple[bool, bool]:
-    """Tell whether the accelerate file has a copy of the model per host (HSDP), and whether it is DeepSpeed's.
-
-    Raises UserError.
-    """
-    try:
-        values = YAML(typ="safe").load(file.read_text(encoding="utf-8")) or {}
-        parallelism = values.get("parallelism_config") or {}
-        is_hybrid = int(parallelism.get("parallelism_config_dp_replicate_size", 1)) > 1
-        return is_hybrid, values.get("distributed_type") == "DEEPSPEED"
-    except FileNotFoundError:
-        raise UserError(f"--accelerate: there is no file {file}.") from None
-    except (OSError, UnicodeDecodeError, YAMLError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"--accelerate {file}: not an accelerate file: {error}") from None

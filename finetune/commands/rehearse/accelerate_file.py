@@ -24,6 +24,7 @@ _OF_DEEPSPEED_MACHINES = (
     "deepspeed_inclusion_filter",
 )
 _COPIES, _SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+_SEQUENCE = "parallelism_config_sp_size"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class AccelerateFile:
     kind: str
     num_processes: int
     num_machines: int
+
+    @property
+    def sequence_size(self) -> int:
+        """Return how many processes share the rows of a microbatch."""
+        return _parallelism(self.values)[_SEQUENCE]
+
+    @property
+    def num_copies(self) -> int:
+        """Return how many copies of a sharded model there are (HSDP)."""
+        return _parallelism(self.values)[_COPIES]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return how many microbatches are computed at a time."""
+        return self.num_processes // self.sequence_size
 
     @property
     def text(self) -> str:
@@ -51,6 +67,11 @@ class LaunchFile:
     values: dict[str, Any]
     processes: int
     changes: tuple[Change, ...]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return how many microbatches are computed at a time here."""
+        return self.processes // _parallelism(self.values)[_SEQUENCE]
 
 
 def read_accelerate_file(path: Path) -> AccelerateFile:
@@ -103,17 +124,21 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
             f"with `true`, accelerate starts one process instead of {total} unless mpirun is there. Write `false`.",
         )
     sizes = _parallelism(file.values)
-    product = sizes[_COPIES] * sizes[_SHARDS]
+    product, rows = sizes[_COPIES] * sizes[_SHARDS] * sizes[_SEQUENCE], sizes[_SEQUENCE]
     if sizes[_COPIES] > 1 and product != total:
+        shared = f" x {rows} that share rows" if rows > 1 else ""
         yield (
             f"parallelism_config.{_COPIES}",
-            f"{sizes[_COPIES]} copies x {sizes[_SHARDS]} shards are {product} processes, and num_processes is {total}.",
+            f"{sizes[_COPIES]} copies x {sizes[_SHARDS]} shards{shared} are {product} processes, and num_processes is "
+            f"{total}.",
         )
+    if total % rows:
+        yield f"parallelism_config.{_SEQUENCE}", f"{rows} does not divide the {total} processes. Write a divisor."
 
 
 def _parallelism(values: dict[str, Any]) -> dict[str, int]:
     written = values.get("parallelism_config") or {}
-    return {name: written.get(name) or 1 for name in (_COPIES, _SHARDS)}
+    return {name: written.get(name) or 1 for name in (_COPIES, _SHARDS, _SEQUENCE)}
 
 
 def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, folder: Path) -> LaunchFile:
@@ -132,6 +157,7 @@ def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, fol
     changes += _without(values, _OF_THE_MACHINES, why="of the real machines", keep=("machine_rank",))
     deepspeed = values.get("deepspeed_config") or {}
     changes += _without(deepspeed, _OF_DEEPSPEED_MACHINES, why="of the real machines", prefix="deepspeed_config.")
+    changes += _share_rows(values, here)
     changes += _share_copies(values, here)
     if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
         values["fsdp_config"]["fsdp_offload_params"] = False
@@ -151,10 +177,19 @@ def _without(
                 yield Change(f"{prefix}{name}", was, None, why)
 
 
+def _share_rows(values: dict[str, Any], processes: int) -> Iterator[Change]:
+    """Have 2 processes share rows where more do on the machines: the small model has few attention heads."""
+    size = _parallelism(values)[_SEQUENCE]
+    if size > 1:
+        now = 2 if processes % 2 == 0 else 1
+        yield Change(f"parallelism_config.{_SEQUENCE}", size, now, "processes on this machine")
+        values["parallelism_config"][_SEQUENCE] = now
+
+
 def _share_copies(values: dict[str, Any], processes: int) -> Iterator[Change]:
     """Divide the processes of this machine among copies and shards, two copies at least where the file has copies."""
     sizes = _parallelism(values)
-    if "parallelism_config" not in values or max(sizes.values()) == 1:
+    if "parallelism_config" not in values or max(sizes[_COPIES], sizes[_SHARDS]) == 1:
         return
     copies = 2 if sizes[_COPIES] > 1 else 1
     if copies > 1 and (processes < 4 or processes % 2):
@@ -162,7 +197,7 @@ def _share_copies(values: dict[str, Any], processes: int) -> Iterator[Change]:
             f"--processes {processes}: the accelerate file has {sizes[_COPIES]} copies of a model that is sharded over "
             f"{sizes[_SHARDS]} processes, which needs at least 2 x 2 processes. Write --processes 4."
         )
-    for name, now in ((_COPIES, copies), (_SHARDS, processes // copies)):
+    for name, now in ((_COPIES, copies), (_SHARDS, processes // copies // sizes[_SEQUENCE])):
         yield Change(f"parallelism_config.{name}", sizes[name], now, "processes on this machine")
         values["parallelism_config"][name] = now
 

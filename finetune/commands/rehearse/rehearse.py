@@ -136,7 +136,10 @@ class _Phases:
             loaded, file, here = self._read_job()
         config = loaded.config
         schedule = plan_schedule(
-            config, steps=self._request.steps, processes=here.processes, real_processes=file.num_processes
+            config,
+            steps=self._request.steps,
+            processes=here.data_parallel_size,
+            real_processes=file.data_parallel_size,
         )
         with _phase("model"):
             self._shrink_model(loaded)
@@ -154,11 +157,11 @@ class _Phases:
         """Read both files and check them for the real number of processes."""
         loaded = load_config(self._request.config, self._request.overrides)
         file = read_accelerate_file(self._request.accelerate)
-        require_divisible_batch(loaded, num_processes=file.num_processes)
+        require_divisible_batch(loaded, num_processes=file.data_parallel_size)
         is_fp16 = loaded.config.train.precision == "fp16"
         here = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16, folder=self._folder)
         self._report.replaced += here.changes
-        self._report.passed("job", f"{file.text}; {_batch_text(loaded.config.train, file.num_processes)}")
+        self._report.passed("job", f"{file.text}; {_batch_text(loaded.config.train, file.data_parallel_size)}")
         return loaded, file, here
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:

@@ -72,18 +72,34 @@ def _sliding_window_attention(qkv: QueryKeyValue, settings: AttentionSettings, *
     length, rows = qkv.query.shape[2], min(window, MAX_QUERY_BLOCK)
     sizes = [window, *[rows] * ((length - window) // rows)]
     sizes += [length - sum(sizes)] if length > sum(sizes) else []
-    outputs, end = [], 0
+    outputs, end, bands = [], 0, _Bands(back=window, like=qkv.query)
     for query in torch.split(qkv.query, sizes, dim=2):
         start, end = end, end + query.shape[2]
         first = max(0, start - window + 1)
         seen = QueryKeyValue(query, *(each.narrow(2, first, end - first) for each in qkv[1:]))
-        band = None if start == 0 else _band_mask(end - start, end - first, back=window, device=query.device)
+        band = None if start == 0 else bands.of(end - start, end - first)
         if settings.sinks is None:
             outputs.append(_sdpa(seen, band, settings))
         else:
             whole = band is None
             outputs.append(_causal_with_sinks(seen, settings) if whole else attention_with_sinks(seen, band, settings))
     return torch.cat(outputs, dim=1)
+
+
+class _Bands:
+    """Masks that are added to the scores of blocks; blocks of one shape share theirs, which the backward pass keeps."""
+
+    def __init__(self, *, back: int, like: Tensor) -> None:
+        self._back, self._like = back, like
+        self._found: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, num_queries: int, num_keys: int) -> Tensor:
+        """Return 0 where a query attends to a key and -inf elsewhere: what attention makes of a mask of bools."""
+        shape = num_queries, num_keys
+        if shape not in self._found:
+            is_seen = _band_mask(*shape, back=self._back, device=self._like.device)
+            self._found[shape] = torch.zeros_like(is_seen, dtype=self._like.dtype).masked_fill(~is_seen, -torch.inf)
+        return self._found[shape]
 
 
 def _causal_with_sinks(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:

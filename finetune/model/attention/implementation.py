@@ -30,6 +30,7 @@ from finetune.model.attention.causal import (
     attention_with_sinks,
     softcapped_attention,
 )
+from finetune.model.attention.sequence_parallel import attend_slices
 from finetune.model.attention.supported_models import carries_state, supports_packed_samples
 from finetune.model.attention.upstream import patch_row_functions, retune_queries
 from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
@@ -67,6 +68,8 @@ def per_sample_attention(
     qkv = QueryKeyValue(query, key, value)
     settings = AttentionSettings(scaling, dropout, softcap, sliding_window, is_causal, sinks)
     lengths = others.pop(SAMPLE_LENGTHS, None)
+    if lengths is not None and lengths.num_slices > 1:
+        return attend_slices(qkv, settings, lambda row, own: _attend_row(module, row, lengths, own, others)), None
     if lengths is not None:
         return _attend_row(module, qkv, lengths, settings, others), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:

@@ -77,7 +77,8 @@ class PreparedData:
 def prepare_data(context: RunContext) -> PreparedData:
     """Return the training data and the plan, made without any process group."""
     training_data = make_training_data(context.config, context.log, locations=context.loaded.sources)
-    return PreparedData(training_data, make_run_plan(context.config, training_data))
+    size = context.strategy.expected().sequence_size
+    return PreparedData(training_data, make_run_plan(context.config, training_data, sequence_size=size))
 
 
 def make_training_data(
@@ -174,8 +175,11 @@ def _mix(pools: Sequence[DatasetView], config: RunConfig, data: DataSection) -> 
     return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 
 
-def make_run_plan(config: RunConfig, training_data: TrainingData) -> Plan:
-    """Return the number of steps and the shape of each, and what there is to say of the data that they see."""
+def make_run_plan(config: RunConfig, training_data: TrainingData, *, sequence_size: int = 1) -> Plan:
+    """Return the number of steps and the shape of each, and what there is to say of the data that they see.
+
+    So many ranks as `sequence_size` share each microbatch.
+    """
     training, batch = training_data.training, config.train.global_batch_size
     plan = make_plan(
         config.train,
@@ -183,6 +187,7 @@ def make_run_plan(config: RunConfig, training_data: TrainingData) -> Plan:
         unit=config.data.batching.unit,
         world=distributed.world(),
         steps_for_tokens=partial(_steps_for_tokens, training, batch),
+        sequence_size=sequence_size,
     )
     return replace(plan, arithmetic=(*plan.arithmetic, *training.lines(plan.num_steps * batch)))
 

@@ -11,9 +11,11 @@ from finetune.config.sections.evaluate import EvaluateSection
 from finetune.data.loader import evaluation_loader
 from finetune.data.templates.chat_template import stop_ids
 from finetune.report.reporter import Reporter
-from finetune.runtime import distributed
+from finetune.run.build.strategy import require_sliceable_model
+from finetune.runtime.sequence_parallel import sequence_group
 from finetune.task.generation.evaluation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
+from finetune.train.accelerator import own_batches
 from finetune.train.evaluate import Evaluator
 
 
@@ -30,19 +32,20 @@ def make_evaluator(
 ) -> Evaluator:
     """Return what measures the prepared model on all rows, and on its answers where `evaluate.generate` is written."""
     section = config.evaluate or EvaluateSection()
+    require_sliceable_model(config, size=sequence_group().size)
     loader = evaluation_loader(
         rows,
         task.collate,
         dummy_batch=task.dummy_batch,
         microbatch_size=section.microbatch_size or config.train.known_microbatch_size,
-        world=distributed.world(),
+        world=sequence_group().num_groups,
         section=config.data,
         cost=task.samples.loading_cost,
     )
     return Evaluator(
         task=task,
         model=model,
-        loader=accelerator.prepare_data_loader(loader),
+        loader=own_batches(accelerator, loader, on_device=True),
         rows=rows,
         reporter=reporter,
         answers=_answers(section, task, rows, accelerator=accelerator, tokenizer=tokenizer, metrics=answer_metrics),

@@ -28,6 +28,7 @@ from finetune.runtime import distributed
 from finetune.runtime.progress import Cadence, NeverDue
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.runtime.supervision.spot import SpotNotice
+from finetune.train.accelerator import own_batches
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.evaluate import EvaluationWithWeights, NoEvaluation
 from finetune.train.meters import Meters
@@ -128,7 +129,7 @@ def _groups(context: RunContext, built: BuiltRun, *, first_step: int) -> Iterato
         cost=training_data.task.samples.loading_cost,
         has_partners=training_data.task.samples.has_partners,
     )
-    own = prepared.accelerator.prepare_data_loader(loader, device_placement=False)  # this rank's microbatches
+    own = own_batches(prepared.accelerator, loader, on_device=False)
     placed = prefetch_to_device(groups(own, plan.num_batches), prepared.accelerator.device)
     handed = end_batch_norm_steps(placed, prepared.model)
     if not config.report.sample_ids:

@@ -117,15 +117,26 @@ def step_memory(
     if _item_bytes(context.config) == 2 and context.strategy.name in ("single", "ddp"):
         checkpoints = context.config.model.gradient_checkpointing is True
         found["autocast copies"] = autocast_bytes(unwrap_model(model), checkpoints=checkpoints)
-    forward = partial(_forward_memory, context.config, size, shapes=shapes, training=training, device=device)
+    ranks = context.strategy.expected().sequence_size
+    forward = partial(
+        _forward_memory, context.config, size, ranks_per_row=ranks, shapes=shapes, training=training, device=device
+    )
     return lambda plan: found | forward(plan=plan)
 
 
 def _forward_memory(
-    config: RunConfig, size: ModelSize, *, shapes: Shapes, training: DatasetView, device: torch.device, plan: Plan
+    config: RunConfig,
+    size: ModelSize,
+    *,
+    ranks_per_row: int,
+    shapes: Shapes,
+    training: DatasetView,
+    device: torch.device,
+    plan: Plan,
 ) -> dict[str, int]:
     """Return what depends on the microbatch."""
     computed = _forward_pass(config, size, training=training, plan=plan, num_layers=shapes.layers)
+    computed = replace(computed, num_tokens=-(-computed.num_tokens // ranks_per_row))
     dtype = torch.float32 if computed.item_bytes == 4 else torch.bfloat16
     logit_bytes = bytes_per_logit(dtype, LogitTransform(), device)
     loss = loss_bytes(
@@ -142,6 +153,8 @@ def _forward_memory(
 def planned_peak(context: RunContext, accelerator: Accelerator, plan: Plan) -> int | None:
     """Return the peak, in bytes, that `finetune plan` predicted for this run; None where it was not planned so."""
     config, expected, deepspeed = context.config, context.strategy.expected(), accelerator.state.deepspeed_plugin
+    if expected.sequence_size > 1:
+        return None  # it plans whole rows
     is_offloaded = deepspeed is not None and offloads_optimizer(deepspeed.deepspeed_config)
     return read_planned(
         config,

@@ -5,17 +5,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from finetune.config.load import LoadedConfig, require_divisible_batch
 from finetune.config.rules.model import adapter_of, trained_dtypes
 from finetune.config.run_config import RunConfig
+from finetune.data.features import Features
+from finetune.data.sequence_slices import slice_batch
 from finetune.errors import StrategyError
+from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
+from finetune.model.loading.architecture import load_model_config
+from finetune.run.build.padding_free import resolve_padding_free, why_padded
+from finetune.runtime import distributed
+from finetune.runtime.sequence_parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
 from finetune.strategy.launch_file import require_parallelism_fits
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings
+from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free
 from finetune.train.optim.optimizers import uses_low_bit_adamw
 
 
@@ -24,8 +34,11 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     config = loaded.config
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
     require_parallelism_fits(os.environ)
-    require_divisible_batch(loaded, num_processes=environment.world)
-    return choose_strategy(environment, job_settings(config))
+    strategy = choose_strategy(environment, job_settings(config))
+    require_divisible_batch(loaded, num_processes=environment.world // environment.sequence_size)
+    if environment.sequence_size > 1:
+        _require_sliceable_job(config)
+    return strategy
 
 
 def job_settings(config: RunConfig) -> JobSettings:
@@ -46,6 +59,88 @@ def job_settings(config: RunConfig) -> JobSettings:
         ),
         has_mixed_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
     )
+
+
+def require_sliceable_model(config: RunConfig, *, size: int) -> None:
+    """Raise StrategyError where so many ranks as `size` cannot share the rows of this job's model exactly."""
+    if size == 1:
+        return
+    model = load_model_config(config.model)
+    if (problem := slicing_problem(model, size)) is not None:
+        raise StrategyError(f"{SETTING}: {size}: {problem}. Launch without it.")
+    if not is_padding_free(resolve_padding_free(config).batching):
+        reason = why_padded(config) or "the job writes so"
+        raise StrategyError(
+            f"{SETTING}: {size}: ranks share rows without padding, and samples are padded here: {reason}. Write "
+            "`data.batching.padding_free: auto`, or `by: packs`, or launch without it."
+        )
+
+
+@torch.no_grad()
+def require_exact_slices(model: nn.Module, *, config: Any, vocabulary_size: int, device: torch.device) -> None:
+    """Raise StrategyError unless the ranks of a group give the logits of a whole row; nothing for one rank. Collective.
+
+    Two tiny forward passes; `config` is that of the model inside all wrappers.
+    """
+    group = sequence_group()
+    if group.size == 1:
+        return
+    was_training = model.training
+    model.eval()
+    ids = [np.arange(7 * place, 7 * place + length) % vocabulary_size for place, length in enumerate((5, 9, 4, 1))]
+    samples, labels = [Features({"input_ids": each}) for each in ids], np.zeros(sum(map(len, ids)), np.int64)
+    row = collate_row(samples, {"input_ids": ids}, token_labels=labels)
+    whole = forward_logits(model, row.to(device))[0]
+    own = forward_logits(model, slice_batch(row, group).to(device))[0]
+    parts = distributed.gather_rows(own, [len(own)] * distributed.world())
+    model.train(was_training)
+    together = torch.cat(parts[: group.size])[: len(whole)]
+    require_equal_logits(whole, together, config=config, size=group.size)
+
+
+def _require_sliceable_job(config: RunConfig) -> None:
+    """Raise StrategyError with everything in the job that would not be exact where ranks share rows."""
+    found = [f"{key}: {reason}" for key, holds, reason in _NOT_IN_SLICES if holds(config)]
+    if found:
+        lines = "\n".join(f"  {line}" for line in found)
+        raise StrategyError(f"{SETTING} shares the tokens of a row over ranks, which this job does not allow\n{lines}")
+
+
+_NOT_IN_SLICES: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
+    (
+        "task.name",
+        lambda config: config.task.name not in ("pretrain", "sft"),
+        "only `pretrain` and `sft` are sums over tokens; others read or compare whole samples, of which a rank has a "
+        "part. Launch without it.",
+    ),
+    (
+        "model.attention",
+        lambda config: config.model.attention != "auto",
+        "ranks exchange tokens in our own attention. Write `auto`, which calls flash attention's kernel where there "
+        "is one.",
+    ),
+    (
+        "model.compile",
+        lambda config: config.model.compile != "off",
+        "what ranks exchange within a layer breaks its graph. Write `off`.",
+    ),
+    (
+        "train.embedding_noise",
+        lambda config: bool(config.train.embedding_noise),
+        "the noise is drawn for whole samples. Remove it.",
+    ),
+    (
+        "train.router_aux_loss",
+        lambda config: config.train.router_aux_loss is not None,
+        "the tokens that even out the slices would be counted. Remove it.",
+    ),
+    (
+        "report.expert_load",
+        lambda config: config.report.expert_load,
+        "the tokens that even out the slices would be counted. Remove it.",
+    ),
+)
+"""What of a job is not exact in slices: key, where it holds, and why."""
 
 
 def require_supported_by_strategy(config: RunConfig, strategy: str) -> None:

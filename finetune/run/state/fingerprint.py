@@ -44,11 +44,16 @@ def fingerprint_with(
         identity={**keys_that_must_match(context.config), **digests},
         settings=keys_that_may_differ(context.config),
         origin={
-            "strategy": context.strategy.name,
+            "strategy": _strategy(context),
             "processes": str(distributed.world()),
             **recorded_layout(context.config),
         },
     )
+
+
+def _strategy(context: RunContext) -> str:
+    size = context.strategy.expected().sequence_size
+    return context.strategy.name + (f" with rows shared by {size}" if size > 1 else "")
 
 
 def _input_digests(training_data: TrainingData) -> str:

@@ -40,6 +40,16 @@ def test_copies_and_shards_of_hsdp_are_kept_at_two_each(tmp_path):
         here(CONFIGS / "multi_node_hsdp.yaml", tmp_path, processes=3)
 
 
+def test_two_processes_share_rows_here_where_more_do_there(tmp_path):
+    text = "distributed_type: FSDP\nnum_processes: 16\nparallelism_config:\n  parallelism_config_sp_size: 8\n"
+    file = read_accelerate_file(written(tmp_path, text))
+    launch = for_this_machine(file, processes=4, is_fp16=False, folder=tmp_path)
+    assert (file.data_parallel_size, launch.data_parallel_size) == (2, 2)
+    assert "parallelism_config.parallelism_config_sp_size: 8 -> 2" in " ".join(map(str, launch.changes))
+    with pytest.raises(StrategyError, match="3 does not divide the 16 processes"):
+        read_accelerate_file(written(tmp_path, text.replace("size: 8", "size: 3")))
+
+
 def test_fp16_of_job_and_file_becomes_bf16_and_is_said(tmp_path):
     path = written(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: fp16\n")
     launch = here(path, tmp_path, is_fp16=True)

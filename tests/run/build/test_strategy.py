@@ -8,7 +8,7 @@ from finetune.commands.export import export_checkpoint
 from finetune.config.load import load_config
 from finetune.errors import CheckpointError, StrategyError
 from finetune.report.jsonl import read_events
-from finetune.run.build.strategy import require_supported_by_strategy
+from finetune.run.build.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.run.train import train_from_config
 from tests.run.trained import forget
 
@@ -44,6 +44,34 @@ def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, stra
 )
 def test_what_it_can_serve_is_let_through(job, written, strategy):
     require_supported_by_strategy(load_config(job, written).config, strategy)
+
+
+def test_what_is_not_exact_where_ranks_share_rows_is_refused_all_at_once(job, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    assert launched_strategy(load_config(job)).expected().data_parallel_size == 2
+    written = ["model.attention=sdpa", "train.embedding_noise=5.0", "model.compile=regional"]
+    with pytest.raises(StrategyError) as refused:
+        launched_strategy(load_config(job, written))
+    with pytest.raises(StrategyError, match=r"task\.name: only `pretrain` and `sft`"):
+        launched_strategy(load_config(job, ["task.name=reward"]))
+    for key in ("model.attention:", "model.compile:", "train.embedding_noise:"):
+        assert f"\n  {key}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("data.batching.padding_free=false", "samples are padded here: the job writes so"),
+        ("model.from_config.model_type=lfm2", "`lfm2` has layers that mix the tokens of a row"),
+        ("model.from_config.values.num_attention_heads=2", "4 ranks cannot share 2 attention heads"),
+    ],
+)
+def test_models_and_batches_that_ranks_cannot_share_are_refused(job, written, message):
+    config = load_config(job, [written]).config
+    require_sliceable_model(config, size=1)
+    with pytest.raises(StrategyError, match=message):
+        require_sliceable_model(config, size=4)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ class MicrobatchRecord(BaseModel):
     microbatch_size: int
     strategy: str
     processes: int
+    sequence_size: int = 1  # processes that share each row
     peaks: dict[str, int]  # by kind of memory, of the rank that took the most
     settings: dict[str, str]
 

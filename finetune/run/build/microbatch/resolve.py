@@ -7,6 +7,7 @@ from typing import NoReturn
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import possible_microbatch_sizes
 from finetune.config.section import KeyLocation
+from finetune.data.sequence_slices import slice_batch
 from finetune.errors import UserError
 from finetune.run.build.microbatch.choose import MemoryLimits, Peaks, largest_fitting, next_size
 from finetune.run.build.microbatch.limits import Memory, memories, release_freed_memory
@@ -19,6 +20,7 @@ from finetune.run.build.prepared_model import BuiltRun
 from finetune.run.context import RunContext
 from finetune.runtime import distributed
 from finetune.runtime.resources import format_size
+from finetune.runtime.sequence_parallel import sequence_group
 from finetune.runtime.supervision.heartbeat import keep_alive
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.protocol import Sharded
@@ -69,9 +71,11 @@ class _Tries:
         longest = find_longest_batch(
             self._context.config, self._built.training_data, microbatch_size=size, steps=self._steps
         )
-        num_batches = self._built.plan.global_batch_size // (size * self._built.plan.world)
+        num_batches = self._built.plan.num_batches_of(size)
         keep_alive()
-        own = self._trial.peaks(longest.batch, num_batches=num_batches, memories=self.memories)
+        own = self._trial.peaks(
+            slice_batch(longest.batch, sequence_group()), num_batches=num_batches, memories=self.memories
+        )
         if own is None and self._trial.is_sharded:
             self.refuse(size, longest)  # the others wait in a collective and end with this rank
         gathered = distributed.gather_objects(own)
@@ -174,9 +178,10 @@ def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: 
 
 def _still_holds(record: MicrobatchRecord, context: RunContext, tries: _Tries, *, sizes: Sequence[int]) -> bool:
     """Tell whether the run is as it was when the size was found, and has the memory that it took then."""
-    is_same = (record.strategy, record.processes, record.settings) == (
+    is_same = (record.strategy, record.processes, record.sequence_size, record.settings) == (
         context.strategy.name,
         distributed.world(),
+        sequence_group().size,
         dict(memory_settings(context.config)),
     )
     names = [memory.name for memory in tries.memories]
@@ -216,6 +221,7 @@ def _remember(context: RunContext, tries: _Tries, size: int) -> None:
         microbatch_size=size,
         strategy=context.strategy.name,
         processes=distributed.world(),
+        sequence_size=sequence_group().size,
         peaks=tries.by_name(peaks),
         settings=dict(memory_settings(context.config)),
     )
@@ -223,7 +229,7 @@ def _remember(context: RunContext, tries: _Tries, size: int) -> None:
 
 
 def _sizes(context: RunContext) -> tuple[int, ...]:
-    return possible_microbatch_sizes(context.config, num_processes=distributed.world())
+    return possible_microbatch_sizes(context.config, num_processes=sequence_group().num_groups)
 
 
 def _memory_limits(own: Sequence[Memory], *, fixed: int, later: int) -> MemoryLimits:
