@@ -65,7 +65,7 @@ def with_config_values(
     if rope_scaling is not None:
         key, rope = ROPE_SCALING_KEY, rope_scaling_values(config, rope_scaling)
         changed = _merged(config, rope, content=changed, key=key)
-    with _config_errors(config.model_type, values, has_rope_scaling=rope_scaling is not None):
+    with _config_errors(config.model_type, {**values, **rope}, has_rope_scaling=rope_scaling is not None):
         new = type(config).from_dict(changed)
     require_as_written(new, rope, key=key)
     for name in ("_name_or_path", "_commit_hash"):  # which the plain content does not have
@@ -129,21 +129,23 @@ def _config_errors(kind: str, values: Mapping[str, Any], *, has_rope_scaling: bo
         text = " ".join(line.strip() for line in str(error).partition("Errors:")[0].splitlines() if line.strip())
         text = text.strip('".')
         key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
-        rewritten = rewritten_type(text, kind, values)
-        raise ModelError(f"{key}: `{kind}` does not take the value: {text}.{rewritten}") from error
+        raise ModelError(
+            f"{key}: `{kind}` does not take the value: {text}.{rewritten_type(text, kind, values)}"
+        ) from error
     finally:
         logger.removeHandler(collected)
         logger.setLevel(level)
     if collected.messages:
-        key = _key_in(collected.messages[0], values, has_rope_scaling=has_rope_scaling)
-        raise ModelError(f"{key}: {collected.messages[0].rstrip('.')}.")
+        text = collected.messages[0].rstrip(".")
+        key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
+        raise ModelError(f"{key}: {text}.{rewritten_type(text, kind, values)}")
 
 
 def _key_in(text: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> str:
     """Return the key that an error of transformers is about; the section where that cannot be seen."""
-    names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
-    if not names and "rope" in text and has_rope_scaling:
+    if "rope" in text and has_rope_scaling:
         return ROPE_SCALING_KEY
+    names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
     if not names and "rope" in text:
         names = list(rope_values(values))
     return f"{CONFIG_KEY}.{names[0]}" if names else CONFIG_KEY

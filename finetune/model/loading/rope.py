@@ -138,7 +138,10 @@ def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -
             "`rope_scaling` in `model.config` with those that are to change."
         )
     current = nested.get(_FULL_ATTENTION, {}) if nested else old
-    origin, now = section.original_max_position_embeddings or _origin(text, current), text.max_position_embeddings
+    now = getattr(text, "max_position_embeddings", None)
+    if not isinstance(now, int):
+        raise ModelError(f"{ROPE_SCALING_KEY}: `{text.model_type}` has no number of positions. Remove it.")
+    origin = section.original_max_position_embeddings or _origin(text, current)
     positions = int(origin * section.factor)
     if positions < now:
         raise ModelError(

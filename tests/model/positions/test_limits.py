@@ -87,7 +87,10 @@ def test_each_kind_of_layer_is_looked_at():
 
 
 TABLES = {
-    "gpt2": (GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=32, bos_token_id=1, eos_token_id=2), 32),
+    "gpt2": (
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=32, bos_token_id=1, eos_token_id=2),
+        32,
+    ),
     "bert": (BertConfig(**SIZES), 32),
     "roberta": (RobertaConfig(**SIZES, pad_token_id=1), 30),
     "opt": (OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32), 32),
