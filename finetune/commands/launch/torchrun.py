@@ -17,6 +17,7 @@ from finetune.launch.supervisor.agent import Job, launch_command
 from finetune.launch.supervisor.members import Attempt, Limits
 from finetune.launch.supervisor.network import own_address
 from finetune.launch.supervisor.supervise import Timing, supervise
+from finetune.strategy.unsupported import require_supported_file
 
 SUPERVISORS_FOLDER = "supervisors"
 """Where supervisors meet, in the run folder."""
@@ -100,6 +101,7 @@ def _is_hybrid(file: Path) -> bool:
     try:
         values = YAML(typ="safe").load(file.read_text(encoding="utf-8"))
         parallelism = (values or {}).get("parallelism_config") or {}
+        require_supported_file(file, values or {})
         return int(parallelism.get("parallelism_config_dp_replicate_size", 1)) > 1
     except FileNotFoundError:
         raise UserError(f"--accelerate: there is no file {file}.") from None
