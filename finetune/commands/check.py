@@ -20,6 +20,9 @@ def check(path: Path, overrides: Sequence[str], *, num_processes: int | None, tr
         model.require_buildable(loaded)
         model.require_adaptable(loaded)
         model.require_routers(loaded)
+    warning = model.require_positions(loaded) if tries_model else None
     print(f"{path.name} is ready.")
     for line in format_summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")
+    if warning is not None:
+        print(f"  warning: {warning}")

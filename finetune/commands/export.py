@@ -172,7 +172,7 @@ def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenC
         config_text=loaded.text,
         software=checkpoint.found.manifest.versions,
         head=head,
-        config_values=loaded.config.model.config,
+        config_values=loaded.config.model.config_changes,
     )
 
 

@@ -23,6 +23,8 @@ MUST_MATCH = (
     "model.batch_norm",
     "model.train_only",
     "model.attention",  # the same function, but attention dropout draws different numbers
+    *("model.rope_scaling", "model.rope_scaling.rope_type", "model.rope_scaling.factor"),
+    "model.rope_scaling.original_max_position_embeddings",
     *("model.config", "model.from_config", "model.from_config.model_type", "model.from_config.values"),
     *("model.lora", "model.lora.rank", "model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"),
     *("model.lora.modules_to_save", "model.lora.rslora", "model.lora.dora"),
@@ -124,7 +126,7 @@ MAY_DIFFER = (
 )
 
 RECORDED_UNLESS_DEFAULT = (
-    *("model.config", "model.lora.experts", "model.lora.router"),
+    *("model.config", "model.rope_scaling", "model.lora.experts", "model.lora.router"),
     *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
     *("data.validation.delimiter", "data.validation.quotes", "data.validation.encoding", "data.validation.records"),
     *("task.embedding.loss", "task.embedding.temperature", "task.embedding.symmetric"),

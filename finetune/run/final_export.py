@@ -220,7 +220,7 @@ def _card(loaded: LoadedConfig, progress: Progress, *, head: str) -> CardFacts:
         config_text=resolved_yaml(loaded),
         software=package_versions(),
         head=head,
-        config_values=loaded.config.model.config,
+        config_values=loaded.config.model.config_changes,
     )
 
 

@@ -7,7 +7,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.sentence_modules import pooling_warning
-from finetune.run.build.model import require_adaptable, require_buildable, require_routers
+from finetune.run.build.model import require_adaptable, require_buildable, require_positions, require_routers
 from finetune.run.build.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
@@ -33,17 +33,20 @@ def validate(loaded: LoadedConfig) -> RunContext:
 def validate_model(context: RunContext) -> None:
     """Raise an error where the values of `model.from_config` or `model.config` give no model.
 
-    And where the model does not take the adapters, or lacks the routers that a key is about. On rank 0, with which all
-    others exit.
+    And where the model does not take the adapters or samples of that length, or lacks the routers that a key is about.
+    On rank 0, with which all others exit.
     """
     if not distributed.is_main():
         return
     section = context.config.model
-    if section.from_config is not None or section.config:
+    if section.from_config is not None or section.config_changes:
         require_buildable(context.loaded)
     require_adaptable(context.loaded, strategy=context.strategy.name)
     require_routers(context.loaded)
     require_sliceable_model(context.config, size=context.strategy.expected().sequence_size)
+    warning = require_positions(context.loaded)
+    if warning is not None:
+        context.log(warning)
 
 
 def _require_vector_sizes(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import StrategyError
+from finetune.strategy.unsupported import unsupported_by_environment
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class LaunchEnvironment:
     fsdp_forward_prefetch: bool = False
     fsdp_offload_params: bool = False
     cpu_ram_efficient_loading: bool = False
-    unsupported: tuple[str, ...] = ()  # parallelism that is not supported
+    unsupported: tuple[str, ...] = ()  # a message for each setting that is not supported
     deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the DeepSpeed config file, as written
 
 
@@ -49,7 +50,7 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
         fsdp_forward_prefetch=_is_true(variables, "FSDP_FORWARD_PREFETCH"),
         fsdp_offload_params=_is_true(variables, "FSDP_OFFLOAD_PARAMS"),
         cpu_ram_efficient_loading=_is_true(variables, "FSDP_CPU_RAM_EFFICIENT_LOADING"),
-        unsupported=_unsupported(variables),
+        unsupported=unsupported_by_environment(variables, deepspeed),
         deepspeed=deepspeed,
     )
 
@@ -81,17 +82,3 @@ def _zero_stage(variables: Mapping[str, str], deepspeed: Mapping[str, Any]) -> i
     return int(in_file if in_file is not None else variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
 
 
-def _unsupported(variables: Mapping[str, str]) -> tuple[str, ...]:
-    found = [
-        kind
-        for kind, name in (
-            ("tensor parallelism", "PARALLELISM_CONFIG_TP_SIZE"),
-            ("context parallelism", "PARALLELISM_CONFIG_CP_SIZE"),
-        )
-        if int(variables.get(name, "1")) > 1
-    ]
-    if _is_true(variables, "ACCELERATE_USE_MEGATRON_LM"):
-        found.append("Megatron-LM")
-    if variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        found.append("dynamo_backend (torch.compile)")
-    return tuple(found)

@@ -54,10 +54,7 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
             "FSDP1 flattens all parameters into one buffer and cannot hold frozen 16-bit weights and float32 adapters. "
             "Launch with accelerate_configs/fsdp2.yaml, or set model.dtype: float32."
         )
-    found += [
-        f"{kind} is enabled in the accelerate config and is not supported. Disable it there."
-        for kind in environment.unsupported
-    ]
+    found += environment.unsupported
     found += _sequence_conflicts(environment)
     return found + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
 

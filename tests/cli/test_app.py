@@ -90,12 +90,12 @@ def test_training_takes_an_accelerate_file_that_exists(typed, job, calls):
 
 def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):
     tried = []
-    names = ("require_buildable", "require_adaptable", "require_routers")
+    names = ("require_buildable", "require_adaptable", "require_routers", "require_positions")
     monkeypatch.setattr(check, "model", SimpleNamespace(**dict.fromkeys(names, tried.append)))
     assert typed("check", job, "--model")[0] == 0
-    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed] * 3
+    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed] * 4
     assert typed("check", job)[0] == 0
-    assert len(tried) == 3
+    assert len(tried) == 4
 
 
 def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):

@@ -74,7 +74,7 @@ def test_fsdp_asked_and_ddp_launched_is_refused_with_the_command_that_mends_it()
         ({"precision": "bf16"}, "mixed_precision: bf16"),
         ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, "wrong gradients"),
         ({"fsdp_version": 2, "fsdp_offload_params": True}, "offloads parameters from a GPU, and none was found"),
-        ({"unsupported": ("tensor parallelism",)}, "tensor parallelism"),
+        ({"unsupported": ("tensor parallelism: why",)}, "tensor parallelism: why"),
         ({"zero_stage": 0}, "shards nothing"),
         (
             {"zero_stage": 2, "deepspeed": {"gradient_clipping": 0.5}},

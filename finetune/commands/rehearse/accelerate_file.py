@@ -10,6 +10,7 @@ from finetune.commands.rehearse.shrink import Change
 from finetune.config.load import read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
+from finetune.strategy.unsupported import unsupported_in_file
 
 KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 
@@ -84,6 +85,8 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
         problem = document.problems[0] if document.problems else "it has no keys."
         raise UserError(f"--accelerate {path}: {problem}")
     values = document.values
+    for key, message in unsupported_in_file(values):
+        raise StrategyError(f"{_place(path, document.lines, key)}: {message}")
     kind = str(values.get("distributed_type", "missing")).upper()
     kind = "NO" if kind == "FALSE" else kind
     if kind not in KINDS:

@@ -199,6 +199,9 @@ class _Phases:
         )
         if section.config:
             self._replace([Change("model.config", section.config, {}, "its values are in the small model's config")])
+        if section.rope_scaling is not None:
+            scaling = section.rope_scaling.model_dump()
+            self._replace([Change("model.rope_scaling", scaling, None, "it is in the small model's config")])
         if section.adapter is not None:
             written = self._folder / "adapter"
             write_new_adapter(section, architecture, base=folder, head=head, folder=written)

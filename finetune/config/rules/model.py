@@ -20,6 +20,9 @@ MAX_LAYERS = 2_000
 
 _MAX_INTEGER = 1 << 63
 
+_POSITION_VALUES = ("rope_scaling", "rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
+"""Values of a model's config that `model.rope_scaling` sets."""
+
 ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
 """Keys of `model` that train adapters instead of the model's own weights."""
 
@@ -47,6 +50,22 @@ def adapters_are_one_kind(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"model.{name}", f"adapters are already configured by `model.{written[0]}`. Keep only one of them."
         )
+
+
+def positions_are_scaled_once(config: RunConfig) -> Iterator[Problem]:
+    """`model.rope_scaling` sets what `model.config` may set, too: only one of them is written."""
+    if config.model.rope_scaling is None:
+        return
+    for key in _position_keys(config.model.config, key="model.config"):
+        yield Problem(key, "`model.rope_scaling` sets it already. Keep only one of them.")
+
+
+def _position_keys(values: dict[str, Any], *, key: str) -> Iterator[str]:
+    for name, value in values.items():
+        if name in _POSITION_VALUES:
+            yield join_key(key, name)
+        elif isinstance(value, dict) and name.endswith("_config"):
+            yield from _position_keys(value, key=join_key(key, name))
 
 
 def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
@@ -123,6 +142,7 @@ def _numbers(value: Any, *, key: str) -> Iterator[tuple[str, int | float]]:
 
 
 MODEL_RULES = (
+    positions_are_scaled_once,
     config_values_are_in_range,
     model_is_one,
     tokenizer_is_one,

@@ -187,6 +187,9 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ),
     ConditionalKey("data.train.until", _is_weighted, "only `data.train.mix` with weights has no fixed length"),
     ConditionalKey("model.config", _runs_model_code, "the values of a new model are in `model.from_config.values`"),
+    ConditionalKey(
+        "model.rope_scaling", _runs_model_code, "that of a new model is `rope_scaling` in `model.from_config.values`"
+    ),
     ConditionalKey("model.revision", _is_from_hub, "only a hub model has revisions"),
     ConditionalKey("model.trust_remote_code", _runs_model_code, "a model built from its config runs no remote code"),
     ConditionalKey("model.cache_folder", _downloads, "nothing is downloaded from the hub"),

@@ -7,6 +7,7 @@ from pydantic import Field
 from finetune.config.section import (
     MAX_FACTOR,
     LayerNumber,
+    Length,
     NameOrPath,
     Path,
     Pixels,
@@ -143,6 +144,19 @@ class ImageProcessorSection(Section):
     std: Scales = key("Standard deviation of each channel, to divide by.", (0.5, 0.5, 0.5), min_length=1, max_length=4)
 
 
+class RopeScalingSection(Section):
+    """More positions for a model with rotary position embeddings; written into its config, and so into the export."""
+
+    rope_type: Literal["yarn", "linear"] = key(
+        "`yarn` (Peng et al., 2023, arXiv:2309.00071), or `linear`: positions are divided by the factor. Other types "
+        "and their values: `rope_scaling` in `model.config`."
+    )
+    factor: float = key("How many times as many positions as in pre-training.", gt=1, le=4096)
+    original_max_position_embeddings: Length | None = key(
+        "Positions of pre-training; unset, those that the model's config tells.", None
+    )
+
+
 class ModelSection(Section):
     """Which weights to start from, their dtype and attention, adapters, and which parameters are trained."""
 
@@ -154,6 +168,11 @@ class ModelSection(Section):
         "Values in the place of those in the config of `name`, such as `{attention_dropout: 0.1}` or "
         "`{rope_scaling: {rope_type: yarn, factor: 4.0}}`. None that changes the shapes of weights.",
         {},
+    )
+    rope_scaling: RopeScalingSection | None = key(
+        "More positions than those of pre-training, by scaling the rotary position embedding; also sets "
+        "`max_position_embeddings`.",
+        None,
     )
     from_config: FromConfigSection | None = key(
         "Build the model from its config with random weights drawn from `run.seed`.", None
@@ -214,3 +233,9 @@ class ModelSection(Section):
         "How images are resized and normalised; unset, by the model's own processor.", None
     )
     cache_folder: Path | None = key("Cache of hub downloads; unset, the hub's default.", None)
+
+    @property
+    def config_changes(self) -> dict[str, Any]:
+        """Return what the job writes in the place of values in the config of pre-trained weights."""
+        scaling = self.rope_scaling
+        return {**self.config, **({} if scaling is None else {"rope_scaling": scaling.model_dump(exclude_none=True)})}

@@ -28,10 +28,17 @@ from transformers import (
 
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import FinetuneError, ModelError
-from finetune.model.loading.config_names import DECODER_START_TOKEN, known_names, sub_config_class, sub_configs
-from finetune.model.loading.config_values import CONFIG_KEY, DEDICATED_KEYS, suggestion, with_config_values
+from finetune.model.loading.config_names import (
+    DECODER_START_TOKEN,
+    known_names,
+    sub_config_class,
+    sub_configs,
+    suggestion,
+)
+from finetune.model.loading.config_values import CONFIG_KEY, DEDICATED_KEYS, with_config_values
 from finetune.model.loading.hub import error_summary, is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, load_auto_class, read_config_content
+from finetune.model.loading.rope import ROPE_SCALING_KEY
 from finetune.runtime.hub import is_offline
 from finetune.runtime.upstream import without_hub_retries
 
@@ -134,7 +141,9 @@ def values_key(section: ModelSection) -> str:
     """Return the key of the values that may be why no model can be built."""
     if section.from_config is not None:
         return f"{FROM_CONFIG_KEY}.values"
-    return CONFIG_KEY if section.config else "model.name"
+    if section.config:
+        return CONFIG_KEY
+    return "model.name" if section.rope_scaling is None else ROPE_SCALING_KEY
 
 
 @contextmanager
@@ -219,9 +228,11 @@ def pretrained_arguments(section: ModelSection) -> dict[str, Any]:
 
 
 def load_pretrained_config(section: ModelSection) -> PreTrainedConfig:
-    """Return the config of `model.name` with the job's `model.config`; raises ModelError."""
+    """Return the config of `model.name` with the job's `model.config` and `rope_scaling`; raises ModelError."""
     name, origin = str(section.name), pretrained_arguments(section)
     with loading_errors(name, key="model.name"), without_hub_retries(is_local=is_local_path(name)):
         config: PreTrainedConfig = load_auto_class(AutoConfig, **origin)
-        content = read_config_content(config, **origin) if section.config else {}
-    return with_config_values(config, section.config, content=content) if section.config else config
+        content = read_config_content(config, **origin) if section.config_changes else {}
+    if not section.config_changes:
+        return config
+    return with_config_values(config, section.config, content=content, rope_scaling=section.rope_scaling)

@@ -8,6 +8,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,12 @@ def known_names(config_class: type[Any]) -> frozenset[str]:
     names |= ROPE_VALUES if "rope_parameters" in names else frozenset()
     names |= {DECODER_START_TOKEN} if getattr(config_class, "is_encoder_decoder", False) is True else frozenset()
     return frozenset((names | names_in_source(config_class)) - {"self"})
+
+
+def suggestion(name: str, names: list[str]) -> str:
+    """Return a sentence with the name that is most like it; empty where none is."""
+    near = get_close_matches(name, names, n=1)
+    return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def sub_configs(config_class: Any) -> Mapping[str, Any]:

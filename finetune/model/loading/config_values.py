@@ -4,14 +4,22 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from finetune.config.sections.model import RopeScalingSection
 from finetune.errors import ModelError
-from finetune.model.loading.config_names import ROPE_VALUES, known_names, sub_configs
+from finetune.model.loading.config_names import ROPE_VALUES, known_names, sub_configs, suggestion
+from finetune.model.loading.rope import (
+    ROPE,
+    ROPE_SCALING_KEY,
+    merged_rope,
+    require_as_written,
+    rewritten_type,
+    rope_scaling_values,
+    rope_values,
+)
 
 CONFIG_KEY = "model.config"
 
@@ -39,13 +47,13 @@ _NOT_OF_THE_MODEL = frozenset(
 )
 """Values that say what the model is or what it returns, and change nothing in what it computes."""
 
-_ROPE = "rope_parameters"
-_ROPE_TYPES_WITH_ORIGIN = ("yarn", "llama3", "longrope")
-"""Kinds of scaling that count from the length of pre-training."""
-
 
 def with_config_values(
-    config: PreTrainedConfig, values: Mapping[str, Any], *, content: Mapping[str, Any]
+    config: PreTrainedConfig,
+    values: Mapping[str, Any],
+    *,
+    content: Mapping[str, Any],
+    rope_scaling: RopeScalingSection | None = None,
 ) -> PreTrainedConfig:
     """Return a config with these values in the place of its own; raises ModelError naming the key.
 
@@ -53,8 +61,13 @@ def with_config_values(
     """
     check_names(type(config), values, key=CONFIG_KEY)
     changed = _merged(config, values, content=content, key=CONFIG_KEY)
-    with _config_errors(config.model_type, values):
+    key, rope = CONFIG_KEY, values
+    if rope_scaling is not None:
+        key, rope = ROPE_SCALING_KEY, rope_scaling_values(config, rope_scaling)
+        changed = _merged(config, rope, content=changed, key=key)
+    with _config_errors(config.model_type, {**values, **rope}, has_rope_scaling=rope_scaling is not None):
         new = type(config).from_dict(changed)
+    require_as_written(new, rope, key=key)
     for name in ("_name_or_path", "_commit_hash"):  # which the plain content does not have
         if hasattr(config, name):
             setattr(new, name, getattr(config, name))
@@ -76,12 +89,6 @@ def check_names(config_class: Any, values: Mapping[str, Any], *, key: str) -> No
             )
 
 
-def suggestion(name: str, names: list[str]) -> str:
-    """Return a sentence with the name that is most like it; empty where none is."""
-    near = get_close_matches(name, names, n=1)
-    return f" Did you mean `{near[0]}`?" if near else ""
-
-
 def _kind(config_class: Any) -> str:
     return getattr(config_class, "model_type", "") or str(config_class.__name__)
 
@@ -90,7 +97,7 @@ def _merged(
     config: PreTrainedConfig, values: Mapping[str, Any], *, content: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
     """Return the content of the config with the values; those of sub-configs are merged likewise."""
-    content = dict(content)
+    content, rope = dict(content), rope_values(values)
     own_names = getattr(config, "attribute_map", {})
     for name, value in values.items():
         part = getattr(config, name, None)
@@ -99,61 +106,17 @@ def _merged(
                 raise ModelError(f"{key}.{name}: must be a mapping of the values that change.")
             check_names(type(part), value, key=f"{key}.{name}")
             content[name] = _merged(part, value, content=content.get(name) or {}, key=f"{key}.{name}")
-        elif name == _ROPE or name in ROPE_VALUES:
-            continue
-        else:
+        elif name not in rope:
             content[own_names.get(name, name)] = value
-    rope = {name: value for name, value in values.items() if name == _ROPE or name in ROPE_VALUES}
     if rope:
-        content[_ROPE] = _merged_rope(config, rope, key=key)
+        content[ROPE] = merged_rope(config, rope, key=key)
         for name in ROPE_VALUES & content.keys():
             del content[name]
     return content
 
 
-def _merged_rope(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str) -> dict[str, Any]:
-    """Return the rotary embedding with other scaling: base and share of rotated channels stay unless written."""
-    old: dict[str, Any] = dict(getattr(config, _ROPE, None) or {})
-    nested = {name: each for name, each in old.items() if isinstance(each, dict)}
-    written = [name for name in ("rope_scaling", _ROPE) if name in values]
-    if len(written) > 1:
-        raise ModelError(f"{key}.rope_scaling: `rope_parameters` is the same. Keep only one of them.")
-    given = values[written[0]] if written else None
-    place = f"{key}.{written[0]}" if written else key
-    if written and given is not None and not isinstance(given, Mapping):
-        raise ModelError(f"{place}: must be a mapping such as `{{rope_type: yarn, factor: 4.0}}`, or `null` for none.")
-    direct = {name: values[name] for name in ("rope_theta", "partial_rotary_factor") if name in values}
-    if not nested:
-        return _scaled(config, old, {**(given or {}), **direct}, replaces=bool(written), key=place)
-    if direct or any(name not in nested for name in given or {}):
-        raise ModelError(f"{place}: this model has one for each kind of layer. Write {', '.join(nested)} in it.")
-    changed = {
-        name: _scaled(config, nested[name], each, replaces=True, key=place) for name, each in (given or {}).items()
-    }
-    return {**old, **changed}
-
-
-def _scaled(
-    config: PreTrainedConfig, old: Mapping[str, Any], given: Mapping[str, Any], *, replaces: bool, key: str
-) -> dict[str, Any]:
-    base = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old} if replaces else old
-    new = {**base, **given}
-    if "type" in new:
-        new["rope_type"] = new.pop("type")
-    new.setdefault("rope_type", "default")
-    if replaces and given and "rope_type" not in given and "type" not in given:
-        raise ModelError(f"{key}: `rope_type` is missing. Write `rope_type: yarn` (or `linear`, `llama3`, ...) in it.")
-    if new["rope_type"] not in (*ROPE_INIT_FUNCTIONS, "default", old.get("rope_type")):
-        hint = suggestion(str(new["rope_type"]), sorted(ROPE_INIT_FUNCTIONS))
-        raise ModelError(f"{key}: transformers has no `rope_type: {new['rope_type']}`.{hint}")
-    if new["rope_type"] in _ROPE_TYPES_WITH_ORIGIN:
-        origin = old.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-        new.setdefault("original_max_position_embeddings", origin)
-    return new
-
-
 @contextmanager
-def _config_errors(kind: str, values: Mapping[str, Any]) -> Iterator[None]:
+def _config_errors(kind: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> Iterator[None]:
     """Turn transformers' errors about values, and its warnings about the rotary embedding, into one ModelError."""
     logger = logging.getLogger("transformers.modeling_rope_utils")
     collected = _Collector()
@@ -165,19 +128,26 @@ def _config_errors(kind: str, values: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:
         text = " ".join(line.strip() for line in str(error).partition("Errors:")[0].splitlines() if line.strip())
         text = text.strip('".')
-        raise ModelError(f"{_key_in(text, values)}: `{kind}` does not take the value: {text}.") from error
+        key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
+        raise ModelError(
+            f"{key}: `{kind}` does not take the value: {text}.{rewritten_type(text, kind, values)}"
+        ) from error
     finally:
         logger.removeHandler(collected)
         logger.setLevel(level)
     if collected.messages:
-        raise ModelError(f"{_key_in(collected.messages[0], values)}: {collected.messages[0].rstrip('.')}.")
+        text = collected.messages[0].rstrip(".")
+        key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
+        raise ModelError(f"{key}: {text}.{rewritten_type(text, kind, values)}")
 
 
-def _key_in(text: str, values: Mapping[str, Any]) -> str:
+def _key_in(text: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> str:
     """Return the key that an error of transformers is about; the section where that cannot be seen."""
+    if "rope" in text and has_rope_scaling:
+        return ROPE_SCALING_KEY
     names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
     if not names and "rope" in text:
-        names = [name for name in values if name == _ROPE or name in ROPE_VALUES]
+        names = list(rope_values(values))
     return f"{CONFIG_KEY}.{names[0]}" if names else CONFIG_KEY
 
 

@@ -28,6 +28,7 @@ from finetune.model.loading.architecture import (
 )
 from finetune.model.loading.config_values import CONFIG_KEY
 from finetune.model.loading.pretrained import build_from_config
+from finetune.model.positions.rotary import is_remote_code, rope_names, rotary_parameters, uses_scaling
 
 _MAX_MODULES = 300_000
 _MAX_PARAMETERS = 10**13
@@ -53,6 +54,7 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
             model = trial.model(config)
         _check_parameters(model, key=trial.key)
         _check_same_shapes(model, trial)
+        _check_rope_is_used(model, trial)
         error = forward_error(model)
         if error is not None and (confirmed := _confirmed_error(error, trial, config, model)):
             raise confirmed
@@ -60,7 +62,7 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
 
 def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
     """Raise ModelError for a value of `model.config` with which the pre-trained weights would not fit."""
-    values = trial.section.config
+    values = trial.section.config_changes
     if not values:
         return
     usual = trial.shapes({})
@@ -77,6 +79,22 @@ def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
                 "ones do not fit. Remove it, or build a new model with `model.from_config`."
             )
     raise ModelError(f"{CONFIG_KEY}: together these values change the shapes of the weights. Remove them.")
+
+
+def _check_rope_is_used(model: PreTrainedModel, trial: "_DryRun") -> None:
+    """Raise ModelError for a scaling of rotary embeddings that the model's code does not read."""
+    names = rope_names(trial.section.config_changes)
+    if not names or is_remote_code(model):
+        return
+    unchanged = trial.section.model_copy(update={"config": {}, "rope_scaling": None})
+    with torch.device("meta"):
+        usual = trial.model(load_pretrained_config(unchanged))
+    if rotary_parameters(usual.config) != rotary_parameters(model.config) and not uses_scaling(model, usual):
+        key = CONFIG_KEY if trial.section.rope_scaling is None else "model"
+        raise ModelError(
+            f"{key}.{names[0]}: `{model.config.model_type}` computes the same with it: its code does not read it, or "
+            "it changes nothing. Remove it."
+        )
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
@@ -128,7 +146,7 @@ class _DryRun:
 
     def shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
         """Return the names and shapes of the parameters with these values of `model.config` instead."""
-        section = self.section.model_copy(update={"config": dict(values)})
+        section = self.section.model_copy(update={"config": dict(values), "rope_scaling": None})
         with torch.device("meta"):
             return _shapes(self.model(load_pretrained_config(section)))
 

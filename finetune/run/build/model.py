@@ -1,5 +1,6 @@
 """The model that a job names: weights, adapters, and which of its parameters are trained."""
 
+import math
 import re
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
@@ -22,11 +23,12 @@ from finetune.model.activation_offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config, has_adapter
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
-from finetune.model.loading.architecture import SpecialTokenIds
+from finetune.model.loading.architecture import SpecialTokenIds, load_model_config
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
 from finetune.model.loading.load import load_model
 from finetune.model.loading.pretrained import read_saved_adapter_config
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
+from finetune.model.positions.limits import positions_of, table_size
 from finetune.model.quantize import unquantized_weights_folder
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.optional import lazily
@@ -148,7 +150,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:
     return SpecialTokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
 
 
-_KEY = re.compile(r"(model\.(?:from_config|config)(?:\.\w+)*): (.*)", re.DOTALL)
+_KEY = re.compile(r"(model\.(?:from_config|config|rope_scaling)(?:\.\w+)*): (.*)", re.DOTALL)
 
 
 def require_buildable(loaded: LoadedConfig) -> None:
@@ -199,6 +201,55 @@ _NO_PARAMETERS = (
     "forward pass, where peft looks for parameters (ParamWrapper in peft 0.21). Launch with "
     "accelerate_configs/fsdp2.yaml"
 )
+
+
+def require_positions(loaded: LoadedConfig) -> str | None:
+    """Return a warning where `data.max_length` is more than the model's positions; None where it is not.
+
+    Raises ConfigError where a longer sample would fail, or change what the others of its batch give. Reads no weights.
+    """
+    config, key = loaded.config, "data.max_length"
+    positions = positions_of(load_model_config(config.model)) if config.data.max_length is not None else None
+    if positions is None:
+        return None
+    longest, kind = config.data.longest, positions.by_length
+    if kind is not None and longest > positions.same_up_to and not _is_alone(config, kind):
+        alone = "; or write `data.batching.by: samples` with 1 for `microbatch_size`" if kind == "longrope" else ""
+        raise _problem(
+            f"with `rope_type: {kind}`, a sample of more than {positions.same_up_to:,} tokens changes the rotary "
+            "embedding of all others in its forward pass, so that the loss would depend on how samples are batched. "
+            f"Write at most {positions.same_up_to:,}{alone}.",
+            loaded,
+        )
+    if not positions.is_rotary and longest > positions.number - _MOST_UNUSED_POSITIONS:
+        table = table_size(meta_model(config.model, head=model_head(config.task.name)))
+        if table is not None and longest > table:
+            raise _problem(f"the model has only {table:,} positions. Write at most {table:,}.", loaded)
+    if not positions.is_rotary or longest <= positions.number or kind is not None:
+        return None
+    values = f"rope_scaling: {{rope_type: yarn, factor: {math.ceil(longest / positions.number)}.0}}"
+    is_new = config.model.from_config is not None
+    scaling = f"`{values}` in `model.from_config.values`" if is_new else f"`model.{values}`"
+    return (
+        f"{key} is {longest:,}, and the model was made for {positions.number:,} positions: longer samples are beyond "
+        f"what it has seen. Write {positions.number:,}, or scale its positions: {scaling}."
+    )
+
+
+_MOST_UNUSED_POSITIONS = 8
+"""Positions that a table may have before the first one."""
+
+
+def _is_alone(config: RunConfig, kind: str) -> bool:
+    """Tell whether each sample has a forward pass of its own, whose frequencies then are those of its length."""
+    evaluated = None if config.evaluate is None else config.evaluate.microbatch_size
+    sizes = {config.train.microbatch_size, evaluated or config.train.microbatch_size}
+    is_one = config.data.batching.by == "samples" and sizes == {1}
+    return kind == "longrope" and is_one and config.task.name in ("sft", "pretrain")
+
+
+def _problem(message: str, loaded: LoadedConfig) -> ConfigError:
+    return ConfigError([with_location(Problem("data.max_length", message), loaded.sources)], loaded.path.name)
 
 
 _ROUTER_COEFFICIENT = "router_aux_loss_coef"

@@ -61,7 +61,7 @@ def test_fp16_of_job_and_file_becomes_bf16_and_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("distributed_type: XLA\n", "line 1, distributed_type: `XLA` is not supported"),
+        ("distributed_type: XLA\n", "line 1, distributed_type: `XLA`: .* is not supported"),
         ("num_processes: 8\n", "distributed_type: `None` is not supported"),
         ("distributed_type: FSDP\nnum_machines: 3\nnum_processes: 8\n", "line 3, num_processes: 8 cannot be shared"),
         ("distributed_type: FSDP\nnum_processes: none\n", "line 2, num_processes: `none` is not a number"),

@@ -39,6 +39,19 @@ WRONG = [
         "model.new_tokens",
         "their embeddings would not be trained with `model.oft`",
     ),
+    (
+        ["model.rope_scaling={rope_type: yarn, factor: 2.0}", "model.config={max_position_embeddings: 64}"],
+        "model.config.max_position_embeddings",
+        "`model.rope_scaling` sets it already",
+    ),
+    (
+        [
+            "model.rope_scaling={rope_type: yarn, factor: 2.0}",
+            "model.config={text_config: {rope_parameters: {rope_type: linear, factor: 2.0}}}",
+        ],
+        "model.config.text_config.rope_parameters",
+        "`model.rope_scaling` sets it already",
+    ),
     (["model.lora={}", "model.oft={}"], "model.oft", "adapters are already configured by `model.lora`"),
 ]
 
@@ -49,6 +62,7 @@ RIGHT = [
     ["model.lora={init: loftq}", BITS],
     ["model.new_tokens={special: ['<|tool|>'], init: pieces}", "model.lora={}"],
     ["model.adapter=./first"],
+    ["model.rope_scaling={rope_type: yarn, factor: 2.0}", "model.config={attention_dropout: 0.1, rope_theta: 1e6}"],
     ["model.oft={}", "model.dtype=bfloat16"],
 ]
 

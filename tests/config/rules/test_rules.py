@@ -264,6 +264,14 @@ IDLE = [
         "the values of a new model are in `model.from_config.values`",
     ),
     (
+        [
+            "model={from_config: {model_type: llama}, tokenizer: {train: {}}, "
+            "rope_scaling: {rope_type: yarn, factor: 2.0}}"
+        ],
+        "model.rope_scaling",
+        "that of a new model is `rope_scaling` in `model.from_config.values`",
+    ),
+    (
         ["model={from_config: {model_type: llama}, tokenizer: {train: {}}, trust_remote_code: true}"],
         "model.trust_remote_code",
         "a model built from its config runs no remote code",

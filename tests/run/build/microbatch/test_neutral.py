@@ -20,8 +20,7 @@ model:
     model_type: llama
     values:
       {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
-       tie_word_embeddings: true, max_position_embeddings: 32,
-       rope_scaling: {rope_type: dynamic, factor: 2.0, rope_theta: 10000.0}}
+       tie_word_embeddings: true, max_position_embeddings: 128}
   tokenizer: {train: {vocabulary_size: 320}}
 data:
   train: {path: train.jsonl}

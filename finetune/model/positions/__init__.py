@@ -1,0 +1,1 @@
+"""Positions: how many a model is made for, and how its rotary embedding makes them."""

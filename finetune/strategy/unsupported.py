@@ -1,0 +1,153 @@
+"""Kinds of parallelism and places to run that are not supported: what asks for each, why not, and what to use instead.
+
+Found in what the launcher set, and in an accelerate file before it is launched: of some settings a rank never hears.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import StrategyError
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """One of them, in words."""
+
+    name: str
+    why: str
+    instead: str
+
+    def sentence(self, written: str) -> str:
+        """Return the message for what was written."""
+        return f"{written}: {self.name} is not supported: {self.why}. {self.instead}."
+
+
+TENSOR = Unsupported(
+    "tensor parallelism",
+    "beside FSDP2, Accelerate 1.15 imports `ReplicateParallel`, which transformers 5.23 no longer has, and without "
+    "FSDP2 it has no data parallelism (accelerate#4193)",
+    "Remove it: FSDP2 and ZeRO-3 shard every layer over all processes. Where that is not enough: torchtitan, "
+    "or Megatron-LM",
+)
+PIPELINE = Unsupported(
+    "pipeline parallelism",
+    "it needs a model that is cut into stages, and neither Accelerate nor DeepSpeed's engine cuts one",
+    "Remove it, and launch with accelerate_configs/fsdp2.yaml or zero3.yaml. With stages: torchtitan, nanotron, "
+    "or Megatron-LM",
+)
+EXPERT = Unsupported(
+    "expert parallelism",
+    "its gradients and checkpoints are not those of data parallelism (transformers#48208)",
+    "Remove it: FSDP2 and ZeRO-3 shard experts like all parameters. With tokens sent to experts: Megatron-LM, "
+    "torchtitan, or DeepSpeed-MoE",
+)
+MEGATRON = Unsupported(
+    "Megatron-LM",
+    "it brings its own models, data loader and step",
+    "Use Megatron-LM itself, or NVIDIA NeMo, which converts Hugging Face weights; here: accelerate_configs/fsdp2.yaml",
+)
+CONTEXT = Unsupported(
+    "ring context parallelism",
+    "it drops the attention mask, so that the samples of a pack see each other (accelerate#4177, trl#6843; "
+    "axolotl#3608: 1.83 times the loss)",
+    "Use sequence parallelism (Ulysses), which is exact: `parallelism_config_sp_size`",
+)
+TPU = Unsupported(
+    "a TPU (XLA)",
+    "no strategy, checkpoint or seed here was ever run on one",
+    "Use MaxText, or a machine with GPUs",
+)
+SAGEMAKER = Unsupported(
+    "SageMaker's launcher",
+    "it uploads one script, and neither the job nor this package",
+    "Write `compute_environment: LOCAL_MACHINE`, and start `accelerate launch` in the container of the SageMaker job",
+)
+DYNAMO = Unsupported(
+    "`dynamo_backend`",
+    "it compiles the model again for every length and under every hook",
+    "Write `dynamo_backend: 'no'`, and `model.compile: regional` in the job",
+)
+UNKNOWN = Unsupported(
+    "such a size",
+    "Accelerate does not know it, and would ignore it without a word",
+    "Remove it",
+)
+
+_SIZES: Mapping[str, Unsupported] = {"tp": TENSOR, "cp": CONTEXT, "pp": PIPELINE, "ep": EXPERT}
+_KNOWN_SIZES = ("dp_replicate", "dp_shard", "sp")
+_OF_DEEPSPEED: Mapping[str, Unsupported] = {"pipeline": PIPELINE, "tensor_parallel": TENSOR}
+_PREFIX = "parallelism_config_"
+
+
+def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a message for each variable of the launcher, and each section of DeepSpeed's config, that asks for one."""
+    found = [
+        kind.sentence(f"{_PREFIX}{name}_size: {size}")
+        for name, kind in _SIZES.items()
+        if (size := variables.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) not in ("", "1", "None")
+    ]
+    flags = {
+        "ACCELERATE_USE_MEGATRON_LM": ("distributed_type: MEGATRON_LM", MEGATRON),
+        "ACCELERATE_USE_SAGEMAKER": ("compute_environment: AMAZON_SAGEMAKER", SAGEMAKER),
+        "ACCELERATE_IN_TPU_POD": ("distributed_type: XLA", TPU),
+    }
+    for name, (written, kind) in flags.items():
+        if variables.get(name, "false").lower() in ("1", "true", "yes"):
+            found.append(kind.sentence(written))
+    if variables.get("PJRT_DEVICE", "").upper() == "TPU":
+        found.append(TPU.sentence("PJRT_DEVICE: TPU"))
+    backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":
+        found.append(DYNAMO.sentence(f"dynamo_backend: {backend}"))
+    return (*found, *(kind.sentence(written) for written, kind in _in_deepspeed(deepspeed)))
+
+
+def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]]:
+    for name, kind in _OF_DEEPSPEED.items():
+        if config.get(name):
+            yield f"the DeepSpeed config's section `{name}`", kind
+
+
+def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a key of an accelerate file and the message, for each that asks for one of them."""
+    kind = str(values.get("distributed_type", "")).upper()
+    if kind == "MEGATRON_LM":
+        yield "distributed_type", MEGATRON.sentence(f"`{kind}`")
+    if kind in ("XLA", "TPU"):
+        yield "distributed_type", TPU.sentence(f"`{kind}`")
+    if str(values.get("compute_environment", "")).upper() == "AMAZON_SAGEMAKER":
+        yield "compute_environment", SAGEMAKER.sentence("`AMAZON_SAGEMAKER`")
+    for key, size in _section(values, "parallelism_config").items():
+        name = str(key).removeprefix(_PREFIX).removesuffix("_size")
+        if str(key).endswith("_size") and name not in _KNOWN_SIZES and size not in (None, 1):
+            yield f"parallelism_config.{key}", _SIZES.get(name, UNKNOWN).sentence(f"`{size}`")
+    for key, backend in _section(values, "dynamo_config").items():
+        if str(key).removeprefix("dynamo_") == "backend" and str(backend).lower() not in ("no", "false", "none"):
+            yield f"dynamo_config.{key}", DYNAMO.sentence(f"`{backend}`")
+    for written, each in _in_deepspeed(_deepspeed_file(values)):
+        yield "deepspeed_config.deepspeed_config_file", each.sentence(written)
+
+
+def require_supported_file(file: Path, values: Mapping[str, Any]) -> None:
+    """Raise StrategyError where the accelerate file, of this content, asks for what is not supported."""
+    found = [f"{key}: {message}" for key, message in unsupported_in_file(values)]
+    if found:
+        raise StrategyError(f"{file.name}, " + "\n".join(found))
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = values.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _deepspeed_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the DeepSpeed config that the file names; nothing where it cannot be read, which the launch tells."""
+    name = _section(values, "deepspeed_config").get("deepspeed_config_file")
+    try:
+        content = json.loads(Path(str(name)).read_text(encoding="utf-8")) if name else {}
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

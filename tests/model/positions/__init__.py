@@ -1,0 +1,1 @@
+"""Tests of finetune.model.positions."""
