@@ -142,7 +142,7 @@ def draw_chain(seed: int, number: int) -> Chain:
     return Chain(
         seed=seed,
         number=number,
-        adapter=not is_moved and draw.random() < 0.4,
+        adapter=not is_moved and (number % 4 == 0 or draw.random() < 0.25),
         asynchronous=draw.random() < 0.7,
         workers=int(draw.random() < 0.25),
         attempts=(*attempts, Attempt(places[-1], _last_damage(draw), is_cold=(3 * number + num_attempts) % 5 == 0)),
