@@ -74,11 +74,12 @@ def as_line(outcome: Outcome) -> Line:
 
 
 def format_outcome(outcome: Outcome) -> str:
-    """Return what became of a chain: a line, what befell it and how each attempt ended; for a violation how to see it."""
+    """Return what became of a chain: a line, what befell it and how its attempts ended; how to see a violation."""
     chain = outcome.chain
+    skipped = f", {outcome.skipped}" if outcome.skipped else ""
     lines = [
         f"chain {chain.number} ({describe_job(chain)}; {describe_places(chain)}): {len(outcome.struck)} of "
-        f"{len(chain.faults)} faults struck, {outcome.seconds:.0f} s{', ' + outcome.skipped if outcome.skipped else ''}",
+        f"{len(chain.faults)} faults struck, {outcome.seconds:.0f} s{skipped}",
         *(f"    {fault}" for fault in outcome.struck),
         *(f"      {note}" for note in outcome.notes),
         *(f"  VIOLATION: {problem}" for problem in outcome.violations),

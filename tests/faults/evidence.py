@@ -24,7 +24,7 @@ class Attempted:
     struck: tuple[str, ...]  # the faults that befell it
     orphans: tuple[str, ...]  # what still ran long after the launcher had ended
     torn: tuple[str, ...]  # checkpoints that are not whole though nobody damaged them
-    unread: tuple[str, ...] = ()  # damaged checkpoints that are neither set aside nor gone, after a start that trained
+    trusted: tuple[str, ...] = ()  # damaged checkpoints that a start should have set aside by name, and has not
 
 
 LATE = 124
@@ -59,9 +59,15 @@ class Run:
         """Return the newest checkpoint whose every file has the digest that its manifest names."""
         return next((path for path in reversed(self.checkpoints()) if is_whole(path)), None)
 
+    def broken(self) -> list[str]:
+        """Return the names of checkpoints that are not whole, whoever has damaged them."""
+        return [path.name for path in self.checkpoints() if not is_whole(path)]
+
     def torn(self) -> list[str]:
-        """Return the names of checkpoints that are not whole although the harness has not damaged them."""
-        return [path.name for path in self.checkpoints() if path.name not in self.damaged and not is_whole(path)]
+        """Return those that the harness has not damaged; what was written again is no longer damaged."""
+        broken = self.broken()
+        self.damaged &= set(broken)
+        return [name for name in broken if name not in self.damaged]
 
     def leftovers(self) -> list[str]:
         """Return what a finished run has no use for: staging folders and temporary files."""

@@ -67,7 +67,10 @@ def _row(chance: random.Random) -> dict[str, object]:
 
 def overrides(chain: Chain, place: Place) -> list[str]:
     """Return what the chain changes in the job; the place changes the microbatch alone."""
-    found = [f"train.microbatch_size={MICROBATCHES[place.ranks]}", f"checkpoint.asynchronous={_yes(chain.asynchronous)}"]
+    found = [
+        f"train.microbatch_size={MICROBATCHES[place.ranks]}",
+        f"checkpoint.asynchronous={_yes(chain.asynchronous)}",
+    ]
     if chain.adapter:
         found.append(ADAPTER)
     if chain.workers:

@@ -27,6 +27,8 @@ def _attempt_problems(ended: Attempted, attempt: Attempt) -> Iterator[str]:
         yield f"began at step {ended.started_at}, and the newest valid checkpoint was of step {ended.step_before}"
     if ended.torn:
         yield f"checkpoints that nobody has damaged are not whole: {', '.join(ended.torn)}"
+    if ended.trusted:
+        yield f"did not set aside, or did not name, the damaged {', '.join(ended.trusted)}"
     yield from (f"printed a traceback: {_last_line(each)}" for each in _tracebacks(ended.output))
     yield from _message_problems(ended, attempt)
 

@@ -69,7 +69,8 @@ class Record:
         if not self._path.exists():
             return []
         head, *rest = [json.loads(line) for line in self._path.read_text().splitlines()]
-        return [_line(values) for values in rest] if head == self._head or (keep and head["seed"] == self._head["seed"]) else []
+        is_same = head == self._head or (keep and head["seed"] == self._head["seed"])
+        return [_line(values) for values in rest] if is_same else []
 
 
 def _line(values: dict[str, object]) -> Line:
@@ -81,13 +82,14 @@ def page(lines: Sequence[Line], *, seed: int) -> str:
     struck = [fault for line in lines for fault in line.struck]
     wrong = [line for line in lines if line.violations]
     seconds = sum(line.seconds for line in lines)
+    num_launches = sum(line.num_attempts for line in lines)
     text = [
         f"# {len(struck)} faults\n",
         f"`python -m tests.faults --count {len(struck)} --seed {seed}`: {len(struck)} faults struck {len(lines)} runs in "
-        f"{sum(line.num_attempts for line in lines)} launches; {len(wrong)} runs violated what must hold. "
-        f"{seconds / 60:.0f} minutes, {seconds / max(1, len(struck)):.1f} s per fault, on {os.cpu_count()} cores (torch "
-        f"{version('torch')}, {platform.machine()}). What must hold is in [judge.py](../../tests/faults/judge.py); hosts "
-        "are network namespaces, and all talk is gloo's.\n",
+        f"{num_launches} launches; {len(wrong)} runs violated what must hold. {seconds / 60:.0f} minutes, "
+        f"{seconds / max(1, len(struck)):.1f} s per fault, on {os.cpu_count()} cores (torch {version('torch')}, "
+        f"{platform.machine()}). What must hold is in [judge.py](../../tests/faults/judge.py); hosts are network "
+        "namespaces, and all talk is gloo's.\n",
         "| fault | struck |\n|---|---|",
         *(f"| {kind} | {count} |" for kind, count in Counter(map(_kind, struck)).most_common()),
         "\n| run | job | places | faults | outcome |\n|---|---|---|---|---|",

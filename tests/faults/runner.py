@@ -1,7 +1,6 @@
 """Runs a chain: one attempt after the other, each with its faults, and what the judge says of them."""
 
 import contextlib
-import os
 import random
 import shutil
 import time
@@ -22,7 +21,7 @@ from tests.faults.inject.damage import damage
 from tests.faults.inject.moments import StepWatch, wait_until
 from tests.faults.job import PROGRAM, SHUTDOWN_SECONDS, host_overrides, launch_command, overrides, write_job
 from tests.faults.processes import Launched
-from tests.faults.schedule import ANY, BETWEEN, ENDING, Attempt, Chain, Fault, Place
+from tests.faults.schedule import ANY, BETWEEN, Attempt, Chain, Fault, Place
 from tests.launch.cluster import has_namespaces
 
 LIMIT_SECONDS = 200.0
@@ -152,7 +151,7 @@ class ChainRun:
 
     def _attempt(self, attempt: Attempt) -> Attempted:
         struck = self._damage(attempt)
-        before = self._run.newest_whole()
+        before, broken = self._run.newest_whole(), self._run.broken()
         num_started = len(self._starts())
         number = self._outcome.num_attempts
         self._outcome.num_attempts += 1
@@ -171,16 +170,18 @@ class ChainRun:
         struck += [str(fault) for fault in attempt.faults if fault.moment.point and _has_struck(fault, output)]
         self._note_bit_rot(attempt)
         started = self._starts()[num_started:]
+        began_at = started[-1] if started else None
         ended = Attempted(
             code=code,
             output=output,
             seconds=time.monotonic() - began,
             step_before=int(before.name[-6:]) if before else 0,
-            started_at=started[-1] if started else None,
+            started_at=began_at,
             status=self._run.status(),
             struck=tuple(struck),
             orphans=tuple(orphans),
             torn=tuple(self._run.torn()),
+            trusted=tuple(_trusted(broken, began_at=began_at, output=output)),
         )
         self._outcome.struck += struck
         self._outcome.notes.append(f"{attempt.place}{' cold' if attempt.is_cold else ''}: {judge.summary(ended)}")
@@ -197,12 +198,8 @@ class ChainRun:
             **{VARIABLE: points, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS)},
             **self._environment,
         }
-        command = launch_command(
-            self._job, attempt.place, overrides(self._chain, attempt.place), program=self._program
-        )
-        return Launched(
-            command, log=log, environment=variables, is_cold=attempt.is_cold, ranks=attempt.place.ranks
-        )
+        command = launch_command(self._job, attempt.place, overrides(self._chain, attempt.place), program=self._program)
+        return Launched(command, log=log, environment=variables, is_cold=attempt.is_cold, ranks=attempt.place.ranks)
 
     def _damage(self, attempt: Attempt) -> list[str]:
         cache = self._job.parent / "cache"
@@ -275,6 +272,7 @@ def _has_struck(fault: Fault, output: str) -> bool:
     return f"{INJECTED}: {ACTIONS[fault.kind]} at {fault.moment.point}" in output
 
 
-def ends_attempt(fault: Fault) -> bool:
-    """Tell whether an attempt cannot go on after the fault."""
-    return fault.kind in ENDING and os.name == "posix"
+def _trusted(broken: list[str], *, began_at: int | None, output: str) -> list[str]:
+    """Return the damaged checkpoints newer than the one that was loaded which the start has passed over silently."""
+    newer = [name for name in broken if began_at is not None and int(name[-6:]) > began_at]
+    return [name for name in newer if f".bad-{name}" not in output]
