@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults.evidence import LATE, Attempted, History, Run, Step, all_steps, state_digest
-from tests.faults.schedule import ALL, LAUNCHER, STEPS, Attempt
+from tests.faults.schedule import ALL, LAUNCHER, STEPS, Attempt, Fault
 
 TOLERANCE = 1e-4
 """Of losses at another place."""
+
+_MOST_STEPS = 3
+"""That are listed, of those that differ."""
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -55,14 +58,14 @@ def _message_problems(ended: Attempted, attempt: Attempt) -> Iterator[str]:
 
 def is_beyond_words(ended: Attempted, attempt: Attempt) -> bool:
     """Tell whether the fault has left nobody who could say how it ended."""
-    fatal = [fault for fault in attempt.faults if fault.kind == "kill" and str(fault) in ended.struck]
-    alone = attempt.place.ranks == 1
-    return any(alone or fault.target in (ALL, LAUNCHER) or _is_early(fault.moment.step) for fault in fatal)
+    return any(_leaves_nobody(fault, attempt) for fault in attempt.faults if str(fault) in ended.struck)
 
 
-def _is_early(step: int | None) -> bool:
-    """Tell whether the ranks may not yet know of one another."""
-    return step == 0
+def _leaves_nobody(fault: Fault, attempt: Attempt) -> bool:
+    """Tell whether all have gone at once, or the ranks may not yet heed signals or know of one another."""
+    is_early = fault.moment.step == 0
+    is_of_all = attempt.place.ranks == 1 or fault.target in (ALL, LAUNCHER)
+    return (fault.kind == "kill" and (is_of_all or is_early)) or (fault.kind == "terminate" and is_early)
 
 
 def _cannot_print(ended: Attempted) -> bool:
@@ -101,7 +104,7 @@ def run_violations(run: Run, *, reference: Run, is_exact: bool, num_steps: int =
     if sorted(history.steps) != every:
         found.append(f"not every step was taken: {sorted(set(every) - set(history.steps))} are missing")
     taken = all_steps(run.events())
-    found += list(dict.fromkeys(_step_problems(taken, wanted, is_exact=is_exact)))
+    found += list(dict.fromkeys(_step_problems(taken, wanted, is_exact=is_exact)))[:_MOST_STEPS]
     return found + list(_result_problems(run, reference, is_exact=is_exact))
 
 

@@ -85,8 +85,8 @@ def page(lines: Sequence[Line], *, seed: int) -> str:
     num_launches = sum(line.num_attempts for line in lines)
     text = [
         f"# {len(struck)} faults\n",
-        f"`python -m tests.faults --count {len(struck)} --seed {seed}`: {len(struck)} faults struck {len(lines)} runs in "
-        f"{num_launches} launches; {len(wrong)} runs violated what must hold. {seconds / 60:.0f} minutes, "
+        f"`python -m tests.faults --count {len(struck)} --seed {seed}`: {len(struck)} faults struck {len(lines)} runs "
+        f"in {num_launches} launches; {len(wrong)} runs violated what must hold. {seconds / 60:.0f} minutes, "
         f"{seconds / max(1, len(struck)):.1f} s per fault, on {os.cpu_count()} cores (torch {version('torch')}, "
         f"{platform.machine()}). What must hold is in [judge.py](../../tests/faults/judge.py); hosts are network "
         "namespaces, and all talk is gloo's.\n",

@@ -167,12 +167,13 @@ def _ending(draw: random.Random, place: Place, steps: range, *, is_first: bool, 
     kind: Kind = draw.choices(("kill", "terminate", "hang"), (60, 34, 6 if place.ranks > 1 else 0))[0]
     rank = draw.randrange(place.ranks)
     if draw.random() < 0.55:
-        point = draw.choice(_points(is_first=is_first, is_last=is_last, step=steps.stop))
+        start = LOAD_POINTS if not is_first else PREPARE_POINTS if kind != "hang" else ()
+        point = draw.choice(_points(start, is_last=is_last, step=steps.stop))
         moment, only = _moment_at(draw, point, steps)
         return Fault(kind, moment, ANY if point in PREPARE_POINTS else f"rank {rank if only is None else only}")
+    if kind == "hang":  # until the ranks have met, nobody knows whether one that is silent still prepares its data
+        return Fault(kind, Moment(step=draw.choice(steps), seconds=0.01), f"rank {rank}")
     moment = _moment_after(draw, steps)
-    if kind == "hang":
-        return Fault(kind, moment, f"rank {rank}")
     targets = [f"rank {rank}", LAUNCHER, *([ALL] if kind == "kill" else [])]
     return Fault(kind, moment, draw.choice(targets if place.ranks > 1 else targets[:1]))
 
@@ -188,16 +189,11 @@ ON_RANK_0 = frozenset({*PRUNE_POINTS, *EXPORT_POINTS, "save.manifest", "save.ren
 """Points that no other rank passes. What prepares the data is whichever rank comes first."""
 
 
-def _points(*, is_first: bool, is_last: bool, step: int) -> tuple[str, ...]:
-    """Return what can be passed: what a start passes, what is passed on the way, and at the end an export."""
-    start = PREPARE_POINTS if is_first else LOAD_POINTS
+def _points(start: tuple[str, ...], *, is_last: bool, step: int) -> tuple[str, ...]:
+    """Return what can be passed: by the start, on the way, and at the end by an export."""
     pruned = PRUNE_POINTS if step > 4 * SAVE_EVERY else ()
-    return (*STEP_POINTS, *SAVE_POINTS, "evaluate", *draw_twice(EXPORT_POINTS if is_last else ()), *start, *pruned)
-
-
-def draw_twice(points: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the points so that they are drawn twice as often."""
-    return (*points, *points)
+    export = 2 * EXPORT_POINTS if is_last else ()
+    return (*STEP_POINTS, *SAVE_POINTS, "evaluate", *export, *start, *pruned)
 
 
 def _moment_at(draw: random.Random, point: str, steps: range) -> tuple[Moment, int | None]:
