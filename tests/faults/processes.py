@@ -26,7 +26,6 @@ class Launched:
     ) -> None:
         self._ranks = ranks
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        self._before = {child.pid for child in psutil.Process().children()}
         variables = {**environment, MARK: self._mark}
         with log.open("ab") as output:
             self.process = launching.begin(command, output=output, environment=variables, is_cold=is_cold)
@@ -61,14 +60,8 @@ class Launched:
         """Wait for all that the launch has started, and return the command lines of what does not end."""
         deadline = time.monotonic() + ORPHAN_SECONDS
         while (left := self.family()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.2)
         return [_describe(process) for process in left]
-
-    def signal_ranks(self, number: int) -> None:
-        """Send all ranks a signal."""
-        for pid in self.rank_pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
 
     def close(self) -> None:
         """Leave nothing of it running."""
