@@ -1,5 +1,6 @@
 """Disks that are full: a small one of the run's own, and a limit on the size of files that a process may write."""
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -31,12 +32,16 @@ def can_mount(folder: Path) -> bool:
 
 
 def fill(folder: Path, *, room: int) -> None:
-    """Take all of the disk's space but `room` bytes."""
-    free = os.statvfs(folder)
-    size = max(0, free.f_bavail * free.f_bsize - room)
+    """Take all of the disk's space but `room` bytes, while others may be writing to it."""
     with (folder / "ballast").open("wb") as file:
-        if size:
-            os.posix_fallocate(file.fileno(), 0, size)
+        while (size := _free_bytes(folder) - room) > 0:
+            with contextlib.suppress(OSError):  # somebody was quicker
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
+
+
+def _free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_bsize
 
 
 def empty(folder: Path) -> None:
