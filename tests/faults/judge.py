@@ -1,5 +1,6 @@
 """What must hold whatever befalls a run. Each function returns what does not, in sentences."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from tests.faults.schedule import ALL, LAUNCHER, STEPS, Attempt, Fault
 
 TOLERANCE = 1e-4
 """Of losses at another place."""
+
+_MESSAGE = re.compile(r"^(?:\[rank \d+\] )?error: ", re.MULTILINE)
 
 _MOST_STEPS = 3
 """That are listed, of those that differ."""
@@ -49,7 +52,7 @@ def _message_problems(ended: Attempted, attempt: Attempt) -> Iterator[str]:
         yield "failed, and status.json does not say why"
     if state == "failed" and ended.status.get("exit_code") not in (1, 2):
         yield f"failed with exit code {ended.status.get('exit_code')}"
-    said = ended.output.count("\nerror: ") + ended.output.count("] error: ")
+    said = len(_MESSAGE.findall(ended.output))
     if state == "failed" and said != 1 and not _cannot_print(ended):
         yield f"failed, and printed {said} messages"
     if not ended.struck:

@@ -113,6 +113,7 @@ def test_a_checkpoint_is_whole_until_a_byte_of_it_changes(tmp_path: Path):
         (replace(GOOD, trusted=("step-000006",)), "did not set aside"),
         (replace(LOST, output=f"{LOST.output}\n{judge.TRACEBACK}\n  File x\nKeyError: 1"), "printed a traceback: Key"),
         (replace(LOST, output=""), "failed, and printed 0 messages"),
+        (replace(LOST, output=LOST.output.strip()), None),
         (replace(LOST, output=2 * LOST.output), "failed, and printed 2 messages"),
         (replace(LOST, status={**FAILED, "state": "running"}), "ended with exit code 1, and status.json says"),
         (replace(LOST, status={**FAILED, "error": {}}), "failed, and status.json does not say why"),
