@@ -9,6 +9,7 @@ is injected once. The tests show with it what a run survives; without the variab
 import errno
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from typing import Any
 from finetune.errors import UserError
 
 VARIABLE = "FINETUNE_FAULTS"
+
+INJECTED = "fault injected"
+"""How the line on standard error begins that each injected fault leaves."""
 
 POINTS = (
     *("prepare.write", "prepare.noted", "prepare.finish", "prepare.done"),
@@ -37,13 +41,15 @@ POINTS = (
 )
 """Where a fault can strike, in the order in which preparing, a step, a save, a load and an export pass them."""
 
-ACTIONS = ("kill", "terminate", "interrupt", "raise", "no_space", "sleep", "nan", "flip", "truncate")
-"""What can go wrong; `sleep` takes `seconds=`, `flip` (of a byte) and `truncate` need a point that hands on a file."""
+ACTIONS = ("kill", "terminate", "interrupt", "stop", "raise", "no_space", "sleep", "nan", "flip", "truncate")
+"""What can go wrong; `stop` is SIGSTOP, `sleep` takes `seconds=`, `flip` (of a byte) and `truncate` need a point that
+hands on a file."""
 
 _INJECTORS: Mapping[str, Callable[["Fault", Path | None], None]] = {
     "kill": lambda fault, path: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda fault, path: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt": lambda fault, path: os.kill(os.getpid(), signal.SIGINT),
+    "stop": lambda fault, path: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": lambda fault, path: _raise(RuntimeError(f"injected fault at {fault.point}")),
     "no_space": lambda fault, path: _raise(OSError(errno.ENOSPC, "No space left on device")),
     "sleep": lambda fault, path: time.sleep(fault.seconds),
@@ -71,8 +77,9 @@ class Fault:
         return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
 
     def inject(self, path: Path | None, tensor: Any = None) -> None:
-        """Inject the fault into the process, the file at `path` or the tensor."""
+        """Inject the fault into the process, the file at `path` or the tensor; standard error says so before."""
         self.has_struck = True
+        print(f"{INJECTED}: {self.action} at {self.point}", file=sys.stderr, flush=True)
         _INJECTORS[self.action](self, path)
         if self.action == "nan" and tensor is not None:
             _turn_into_nan(tensor)

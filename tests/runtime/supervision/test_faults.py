@@ -1,12 +1,14 @@
 """Faults on purpose strike where, when and on whom they are told to, once."""
 
 import errno
+import os
+import signal
 
 import pytest
 import torch
 
 from finetune.errors import UserError
-from finetune.runtime.supervision.faults import VARIABLE, Fault, read_faults
+from finetune.runtime.supervision.faults import INJECTED, VARIABLE, Fault, read_faults
 from finetune.runtime.supervision.heartbeat import fault_point, last_heartbeat
 
 
@@ -56,3 +58,13 @@ def test_errors_and_damage_are_what_they_say(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, "save.done do=truncate")
     fault_point("save.done", step=1, path=path)
     assert path.read_bytes() == b"1234"
+
+
+def test_every_injected_fault_leaves_a_line_before_it_strikes(monkeypatch, capsys):
+    monkeypatch.setenv(VARIABLE, "data do=sleep seconds=0; data do=stop")
+    sent = []
+    monkeypatch.setattr("os.kill", lambda pid, number: sent.append((pid, number, capsys.readouterr().err)))
+    fault_point("data", step=1)
+    ((pid, number, said),) = sent
+    assert (pid, number) == (os.getpid(), signal.SIGSTOP)
+    assert said == f"{INJECTED}: sleep at data\n{INJECTED}: stop at data\n"

@@ -1,0 +1,106 @@
+"""The run that faults befall: a small job on generated rows, and the command that launches it at a place."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from tests import launching
+from tests.faults.schedule import EVALUATE_EVERY, HOST_STEPS, SAVE_EVERY, STEPS, Chain, Place
+
+WORDS = ("red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown")
+GLOBAL_BATCH = 12
+MICROBATCHES = {1: 6, 2: 3, 3: 2, 4: 3}
+"""By the number of ranks; on one, two and three of them two microbatches are accumulated."""
+
+HANG_SECONDS, SHUTDOWN_SECONDS = 12, 6
+"""Without progress; and until the launcher kills ranks that do not end, as a stopped one never does."""
+
+JOB = f"""
+run: {{folder: run, seed: 7, hang_after_seconds: {HANG_SECONDS}}}
+model:
+  from_config:
+    model_type: llama
+    values:
+      {{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+       tie_word_embeddings: true}}
+  tokenizer: {{train: {{vocabulary_size: 320}}}}
+data:
+  train: {{path: train.jsonl}}
+  validation: {{path: held_out.jsonl}}
+  max_length: 128
+  chat_template: chatml
+  cache_folder: cache
+task: {{name: sft}}
+train:
+  global_batch_size: {GLOBAL_BATCH}
+  steps: {STEPS}
+  learning_rate: 3e-3
+  schedule: {{name: cosine, warmup_steps: 2}}
+checkpoint: {{every_steps: {SAVE_EVERY}, keep_last: 3}}
+evaluate: {{every_steps: {EVALUATE_EVERY}}}
+report: {{console: plain, log_every_steps: 10}}
+export: {{verify: false}}
+"""
+
+ADAPTER = "model.lora={rank: 4, alpha: 8.0, dropout: 0.1}"
+
+PROGRAM = ("-m", "finetune")
+
+
+def write_job(folder: Path) -> Path:
+    """Write job and rows into the folder: answers of one to eight words; return the job's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(1)
+    for name, count in (("train.jsonl", 50), ("held_out.jsonl", 7)):
+        (folder / name).write_text("".join(json.dumps(_row(chance)) + "\n" for _ in range(count)))
+    path = folder / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def _row(chance: random.Random) -> dict[str, object]:
+    words = chance.choices(WORDS, k=chance.randint(1, 8))
+    asked, answer = f"reverse: {' '.join(words)}", " ".join(reversed(words))
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+def overrides(chain: Chain, place: Place) -> list[str]:
+    """Return what the chain changes in the job; the place changes the microbatch alone."""
+    found = [
+        f"train.microbatch_size={MICROBATCHES[place.ranks]}",
+        f"checkpoint.asynchronous={_yes(chain.asynchronous)}",
+    ]
+    if chain.adapter:
+        found.append(ADAPTER)
+    if chain.workers:
+        found.append(f"data.num_workers={chain.workers}")
+    return found
+
+
+def launch_command(job: Path, place: Place, changes: list[str], *, program: tuple[str, ...] = PROGRAM) -> list[str]:
+    """Return the command of an attempt, run in the folder of the checkout."""
+    words = [*program, "--config", str(job)]
+    for change in (f"run.folder={job.parent / 'run'}", f"data.cache_folder={job.parent / 'cache'}", *changes):
+        words += ["--set", change]
+    if place.strategy == "single":
+        return [sys.executable, *words]
+    return launching.accelerate_command(place.strategy, *words, processes=place.ranks)
+
+
+def host_overrides() -> list[str]:
+    """Return what a run on two hosts changes: it lasts while hosts come and go, and saves seldom.
+
+    It learns slowly, since rounding grows with the steps: at 3e-3 two places differ by 4e-4 after 270 of them.
+    """
+    rest = (
+        "train.microbatch_size=1",
+        "train.learning_rate=1e-4",
+        "checkpoint.every_steps=20",
+        "evaluate.every_steps=150",
+    )
+    return [f"train.steps={HOST_STEPS}", *rest]
+
+
+def _yes(value: bool) -> str:
+    return "true" if value else "false"
