@@ -80,5 +80,3 @@ def _zero_stage(variables: Mapping[str, str], deepspeed: Mapping[str, Any]) -> i
         return None
     in_file = deepspeed.get("zero_optimization", {}).get("stage")
     return int(in_file if in_file is not None else variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-
-
