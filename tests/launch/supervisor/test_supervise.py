@@ -95,8 +95,10 @@ def test_a_host_that_wakes_up_is_not_let_write(tmp_path: Path) -> None:
     supervisor, first.supervisor, first.asleep_until = first.supervisor, None, 0.0
     cluster.tick()
     assert cluster.refused == [1]
-    first.supervisor = supervisor
+    first.supervisor, woken = supervisor, len(cluster.lines)
     settle(cluster)
+    reasons = [line.split(": ")[-1] for line in cluster.lines[woken:] if "attempt" in line]
+    assert set(reasons) == {"starts; this host waits", "h0 joined"}  # it has not displaced the other, of which it knew nothing
     assert cluster.written == sorted(cluster.written)
 
 
