@@ -25,7 +25,7 @@ NETWORK = "10.77.0"
 _NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 """What gives a host a hostname of its own: ranks look after the processes that they believe to be on their host."""
 
-_TIMEOUT_SECONDS = 180.0
+_TIMEOUT_SECONDS = 240.0
 _made = itertools.count()
 
 

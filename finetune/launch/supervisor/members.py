@@ -3,7 +3,7 @@
 Clocks of hosts differ, so no time is compared between them: a host is alive as long as its counter grows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 IDLE, RUNNING, FAILED, ENDED = "idle", "running", "failed", "ended"
@@ -103,10 +103,14 @@ def find_leader(view: View) -> str | None:
     return candidates[0] if candidates else None
 
 
-def connected_hosts(beats: Mapping[str, Beat], *, first: str) -> tuple[str, ...]:
-    """Return the largest group of hosts that reach one another both ways; of equal ones, that with `first`."""
-    groups = [_group_around(start, beats) for start in sorted(beats, key=lambda name: (name != first, name))]
-    return max(groups, key=len, default=())  # the first of equal ones
+def connected_hosts(beats: Mapping[str, Beat], *, first: str, kept: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the largest group of hosts that reach one another both ways.
+
+    Of equal ones, that with most of the hosts that are to be kept, then that with `first`.
+    """
+    starts = sorted(beats, key=lambda name: (name != first, name))
+    groups = [_group_around(start, beats, kept) for start in starts]
+    return max(groups, key=lambda group: (len(group), len(set(group) & set(kept))), default=())
 
 
 def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
@@ -116,8 +120,8 @@ def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
     started again, when another host has come, and when it has failed on all hosts that are left.
     """
     staying = {name: beat for name, beat in view.alive.items() if not beat.is_leaving}
-    group = connected_hosts(staying, first=me)
     attempt = view.attempt
+    group = connected_hosts(staying, first=me, kept=attempt.hosts if attempt is not None else ())
     if attempt is None:
         return _first_attempt(view, limits, group)
     if attempt.exit_code is not None:
@@ -154,9 +158,9 @@ def _why_missing(beat: Beat | None) -> str:
     return "leaves" if beat.is_leaving else "cannot be reached"
 
 
-def _group_around(start: str, beats: Mapping[str, Beat]) -> tuple[str, ...]:
+def _group_around(start: str, beats: Mapping[str, Beat], kept: Collection[str]) -> tuple[str, ...]:
     group = [start]
-    for name in sorted(beats, key=lambda other: (other not in beats[start].reaches, other)):
+    for name in sorted(beats, key=lambda other: (other not in beats[start].reaches, other not in kept, other)):
         if name != start and all(name in beats[each].reaches and each in beats[name].reaches for each in group):
             group.append(name)
     return tuple(group)

@@ -134,6 +134,7 @@ class Supervisor:
         self._running: Attempt | None = None  # whose ranks the agent has started
         self._stop_at: float | None = None  # when an agent that was asked to stop is killed
         self._started = self._looked_at = self._clock()
+        self._woke_at: float | None = None  # it may not know of hosts that came meanwhile
         self._was_away = False  # for so long that the other hosts may have gone on without this one
         self._waits_for_lock = False
         self._leaves_since: float | None = None
@@ -206,6 +207,7 @@ class Supervisor:
         self._reachability.skip(excess)
         self._was_away = excess > self._timing.lost_after
         if self._was_away:
+            self._woke_at = now
             self._log(f"could not look at the other hosts for {pause:.0f} s")
 
     def _lead(self, view: View) -> Attempt | None:
@@ -222,12 +224,11 @@ class Supervisor:
         self._failed_since = None
         return begun
 
-    def _is_new(self) -> bool:
-        return self._clock() - self._started < self._timing.lost_after
-
     def _has_looked(self, view: View) -> bool:
-        """Tell whether this host has looked long enough to know who else is there."""
-        return not self._is_new() or len(view.alive) >= self._limits.most or self._me.attempt > 0
+        """Tell whether this host has looked long enough to know who else is there, since its start or its waking up."""
+        if len(view.alive) >= self._limits.most or (self._woke_at is None and self._me.attempt > 0):
+            return True
+        return self._clock() - (self._woke_at or self._started) >= self._timing.lost_after
 
     def _is_overdue(self, alive: dict[str, Beat], attempt: Attempt | None) -> bool:
         number = attempt.number if attempt is not None else 0

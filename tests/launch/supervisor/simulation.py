@@ -89,10 +89,14 @@ class Simulation:
 
     def tick(self) -> None:
         self.now += 1.0
+        trains_first = self.chance.random() < 0.5  # ranks that wake up are quicker than their supervisor
+        if trains_first:
+            self._train()
         for host in self.chance.sample(self.hosts, len(self.hosts)):
             if host.supervisor is not None and self.now >= host.asleep_until:
                 self._tick(host)
-        self._train()
+        if not trains_first:
+            self._train()
 
     def _tick(self, host: FakeHost) -> None:
         assert host.supervisor is not None

@@ -85,6 +85,16 @@ def test_hosts_that_do_not_reach_one_another_are_not_launched_together() -> None
     assert connected_hosts({}, first="a") == ()
 
 
+def test_of_equal_groups_the_one_that_trains_goes_on() -> None:
+    beats = hosts(*ALL)  # a comes back from a partition: b sees it already, c does not
+    beats["a"] = replace(beats["a"], reaches=("b",))
+    beats["c"] = replace(beats["c"], reaches=("b",))
+    assert connected_hosts(beats, first="b") == ("b", "a")
+    assert connected_hosts(beats, first="b", kept=("b", "c")) == ("b", "c")
+    trains = Attempt(4, ("b", "c"), ("address-b", "address-c"), 501, "a cannot be reached", sessions=("sb", "sc"))
+    assert next_attempt(view(beats, trains), Limits(1, 3), me="b") is None
+
+
 def test_a_failure_on_all_hosts_is_tried_again_as_long_as_steps_are_gained() -> None:
     failed, limits = hosts("a", "b", state=FAILED), Limits(1, 2, max_failures=2)
     again = next_attempt(view(failed), limits, me="a")

@@ -13,7 +13,7 @@ def disturb(cluster: Simulation) -> None:
     """Do something to a host, or to all."""
     host = cluster.chance.choice(cluster.hosts)
     what = cluster.chance.choice(
-        ["kill", "restart", "sleep", "sleep", "cut", "heal", "folder", "leave", "fail", "deaf"]
+        ["kill", "restart", "sleep", "sleep", "cut", "heal", "folder", "leave", "fail", "deaf", "swap"]
     )
     cluster.lines.append(f"{cluster.now:.0f} {what} {host.name}")
     if what == "kill":
@@ -31,10 +31,26 @@ def disturb(cluster: Simulation) -> None:
         host.supervisor.leave()
     elif what == "fail":
         cluster.fail(host)
+    elif what == "swap":
+        swap(cluster, host)
     elif what == "deaf" and host.ranks:
         host.ranks[-1].is_deaf = True
     if what != "folder":
         cluster.show_folder()
+
+
+def swap(cluster: Simulation, host: FakeHost) -> None:
+    """Leave the host alone, and have it sleep while the others run an attempt without it: whole, it wakes up."""
+    cluster.show_folder()
+    others = [each for each in cluster.hosts if each is not host]
+    for each in others:
+        cluster.kill(each)
+    host.asleep_until = 0.0
+    for _ in range(25):
+        cluster.tick()
+    host.asleep_until = cluster.now + 40
+    for each in others:
+        restart(cluster, each)
 
 
 def restart(cluster: Simulation, host: FakeHost) -> None:
@@ -95,8 +111,13 @@ def test_a_host_that_wakes_up_is_not_let_write(tmp_path: Path) -> None:
     supervisor, first.supervisor, first.asleep_until = first.supervisor, None, 0.0
     cluster.tick()
     assert cluster.refused == [1]
-    first.supervisor = supervisor
+    first.supervisor, woken = supervisor, len(cluster.lines)
     settle(cluster)
+    reasons = [line.split(": ")[-1] for line in cluster.lines[woken:] if "attempt" in line]
+    assert set(reasons) == {
+        "starts; this host waits",
+        "h0 joined",
+    }  # it has not displaced the other, of which it knew nothing
     assert cluster.written == sorted(cluster.written)
 
 

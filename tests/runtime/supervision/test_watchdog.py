@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from finetune.runtime.supervision import heartbeat
+from finetune.runtime.supervision.attempt import mark_attempt
 from finetune.runtime.supervision.exit import ProcessExit
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.runtime.supervision.status import Peer, StatusFile, exit_from_error
@@ -76,6 +77,19 @@ def test_a_process_that_has_vanished_is_lost_contact(watched, capsys):
     watched.ending.peers = [Peer(0, platform.node(), os.getpid()), Peer(1, platform.node(), 2**22 + 1)]
     assert watched.code() == 1
     assert "lost contact with rank 1 (process 4194305 on " in capsys.readouterr().err
+
+
+def test_a_process_that_a_newer_attempt_has_replaced_ends_and_leaves_the_status_alone(
+    watched, tmp_path, monkeypatch, capsys
+):
+    for name, value in mark_attempt(tmp_path, 3).items():
+        monkeypatch.setenv(name, value)
+    watched.dog.look()
+    before = (tmp_path / "status.json").read_bytes()
+    mark_attempt(tmp_path, 4)
+    assert watched.code() == 1
+    assert "attempt 4 of the run has begun without this host" in capsys.readouterr().err
+    assert (tmp_path / "status.json").read_bytes() == before
 
 
 def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, capsys):

@@ -1,0 +1,48 @@
+"""A process that a newer attempt of a supervised run has replaced makes no checkpoint visible, and deletes none."""
+
+import pytest
+
+from finetune.checkpoint.write import saver
+from finetune.checkpoint.write.retention import prune
+from finetune.config.sections.checkpoint import CheckpointSection
+from finetune.errors import CheckpointError, LostContact
+from finetune.runtime.supervision.attempt import mark_attempt
+from tests.checkpoint.small_run import Run
+
+
+@pytest.fixture
+def attempt_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
+    for name, value in mark_attempt(tmp_path, 1).items():
+        monkeypatch.setenv(name, value)
+
+
+def visible(folder):
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_replaced_process_writes_and_deletes_nothing(attempt_1, folder, tmp_path, asynchronous):
+    run = Run(folder, asynchronous=asynchronous, keep_last=2).train(range(2))
+    run.checkpointer.saver.finish()
+    before = visible(folder)
+    assert before == ["step-000001", "step-000002"]
+    mark_attempt(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="attempt 2 of the run has begun without this host"):
+        run.train(range(2, 4)).checkpointer.saver.finish()
+    assert visible(folder) == before
+    with pytest.raises(LostContact):
+        prune(folder, section=CheckpointSection(keep_last=2), newest=2)
+
+
+def test_one_that_was_suspended_between_the_manifest_and_the_rename_does_not_rename(
+    attempt_1, folder, tmp_path, monkeypatch
+):
+    def pass_by(point, **_):
+        if point == "save.rename":
+            mark_attempt(tmp_path, 2)
+
+    monkeypatch.setattr("finetune.checkpoint.write.writer.fault_point", pass_by)
+    with pytest.raises(CheckpointError, match="attempt 2"):
+        Run(folder, asynchronous=False).train(range(1))
+    assert visible(folder) == [] and not list(folder.glob(".staging-*"))
