@@ -97,10 +97,9 @@ class HostChain:
         else:
             network.cut(host)
         self._until(lambda: len(self._members()) == 1 and self._run.status().get("state") == "running")
+        network.join(host)
         if is_dead:
             self._supervise(host)
-        else:
-            network.join(host)
         self._until(lambda: len(self._members()) == 2 and self._run.status().get("state") == "running")
 
     def _kill_rank(self, rank: int) -> None:

@@ -46,13 +46,15 @@ def _message_problems(ended: Attempted, attempt: Attempt) -> Iterator[str]:
     if ended.code == 0 or is_beyond_words(ended, attempt):
         return
     state, error = ended.status.get("state"), ended.status.get("error")
+    said = len(_MESSAGE.findall(ended.output))
+    if not ended.status and said == 1 and any("full disk" in fault for fault in ended.struck):
+        return  # there was never room for the file
     if state not in ("stopped", "failed"):
         yield f"ended with exit code {ended.code}, and status.json says `{state}`"
     if state == "failed" and not (error or {}).get("message"):
         yield "failed, and status.json does not say why"
     if state == "failed" and ended.status.get("exit_code") not in (1, 2):
         yield f"failed with exit code {ended.status.get('exit_code')}"
-    said = len(_MESSAGE.findall(ended.output))
     if state == "failed" and said != 1 and not _cannot_print(ended):
         yield f"failed, and printed {said} messages"
     if not ended.struck:
@@ -78,7 +80,7 @@ def _cannot_print(ended: Attempted) -> bool:
 
 def is_refused(ended: Attempted) -> bool:
     """Tell whether it was a clear stop before any training, of the kind that the user can fix."""
-    return ended.code != 0 and ended.started_at is None and ended.status.get("exit_code") == 2
+    return ended.code != 0 and ended.started_at is None and ended.status.get("exit_code", ended.code) == 2
 
 
 def finish_problem(ended: Attempted) -> str | None:

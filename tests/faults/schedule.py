@@ -69,6 +69,7 @@ class Fault:
     moment: Moment
     target: str = ""  # `rank 1`, `all ranks`, `the launcher`, a host, or the file that is damaged
     how: str = ""  # of damage: flip, truncate, delete ...; of a full disk: the bytes that are left
+    is_spare: bool = False  # strikes only where the one before it has missed: a point was never passed
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.kind, self.how, self.target, str(self.moment))))
@@ -98,8 +99,8 @@ class Chain:
 
     @property
     def faults(self) -> list[Fault]:
-        """Return all of them."""
-        return [fault for attempt in self.attempts for fault in attempt.faults]
+        """Return all of them but the spare ones."""
+        return [fault for attempt in self.attempts for fault in attempt.faults if not fault.is_spare]
 
     @property
     def is_moved(self) -> bool:
@@ -166,12 +167,14 @@ def _faults(draw: random.Random, place: Place, index: int, num_attempts: int, ha
     begin, end = (round(STEPS * part / num_attempts) for part in (index, index + 1))
     steps = range(begin + 1, end - 1)
     found = [_damage(draw)] if index and draw.random() < 0.3 else []
+    is_last = index == num_attempts - 1
+    spare = () if is_last else (Fault("kill", Moment(step=end), ALL, is_spare=True),)
     if has_own_disk and draw.random() < 0.6:
-        return (*found, _disk_fault(draw, place, steps))
-    ending = _ending(draw, place, steps, is_first=index == 0, is_last=index == num_attempts - 1)
+        return (*found, _disk_fault(draw, place, steps), *spare)
+    ending = _ending(draw, place, steps, is_first=index == 0, is_last=is_last)
     if ending.moment.step and draw.random() < 0.4:
         found.append(_survivable(draw, place, steps))
-    return (*found, ending)
+    return (*found, ending, *(spare if ending.moment.point else ()))
 
 
 def _ending(draw: random.Random, place: Place, steps: range, *, is_first: bool, is_last: bool) -> Fault:

@@ -118,6 +118,8 @@ def test_a_checkpoint_is_whole_until_a_byte_of_it_changes(tmp_path: Path):
         (replace(LOST, status={**FAILED, "state": "running"}), "ended with exit code 1, and status.json says"),
         (replace(LOST, status={**FAILED, "error": {}}), "failed, and status.json does not say why"),
         (replace(LOST, status={**FAILED, "exit_code": 7}), "failed with exit code 7"),
+        (replace(LOST, status={}), "ended with exit code 1, and status.json says"),
+        (replace(LOST, status={}, struck=("full disk 0",)), None),
         (replace(LOST, struck=()), "ended with exit code 1 though nothing befell it"),
         (replace(GOOD, status={**FINISHED, "step": 3}), "ended with exit code 0, and status.json says"),
     ],

@@ -1,5 +1,6 @@
 """Faults of the network between hosts: packets that are dropped, a link that is lost. Hosts are namespaces here."""
 
+import json
 import subprocess
 import time
 
@@ -10,9 +11,10 @@ DROPPING = ("tbf", "rate", "300kbit", "burst", "2kb", "limit", "4kb")
 
 
 def port(host: Host) -> str:
-    """Return the interface at which a host's cable is plugged into the bridge, see tests/launch/cluster.py."""
-    bridge, number = host.namespace.rsplit("-", 1)
-    return f"{bridge}v{int(number) - 1}"
+    """Return the interface of this machine into which the host's cable is plugged."""
+    (end,) = json.loads(_run("ip", "-j", "-n", host.namespace, "link", "show", "eth0"))
+    links = json.loads(_run("ip", "-j", "link"))
+    return str(next(link["ifname"] for link in links if link["ifindex"] == end["link_index"]))
 
 
 def drop_packets(host: Host, *, seconds: float) -> None:
@@ -28,9 +30,10 @@ def cut(host: Host) -> None:
 
 
 def join(host: Host) -> None:
-    """Give it back."""
+    """Give it back: both ends of the cable, since a host that dies leaves the network."""
     _run("ip", "link", "set", port(host), "up")
+    _run("ip", "-n", host.namespace, "link", "set", "eth0", "up")
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
