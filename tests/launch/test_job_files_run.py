@@ -3,6 +3,7 @@
 `srun` and the others are stand-ins; two "hosts" are two launchers on 127.0.0.2.
 """
 
+import inspect
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
+from finetune.cli import app
 from finetune.commands.launch import job_files
 from finetune.commands.launch.job_files import Destination, JobWords
 from finetune.commands.launch.kubernetes import KubernetesWords, launch_kubernetes
@@ -83,8 +85,8 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             program.wait()
 
 
-def words(project: Path) -> JobWords:
-    return JobWords(project / "job.yaml", project / "ddp.yaml", nodes=2, gpus_per_node=1, cpu=True)
+def words(project: Path, *override: str) -> JobWords:
+    return JobWords(project / "job.yaml", project / "ddp.yaml", nodes=2, gpus_per_node=1, cpu=True, override=override)
 
 
 def until_step(run: Path, step: int) -> None:
@@ -139,7 +141,7 @@ def test_pods_and_machines_of_skypilot_continue_one_run(project: Path, started) 
     assert read_status(run)["exit_code"] == 143
 
     task_file = project / "task.yaml"
-    sky = SkypilotWords(volume=(f"{project}=runs",))
+    sky = SkypilotWords(volume=(f"{project.parent}=runs",))
     assert launch_skypilot(words(project), sky, Destination(output=task_file)) == 0
     task = YAML(typ="safe").load(task_file.read_text())
     machines = {"SKYPILOT_NODE_IPS": f"{ADDRESS}\n127.0.0.3", "SKYPILOT_NUM_GPUS_PER_NODE": "0", **task["envs"]}
@@ -147,3 +149,17 @@ def test_pods_and_machines_of_skypilot_continue_one_run(project: Path, started) 
     hosts = [started(shell, {**machines, "SKYPILOT_NODE_RANK": str(rank)}, log=log) for rank in (0, 1)]
     assert [host.wait(120) for host in hosts] == [0, 0], log.read_text()
     require_every_step_once(run)
+
+
+@pytest.mark.skipif("accelerate" not in inspect.signature(app.train).parameters, reason="needs `train --accelerate`")
+def test_the_tasks_of_srun_are_the_ranks(project: Path, started) -> None:
+    fake, run, log = project / "fake", project / "a run", project / "slurm.log"
+    path = f"{fake_slurm.install(fake)}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = project / "job.sbatch"
+    short = words(project, "train.steps=20")
+    assert launch_slurm(short, SlurmWords(ranks="srun"), Destination(output=script)) == 0
+    program = started(["bash", str(script)], {**fake_slurm.variables(fake, restart=0), "PATH": path}, log=log)
+    assert program.wait(120) == 0, log.read_text()
+    logs = [(run / "logs" / "4242-0" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert "strategy ddp on 2 processes" in logs[0] and read_status(run)["state"] == "finished"
+    assert len(read_status(run)["ranks"]) == 2

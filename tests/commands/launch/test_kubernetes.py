@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch.jobs.checkers import shellcheck
 from tests.launch.jobs.expansion import as_kubernetes_expands
-from tests.launch.jobs.hostile import HOSTILE
+from tests.launch.jobs.hostile import NAMES
 
 KUBERNETES = "1.34"
 MODELS = {
@@ -86,7 +86,9 @@ def test_the_checkers_notice_what_is_wrong(words):
     require_valid(good)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["jobset", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS if kind != "jobset")]
+)
 def test_every_strategy_gives_valid_objects_or_is_refused(words, kind):
     scripts = set()
     for strategy in CONFIGS:
@@ -149,7 +151,7 @@ def test_the_pod_finds_the_files_of_the_job_where_they_are_here(words, project):
     assert f"--deepspeed_config_file {project}/ds_configs/zero3.json" in script_of([job_set])
 
 
-@pytest.mark.parametrize("hostile", [word for word in HOSTILE if len(word) < 100 and word.strip()])
+@pytest.mark.parametrize("hostile", NAMES)
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_hostile_values_arrive_unchanged_or_are_refused(words, project, hostile, kind):
     job = project / f"{hostile}.yaml"

@@ -15,7 +15,7 @@ from finetune.commands.launch.skypilot import SkypilotWords, launch_skypilot
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch.jobs.checkers import shellcheck
-from tests.launch.jobs.hostile import HOSTILE
+from tests.launch.jobs.hostile import HOSTILE, NAMES
 
 PYTHON = os.environ.get("FINETUNE_TEST_SKYPILOT_PYTHON")
 """An interpreter with SkyPilot, which needs another version of click than huggingface_hub; `.ci/run` makes one."""
@@ -105,7 +105,7 @@ def test_shellcheck_finds_nothing_in_any_script(words):
     assert len(scripts) >= 11 and [found for each in scripts if (found := shellcheck(each, shell="bash"))] == []
 
 
-@pytest.mark.parametrize("hostile", [word for word in HOSTILE if len(word) < 100 and word.strip()])
+@pytest.mark.parametrize("hostile", NAMES)
 def test_hostile_names_and_values_are_quoted(words, project, hostile):
     job = project / f"{hostile}.yaml"
     job.write_text((project / "job.yaml").read_text())

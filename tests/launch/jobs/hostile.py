@@ -1,6 +1,12 @@
 """Names and values that break a text in which they are not quoted."""
 
+import pytest
+
+WORST = 'it\'s "a" $(touch PWNED) `touch PWNED` $$(HOME) ${HOME} {{ x }} %j; #*'
+"""Most of what is special to shells, to Slurm, to Kubernetes and to templates, in a name that a file can have."""
+
 HOSTILE = (
+    WORST,
     "plain",
     "two words",
     " leading and trailing ",
@@ -44,3 +50,9 @@ HOSTILE = (
     "\u2028 separator",
     "x" * 3000,
 )
+
+NAMES = [
+    WORST,
+    *(pytest.param(word, marks=pytest.mark.full) for word in HOSTILE[1:] if len(word) < 100 and word.strip()),
+]
+"""Those that a file can be named after; all but the worst are part of the whole proof."""

@@ -8,15 +8,17 @@ import pytest
 from finetune.launch.jobs.shell import ShellText, command_line, exports, render
 from tests.launch.jobs.hostile import HOSTILE
 
-PRINT = ["python3", "-c", "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('HOSTILE')]))"]
+PRINT = ["python3", "-c", "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_hostile_words_and_variables_arrive_unchanged(shell, tmp_path):
-    for word in HOSTILE:
-        script = "\n".join([*exports({"HOSTILE": word}), command_line([*PRINT, word, ShellText('"$HOSTILE"')])])
-        ran = subprocess.run([shell, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
-        assert json.loads(ran.stdout) == [[word, word], word]
+    variables = {f"HOSTILE_{number}": word for number, word in enumerate(HOSTILE)}
+    expanded = [ShellText(f'"${name}"') for name in variables]
+    script = "\n".join([*exports(variables), command_line([*PRINT, *HOSTILE, *expanded])])
+    ran = subprocess.run([shell, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    words, environment = json.loads(ran.stdout)
+    assert words == [*HOSTILE, *HOSTILE] and variables.items() <= environment.items()
     assert len(HOSTILE) > 20 and list(tmp_path.iterdir()) == []
 
 
