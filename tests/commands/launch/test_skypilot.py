@@ -61,6 +61,7 @@ def parse(files: list[Path]) -> list[dict[str, Any]]:
     return list(json.loads(ran.stdout.splitlines()[-1]))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(PYTHON is None, reason="set FINETUNE_TEST_SKYPILOT_PYTHON to an interpreter with skypilot")
 def test_skypilots_own_parser_reads_what_was_written(words, tmp_path):
     variants: dict[Path, dict[str, Any]] = {}
