@@ -49,10 +49,10 @@ Cpu = Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs; --gpus-per-no
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    app.command()(slurm)
-    app.command()(kubernetes)
-    app.command()(skypilot)
-    app.command(name="next")(decide_next)
+    app.command(short_help="Print or submit a batch script for Slurm.")(slurm)
+    app.command(short_help="Print or submit a JobSet or a TrainJob.")(kubernetes)
+    app.command(short_help="Print or submit a managed job of SkyPilot.")(skypilot)
+    app.command(name="next", short_help="Decide if a job is started again.")(decide_next)
 
 
 @handle_errors

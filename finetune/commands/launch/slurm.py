@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finetune.commands.launch.job_files import Destination, JobWords, check_job, deliver, require_shared_folder
 from finetune.commands.sweep.plan.axes import FORBIDDEN, parse_axes
-from finetune.commands.sweep.plan.grid import SweepRun, check_runs, grid_points, name_runs
+from finetune.commands.sweep.plan.grid import SweepRun, check_runs, grid_points, is_within, name_runs
 from finetune.commands.sweep.plan.launch import own_overrides
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
@@ -53,6 +53,8 @@ def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -
         require_shared_folder(folder, num_nodes=words.nodes)
     log_folder = _log_folder(slurm, request.run_folder)
     require_shared_folder(str(log_folder), num_nodes=words.nodes, key="--log-folder")
+    if request.local_folder is not None:
+        require_shared_folder(request.local_folder, num_nodes=words.nodes, key="run.local_folder")
     written = [Path(folder).parent for folder in run_folders if not is_url(folder)]
     container = _container(
         slurm, request, folders=[*written, log_folder] if slurm.log_folder or not written else written
@@ -86,6 +88,9 @@ def _array_tasks(words: JobWords, slurm: SlurmWords, loaded: LoadedConfig) -> li
         if (key := text.partition("=")[0]) in FORBIDDEN:
             raise UserError(f"--set {text}: {FORBIDDEN[key].replace('--folder', '--sweep-folder')}")
     axes = parse_axes(slurm.sweep)
+    for text in words.override:
+        if is_within(text.partition("=")[0], frozenset(axis.key for axis in axes)):
+            raise UserError(f"--set {text}: --sweep has values of this key, too. Remove one of the two.")
     swept = [axis.key for axis in axes if axis.is_swept]
     folder = (slurm.sweep_folder or Path(f"{loaded.config.run.folder}-sweep")).absolute()
     runs = name_runs(grid_points(axes), axes, swept=swept, folder=folder, names={})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.launch.jobs.host_script import host_script
-from finetune.launch.jobs.request import PORT, JobRequest, Rendezvous
+from finetune.launch.jobs.request import PORT, JobRequest
 
 JOBSET, TRAINJOB = "jobset", "trainjob"
 
@@ -73,8 +73,7 @@ def _metadata(request: JobRequest, options: KubernetesOptions) -> Object:
 
 def _job_set(request: JobRequest, options: KubernetesOptions) -> Object:
     address = f"{request.name}-{_NODE}-0-0.{request.name}"
-    lines = ['MACHINE_RANK="$JOB_COMPLETION_INDEX"', f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}"]
-    command = _command(request, Rendezvous("MACHINE_RANK", "MASTER_ADDR", "MASTER_PORT"), lines)
+    command = _command(request, rank='"$JOB_COMPLETION_INDEX"', address=address, port=str(PORT))
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -99,8 +98,7 @@ def _training_runtime(request: JobRequest, options: KubernetesOptions) -> Object
 
 
 def _train_job(request: JobRequest, options: KubernetesOptions) -> Object:
-    lines = ['MACHINE_RANK="$PET_NODE_RANK"', 'MASTER_ADDR="$PET_MASTER_ADDR"', 'MASTER_PORT="$PET_MASTER_PORT"']
-    command = _command(request, Rendezvous("MACHINE_RANK", "MASTER_ADDR", "MASTER_PORT"), lines)
+    command = _command(request, rank='"$PET_NODE_RANK"', address='"$PET_MASTER_ADDR"', port='"$PET_MASTER_PORT"')
     run = _run_of(request, options)
     trainer: Object = {
         "image": options.image,
@@ -194,8 +192,9 @@ def _secrets(options: KubernetesOptions) -> Object:
     return {"envFrom": [{"secretRef": {"name": name}} for name in options.secrets]} if options.secrets else {}
 
 
-def _command(request: JobRequest, meeting: Rendezvous, lines: list[str]) -> list[str]:
-    return ["/bin/sh", "-c", _unexpanded(host_script(request, meeting, lines=lines))]
+def _command(request: JobRequest, *, rank: str, address: str, port: str) -> list[str]:
+    variables = {"MACHINE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return ["/bin/sh", "-c", _unexpanded(host_script(request, variables))]
 
 
 def _unexpanded(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from finetune.launch.jobs.shell import ShellText, Word
 from finetune.launch.supervisor.agent import Job, launch_command
@@ -63,7 +62,7 @@ def launch_words(request: JobRequest, meeting: Rendezvous, *, log_folder: Word |
     The output of each rank also goes to a file in the log folder. `meeting` is for the shell that runs the command.
     """
     if request.is_single:
-        return ["python", *request.job.words]
+        return rank_words(request)
     hosts = tuple(f"host{number}" for number in range(request.num_nodes))
     attempt = Attempt(1, hosts, hosts, PORT, "")
     words = launch_command(request.job, attempt, rank=0)[1:]
@@ -86,10 +85,10 @@ def launch_words(request: JobRequest, meeting: Rendezvous, *, log_folder: Word |
     return ["python", *options, *request.job.words]
 
 
-def rank_words(request: JobRequest, accelerate_file: Path) -> list[Word]:
-    """Return the command of one rank that the scheduler itself starts, once per rank."""
+def rank_words(request: JobRequest) -> list[Word]:
+    """Return the command of one rank that needs no launcher, since the scheduler starts each of them."""
     module, *rest = request.job.words[1:]
-    return ["python", "-m", module, "train", "--accelerate", str(accelerate_file), *rest]
+    return ["python", "-m", module, "train", "--accelerate", str(request.job.accelerate_file), *rest]
 
 
 def next_words(request: JobRequest, *, run_folder: Word, code: str, machine_rank: Word | None = None) -> list[Word]:

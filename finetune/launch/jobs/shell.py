@@ -27,7 +27,10 @@ def quoted(word: Word) -> str:
     >>> quoted("a b"), quoted(ShellText('"$RANK"'))
     ("'a b'", '"$RANK"')
     """
-    return word.text if isinstance(word, ShellText) else shlex.quote(word)
+    if isinstance(word, ShellText):
+        return word.text
+    text = shlex.quote(word)
+    return f"'{text}'" if text.startswith("=") else text  # `NAME==` looks like a comparison
 
 
 def command_line(words: Iterable[Word]) -> str:

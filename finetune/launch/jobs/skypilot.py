@@ -6,13 +6,13 @@ from typing import Any
 
 from finetune.launch.jobs.decision import AGAIN
 from finetune.launch.jobs.host_script import host_script
-from finetune.launch.jobs.request import PORT, JobRequest, Rendezvous
+from finetune.launch.jobs.request import PORT, JobRequest
 
-_FIRST_LINES = (
-    'MACHINE_RANK="$SKYPILOT_NODE_RANK"',
-    'MASTER_ADDR="$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"',
-    f"MASTER_PORT={PORT}",
-)
+_MEETING = {
+    "MACHINE_RANK": '"$SKYPILOT_NODE_RANK"',
+    "MASTER_ADDR": '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"',
+    "MASTER_PORT": str(PORT),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class SkypilotOptions:
 
 def skypilot_task(request: JobRequest, options: SkypilotOptions) -> dict[str, Any]:
     """Return the task."""
-    meeting = Rendezvous("MACHINE_RANK", "MASTER_ADDR", "MASTER_PORT")
     recovery: dict[str, Any] = {"recover_on_exit_codes": [AGAIN]}  # failures are counted by `finetune launch next`
     if options.strategy is not None:
         recovery["strategy"] = options.strategy
@@ -52,5 +51,5 @@ def skypilot_task(request: JobRequest, options: SkypilotOptions) -> dict[str, An
         **({"volumes": dict(options.volumes)} if options.volumes else {}),
         "envs": request.variables(),
         "setup": options.setup,
-        "run": host_script(request, meeting, lines=_FIRST_LINES),
+        "run": host_script(request, _MEETING),
     }

@@ -131,7 +131,7 @@ def _srun(request: JobRequest, options: SlurmOptions, *, has_tasks: bool) -> lis
     step: list[Word] = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
     if options.uses_srun_ranks or request.is_single:
         step += [ShellText('--output="${logs//%/%%}/rank-%t.log"')]
-        ranks = [*rank_words(request, request.job.accelerate_file), *overrides]
+        ranks = [*rank_words(request), *overrides]
         return [*step, *_in_container(options.container, ranks, is_step=True)]
     meeting = Rendezvous("SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
     log_folder = ShellText('"$LOGS/host-$SLURM_NODEID"')

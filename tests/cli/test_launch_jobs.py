@@ -1,0 +1,61 @@
+"""`finetune launch slurm`, `kubernetes`, `skypilot` and `next`, as they are typed."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import launch_jobs
+from finetune.commands.launch.job_files import Destination, JobWords
+from finetune.commands.launch.kubernetes import KubernetesWords
+from finetune.commands.launch.skypilot import SkypilotWords
+from finetune.commands.launch.slurm import SlurmWords
+
+ACCELERATE = Path(__file__).parents[2] / "accelerate_configs" / "ddp.yaml"
+COMMANDS = {
+    launch_jobs.slurm: SlurmWords,
+    launch_jobs.kubernetes: KubernetesWords,
+    launch_jobs.skypilot: SkypilotWords,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_taken_by_one_record_and_none_is_ignored(command):
+    shared = {field.name for record in (JobWords, Destination) for field in fields(record)}
+    own = {field.name for field in fields(COMMANDS[command])}
+    options = inspect.signature(command).parameters
+    assert not shared & own and own <= options.keys() <= shared | own
+    assert shared - options.keys() == {"elsewhere", "suffix", "command"}
+
+
+@pytest.fixture
+def words(job: Path) -> list[str]:
+    """The words of a job that is checked: 8 samples a step for 2 x 1 processes of 4 samples."""
+    return ["--config", str(job), "--accelerate", str(ACCELERATE), "--nodes", "2", "--gpus-per-node", "1"]
+
+
+def test_what_is_typed_is_in_the_job_file(typed, words):
+    url = ["--set", "run.folder=s3://bucket/run", "--log-folder", "/shared/logs", "--set", "run.local_folder=/shared/x"]
+    code, out, _ = typed("launch", "slurm", *words, *url, "--partition", "gpu", "--time", "1:00:00", "--env", "A=b c")
+    assert code == 0 and "#SBATCH --partition=gpu\n" in out and "export A='b c'\n" in out
+    assert "--local-folder /shared/x" in out and "logs=/shared/logs\n" in out
+
+
+def test_mistakes_end_with_2_and_one_message(typed, words):
+    for more, message in (
+        (("slurm",), "run.folder: /tmp/"),
+        (("slurm", "--env", "A"), "--env A: write NAME=VALUE"),
+        (("slurm", "--set", "train.global_batch_size=7"), "train.global_batch_size"),
+        (("kubernetes", "--image", "i"), "run.folder: "),
+        (("skypilot", "--gpu", "H100"), "run.folder: "),
+    ):
+        code, out, err = typed("launch", more[0], *words, *more[1:])
+        assert (code, out) == (2, "") and message in err and "Traceback" not in err
+
+
+def test_next_answers_with_its_exit_code(typed, tmp_path):
+    run = tmp_path / "run"
+    for code, expected in ((0, 0), (2, 2), (1, 75), (143, 1)):
+        answer = typed("launch", "next", "--run", run, "--since", 0, "--exit-code", code, "--max-restarts", 1)
+        assert answer[0] == expected and answer[1].startswith("finetune: the job is")

@@ -1,0 +1,217 @@
+"""JobSets and TrainJobs of every strategy: the models of Kubeflow, the schemas of Kubernetes, and shellcheck."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from kubeflow_trainer_api import models
+from ruamel.yaml import YAML
+
+from finetune.commands.launch.job_files import Destination, JobWords
+from finetune.commands.launch.kubernetes import KubernetesWords, launch_kubernetes
+from finetune.errors import UserError
+from tests.commands.launch.conftest import CONFIGS, fits
+from tests.launch.jobs.checkers import shellcheck
+from tests.launch.jobs.expansion import as_kubernetes_expands
+from tests.launch.jobs.hostile import NAMES
+
+KUBERNETES = "1.34"
+MODELS = {
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "jobset": {},
+    "trainjob": {"kind": "trainjob"},
+    "runtime": {"kind": "trainjob", "runtime": "torch-distributed"},
+}
+MORE = {
+    "namespace": "team-a",
+    "claim": ("data:/data", "more.data:/more data"),
+    "resource": ("cpu=16", "memory=200Gi", "rdma/hca=1"),
+    "node_selector": ("cloud.google.com/gke-accelerator=nvidia-h100",),
+    "service_account": "trainer",
+}
+
+
+def objects(words: JobWords, **kubernetes: Any) -> list[dict[str, Any]]:
+    """Return the objects of the file, each checked."""
+    file = Path("job.yaml.out")
+    there = {"in_image": (Path.cwd(),), "claim": ("data:/data",), **kubernetes}
+    at_data = replace(words, override=(*words.override, "run.folder=/data/run"))
+    assert launch_kubernetes(at_data, KubernetesWords("registry/image:1", **there), Destination(output=file)) == 0
+    found = list(YAML(typ="safe").load_all(file.read_bytes()))
+    for each in found:
+        require_valid(each)
+    return found
+
+
+def require_valid(each: dict[str, Any]) -> None:
+    """Fail for a field that the schemas do not know, or a value that they do not take."""
+    if each["kind"] == "ConfigMap":
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        return
+    model = MODELS[each["kind"]]
+    assert model.from_dict(each).to_dict() == each  # what it does not know, it drops
+    spec = each["spec"]["template"]["spec"] if each["kind"] == "TrainingRuntime" else each["spec"]
+    for job in spec.get("replicatedJobs", ()):
+        metadata = {"name": each["metadata"]["name"]}
+        batch = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job["template"]["spec"]}
+        kubernetes_validate.validate(batch, KUBERNETES, strict=True)
+
+
+def pod_of(job_set: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return pod
+
+
+def script_of(found: list[dict[str, Any]]) -> str:
+    last = found[-1]
+    run = last["spec"]["trainer"] if last["kind"] == "TrainJob" else pod_of(last)["containers"][0]
+    assert run["command"][:2] == ["/bin/sh", "-c"]
+    variables = {each["name"]: each["value"] for each in run["env"]}
+    return as_kubernetes_expands(run["command"][2], variables)
+
+
+def test_the_checkers_notice_what_is_wrong(words):
+    good = objects(words("ddp"))[-1]
+    for place, name in ((good["spec"], "maxRestart"), (pod_of(good), "gracePeriod"), (good, "specs")):
+        place[name] = 1
+        with pytest.raises((AssertionError, kubernetes_validate.ValidationError)):
+            require_valid(good)
+        del place[name]
+    require_valid(good)
+
+
+@pytest.mark.parametrize(
+    "kind", ["jobset", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS if kind != "jobset")]
+)
+def test_every_strategy_gives_valid_objects_or_is_refused(words, kind):
+    scripts = set()
+    for strategy in CONFIGS:
+        for nodes in (1, 2):
+            gpus = 1 if strategy == "single" and nodes == 1 else 2
+            wanted = words(strategy, nodes=nodes, gpus_per_node=gpus)
+            if not fits(strategy, nodes=nodes, gpus_per_node=gpus):
+                with pytest.raises(UserError, match="accelerate_configs"):
+                    objects(wanted, **KINDS[kind])
+                continue
+            scripts.add(script_of(objects(wanted, **KINDS[kind], **(MORE if nodes == 2 else {}))))
+    assert len(scripts) >= 15
+    for script in (sorted(scripts)[0], sorted(scripts)[-1]):
+        assert shellcheck(script, shell="sh") == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_shellcheck_finds_nothing_in_any_script(words, kind):
+    names = [name for name in CONFIGS if fits(name, nodes=2, gpus_per_node=2)]
+    scripts = [script_of(objects(words(name), **KINDS[kind])) for name in names]
+    assert len(scripts) >= 11 and [found for each in scripts if (found := shellcheck(each, shell="sh"))] == []
+
+
+def test_a_job_set_starts_again_as_a_whole_unless_the_run_is_over(words):
+    job_set = objects(words("fsdp2", stop=300, max_restarts=5), max_starts=50)[-1]
+    policy, job = job_set["spec"]["failurePolicy"], job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert policy["maxRestarts"] == 49 and policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert job["backoffLimit"] == 0 and job["completionMode"] == "Indexed" and job["completions"] == 2
+    disrupted, over = job["podFailurePolicy"]["rules"]
+    assert disrupted["action"] == "Count" and over["action"] == "FailJob"
+    assert 2 in over["onExitCodes"]["values"] and 75 not in over["onExitCodes"]["values"]
+    pod = pod_of(job_set)
+    variables = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 300 < pod["terminationGracePeriodSeconds"]
+    assert "--max-restarts 5" in script_of([job_set])
+
+
+def test_ranks_meet_at_the_first_pod(words):
+    job_set = objects(words("ddp", name="first"))[-1]
+    network, script = job_set["spec"]["network"], script_of([job_set])
+    assert network["enableDNSHostnames"] and "MASTER_ADDR=first-node-0-0.first\n" in script
+    assert network["subdomain"] == "first" and 'MACHINE_RANK="$JOB_COMPLETION_INDEX"' in script
+    train_job = objects(words("ddp"), kind="trainjob")[-1]
+    assert train_job["spec"]["trainer"] | {"numNodes": 2, "numProcPerNode": 2} == train_job["spec"]["trainer"]
+    assert 'MASTER_ADDR="$PET_MASTER_ADDR"' in script_of([train_job])
+
+
+def test_the_pod_finds_the_files_of_the_job_where_they_are_here(words, project):
+    files, job_set = objects(words("multi_node_zero3"))
+    (container,) = pod_of(job_set)["containers"]
+    mounts = {mount["mountPath"]: mount["subPath"] for mount in container["volumeMounts"] if "subPath" in mount}
+    assert mounts == {
+        f"{project}/job.yaml": "job.yaml",
+        f"{project}/accelerate_configs/multi_node_zero3.yaml": "accelerate.yaml",
+        f"{project}/ds_configs/zero3.json": "deepspeed.json",
+    }
+    for path, name in mounts.items():
+        assert files["data"][name] == Path(path).read_text()
+    assert f"--deepspeed_config_file {project}/ds_configs/zero3.json" in script_of([job_set])
+
+
+@pytest.mark.parametrize("hostile", NAMES)
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_hostile_values_arrive_unchanged_or_are_refused(words, project, hostile, kind):
+    job = project / f"{hostile}.yaml"
+    job.write_text((project / "job.yaml").read_text())
+    wanted = replace(words("ddp", env=(f"HOSTILE={hostile}",)), config=job)
+    if not hostile.isprintable() or ":" in hostile:
+        with pytest.raises(UserError, match="cannot be a place in a container"):
+            objects(wanted, kind=kind)
+        wanted = replace(wanted, config=project / "job.yaml")
+    found = objects(wanted, kind=kind)
+    assert shellcheck(script_of(found), shell="sh") == ""
+    run = found[-1]["spec"].get("trainer") or pod_of(found[-1])["containers"][0]
+    values = {each["name"]: as_kubernetes_expands(each["value"], {"HOME": "/root"}) for each in run["env"]}
+    assert values["HOSTILE"] == hostile
+
+
+@pytest.mark.parametrize(
+    ("override", "kubernetes", "message"),
+    [
+        ((), {"in_image": ()}, "data.train.path: .* the hosts will not have it. Mount a volume"),
+        ((), {"claim": ("data",)}, "--claim data: write CLAIM:/PATH"),
+        ((), {"claim": ("Data:/data",)}, "--claim"),
+        ((), {"claim": ("data:relative",)}, "absolute path"),
+        ((), {"claim": ("a:/data", "b:/data")}, "something else is mounted"),
+        ((), {"claim": ("data:/dev/shm",)}, "something else is mounted"),
+        ((), {"resource": ("cpu=many",)}, "write an amount"),
+        ((), {"secret": ("a b",)}, "--secret"),
+        ((), {"namespace": "Team"}, "--namespace"),
+        ((), {"node_selector": ("x",)}, "--node-selector"),
+        ((), {"gpu_resource": "a b"}, "--gpu-resource"),
+        ((), {"runtime": "torch-distributed"}, "--kind trainjob"),
+        ((), {"runtime": "torch", "kind": "trainjob", "secret": ("s",)}, "--secret"),
+    ],
+)
+def test_mistakes_are_named(words, override, kubernetes, message):
+    with pytest.raises(UserError, match=message):
+        objects(words("ddp", override=override), **kubernetes)
+
+
+def test_a_run_that_is_lost_with_its_pod_is_refused(words, project):
+    def launch(*override: str, nodes: int = 2) -> int:
+        kubernetes = KubernetesWords("image", claim=("data:/data",), in_image=(project,))
+        wanted = words("ddp", nodes=nodes, override=override)
+        return launch_kubernetes(wanted, kubernetes, Destination(output=Path("out.yaml")))
+
+    with pytest.raises(UserError, match=r"run.folder: .*/runs/first is on the host alone"):
+        launch()
+    with pytest.raises(UserError, match=r"run.local_folder: is not set"):
+        launch("run.folder=s3://bucket/run")
+    assert launch("run.folder=s3://bucket/run", nodes=1) == 0
+    assert launch("run.folder=s3://bucket/run", "run.local_folder=/data/stage") == 0
+
+
+def test_an_image_and_a_file_that_cannot_be_are_refused(words, project):
+    with pytest.raises(UserError, match="--image"):
+        launch_kubernetes(
+            words("ddp", override=("run.folder=/d/x",)),
+            KubernetesWords("a b", claim=("d:/d",), in_image=(project,)),
+            Destination(),
+        )
+    (project / "job.yaml").write_text((project / "job.yaml").read_text() + "# long\n" * 40_000)
+    with pytest.raises(UserError, match="too large for a ConfigMap"):
+        objects(words("ddp"))

@@ -1,0 +1,196 @@
+"""Batch scripts of every strategy and variant: shellcheck, the directives, and submitit's for the same request."""
+
+import itertools
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import submitit.slurm.slurm as submitit
+
+from finetune.commands.launch import job_files
+from finetune.commands.launch.job_files import Destination, JobWords
+from finetune.commands.launch.slurm import SlurmWords, launch_slurm
+from finetune.errors import UserError
+from tests.commands.launch.conftest import CONFIGS, fits
+from tests.launch import fake_slurm
+from tests.launch.jobs.checkers import directives, shellcheck
+from tests.launch.jobs.hostile import NAMES
+
+SETUPS = {
+    "venv": {},
+    "modules": {"module": ("cuda/12.4", "a module's $(name)")},
+    "apptainer": {"container": "images/fine tune.sif"},
+    "pyxis": {"container": "nvcr.io#nvidia/pytorch:25.01-py3", "container_runtime": "pyxis"},
+}
+RUNS = {"job": {}, "array": {"sweep": ("train.learning_rate=1e-4,2e-4", "data.max_length=32,64"), "at_once": 2}}
+RANKS = ("accelerate", "srun")
+
+
+def script(words: JobWords, **slurm: object) -> str:
+    file = Path("job.sbatch")
+    assert launch_slurm(words, SlurmWords(**slurm), Destination(output=file)) == 0  # type: ignore[arg-type]
+    return file.read_bytes().decode()
+
+
+def shapes(*strategies: str) -> list[tuple[str, int, str, str, str]]:
+    """Return every variant of the script with these strategies, on one host and on two."""
+    return list(itertools.product(strategies, (1, 2), SETUPS, RUNS, RANKS))
+
+
+def strategies() -> list[tuple[str, int, str, str, str]]:
+    """Return every accelerate file, on one host and on two."""
+    return list(itertools.product(CONFIGS, (1, 2), ["venv"], ["job"], ["accelerate"]))
+
+
+def made(words, variant: tuple[str, int, str, str, str]) -> str:
+    strategy, nodes, setup, runs, ranks = variant
+    gpus = 1 if strategy == "single" and nodes == 1 else 2
+    return script(words(strategy, nodes=nodes, gpus_per_node=gpus), **SETUPS[setup], **RUNS[runs], ranks=ranks)
+
+
+def require_right(words, variants: list[tuple[str, int, str, str, str]]) -> list[str]:
+    """Return the scripts; fails where one has other directives than wanted, or where a wrong one is not refused."""
+    scripts = []
+    for variant in variants:
+        strategy, nodes, _, runs, ranks = variant
+        gpus = 1 if strategy == "single" and nodes == 1 else 2
+        if not fits(strategy, nodes=nodes, gpus_per_node=gpus):
+            with pytest.raises(UserError, match="accelerate_configs"):
+                made(words, variant)
+            continue
+        scripts.append(made(words, variant))
+        found = directives(scripts[-1])
+        assert (found["nodes"], found["gpus-per-node"]) == (str(nodes), str(gpus))
+        assert found["ntasks-per-node"] == (str(gpus) if ranks == "srun" else "1")
+        assert found.get("array") == ("0-3%2" if runs == "array" else None)
+        assert found["signal"] == "TERM@180" and found["open-mode"] == "append" and "requeue" in found
+    return scripts
+
+
+def test_every_accelerate_file_gives_a_script_or_is_refused(words):
+    scripts = require_right(words, strategies())
+    assert 15 <= len(scripts) < len(strategies())
+    assert shellcheck(scripts[0], shell="bash") == ""
+
+
+def test_shellcheck_finds_nothing_in_any_shape(words):
+    scripts = require_right(words, [shape for shape in shapes("multi_node_fsdp2") if shape[1] == 2])
+    assert len(set(scripts)) == len(SETUPS) * len(RUNS) * len(RANKS)
+    assert [found for each in scripts if (found := shellcheck(each, shell="bash"))] == []
+
+
+@pytest.mark.full
+def test_shellcheck_finds_nothing_in_the_whole_matrix(words):
+    scripts = require_right(words, [*strategies(), *shapes("single", "multi_node_zero3", "multi_node_hsdp")])
+    assert len(set(scripts)) > 70
+    assert [found for each in scripts if (found := shellcheck(each, shell="bash"))] == []
+
+
+def test_the_directives_are_those_of_submitit(words):
+    ours = directives(
+        script(
+            words("fsdp2", gpus_per_node=4, name="first", stop=120),
+            **{"partition": "gpu", "time": "240", "cpus_per_node": 32, "account": "a", "qos": "q", "constraint": "c"},
+            **{"sweep": ("train.learning_rate=1e-4,2e-4,3e-4",), "at_once": 2},
+        )
+    )
+    theirs = directives(
+        submitit._make_sbatch_string(
+            command="x",
+            folder="/f",
+            job_name="first",
+            **{"partition": "gpu", "time": 240, "cpus_per_task": 32, "account": "a", "qos": "q", "constraint": "c"},
+            **{"nodes": 2, "ntasks_per_node": 1, "gpus_per_node": 4, "signal_delay_s": 120},
+            **{"map_count": 3, "array_parallelism": 2},
+        )
+    )
+    own_choice = {"output", "error", "wckey", "signal"}  # submitit's own names; its signal is for its own handler
+    assert {name: ours[name] for name in theirs if name not in own_choice} == {
+        name: value for name, value in theirs.items() if name not in own_choice
+    }
+    assert theirs["signal"] == "USR2@120" and ours["signal"] == "TERM@120"
+    assert ours.keys() - theirs.keys() == {"chdir", "requeue"}
+
+
+@pytest.mark.parametrize("hostile", NAMES)
+def test_hostile_names_are_quoted_or_refused(words, project, hostile):
+    """As the name of the job file, of the log folder, of a module, and as a variable and options of sbatch."""
+    job = project / f"{hostile}.yaml"
+    job.write_text((project / "job.yaml").read_text())
+    wanted = replace(words("ddp", env=(f"HOSTILE={hostile}",)), config=job)
+    text = script(wanted, module=(hostile,), log_folder=project / "shared" / hostile)
+    assert shellcheck(text, shell="bash") == ""
+    directives(text)
+    for quoted in (hostile, str(project / "shared" / hostile)):
+        assert shlex.quote(quoted) in text
+    for name in ("partition", "time", "constraint"):
+        if hostile.isprintable() and not set(hostile) & set('\\"'):
+            assert directives(script(words("ddp"), **{name: hostile}))[name] == hostile
+        else:
+            with pytest.raises(UserError, match=f"--{name}: "):
+                script(words("ddp"), **{name: hostile})
+
+
+def test_an_array_has_the_runs_of_the_sweep(words, project):
+    text = script(words("ddp"), sweep=("train.learning_rate=1e-4,2e-4", "run.seed=1,2"), sweep_folder=project / "sweep")
+    names = [f"learning_rate=0.000{rate},seed={seed}" for rate in (1, 2) for seed in (1, 2)]
+    for number, name in enumerate(names):
+        task = text.split(f"  {number})\n")[1].split(";;")[0]
+        assert f"run={project}/sweep/runs/{name}\n" in task
+        assert f"'run.folder=\"{project}/sweep/runs/{name}\"'" in task and "--set checkpoint.resume=auto" in task
+    assert directives(text)["array"] == "0-3"
+
+
+@pytest.mark.parametrize(
+    ("others", "slurm", "message"),
+    [
+        ({"nodes": 3, "gpus_per_node": 3}, {}, "train.global_batch_size"),
+        ({"override": ("train.steps=no",)}, {}, "train.steps"),
+        ({"override": ("run.folder=x",)}, {"sweep": ("run.seed=1,2",)}, "--sweep-folder SWEEP"),
+        ({}, {"sweep": ("run.seed=1,1",)}, "run.seed"),
+        ({"override": ("run.seed=3",)}, {"sweep": ("run.seed=1,2",)}, "run.seed"),
+        ({"override": ("run.folder=s3://bucket/run",)}, {"sweep": ("train.steps=1,2",)}, "--sweep-folder"),
+        ({}, {"at_once": 2}, "--at-once"),
+        ({}, {"mount": (Path("/data"),)}, "--mount"),
+        ({}, {"container": "x.sif", "mount": (Path("/a,b"),)}, "cannot be mounted"),
+        ({}, {"sbatch": ("exclusive",)}, "--sbatch"),
+        ({}, {"sbatch": ("--nodes=4",)}, "--sbatch"),
+        ({}, {"sbatch": ("--comment=a\nb",)}, "--comment"),
+        ({}, {"activate": Path("nowhere")}, "--activate"),
+        ({"env": ("1X=2",)}, {}, "--env"),
+        ({"env": ("X",)}, {}, "--env"),
+        ({"env": ("X=1", "X=2")}, {}, "written twice"),
+        ({"name": "Two Words"}, {}, "--name"),
+        ({"doctor": Path("nowhere.json")}, {}, "nowhere.json"),
+    ],
+)
+def test_mistakes_are_named(words, others, slurm, message):
+    with pytest.raises(UserError, match=message):
+        script(words("ddp", **others), **slurm)
+
+
+def test_a_folder_that_each_host_has_alone_is_refused(words, monkeypatch):
+    monkeypatch.setattr(job_files, "_LOCAL_FOLDERS", ("/tmp",))
+    with pytest.raises(UserError, match=r"run.folder: /tmp/.* which each host has for itself"):
+        script(words("ddp", override=("run.folder=/tmp/run",)))
+    with pytest.raises(UserError, match="--log-folder"):
+        script(words("ddp", override=("run.folder=s3://bucket/run",)), log_folder=Path("/tmp/logs"))
+    with pytest.raises(UserError, match=r"run.local_folder"):
+        words_at_url = words("ddp", override=("run.folder=s3://b/run", "run.local_folder=/tmp/stage"))
+        script(words_at_url, log_folder=Path("/shared/logs"))
+    assert script(words("ddp", nodes=1, override=("run.folder=/tmp/run",)))
+
+
+def test_it_is_printed_written_or_submitted(words, tmp_path, monkeypatch, capsys):
+    printed = launch_slurm(words("ddp"), SlurmWords(), Destination())
+    text = capsys.readouterr().out
+    assert printed == 0 and text == script(words("ddp"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"`sbatch` is not on the PATH .* sbatch FILE"):
+        launch_slurm(words("ddp"), SlurmWords(), Destination(submit=True))
+    fake = tmp_path / "fake"
+    monkeypatch.setenv("PATH", f"{fake_slurm.install(fake)}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE", str(fake))
+    assert launch_slurm(words("ddp", name="a-job"), SlurmWords(), Destination(submit=True)) == 0
+    assert (fake / "submitted").read_text() == Path("a-job.sbatch").read_text()
