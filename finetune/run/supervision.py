@@ -167,6 +167,6 @@ def _start_sentinel(context: RunContext, sentinel: RunSentinel) -> None:
     )
     if 1 in (os.getpid(), os.getppid()):
         context.log(
-            "warning: run.on_end: the run, or its launcher, is the first process of a container, which ends with it: "
-            "the command cannot run after that. Start the container with --init."
+            "warning: run.on_end: this looks like the first process of a container or like a service of systemd, which "
+            "end all that a run leaves behind, and the command with it. See docs/interruptions.md."
         )

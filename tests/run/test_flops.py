@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, T5Config, T5ForConditionalGeneration
 
-from finetune.run.flops import attended_tokens, flops_per_token, peak_flops
+from finetune.run.flops import attended_tokens, device_price, flops_per_token, peak_flops
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 320}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -70,3 +70,13 @@ def test_the_peak_is_that_of_the_dtype_of_the_products(monkeypatch, precision, s
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: switch)
     found = peak_flops(torch.device("cuda"), precision=precision, world=8)
     assert found == pytest.approx(8 * {"bf16": 989e12, "tf32": 494.5e12}[dtype], rel=0.01)
+
+
+def test_the_price_of_a_device_is_the_one_that_is_stated_or_the_lowest_of_its_kind(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    known = device_price(gpu, stated=None)
+    assert 0.5 < known["usd_per_hour"] < 10 and "on demand" in known["source"]
+    assert device_price(gpu, stated=9.0) == {"usd_per_hour": 9.0, "source": "report.price_per_device_hour"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "somebody's own")
+    assert device_price(gpu, stated=None) == device_price(torch.device("cpu"), stated=None) == {}

@@ -11,6 +11,7 @@ from finetune.report.page.interruptions import (
     restart_line,
     restart_rows,
 )
+from finetune.report.page.page import report_page
 from finetune.report.page.restarts import MOST_STARTS
 from tests.report.page.events import ended, started, taken
 
@@ -151,3 +152,13 @@ def test_the_status_is_written_only_when_it_changes():
     assert len(written) == 1
     assert written[0].keys() == {"restarts", "checkpoint_interval"}
     assert len(costs.lines) == 2
+
+
+def test_the_page_has_the_table_and_nothing_of_it_acts(tmp_path):
+    hostile = {**KILLED, "reason": "</td><script>hurt()</script>"}
+    events = killed_and_resumed()
+    events[11] = {**events[11], "previous": hostile}
+    page = report_page(tmp_path, history_of(*events))
+    assert "<h2>Interruptions</h2>" in page and "2, &lt;/td&gt;&lt;script&gt;hurt()" in page
+    assert "<script>hurt()" not in page
+    assert "<h2>Interruptions</h2>" not in report_page(tmp_path, history_of(started(), taken(1, 1.0)))

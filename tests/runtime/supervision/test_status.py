@@ -159,6 +159,9 @@ def test_a_damaged_status_says_nothing_and_is_written_anew(tmp_path, content):
     assert read(tmp_path)["state"] == "starting"
 
 
+HANGS = RankExit("failed", 1, "Hang", "...", 1)
+
+
 def test_a_start_knows_how_the_one_before_it_ended():
     running = {"state": "running", "num_steps": 9, "step": 4, "time": 5.0, "reason": None, "error": None}
     killed = previous_end(running)
@@ -168,3 +171,15 @@ def test_a_start_knows_how_the_one_before_it_ended():
     assert previous_end({**running, "state": "stopped", "reason": "time limit"})["reason"] == "time limit"
     assert previous_end({}) is None
     assert previous_end({"state": "starting", "num_steps": None, "previous": killed}) == killed  # it never trained
+
+
+def test_what_is_added_is_written_also_after_an_end_and_after_another_rank_s(tmp_path):
+    for number, ends in enumerate((lambda status: None, lambda status: status.claim_exit(HANGS))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        status = status_of(folder)
+        status.start()
+        ends(status)
+        status.add({"restarts": {"restarts": 1}})
+        assert read(folder)["restarts"] == {"restarts": 1}
+        assert read(folder)["state"] == ("starting", "failed")[number]

@@ -84,7 +84,7 @@ class Sentinel:
         """Run the command, once, and log how it went."""
         order = self._order
         for number in (signal.SIGTERM, REPLACED):
-            signal.signal(number, signal.SIG_IGN)  # a machine that goes down ends everything: the command may be why
+            signal.signal(number, _pass)  # ignored ones would be for the command, too; it may end the machine itself
         self._log(
             f"{_now()} {order.host}: {end.outcome} ({end.reason}, step {end.step}, exit code {end.exit_code}); runs "
             f"{order.shown}"
@@ -207,6 +207,10 @@ def _first_order(source: int) -> Order:
             raise EOFError("the run has ended before it said what to do")
         line += byte
     return Order.from_plain(json.loads(line)["order"])
+
+
+def _pass(number: int, frame: object) -> None:
+    """Do nothing."""
 
 
 def _lives(process: tuple[Any, Any] | Process) -> bool:

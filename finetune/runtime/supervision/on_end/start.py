@@ -18,6 +18,7 @@ import finetune
 from finetune.errors import UserError
 from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher
 from finetune.runtime.supervision import heartbeat
+from finetune.runtime.supervision.activity import OwnActivity
 from finetune.runtime.supervision.on_end.outcome import Order, Process
 from finetune.runtime.supervision.status import Peer
 from finetune.runtime.text.terminal import format_json
@@ -27,7 +28,8 @@ _PROGRAM = f"import sys; sys.path.append(sys.argv[1]); from {_MODULE} import mai
 _PACKAGE_PARENT = str(Path(finetune.__file__).parents[1])
 _BEAT_SECONDS = 5.0
 _READY_SECONDS = 60.0
-_LEAST_CPU_SECONDS = 0.05  # of work between two beats, where no point is passed
+_LEAST_CPU_SECONDS = 0.02  # of work between two beats: an upload; waiting for one takes less
+_PREPARING, _TRAINING, _ENDING = "preparing", "training", "ending"
 
 
 class RunSentinel:
@@ -37,8 +39,9 @@ class RunSentinel:
         self._order = order
         self._pipe: int | None = None
         self._lock = threading.Lock()
-        self._is_training = False
+        self._phase = _PREPARING
         self._end: dict[str, str] = {}
+        self._main_thread = OwnActivity()
         self._seen = (0.0, 0.0)  # the last heartbeat, and the processor time
 
     def start(self) -> int | None:
@@ -69,12 +72,12 @@ class RunSentinel:
 
     def begin_training(self) -> None:
         """From now on, progress is what the hang watchdog takes for it."""
-        self._is_training = True
+        self._phase = _TRAINING
         self._send({"has_trained": True})
 
     def end_training(self, state: str, *, reason: str) -> None:
         """Remember how the run ends. From now on, work of any kind is progress: an upload may take long."""
-        self._is_training, self._end = False, {"state": state, "reason": reason}
+        self._phase, self._end = _ENDING, {"state": state, "reason": reason}
 
     def exit(self, code: int) -> int:
         """Announce the end of the run, when nothing is left to do but to exit with this code; return the code."""
@@ -93,12 +96,13 @@ class RunSentinel:
             time.sleep(_BEAT_SECONDS)
 
     def _has_moved(self) -> bool:
-        beat, cpu = heartbeat.last_heartbeat_at(), time.process_time()
-        works = not self._is_training and cpu - self._seen[1] > _LEAST_CPU_SECONDS
-        has_moved = beat != self._seen[0] or works
-        if has_moved:
-            self._seen = beat, cpu
-        return has_moved
+        """Tell whether a point was passed or, outside training, work was done since the last call."""
+        before, self._seen = self._seen, (heartbeat.last_heartbeat_at(), time.process_time())
+        if self._seen[0] != before[0] or self._phase == _TRAINING:
+            return self._seen[0] != before[0]
+        if self._phase == _PREPARING:  # the watchdog, which works in any case, is another thread
+            return self._main_thread.has_moved()
+        return self._seen[1] - before[1] > _LEAST_CPU_SECONDS
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock, suppress(OSError):  # it was killed, or is suspended: the run goes on

@@ -100,7 +100,7 @@ def test_runs_that_end_in_every_way(begin):
     no_need = begin("no need", "sentinel.call_off(); time.sleep(0.1)")
     lives_on = begin("lives on", "time.sleep(600)", idle_after_seconds=1.5)
     called_off = begin("called off", "time.sleep(600)")
-    full = begin("full", KILL, log="/dev/full", command="touch there")
+    full = begin("full", KILL, log="/dev/full", command='touch "$FINETUNE_RUN_FOLDER/done"; kill $$; touch deaf')
     begin.all_started()
     os.kill(called_off.sentinel, signal.SIGTERM)
     assert "finished finished" in finished.until_over()
@@ -110,6 +110,8 @@ def test_runs_that_end_in_every_way(begin):
     assert lives_on.process.poll() is None  # the command decides what becomes of it
     assert "called off by SIGTERM" in called_off.until_over()
     full.until_over()
+    assert (full.folder / "done").exists()
+    assert not Path("deaf").exists()
 
 
 def test_a_launcher_that_lives_may_start_the_run_again(begin):
