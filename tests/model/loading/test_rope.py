@@ -94,8 +94,10 @@ def yarn(parameters, size):
     def turning(number):
         return size * math.log(origin / (number * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(turning(parameters.get("beta_fast", 32))), 0)
-    high = min(math.ceil(turning(1)), size - 1)
+    low, high = turning(parameters.get("beta_fast", 32)), turning(parameters.get("beta_slow", 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     frequencies = []
     for pair in range(size // 2):
         usual = base ** (-2 * pair / size)
