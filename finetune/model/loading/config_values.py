@@ -20,6 +20,7 @@ from finetune.model.loading.rope import (
     rope_scaling_values,
     rope_values,
 )
+from finetune.model.positions.upstream import written_head_size
 
 CONFIG_KEY = "model.config"
 
@@ -110,6 +111,8 @@ def _merged(
             content[own_names.get(name, name)] = value
     if rope:
         content[ROPE] = merged_rope(config, rope, key=key)
+        for name, size in written_head_size(config, content[ROPE]).items():
+            content[name] = content.get(name) or size
         for name in ROPE_VALUES & content.keys():
             del content[name]
     return content

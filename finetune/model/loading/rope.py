@@ -28,6 +28,7 @@ _SCALING_VALUES = frozenset(
 )
 """What other scaling replaces; the rest (`rope_theta`, `mrope_section`, `llama_4_scaling_beta`) is of the model."""
 
+_PARTIAL = "proportional"
 _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
@@ -76,6 +77,12 @@ def _scaled(
     if kind not in (*ROPE_INIT_FUNCTIONS, "default", old.get("rope_type")):
         hint = suggestion(str(kind), sorted(ROPE_INIT_FUNCTIONS))
         raise ModelError(f"{key}: transformers has no `rope_type: {kind}`.{hint}")
+    if old.get("rope_type") == _PARTIAL and kind != _PARTIAL:
+        raise ModelError(
+            f"{key}: `{config.model_type}` rotates a part of each head (`rope_type: {_PARTIAL}`), for which "
+            f"transformers has no `{kind}`. Write `{{rope_type: {_PARTIAL}, factor: ...}}` for that kind of layer in "
+            "`model.config`."
+        )
     if kind in _TYPES_WITH_ORIGIN:
         new.setdefault(_ORIGIN, _origin(config, old))
     return new

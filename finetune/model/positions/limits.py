@@ -17,6 +17,7 @@ class Positions:
     """The positions of a model as its config tells."""
 
     number: int  # that it is made for
+    trained: int  # of pre-training, from which a scaling counts
     is_rotary: bool  # computed, so that there are more; else they may be a table
     by_length: str | None = None  # the kind of scaling whose frequencies depend on the longest sample of a batch
     same_up_to: int = 0  # the length up to which those do not change
@@ -29,14 +30,16 @@ def positions_of(config: PreTrainedConfig) -> Positions | None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1 or getattr(text, "alibi", False) is True:
         return None
     scaled = list(_scalings(text))
+    trained = number
     for each in scaled:
         origin = each.get("original_max_position_embeddings")
+        trained = min(trained, origin) if isinstance(origin, int) else trained
         if each.get("rope_type") in BY_LENGTH:
             short = origin if isinstance(origin, int) and each["rope_type"] == "longrope" else number
-            return Positions(number, True, str(each["rope_type"]), short)
+            return Positions(number, trained, True, str(each["rope_type"]), short)
         if isinstance(origin, int) and isinstance(each.get("factor"), int | float):
             number = max(number, int(origin * each["factor"]))
-    return Positions(number, bool(scaled))
+    return Positions(number, trained, bool(scaled))
 
 
 def _scalings(text: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:

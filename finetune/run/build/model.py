@@ -227,7 +227,7 @@ def require_positions(loaded: LoadedConfig) -> str | None:
             raise _problem(f"the model has only {table:,} positions. Write at most {table:,}.", loaded)
     if not positions.is_rotary or longest <= positions.number or kind is not None:
         return None
-    values = f"rope_scaling: {{rope_type: yarn, factor: {math.ceil(longest / positions.number)}.0}}"
+    values = f"rope_scaling: {{rope_type: yarn, factor: {math.ceil(longest / positions.trained)}.0}}"
     is_new = config.model.from_config is not None
     scaling = f"`{values}` in `model.from_config.values`" if is_new else f"`model.{values}`"
     return (

@@ -10,9 +10,11 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     Ministral3Config,
+    MixtralConfig,
     Phi3Config,
     Qwen3Config,
     Qwen3VLTextConfig,
@@ -47,6 +49,8 @@ CONFIGS = {
     "mrope": Qwen3VLTextConfig(
         **SIZES, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 5e5, "mrope_section": [2, 3, 3]}
     ),
+    "gemma4_text": Gemma4TextConfig(vocab_size=64, vocab_size_per_layer_input=64),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=2),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, original_max_position_embeddings=64),
     "recurrent_gemma": RecurrentGemmaConfig(
         **{name: SIZES[name] for name in SIZES if name != "max_position_embeddings"}, lru_width=32
@@ -94,8 +98,10 @@ def yarn(parameters, size):
     def turning(number):
         return size * math.log(origin / (number * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(turning(parameters.get("beta_fast", 32))), 0)
-    high = min(math.ceil(turning(1)), size - 1)
+    low, high = turning(parameters.get("beta_fast", 32)), turning(parameters.get("beta_slow", 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     frequencies = []
     for pair in range(size // 2):
         usual = base ** (-2 * pair / size)
@@ -105,7 +111,7 @@ def yarn(parameters, size):
     return torch.tensor(frequencies), 1.0 if is_undone else 0.1 * math.log(factor) + 1.0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "ministral3", "trained_with_yarn"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "ministral3", "mixtral", "trained_with_yarn"])
 def test_yarn_is_that_of_the_paper(bases, name):
     config = scaled(bases, name, factor=8.0)
     assert config.max_position_embeddings == 8 * config.rope_parameters["original_max_position_embeddings"]
@@ -151,6 +157,7 @@ def test_what_is_written_of_pre_training_takes_precedence(bases):
 REFUSED = {
     "gpt2": ({}, r"^model\.rope_scaling: `gpt2` has no rotary position embedding"),
     "recurrent_gemma": ({}, r"^model\.rope_scaling: `recurrent_gemma` has no number of positions"),
+    "gemma4_text": ({}, r"^model\.rope_scaling: `gemma4_text` rotates a part of each head .*has no `yarn`"),
     "phi3": ({}, r"^model\.rope_scaling: .*Missing required keys .*`phi3` takes `rope_type: yarn` for `longrope`"),
     "trained_with_yarn": (
         {"factor": 2.0},

@@ -67,9 +67,9 @@ def test_a_long_sample_changes_the_others_of_its_row_only_where_the_scaling_is_b
 def test_the_length_up_to_which_a_scaling_does_not_depend_on_the_batch_is_told(scaling):
     found = positions_of(llama(scaling))
     if scaling in BY_LENGTH:
-        assert found == Positions(32, is_rotary=True, by_length=scaling, same_up_to=32)
+        assert found == Positions(32, 32, is_rotary=True, by_length=scaling, same_up_to=32)
     else:
-        assert found == Positions(128 if scaling in ("yarn", "llama3") else 32, is_rotary=True)
+        assert found == Positions(128 if scaling in ("yarn", "llama3") else 32, 32, is_rotary=True)
 
 
 def test_longrope_changes_at_the_length_of_pre_training():
@@ -77,7 +77,7 @@ def test_longrope_changes_at_the_length_of_pre_training():
     config = Phi3Config(
         **{**SIZES, "max_position_embeddings": 128}, original_max_position_embeddings=32, rope_parameters=scaling
     )
-    assert positions_of(config) == Positions(128, is_rotary=True, by_length="longrope", same_up_to=32)
+    assert positions_of(config) == Positions(128, 32, is_rotary=True, by_length="longrope", same_up_to=32)
 
 
 def test_each_kind_of_layer_is_looked_at():

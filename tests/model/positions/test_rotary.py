@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, Gemma3TextConfig, LlamaConfig, RecurrentGemmaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    RecurrentGemmaConfig,
+)
 
 from finetune.model.positions.rotary import rope_names, uses_scaling
+from finetune.model.positions.upstream import written_head_size
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
@@ -43,3 +51,16 @@ def test_one_of_several_kinds_of_layers_is_enough():
 def test_the_names_of_scalings_are_found_in_a_text_config_too():
     assert rope_names({"attention_dropout": 0.1}) == []
     assert rope_names({"text_config": {"rope_scaling": LINEAR}}) == ["rope_scaling"]
+
+
+def test_yarn_still_needs_a_head_size_in_the_config():
+    """Once this fails, `written_head_size` can go."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    config = MixtralConfig(**SIZES, rope_parameters=yarn)
+    assert config.head_dim is None
+    with pytest.raises(TypeError, match="NoneType"):
+        on_meta(config, yarn)
+    assert written_head_size(config, yarn) == {"head_dim": 8}
+    assert written_head_size(config, {"full_attention": yarn}) == {"head_dim": 8}
+    assert written_head_size(config, LINEAR) == {}
+    assert written_head_size(LlamaConfig(**SIZES, head_dim=16), yarn) == {}

@@ -61,7 +61,7 @@ def test_up_to_its_positions_nothing_is_told(folder, name, change, length):
     assert checked(folder, name, change, length) is None
 
 
-@pytest.mark.parametrize(("change", "length", "positions", "factor"), [("", 100, 64, 2), (YARN, 257, 256, 2)])
+@pytest.mark.parametrize(("change", "length", "positions", "factor"), [("", 100, 64, 2), (YARN, 257, 256, 5)])
 def test_beyond_them_a_warning_tells_what_to_write(folder, change, length, positions, factor):
     warning = checked(folder, "llama", change, length)
     assert f"data.max_length is {length}, and the model was made for {positions} positions" in warning
