@@ -127,9 +127,9 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _count(text: str) -> int:
-    """Return a number of at least 1; raises ValueError, which argparse reports."""
-    if int(text) < 1:
-        raise ValueError
+    """Return a number of at least 1; raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is no number of at least 1")
     return int(text)
 
 
