@@ -126,16 +126,25 @@ def _plot(options: argparse.Namespace) -> None:
     draw(options.plot, name, model, _machines(options), load)
 
 
+def _count(text: str) -> int:
+    """Return a number of at least 1; raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is no number of at least 1")
+    return int(text)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", help="a kind of GPU of finetune/runtime/gpus/specifications.yaml")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpus-per-node", type=_count, default=8)
     parser.add_argument("--network-gbit", type=float, help="between machines, of a whole machine")
     parser.add_argument("--facts", type=Path, help="what `finetune doctor --json` printed")
     parser.add_argument("--model", help="1B, 8B, 70B, or a job file")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sample")
-    parser.add_argument("--samples", type=int, default=1, help="of a microbatch, at most")
-    parser.add_argument("--global-batch", type=int, help="samples of all ranks together; without it, each adds its own")
+    parser.add_argument("--length", type=_count, default=4096, help="tokens of a sample")
+    parser.add_argument("--samples", type=_count, default=1, help="of a microbatch, at most")
+    parser.add_argument(
+        "--global-batch", type=_count, help="samples of all ranks together; without it, each adds its own"
+    )
     for flag in ("--markdown", "--json", "--fit", "--gloo"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--plot", type=Path)

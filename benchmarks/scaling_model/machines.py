@@ -50,7 +50,7 @@ def measured(facts: Facts, *, gpu: str | None = None, network_gbit: float | None
     link, or where neither they nor `--gpu` name a GPU of the table.
     """
     if facts.link is None or facts.world < 2:
-        raise UserError("--facts: no link was measured. Run `doctor --json` on several ranks: accelerate launch -m ...")
+        raise UserError("--facts: no link was measured. Write `accelerate launch ... -m finetune doctor --json`.")
     kind = _kind(facts, gpu)
     per_node = max(1, facts.world // max(1, len(facts.hosts)))
     base = _from_table(parse_hardware(f"{per_node}x{kind.name}", num_nodes=1, network_gbit=network_gbit), "")
