@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 from packaging.version import Version
@@ -29,6 +30,7 @@ from finetune.strategy.upstream import (
     unsharded,
     warm_up_ddp_buckets,
     widen_unfilled_parameters,
+    without_accelerate_sequence_parallelism,
     zero_bucket_sizes,
 )
 
@@ -376,3 +378,18 @@ def test_gradients_that_lie_elsewhere_are_refused():
     del engine.optimizer.averaged_gradients
     with pytest.raises(StrategyError, match="not supported under DeepSpeed's SimpleNamespace"):
         drop_not_yet_unfrozen_from_zero_norm(engine)
+
+
+def test_accelerate_shares_rows_through_deepspeed_alone_and_is_not_asked_to(monkeypatch):
+    """Can go when Accelerate has a backend that keeps packed samples apart."""
+    with pytest.raises(ValueError, match="sp_backend must be one of"):
+        ParallelismConfig(sp_size=2, sp_backend="torch")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    with without_accelerate_sequence_parallelism():
+        assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ
+        assert ParallelismConfig().sp_size == 1
+    assert ParallelismConfig().sp_size == 2
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
+    with without_accelerate_sequence_parallelism():
+        assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true", "HSDP's sizes are read"
