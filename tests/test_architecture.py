@@ -455,8 +455,8 @@ def is_use(node: ast.AST) -> bool:
 def unreported_commands(module: Module) -> Iterator[str]:
     for function in module.functions if module.folder == "cli" else []:
         found = decorators(function)
-        if any(each.endswith(".command()") for each in found) and found[-1] != "handle_errors":
-            yield f"{module.at(function)} {function.name}: decorate it with `handle_errors`, innermost"
+        if any(each.endswith(".command()") for each in found) and found[1:2] != ["handle_errors"]:
+            yield f"{module.at(function)} {function.name}: decorate it with `handle_errors`, right below `command`"
 
 
 def decorators(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:

@@ -115,7 +115,7 @@ def test_the_identity_of_a_classification_names_its_problem_as_ever(kind, name):
 
 
 EVENTS = {
-    "RunStarted": "num_steps strategy arithmetic config flops_per_token peak_flops_per_second",
+    "RunStarted": "num_steps strategy arithmetic config flops_per_token peak_flops_per_second previous device_price",
     "StartedUp": "seconds cpu_seconds memory_bytes",
     "StepTaken": "loss gradient_norm learning_rate num_targets num_tokens samples_sha256 epoch seconds data_seconds "
     "data_share memory_bytes metrics device",

@@ -7,8 +7,8 @@ from finetune.commands.plan.job import Job
 from finetune.commands.plan.strategies import StrategyPlan
 from finetune.commands.plan.work import checkpoint_bytes
 from finetune.model.size import optimizer_state_bytes
-from finetune.runtime.checkpoint_interval import best_interval, expected_time, young_interval
 from finetune.runtime.gpus.prices import Price
+from finetune.runtime.supervision.checkpoint_interval import best_interval, expected_time, young_interval
 
 SPOT_HOURS_PER_MACHINE = 24.0
 """Between two times that a spot machine is taken back: an assumption; it differs by cloud, zone, kind and hour."""

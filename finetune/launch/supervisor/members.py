@@ -103,14 +103,14 @@ def find_leader(view: View) -> str | None:
     return candidates[0] if candidates else None
 
 
-def connected_hosts(beats: Mapping[str, Beat], *, first: str, kept: Collection[str] = ()) -> tuple[str, ...]:
+def connected_hosts(beats: Mapping[str, Beat], *, first: str, preferred: Collection[str] = ()) -> tuple[str, ...]:
     """Return the largest group of hosts that reach one another both ways.
 
-    Of equal ones, that with most of the hosts that are to be kept, then that with `first`.
+    Of equal ones, that with most of the preferred hosts, then that with `first`.
     """
     starts = sorted(beats, key=lambda name: (name != first, name))
-    groups = [_group_around(start, beats, kept) for start in starts]
-    return max(groups, key=lambda group: (len(group), len(set(group) & set(kept))), default=())
+    groups = [_group_around(start, beats, preferred) for start in starts]
+    return max(groups, key=lambda group: (len(group), len(set(group) & set(preferred))), default=())
 
 
 def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
@@ -121,7 +121,7 @@ def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
     """
     staying = {name: beat for name, beat in view.alive.items() if not beat.is_leaving}
     attempt = view.attempt
-    group = connected_hosts(staying, first=me, kept=attempt.hosts if attempt is not None else ())
+    group = connected_hosts(staying, first=me, preferred=attempt.hosts if attempt is not None else ())
     if attempt is None:
         return _first_attempt(view, limits, group)
     if attempt.exit_code is not None:
@@ -129,8 +129,8 @@ def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
     ended = _ending(view, limits, attempt)
     if ended is not None:
         return ended
-    kept = [name for name in attempt.hosts if name in group]
-    hosts = tuple(kept + [name for name in group if name not in kept])[: limits.most]
+    staying_on = [name for name in attempt.hosts if name in group]
+    hosts = tuple(staying_on + [name for name in group if name not in staying_on])[: limits.most]
     if len(hosts) < limits.least:
         return None
     if reason := _change(view, attempt, hosts):
@@ -158,9 +158,9 @@ def _why_missing(beat: Beat | None) -> str:
     return "leaves" if beat.is_leaving else "cannot be reached"
 
 
-def _group_around(start: str, beats: Mapping[str, Beat], kept: Collection[str]) -> tuple[str, ...]:
+def _group_around(start: str, beats: Mapping[str, Beat], preferred: Collection[str]) -> tuple[str, ...]:
     group = [start]
-    for name in sorted(beats, key=lambda other: (other not in beats[start].reaches, other not in kept, other)):
+    for name in sorted(beats, key=lambda other: (other not in beats[start].reaches, other not in preferred, other)):
         if name != start and all(name in beats[each].reaches and each in beats[name].reaches for each in group):
             group.append(name)
     return tuple(group)

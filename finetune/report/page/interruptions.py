@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.report.page.history import RunHistory
 from finetune.report.page.restarts import Restart
-from finetune.runtime.checkpoint_interval import IntervalAdvice, advise_interval
+from finetune.runtime.supervision.checkpoint_interval import IntervalAdvice, advise_interval
 
 _LONGEST_REASON = 60
 

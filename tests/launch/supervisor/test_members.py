@@ -90,7 +90,7 @@ def test_of_equal_groups_the_one_that_trains_goes_on() -> None:
     beats["a"] = replace(beats["a"], reaches=("b",))
     beats["c"] = replace(beats["c"], reaches=("b",))
     assert connected_hosts(beats, first="b") == ("b", "a")
-    assert connected_hosts(beats, first="b", kept=("b", "c")) == ("b", "c")
+    assert connected_hosts(beats, first="b", preferred=("b", "c")) == ("b", "c")
     trains = Attempt(4, ("b", "c"), ("address-b", "address-c"), 501, "a cannot be reached", sessions=("sb", "sc"))
     assert next_attempt(view(beats, trains), Limits(1, 3), me="b") is None
 

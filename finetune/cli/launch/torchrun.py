@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli import launch_jobs
 from finetune.cli.exit_codes import handle_errors
+from finetune.cli.launch import jobs
 from finetune.cli.options import Config, Overrides
 from finetune.runtime.optional import lazily
 
@@ -84,4 +84,4 @@ def torchrun(
     return torchrun_command.supervise_job(job, loaded, limits, here=here, timing=timing)
 
 
-launch_jobs.add_to(app)
+jobs.add_to(app)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from finetune.runtime.checkpoint_interval import (
+from finetune.runtime.supervision.checkpoint_interval import (
     advise_interval,
     best_interval,
     daly_interval,

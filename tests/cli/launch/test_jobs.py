@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import launch_jobs
+from finetune.cli.launch import jobs
 from finetune.commands.launch.job_files import Destination, JobWords
 from finetune.commands.launch.kubernetes import KubernetesWords
 from finetune.commands.launch.skypilot import SkypilotWords
 from finetune.commands.launch.slurm import SlurmWords
 
-ACCELERATE = Path(__file__).parents[2] / "accelerate_configs" / "ddp.yaml"
+ACCELERATE = Path(__file__).parents[3] / "accelerate_configs" / "ddp.yaml"
 COMMANDS = {
-    launch_jobs.slurm: SlurmWords,
-    launch_jobs.kubernetes: KubernetesWords,
-    launch_jobs.skypilot: SkypilotWords,
+    jobs.slurm: SlurmWords,
+    jobs.kubernetes: KubernetesWords,
+    jobs.skypilot: SkypilotWords,
 }
 
 

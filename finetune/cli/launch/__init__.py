@@ -1,0 +1,1 @@
+"""`finetune launch`: the words of each launcher."""
