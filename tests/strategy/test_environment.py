@@ -49,6 +49,7 @@ def test_a_missing_deepspeed_config_says_relative_to_what(tmp_path):
 
 
 def test_parallelism_that_is_not_supported_is_noted():
-    for variables in ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, {"PARALLELISM_CONFIG_SP_SIZE": "2"}):
+    for name, instead in (("TP", "Remove it: FSDP2"), ("CP", "parallelism_config_sp_size")):
+        variables = {f"PARALLELISM_CONFIG_{name}_SIZE": "2"}
         (message,) = read_environment(variables, has_device=True).unsupported
-        assert "_size: 2: " in message and "Remove it" in message
+        assert "_size: 2: " in message and instead in message

@@ -24,13 +24,14 @@ def training_data(*, words=("a", "b"), rows="f1", precomputed=None):
 
 @pytest.fixture
 def facts(tmp_path):
-    def of(*overrides, **changed):
+    def of(*overrides, sequence_size=1, **changed):
         (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n')
         (tmp_path / "job.yaml").write_text(
             "run: {folder: runs/a}\nmodel: {name: org/model}\ndata: {train: {path: rows.jsonl}, max_length: 8}\n"
             "task: {name: sft}\ntrain: {global_batch_size: 2, microbatch_size: 2, steps: 4, learning_rate: 1e-3}\n"
         )
-        loaded, strategy = load_config(tmp_path / "job.yaml", overrides), SimpleNamespace(name="ddp")
+        loaded = load_config(tmp_path / "job.yaml", overrides)
+        strategy = SimpleNamespace(name="ddp", expected=lambda: SimpleNamespace(sequence_size=sequence_size))
         context = RunContext(loaded, strategy, print, RunPaths(tmp_path))
         model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
         return make_fingerprint(context, training_data(**changed), model=model)
@@ -49,6 +50,7 @@ def test_a_run_is_its_settings_and_the_digests_of_its_rows_and_tokenizer(facts):
 
 def test_where_it_comes_from_is_recorded_separately(facts):
     assert facts().origin == {"strategy": "ddp", "processes": "1"}
+    assert facts(sequence_size=2).origin["strategy"] == "ddp with rows shared by 2"
     assert facts().settings["report.log_every_steps"] == "10"
 
 
