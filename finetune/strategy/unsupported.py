@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import StrategyError
-
 
 @dataclass(frozen=True)
 class Unsupported:
@@ -129,13 +127,6 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"dynamo_config.{key}", DYNAMO.sentence(f"`{backend}`")
     for written, each in _in_deepspeed(_deepspeed_file(values)):
         yield "deepspeed_config.deepspeed_config_file", each.sentence(written)
-
-
-def require_supported_file(file: Path, values: Mapping[str, Any]) -> None:
-    """Raise StrategyError where the accelerate file, of this content, asks for what is not supported."""
-    found = [f"{key}: {message}" for key, message in unsupported_in_file(values)]
-    if found:
-        raise StrategyError(f"{file.name}, " + "\n".join(found))
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
