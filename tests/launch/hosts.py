@@ -123,6 +123,14 @@ class SupervisedRun:
         host.boot()
         self.start(host)
 
+    def lose_and_take_back(self, host: Host) -> None:
+        """Take the host away at a random step, and boot it once the others train; return when all of them do."""
+        others = [each.name for each in self.hosts if each is not host]
+        self.kill(host)
+        self.until_hosts(*others)
+        self.restart(host)
+        self.until_hosts(host.name, *others)
+
     def attempts(self) -> list[dict]:
         """Return all attempts, in order; those that are being written are left out."""
         found = []

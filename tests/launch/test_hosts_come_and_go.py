@@ -40,10 +40,7 @@ def hosts() -> Iterator[list[Host]]:
 def test_a_host_is_lost_and_returns(folder: Path, hosts: list[Host], strategy: str) -> None:
     run = SupervisedRun(folder, f"second-host-{strategy}", hosts, strategy)
     run.start(*hosts)
-    run.kill(hosts[1])
-    run.until_hosts("h1")
-    run.restart(hosts[1])
-    run.until_hosts("h1", "h2")
+    run.lose_and_take_back(hosts[1])
     run.finish()
     reasons = [each["reason"] for each in run.attempts()]
     assert reasons[1] in ("h2 is lost", "h2 cannot be reached")  # whichever is noticed first
@@ -55,10 +52,7 @@ def test_a_host_is_lost_and_returns(folder: Path, hosts: list[Host], strategy: s
 def test_the_first_host_is_lost_and_returns(folder: Path, hosts: list[Host]) -> None:
     run = SupervisedRun(folder, "first-host", hosts, "multi_node_fsdp2")
     run.start(*hosts)
-    run.kill(hosts[0])
-    run.until_hosts("h2")
-    run.restart(hosts[0])
-    run.until_hosts("h1", "h2")
+    run.lose_and_take_back(hosts[0])
     run.finish()
     assert [each["hosts"] for each in run.attempts()][1:3] == [["h2"], ["h2", "h1"]]
 
@@ -67,10 +61,7 @@ def test_the_first_host_is_lost_and_returns(folder: Path, hosts: list[Host]) -> 
 def test_lora_on_hosts_that_come_and_go(folder: Path, hosts: list[Host]) -> None:
     run = SupervisedRun(folder, "lora", hosts, "multi_node_fsdp2", ranks_per_host=1, model=LORA)
     run.start(*hosts)
-    run.kill(hosts[1])
-    run.until_hosts("h1")
-    run.restart(hosts[1])
-    run.until_hosts("h1", "h2")
+    run.lose_and_take_back(hosts[1])
     run.finish()
 
 
@@ -79,10 +70,7 @@ def test_three_hosts_of_one_rank_of_which_one_is_lost(folder: Path) -> None:
     with cluster(3) as hosts:
         run = SupervisedRun(folder, "three-hosts", hosts, "multi_node_ddp", ranks_per_host=1)
         run.start(*hosts)
-        run.kill(hosts[1])
-        run.until_hosts("h1", "h3")
-        run.restart(hosts[1])
-        run.until_hosts("h1", "h2", "h3")
+        run.lose_and_take_back(hosts[1])
         run.finish()
 
 

@@ -13,23 +13,15 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.errors import UserError
 from finetune.launch.jobs.request import JobRequest
-from finetune.launch.jobs.slurm import APPTAINER, ArrayTask, Container, SlurmOptions, slurm_script
+from finetune.launch.jobs.slurm import APPTAINER, ArrayTask, Container, Directives, SlurmOptions, slurm_script
 
 LOGS_FOLDER = "logs"
 
 
 @dataclass(frozen=True)
-class SlurmWords:
+class SlurmWords(Directives):
     """The options that are Slurm's alone."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    time: str | None = None
-    cpus_per_node: int | None = None
-    gpu_type: str | None = None
-    sbatch: tuple[str, ...] = ()
     module: tuple[str, ...] = ()
     activate: Path | None = None
     container: str | None = None
@@ -62,14 +54,7 @@ def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -
     options = SlurmOptions(
         working_folder=str(Path.cwd()),
         log_folder=str(log_folder),
-        partition=slurm.partition,
-        account=slurm.account,
-        qos=slurm.qos,
-        constraint=slurm.constraint,
-        time=slurm.time,
-        cpus_per_node=slurm.cpus_per_node,
-        gpu_type=slurm.gpu_type,
-        more=slurm.sbatch,
+        directives=slurm,
         modules=slurm.module,
         activate=_activate(slurm),
         container=container,

@@ -20,11 +20,9 @@ class Container:
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
+class Directives:
     """What Slurm is asked for; None: left to the cluster."""
 
-    working_folder: str
-    log_folder: str
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -32,7 +30,16 @@ class SlurmOptions:
     time: str | None = None
     cpus_per_node: int | None = None
     gpu_type: str | None = None
-    more: tuple[str, ...] = ()  # further directives: `--exclusive`
+    sbatch: tuple[str, ...] = ()  # further directives: `--exclusive`
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """How the script starts the ranks, and where."""
+
+    working_folder: str
+    log_folder: str
+    directives: Directives = Directives()
     modules: tuple[str, ...] = ()
     activate: str | None = None  # the activate script of a virtual environment
     container: Container | None = None
@@ -52,7 +59,7 @@ class ArrayTask:
 def slurm_script(request: JobRequest, options: SlurmOptions, tasks: Sequence[ArrayTask] = ()) -> str:
     """Return the script. Raises UserError where a directive cannot hold what was asked for."""
     container = options.container
-    cpus = options.cpus_per_node
+    cpus = options.directives.cpus_per_node
     if cpus is not None and options.uses_srun_ranks:
         cpus = max(1, cpus // request.ranks_per_node)
     return render(
@@ -75,7 +82,8 @@ def slurm_script(request: JobRequest, options: SlurmOptions, tasks: Sequence[Arr
 def _directives(
     request: JobRequest, options: SlurmOptions, *, num_tasks: int, cpus: int | None
 ) -> list[tuple[str, str | None]]:
-    gpus = f"{options.gpu_type}:{request.ranks_per_node}" if options.gpu_type else str(request.ranks_per_node)
+    asked = options.directives
+    gpus = f"{asked.gpu_type}:{request.ranks_per_node}" if asked.gpu_type else str(request.ranks_per_node)
     at_once = f"%{options.runs_at_once}" if options.runs_at_once else ""
     log = "%A_%a" if num_tasks else "%j"
     wanted = {
@@ -84,11 +92,11 @@ def _directives(
         "--ntasks-per-node": str(request.ranks_per_node if options.uses_srun_ranks else 1),
         "--gpus-per-node": gpus if request.uses_gpus else None,
         "--cpus-per-task": str(cpus) if cpus is not None else None,
-        "--time": options.time,
-        "--partition": options.partition,
-        "--account": options.account,
-        "--qos": options.qos,
-        "--constraint": options.constraint,
+        "--time": asked.time,
+        "--partition": asked.partition,
+        "--account": asked.account,
+        "--qos": asked.qos,
+        "--constraint": asked.constraint,
         "--array": f"0-{num_tasks - 1}{at_once}" if num_tasks else None,
         "--chdir": options.working_folder,
         "--output": f"{request.name}-{log}.out",  # in --chdir: Slurm makes no folders
@@ -96,7 +104,7 @@ def _directives(
     }
     pairs: list[tuple[str, str | None]] = [(name, value) for name, value in wanted.items() if value is not None]
     pairs += [("--open-mode", "append"), ("--requeue", None)]
-    for text in options.more:
+    for text in asked.sbatch:
         name, mark, value = text.partition("=")
         if not name.startswith("--") or name in dict(pairs):
             raise UserError(f"--sbatch {text}: write an option of sbatch that is not set yet, such as `--exclusive`.")
