@@ -68,7 +68,7 @@ def check_job(words: JobWords) -> tuple[JobRequest, LoadedConfig]:
     run = loaded.config.run
     request = JobRequest(
         name=_job_name(words.name, Path(run.folder).name),
-        job=replace(job, is_hybrid=job.is_hybrid and words.nodes > 1 and not _has_more_dimensions(file)),
+        job=replace(job, is_hybrid=job.is_hybrid and words.nodes > 1),
         num_nodes=words.nodes,
         run_folder=run.folder,
         local_folder=run.local_folder if is_url(run.folder) else None,
@@ -181,18 +181,12 @@ def _check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> Non
     numbers = {name.removeprefix("parallelism_config_"): size for name, size in sizes.items() if name.endswith("_size")}
     counts = {name: size for name, size in numbers.items() if isinstance(size, int) and size > 1}
     product = math.prod(counts.values())
-    is_resized = num_nodes > 1 and set(counts) == {"dp_replicate_size", "dp_shard_size"}  # a copy per host
+    is_resized = num_nodes > 1 and counts.keys() - {"sp_size"} == {"dp_replicate_size", "dp_shard_size"}  # a copy per host
     if counts and not is_resized and (world % product or ("dp_shard_size" in counts and world != product)):
         listed = " x ".join(f"{name} {size}" for name, size in counts.items())
         raise StrategyError(
             f"--accelerate {file.path}: parallelism_config has {listed} = {product}, and the job has {world} processes."
         )
-
-
-def _has_more_dimensions(file: AccelerateFile) -> bool:
-    """Tell whether ranks are divided in other ways, too, so that the sizes of the file count."""
-    sizes = file.values.get("parallelism_config") or {}
-    return any(sizes.get(f"parallelism_config_{name}_size", 1) not in (None, 1) for name in ("tp", "cp", "sp"))
 
 
 def _job_name(name: str | None, default: str) -> str:

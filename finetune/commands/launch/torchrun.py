@@ -66,9 +66,15 @@ def make_job(
     for override in overrides:
         words += ["--set", override]
     file = read_accelerate_file(accelerate_file)
+    if file.num_copies > 1 and ranks_per_host % file.sequence_size:
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "
+            f"{ranks_per_host} ranks of a host, which has a copy of the model of its own. Write a divisor."
+        )
     job = Job(
         *(tuple(words), accelerate_file.absolute(), ranks_per_host),
         is_hybrid=file.num_copies > 1,
+        sequence_size=file.sequence_size,
         is_deepspeed=file.kind == "DEEPSPEED",
         stop_seconds=stop_seconds,
     )

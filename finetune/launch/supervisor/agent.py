@@ -27,6 +27,7 @@ class Job:
     accelerate_file: Path
     ranks_per_host: int
     is_hybrid: bool = False  # HSDP: a copy of the model per host
+    sequence_size: int = 1  # ranks that share the tokens of every row
     is_deepspeed: bool = False  # which Accelerate would launch through pdsh on all hosts at once
     stop_seconds: float = 180.0  # for a save, once it is asked to stop
 
@@ -36,7 +37,7 @@ def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
     count = len(attempt.hosts)
     hybrid = (
         ("--parallelism_config_dp_replicate_size", str(count)),
-        ("--parallelism_config_dp_shard_size", str(job.ranks_per_host)),
+        ("--parallelism_config_dp_shard_size", str(job.ranks_per_host // job.sequence_size)),
     )
     options = (
         ("--config_file", str(job.accelerate_file)),

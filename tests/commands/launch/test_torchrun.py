@@ -33,6 +33,21 @@ def test_hsdp_gets_a_copy_per_host_and_deepspeed_no_pdsh(capsys: pytest.CaptureF
     assert all("--deepspeed_multinode_launcher standard" in line for line in printed("zero2", capsys))
 
 
+def test_hsdp_whose_rows_are_shared_has_fewer_shards_on_a_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "accelerate_configs" / "multi_node_hsdp.yaml").read_text()
+    shared = tmp_path / "shared.yaml"
+    shared.write_text(text.replace("shard_size: 8", "shard_size: 4") + "  parallelism_config_sp_size: 2\n")
+    options = {"accelerate_file": shared, "stop_seconds": 9}
+    job, loaded = make_job(RECIPE, ["train.global_batch_size=12"], ranks_per_host=4, **options)
+    print_commands(job, loaded, read_limits("3:3"))
+    found = capsys.readouterr().out
+    assert found.count("--parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2") == 3
+    with pytest.raises(UserError, match="parallelism_config_sp_size: 2 does not divide the 3 ranks of a host"):
+        make_job(RECIPE, [], ranks_per_host=3, **options)
+
+
 @pytest.mark.parametrize("nodes", ["", "0", "3:2", "1:2:3", "two", "1:"])
 def test_other_numbers_of_hosts_are_refused(nodes: str) -> None:
     with pytest.raises(UserError, match="--nodes"):
