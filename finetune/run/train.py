@@ -93,7 +93,7 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
     require_exact_slices(
         prepared.model,
         config=unwrap_model(prepared.unwrapped_model).config,
-        vocabulary_size=len(data.training_data.tokenizer),
+        tokenizer=data.training_data.tokenizer,
         device=accelerator.device,
     )
     verify_before_training(data.training_data)

@@ -1,7 +1,7 @@
 """The strategy that was launched, and what it does not support: refused before anything is loaded."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,17 +77,17 @@ def require_sliceable_model(config: RunConfig, *, size: int) -> None:
 
 
 @torch.no_grad()
-def require_exact_slices(model: nn.Module, *, config: Any, vocabulary_size: int, device: torch.device) -> None:
+def require_exact_slices(model: nn.Module, *, config: Any, tokenizer: Sized | None, device: torch.device) -> None:
     """Raise StrategyError unless the ranks of a group give the logits of a whole row; nothing for one rank. Collective.
 
     Two tiny forward passes; `config` is that of the model inside all wrappers.
     """
     group = sequence_group()
-    if group.size == 1:
+    if group.size == 1 or tokenizer is None:  # a task of images alone shares no rows
         return
     was_training = model.training
     model.eval()
-    ids = [np.arange(7 * place, 7 * place + length) % vocabulary_size for place, length in enumerate((5, 9, 4, 1))]
+    ids = [np.arange(7 * place, 7 * place + length) % len(tokenizer) for place, length in enumerate((5, 9, 4, 1))]
     samples, labels = [Features({"input_ids": each}) for each in ids], np.zeros(sum(map(len, ids)), np.int64)
     row = collate_row(samples, {"input_ids": ids}, token_labels=labels)
     whole = forward_logits(model, row.to(device))[0]
