@@ -181,7 +181,7 @@ def _check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> Non
     numbers = {name.removeprefix("parallelism_config_"): size for name, size in sizes.items() if name.endswith("_size")}
     counts = {name: size for name, size in numbers.items() if isinstance(size, int) and size > 1}
     product = math.prod(counts.values())
-    is_resized = num_nodes > 1 and counts.keys() - {"sp_size"} == {"dp_replicate_size", "dp_shard_size"}  # a copy per host
+    is_resized = num_nodes > 1 and counts.keys() - {"sp_size"} == {"dp_replicate_size", "dp_shard_size"}
     if counts and not is_resized and (world % product or ("dp_shard_size" in counts and world != product)):
         listed = " x ".join(f"{name} {size}" for name, size in counts.items())
         raise StrategyError(
