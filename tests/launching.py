@@ -110,7 +110,10 @@ def begin(
     is_cold: bool = False,
 ) -> Process:
     """Start a Python program whose output goes to these files (errors: with the output); who begins it calls `end`."""
-    variables = {**os.environ, **SETTINGS, **(environment or {})}
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith("FSDP_")
+    }  # an Accelerator sets some
+    variables = {**own, **SETTINGS, **(environment or {})}
     streams = (output.fileno(), (errors or output).fileno())
     if is_cold or not _can_be_warm(command, variables):
         out, err = streams

@@ -1,5 +1,6 @@
 """Loaders of a prepared set: the world's microbatches in order, of which Accelerate hands rank r every world-th."""
 
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,7 +18,7 @@ from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import Order
 from finetune.data.token_cache.store import PreparedSet
 from finetune.data.workers import LoadingCost, loader_settings
-from finetune.runtime.processes import ignore_run_signals
+from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
 
 
@@ -225,7 +226,7 @@ def _loader(
     section: DataSection,
     cost: LoadingCost,
 ) -> DataLoader[Any]:
-    settings = loader_settings(section, cost=cost)
+    settings, is_forking = loader_settings(section, cost=cost), multiprocessing.get_start_method() == "fork"
     return DataLoader(
         cast(Dataset[Features], samples),  # it is only ever asked for the samples of an id
         batch_sampler=sampler,
@@ -235,5 +236,6 @@ def _loader(
         persistent_workers=settings.persistent_workers,
         prefetch_factor=settings.prefetch_factor,
         worker_init_fn=ignore_run_signals,
+        multiprocessing_context=ForkBlockingSignals() if settings.num_workers and is_forking else None,
         generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
     )

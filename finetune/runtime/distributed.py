@@ -95,6 +95,17 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def sum_in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all ranks, added rank by rank. Collective.
+
+    The same to the bit whatever is summed beside it: an all-reduce begins each chunk of its buffer at another rank.
+    """
+    if _answers_alone:
+        return tensor.clone()
+    total, *others = gather_rows(tensor, [len(tensor)] * world())
+    return sum(others, total)
+
+
 def gather_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Return every rank's tensor, in rank order; `sizes` are their first dimensions, the others are equal. Collective.
 

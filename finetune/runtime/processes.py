@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import logging
+import multiprocessing.context
 import os
 import signal
 import socket
@@ -27,13 +28,34 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals after which a run saves a checkpoint and stops; SIGUSR1 saves one and continues."""
 
 
+RUN_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
+
+
 def ignore_run_signals(worker: int = 0) -> None:
     """Have a process that loads data ignore what is meant for the run; it ends with the process that it serves.
 
     Launchers and Slurm signal whole groups of processes, and a run whose data loader has died cannot save itself.
     """
-    for number in (*STOP_SIGNALS, signal.SIGUSR1):
+    for number in RUN_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)  # see `ForkBlockingSignals`
+
+
+class _BlockingSignals(multiprocessing.context.ForkProcess):
+    """A process that has these signals blocked from its first instruction to `ignore_run_signals`."""
+
+    def start(self) -> None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+class ForkBlockingSignals(multiprocessing.context.ForkContext):
+    """Forks processes that load data: a signal to the whole group in the moment of their start does not end them."""
+
+    Process = _BlockingSignals
 
 
 def exit_with_parent() -> None:

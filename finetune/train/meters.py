@@ -112,11 +112,8 @@ class Meters:
         records, self._records = self._records, []
         if not records:
             return []
-        of_ranks = [
-            torch.cat([each.losses.sum()[None], *(value.flatten() for value in each.sums.values())]) for each in records
-        ]
-        added = distributed.sum_tensor(torch.stack(of_ranks))  # [steps, 1 + numbers of the other sums]
-        rows = _rows(records, added).tolist()
+        losses = distributed.sum_in_rank_order(torch.stack([each.losses.sum() for each in records]))
+        rows = _rows(records, losses, _other_sums(records)).tolist()
         memory = peak_memory_bytes()
         events = [
             _event(record, loss_sum=loss, gradient_norm=norm, metrics=self._metrics(record, sums), memory=memory)
@@ -141,13 +138,21 @@ def _by_name(sums: Mapping[str, Tensor], numbers: Sequence[float]) -> dict[str, 
     return {name: part.view(value.shape).tolist() for (name, value), part in zip(sums.items(), flat, strict=True)}
 
 
-def _rows(records: Sequence[StepRecord], added: Tensor) -> Tensor:
-    """Return the norm of each step beside its sums, [steps, 2 + numbers], on the device of the sums.
+def _other_sums(records: Sequence[StepRecord]) -> list[Tensor]:
+    """Return the other sums of all ranks, [steps, numbers], as a list of one; of none where there are none."""
+    if not records[0].sums:
+        return []
+    flat = [torch.cat([value.flatten() for value in each.sums.values()]) for each in records]
+    return [distributed.sum_tensor(torch.stack(flat))]
+
+
+def _rows(records: Sequence[StepRecord], losses: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Return norm, loss and other sums of each step, [steps, 2 + numbers], on the device of the losses.
 
     Where parameters are offloaded, as by `fsdp_offload_params`, the norm of their gradients is on the CPU.
     """
     norms = torch.stack([record.gradient_norm for record in records])
-    return torch.cat([norms[:, None].to(added), added], dim=1)
+    return torch.cat([norms[:, None].to(losses), losses[:, None], *others], dim=1)
 
 
 def is_finite(tensor: Tensor) -> bool:

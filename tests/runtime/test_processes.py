@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher, launch_id
+from finetune.runtime.processes import (
+    ELASTIC_VARIABLE,
+    ForkBlockingSignals,
+    ignore_run_signals,
+    is_launcher,
+    launch_id,
+)
 
 CHILD = """
 import signal, sys
@@ -58,6 +64,22 @@ def test_the_end_of_a_launcher_is_a_sigterm_and_that_of_a_shell_is_nothing(is_la
             parent.stdin.write("still there?\n")
             parent.stdin.flush()
         assert parent.stdout.readline() == answer
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
+def test_a_signal_in_the_moment_of_its_start_does_not_end_a_process_that_loads_data():
+    def work():
+        os.kill(os.getpid(), signal.SIGTERM)  # before it ignores anything, as a launcher that signals the group
+        ignore_run_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0 if not signal.pthread_sigmask(signal.SIG_BLOCK, []) else 3)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    process = ForkBlockingSignals().Process(target=work)
+    process.start()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_launch_has_one_name_for_all_its_processes_and_another_launch_has_another():

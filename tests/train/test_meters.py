@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from finetune.runtime import distributed
 from finetune.train.meters import DataWaitMonitor, Meters, StepRecord, sum_over_ranks
 from tests.devices import EVERY_DEVICE
 
@@ -89,6 +90,24 @@ def test_a_norm_on_the_cpu_is_logged_beside_losses_on_a_device(monkeypatch):
     with pytest.raises(Joined) as found:
         meters.read()
     assert found.value.args == ((3, 3), "meta")
+
+
+def test_the_loss_of_a_step_is_the_same_whatever_steps_are_read_with_it(monkeypatch):
+    shares = torch.tensor([1e8, 1.0, -1e8, 1.0])  # of four ranks: added in another order they are another number
+
+    def gather(tensor, sizes):
+        assert len(sizes) == 4 and tensor.shape[0] == sizes[0]
+        return [tensor / tensor * share for share in shares]
+
+    monkeypatch.setattr(distributed, "world", lambda: 4)
+    monkeypatch.setattr(distributed, "gather_rows", gather)
+    found = set()
+    for count in (1, 2, 5):
+        meters = Meters()
+        for _ in range(count):
+            meters.add(replace(step_record(device="cpu", norm_device="cpu"), num_targets=1))
+        found |= {event.loss for _, event in meters.read()}
+    assert found == {1.0}  # ((1e8 + 1) - 1e8) + 1 in float32, rank by rank
 
 
 @EVERY_DEVICE

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from finetune.errors import FinetuneError, LostContact, UserError
 from finetune.runtime import distributed
-from finetune.runtime.processes import exit_process
+from finetune.runtime.processes import STOP_SIGNALS, exit_process
 from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
 from finetune.runtime.text.terminal import format_traceback, printable
 
@@ -41,6 +41,9 @@ _BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Br
 
 _PATIENCE_SECONDS = 3.0
 
+_FIRST_RANK_SECONDS = 10.0
+"""Other ranks leave it to rank 0 for so long to print an error that all have met."""
+
 
 class ProcessExit:
     """The exit of this process: whether its main thread or its watchdog comes first, the reason is printed once."""
@@ -59,6 +62,8 @@ class ProcessExit:
         own = exit_from_error(error, rank=self._rank)
         first = self._status.claim_exit(own)
         if first == own and own.state != STOPPED:
+            if self._rank > 0 and self._status.first() is None:  # the disk takes nothing, so nobody knows who was first
+                _leave_it_to_rank_0()
             self._exit(own, message=format_first_error(error, rank=self._rank))
         self._exit(first, message=None)
 
@@ -87,6 +92,14 @@ class ProcessExit:
                 return LostContact(format_lost_peers(lost))
             time.sleep(0.1)
         return LostContact(f"lost contact with another rank: {str(error).splitlines()[0]}")
+
+
+def _leave_it_to_rank_0() -> None:
+    """Wait so long that rank 0 has printed its error and the launcher has ended this process."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+    time.sleep(_FIRST_RANK_SECONDS)
 
 
 def is_broken_collective(error: BaseException) -> bool:
