@@ -23,7 +23,9 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="run the chain of this number alone, and record nothing")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the list is written")
     parser.add_argument("--record", type=Path, help="what is remembered between two starts")
-    parser.add_argument("--keep", action="store_true", help="resume although the source has changed since")
+    parser.add_argument(
+        "--keep", action="store_true", help="resume although the source has changed since; what violated runs again"
+    )
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that disks and hosts are given back
     folder = Path(tempfile.mkdtemp(prefix="finetune-faults-"))
@@ -43,10 +45,11 @@ def main() -> int:
 def _run_many(ground: Ground, record: Record, *, count: int, seed: int, page_path: Path) -> int:
     if record.lines:
         print(f"resumes after {len(record.lines)} runs with {record.num_struck} faults")
+    done = {line.number for line in record.lines}
     for chain in chains(seed):
         if record.num_struck >= count:
             break
-        if chain.number < len(record.lines):
+        if chain.number in done:
             continue
         outcome = ground.run(chain)
         record.add(as_line(outcome))

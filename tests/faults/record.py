@@ -43,16 +43,15 @@ def describe_places(chain: Chain) -> str:
 class Record:
     """Chains that have run, in a file: a run of the same seed and source goes on after the last of them.
 
-    `keep`: also where the source has changed since.
+    `keep`: also where the source has changed since; chains with violations then run again.
     """
 
     def __init__(self, path: Path, *, seed: int, source: str, keep: bool = False) -> None:
         self._path = path
-        self._head = {"seed": seed, "source": source}
-        self.lines = self._read(keep=keep)
-        if not self.lines:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self._head) + "\n")
+        head = {"seed": seed, "source": source}
+        self.lines = self._read(head, keep=keep)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(each) + "\n" for each in (head, *map(asdict, self.lines))))
 
     def add(self, line: Line) -> None:
         """Remember a chain."""
@@ -65,12 +64,14 @@ class Record:
         """Return how many faults have struck."""
         return sum(len(line.struck) for line in self.lines)
 
-    def _read(self, *, keep: bool) -> list[Line]:
+    def _read(self, head: dict[str, object], *, keep: bool) -> list[Line]:
         if not self._path.exists():
             return []
-        head, *rest = [json.loads(line) for line in self._path.read_text().splitlines()]
-        is_same = head == self._head or (keep and head["seed"] == self._head["seed"])
-        return [_line(values) for values in rest] if is_same else []
+        before, *rest = [json.loads(line) for line in self._path.read_text().splitlines()]
+        lines = [_line(values) for values in rest]
+        if before == head:
+            return lines
+        return [line for line in lines if not line.violations] if keep and before["seed"] == head["seed"] else []
 
 
 def _line(values: dict[str, object]) -> Line:
@@ -93,7 +94,7 @@ def page(lines: Sequence[Line], *, seed: int) -> str:
         "| fault | struck |\n|---|---|",
         *(f"| {kind} | {count} |" for kind, count in Counter(map(_kind, struck)).most_common()),
         "\n| run | job | places | faults | outcome |\n|---|---|---|---|---|",
-        *(_row(line) for line in lines),
+        *(_row(line) for line in sorted(lines, key=lambda line: line.number)),
     ]
     return "\n".join(text) + "\n"
 
