@@ -46,9 +46,7 @@ def test_the_window_is_open_in_its_steps_alone(profile, after, until, opened, tm
     for event in found:
         folder = tmp_path / "profile" / f"steps-{opened[0]:06}-{opened[-1]:06}"
         assert sorted(path.name for path in folder.iterdir()) == ["rank-0.memory.json", "rank-0.pt.trace.json.gz"]
-        assert sum(event.seconds.values()) == pytest.approx(
-            event.wall_seconds, rel=0.03, abs=2e-4
-        )
+        assert sum(event.seconds.values()) == pytest.approx(event.wall_seconds, rel=0.03, abs=2e-4)
         assert event.seconds["forward"] > 0
         assert event.seconds["communication"] == 0
 
@@ -97,9 +95,7 @@ class TestOnAGpu:
                     weights @ weights
             profile.end_step(step)
         (event,) = [each for each in events if isinstance(each, Profiled)]
-        assert sum(event.seconds.values()) == pytest.approx(
-            event.wall_seconds, rel=0.03, abs=2e-4
-        )
+        assert sum(event.seconds.values()) == pytest.approx(event.wall_seconds, rel=0.03, abs=2e-4)
         assert event.seconds["forward"] > 0.9 * event.wall_seconds
         written = sorted(path.name for path in (tmp_path / "profile" / "steps-000003-000004").iterdir())
         assert written == ["rank-0.memory.pickle", "rank-0.pt.trace.json.gz"]
