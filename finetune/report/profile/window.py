@@ -111,6 +111,11 @@ class StepProfile:
         """Close a window that is open, after the steps that it has. Collective."""
         if self._first_step and step >= self._first_step:
             self._close(step)
+        elif self._recorder is not None:  # opened for a step that was not taken: a profiler that runs on may crash
+            self._first_step = 0
+            self._stack.close()
+            self._clock, recorder, self._recorder = None, self._recorder, None
+            recorder.stop()
 
     @property
     def _last_step(self) -> int:

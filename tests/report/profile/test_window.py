@@ -51,6 +51,13 @@ def test_the_window_is_open_in_its_steps_alone(profile, after, until, opened, tm
         assert event.seconds["communication"] == 0
 
 
+def test_a_profiler_does_not_run_on_where_the_step_of_its_window_never_comes(profile, tmp_path):
+    profile, events = profile()
+    assert train(profile, until=2) == []
+    assert not profile.is_open and not torch.autograd.profiler._is_profiler_enabled
+    assert events == [] and not (tmp_path / "profile").exists()
+
+
 def test_a_run_that_resumes_after_the_window_is_told(profile):
     profile, events = profile()
     train(profile, after=4)
