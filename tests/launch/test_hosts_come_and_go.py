@@ -4,7 +4,6 @@ Hosts are network namespaces and talk through gloo: what NCCL does when a host i
 lost leaves the network first, so no connection to it is closed, as when a machine loses its power.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,6 @@ STRATEGIES = [
     *(pytest.param(f"multi_node_{name}", marks=pytest.mark.slow) for name in ("ddp", "hsdp", "zero3")),
     pytest.param("zero2", marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[Host]]:
-    with cluster(2) as made:
-        yield made
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,7 +6,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,17 +20,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not has_namespaces(), reason="needs root, to make network namespaces"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[Host]]:
-    with cluster(2) as made:
-        yield made
 
 
 def ranks_on(host: Host) -> list[psutil.Process]:

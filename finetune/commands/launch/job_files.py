@@ -73,7 +73,6 @@ def check_job(words: JobWords) -> tuple[JobRequest, LoadedConfig]:
         run_folder=run.folder,
         local_folder=run.local_folder if is_url(run.folder) else None,
         is_single=file.kind == "NO",
-        is_deepspeed=file.kind == "DEEPSPEED",
         max_restarts=words.max_restarts,
         stop_seconds=words.stop,
         uses_gpus=not words.cpu,

@@ -33,7 +33,6 @@ class JobRequest:
     run_folder: str  # a folder that all hosts share, or a URL
     local_folder: str | None  # of a run at a URL, where the job names one
     is_single: bool  # one process, which needs no launcher
-    is_deepspeed: bool = False
     deepspeed_file: str | None = None  # in place of the one that the accelerate file names
     max_restarts: int = 3
     stop_seconds: int = 180  # from the request to stop until everything is killed
@@ -76,8 +75,6 @@ def launch_words(request: JobRequest, meeting: Rendezvous, *, log_folder: Word |
         options[words.index(option) + 1] = ShellText(f'"${variable}"')
     if request.num_nodes > 1:
         options += ["--same_network", "--rdzv_backend", "static"]
-    if request.num_nodes > 1 and request.is_deepspeed:
-        options += ["--deepspeed_multinode_launcher", "standard"]  # torchrun; its default needs pdsh and a hostfile
     if request.deepspeed_file is not None:
         options += ["--deepspeed_config_file", request.deepspeed_file]
     if log_folder is not None:
