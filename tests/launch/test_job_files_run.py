@@ -24,6 +24,7 @@ from finetune.commands.launch.skypilot import SkypilotWords, launch_skypilot
 from finetune.commands.launch.slurm import SlurmWords, launch_slurm
 from finetune.launch.jobs.decision import AGAIN
 from finetune.report.jsonl import read_events
+from finetune.runtime.supervision import faults
 from tests.launch import fake_slurm
 from tests.launch.cluster import read_status, until
 from tests.launch.jobs.expansion import as_kubernetes_expands
@@ -33,6 +34,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(240
 ROOT = Path(__file__).parents[2]
 STEPS = 300
 ADDRESS = "127.0.0.2"
+PACE = "; ".join(f"data step={step} do=sleep seconds=0.03" for step in range(1, STEPS + 1))
+"""A run whose status is read still goes on; the file is up to three seconds old."""
 
 
 @pytest.fixture
@@ -70,10 +73,9 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def start(command: Sequence[str], environment: Mapping[str, str], *, log: Path) -> subprocess.Popen[bytes]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        variables = {**os.environ, faults.VARIABLE: PACE, "PATH": path, **environment}
         with log.open("ab") as output:
-            programs.append(
-                subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PATH": path, **environment})
-            )
+            programs.append(subprocess.Popen(command, stdout=output, stderr=output, env=variables))
         return programs[-1]
 
     yield start
