@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -104,33 +104,68 @@ def _forms(value: str) -> Iterator[str]:
 
 
 _SECRET_WORD = (
-    r"(?:\w+[_-])?(?:password|passwd|passphrase|secrets?|credentials?|jwt)(?:[_-]\w+)?"
+    r"(?:[\w-]*(?:password|passwd|passphrase)|(?:\w+[_-])?(?:secrets?|credentials?|jwt))(?:[_-]\w+)?"
     r"|(?:\w+[_-])?(?:api|access|private|secret|auth|signing|encryption|account|shared|storage)[_-]?keys?(?:[_-]id)?"
     r"|(?:\w+[_-])?(?:auth|access|api|hf|hub|refresh|session|security|wandb|github|gitlab|secret|private|bearer)"
     r"[_-]?tokens?"
     r"|token|authorization|bearer|sig|signature"
+    r"|(?-i:(?:[A-Z0-9]+_)+(?:AUTH|COOKIE|KEY|PASS|PAT|PWD|SAS|SIG|SIGNATURE|TOKEN))"  # of environment variables
 )
 _SECRET_NAME = re.compile(rf"^(?:{_SECRET_WORD})$", re.IGNORECASE)
-_ASSIGNED = re.compile(
-    r"(?<![A-Za-z0-9])(?P<name>[A-Za-z][\w-]{1,63})(?P<between>[\"']?\s?=\s?|%3D|[\"']\s?:\s?)"
-    r"(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"'`)\]}]+)",
-    re.IGNORECASE,
-)
-_WORDS = ("pass", "secret", "credential", "jwt", "key", "token", "authorization", "bearer", "sig")
+_WORDS = re.compile(r"pass|secret|credential|jwt|key|token|auth|bearer|sig|(?-i:PWD|_PAT|_SAS|COOKIE)", re.IGNORECASE)
 """One of them is in every name of a secret."""
 
-_YAML_LINE = re.compile(
-    rf"^(?P<head>[ \t]*(?:-[ \t]+)?[\"']?(?:{_SECRET_WORD})[\"']?[ \t]*:[ \t]+)(?P<value>[^\s#{{\[&*|>][^\n]*?)"
-    r"(?P<end>[ \t]*(?:[ \t]#[^\n]*)?)$",
-    re.IGNORECASE | re.MULTILINE,
-)
-_FLOW = re.compile(
-    rf"(?P<head>[{{,\[][ \t]*[\"']?(?:{_SECRET_WORD})[\"']?[ \t]*:[ \t]+)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^,}}\]\n]+)",
+_QUOTE = r"\\{0,8}[\"'`]"  # of texts within texts, too
+_QUOTES = r"(?:\\{0,8}[\"']){1,8}"
+_NAMED = re.compile(
+    r"(?<![A-Za-z0-9])(?P<name>[A-Za-z][\w-]{1,63}+)(?:"
+    rf"(?:{_QUOTES})?[ \t]{{0,8}}(?:[:=]?=>?|%(?:25)?3D)[ \t]{{0,8}}"  # name=value
+    rf"|{_QUOTES}[ \t]{{0,8}}:\s{{0,8}}"  # "name": value
+    rf"|(?:{_QUOTES})?[ \t]{{0,4}},?\s{{0,40}}(?:-\s)?(?:{_QUOTES})?value(?:{_QUOTES})?[ \t]{{0,4}}:[ \t]{{0,8}}"  # of
+    r"|:[ \t]{1,4}(?:Bearer|Basic|Token)[ \t]{1,4}(?=\w)"  # a list of variables; and this is of a header
+    r"|(?P<colon>`?:[ \t]{0,8}))"
+    rf"|(?<=-)(?P<option>[A-Za-z][\w-]{{1,63}}+)(?:{_QUOTES}[ \t]{{0,4}},\s{{0,40}}|(?:[ \t]|\\\n){{1,8}})",
     re.IGNORECASE,
 )
-_NO_VALUE = frozenset({"", "none", "null", "true", "false", "0", "1", "...", REDACTED})
+"""A name, and all between it and its value; whether it is that of a secret is decided afterwards."""
 
-_IN_YAML = rf"\g<head>'{REDACTED}'"
+_OPENING = re.compile(
+    rf"(?>(?P<first>{_QUOTE})(?P<more>{_QUOTE}){{0,15}})(?!\s|\Z)(?(more)(?![,;:&)\]}}])|(?![,;:&)\]}}](?!\w)))"
+)
+"""Quotes before a value; those around nothing, or that end what is around it, are none."""
+
+_BARE = re.compile(r"(?:[^\s,;&\"'`)\]}]|[,;&](?![\s\"'\\`]|\Z|[\w.-]{1,64}=)|[)\]}](?=\w))+")
+_CONTINUED = re.compile(r"[\w\\\"'`$]")
+_MAX_QUOTED = 2000
+"""Characters of a value in quotes; one that is not closed by then ends with its line."""
+
+_NO_VALUE = re.compile(
+    r"|none|null|true|false|[01]|\.\.\.|\[redacted.*|<[^<>]*>|(?-i:\$[A-Z_][A-Z0-9_]*|\$\{[A-Z_][A-Z0-9_]*\})",
+    re.IGNORECASE | re.DOTALL,
+)
+_SENTENCE = re.compile(r"[A-Za-z'.-]*[,.:;!?]*|[\d.,:]+|[\[{(<*&|>].*", re.DOTALL)
+"""What follows `name:` in messages and does not look like a secret."""
+
+_OPTION_TEXT = re.compile(
+    r"-.*|(?:[A-Z]+_)*(?:TEXT|NAME|VALUE|TOKEN|PASSWORD|SECRET|KEY|FILE|PATH|STRING)(?:[=:].*)?"
+    r"|(?:and|are|as|by|can|cannot|for|from|has|in|instead|is|must|needs|not|of|on|option|or|takes|that|the|to|was|with)"
+    r"[,.:;]?"
+)
+"""What follows `--name` in help and messages and is not its value."""
+
+_YAML_LINE = re.compile(
+    rf"(?P<head>[ \t]*(?:-[ \t]+)*[\"']?(?:{_SECRET_WORD})[\"']?[ \t]*:)"
+    r"(?P<value>[ \t]+(?:\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|[^\s#].*?))?(?P<end>[ \t]*(?:[ \t]#.*)?)",
+    re.IGNORECASE,
+)
+_YAML_COMMENT = re.compile(
+    rf"(?P<head>#[ \t]*(?:-[ \t]+)*(?:{_SECRET_WORD})[ \t]*:[ \t]+)(?P<value>\S.*)", re.IGNORECASE
+)
+_FLOW = re.compile(
+    rf"(?P<head>[{{,\[]\s*[\"']?(?:{_SECRET_WORD})[\"']?[ \t]*:\s+)"
+    r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'|\[[^\]\n]*\]|\{[^}\n]*\}|[^,}\]\n]+)",
+    re.IGNORECASE,
+)
 
 _START = r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-Fa-f][0-9A-Fa-f]))"
 _SECRET_SHAPE = re.compile(
@@ -170,7 +205,10 @@ def register_secrets(values: Any) -> None:
 
 
 def redacted_text(text: str) -> str:
-    """Return the text without known secrets, what has the shape of a token, and what is secret in a URL or `name=`."""
+    """Return the text without known secrets, what has the shape of a token, and what is secret in a URL or `name=`.
+
+    What it has returned stays the same when it is redacted again, also as part of JSON.
+    """
     if len(text) < MIN_KNOWN_LENGTH:
         return text
     text = _known.redact(text)
@@ -179,23 +217,32 @@ def redacted_text(text: str) -> str:
     text = _without_shapes(text)
     if "Bearer" in text or "Basic" in text:
         text = _HEADER.sub(rf"\g<scheme>\g<between>{REDACTED}", text)
-    if "=" in text or "%3" in text or ":" in text:
-        lower = text.lower()
-        return _ASSIGNED.sub(_without_value, text) if any(word in lower for word in _WORDS) else text
-    return text
+    return _without_named(text)
 
 
 def comparable_text(text: str) -> str:
-    """Return the text without tokens by their shape and without what signs URLs, whatever the environment holds.
+    """Return the text without tokens, named secrets and what signs URLs, whatever the environment holds.
 
     It stays the same when a URL is signed again, so that it can be compared with what an earlier start has written.
     """
-    return _without_shapes(unsigned_urls(text) if "://" in text else text)
+    return _without_named(_without_shapes(unsigned_urls(text) if "://" in text else text))
 
 
 def redacted_yaml(text: str) -> str:
     """Return the text of a YAML file with the values of secret names left out, too; its lines stay where they are."""
-    return _FLOW.sub(_IN_YAML, _YAML_LINE.sub(rf"{_IN_YAML}\g<end>", redacted_text(text)))
+    lines: list[str] = []
+    secret_column = None  # of the key whose value goes on as long as lines are indented more
+    for line in redacted_text(text).split("\n"):
+        column = len(line) - len(line.lstrip(" \t-"))
+        if secret_column is not None and (column > secret_column or not line.strip()):
+            lines.append("")
+            continue
+        match = _YAML_LINE.fullmatch(line)
+        secret_column = column if match is not None else None
+        if match is not None and match["value"] and not _NO_VALUE.fullmatch(match["value"].strip(" \t\"'")):
+            line = f"{match['head']} '{REDACTED}'{match['end']}"
+        lines.append(_YAML_COMMENT.sub(_in_yaml, line) if "#" in line else line)
+    return _FLOW.sub(_in_yaml, "\n".join(lines))
 
 
 def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -204,36 +251,57 @@ def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def redacted_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values with texts under secret names left out; `pad_token` and `tokens: 1000` are none."""
-    if isinstance(value, str):
-        return REDACTED if name and value and is_secret_name(name) else redacted_text(value)
-    if isinstance(value, Mapping):
-        return {
-            _redacted_key(key, _known.forms) if isinstance(key, str) else key: redacted_config(item, name=str(key))
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [redacted_config(item, name=name) for item in value]
-    return value
+    """Return nested plain values with what is under secret names left out; `pad_token` and `tokens: 1000` are none."""
+    return _cleaned(value, name=name, clean=redacted_text, clean_key=_redacted_key)
 
 
 def comparable_config(value: Any, *, name: str = "") -> Any:
     """Return nested plain values, redacted as by `comparable_text`, to be compared with those of an earlier start."""
+    return _cleaned(value, name=name, clean=comparable_text, clean_key=str)
+
+
+def _cleaned(value: Any, *, name: str, clean: Callable[[str], str], clean_key: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return REDACTED if name and value and is_secret_name(name) else comparable_text(value)
+        return REDACTED if value and is_secret_name(name) else clean(value)
     if isinstance(value, Mapping):
-        return {key: comparable_config(item, name=str(key)) for key, item in value.items()}
-    return [comparable_config(item, name=name) for item in value] if isinstance(value, (list, tuple)) else value
+        named = ((clean_key(key) if isinstance(key, str) else key, item, own) for key, item, own in _named(value, name))
+        return {key: _cleaned(item, name=own, clean=clean, clean_key=clean_key) for key, item, own in named}
+    if isinstance(value, (list, tuple)):
+        return [_cleaned(item, name=own, clean=clean, clean_key=clean_key) for _, item, own in _named(value, name)]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return REDACTED if is_number and is_secret_name(name) and name not in _NAMES_OF_NUMBERS else value
+
+
+_NAMES_OF_NUMBERS = frozenset({"token", "bearer", "sig", "signature"})
+
+
+def _named(values: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield each item with its key and the name that decides whether it is secret: one around it may, too.
+
+    In a list, what follows an option `--password` has its name; so has the value of `{name: PASSWORD, value: X}`.
+    """
+    if isinstance(values, Mapping):
+        variable = values.get("name")
+        for key, item in values.items():
+            own = str(variable) if key == "value" and isinstance(variable, str) else str(key)
+            yield key, item, name if is_secret_name(name) else own
+        return
+    before = None
+    for index, item in enumerate(values):
+        yield index, item, before if before is not None and not str(item).startswith("-") else name
+        before = item if isinstance(item, str) and item.startswith("-") and is_secret_name(item) else None
 
 
 def redacted_command(words: Sequence[str]) -> list[str]:
     """Return a command line with the values of secret options left out: `--hub-token X`, `--set a.password=X`."""
-    cleaned: list[str] = []
-    hides_next = False
-    for word in words:
-        cleaned.append(REDACTED if hides_next else _redacted_word(word))
-        hides_next = word.startswith("-") and "=" not in word and is_secret_name(word)
-    return cleaned
+    return [REDACTED if is_secret_name(name) else _redacted_word(word) for _, word, name in _named(words, "")]
+
+
+def register_command(words: Sequence[str]) -> None:
+    """Remember the secrets of a command line."""
+    for _, word, name in _named(words, ""):
+        key, _, value = word.rpartition("=")
+        _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -242,8 +310,12 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name[-128:].lstrip("-").rpartition(".")[2].strip()))
 
 
+def _redacted_key(key: str) -> str:
+    return _remembered_key(key, _known.forms)
+
+
 @functools.lru_cache(maxsize=1024)
-def _redacted_key(key: str, forms: tuple[str, ...]) -> str:
+def _remembered_key(key: str, forms: tuple[str, ...]) -> str:
     """Return the name without secrets; asked for at every step, it is remembered for as long as `forms` is the same."""
     return redacted_text(key)
 
@@ -252,39 +324,82 @@ def _without_shapes(text: str) -> str:
     return _SECRET_SHAPE.sub(REDACTED, text) if any(each in text for each in _BEGINNINGS) else text
 
 
-def _without_value(match: re.Match[str]) -> str:
-    value = match["value"]
-    bare = value.strip("\"'")
-    if bare.lower() in _NO_VALUE or bare.startswith("<") or "[redacted" in bare or not is_secret_name(match["name"]):
-        return match[0]
-    quotes = value[0] if value[0] in "\"'" else ""
-    return f"{match['name']}{match['between']}{quotes}{REDACTED}{quotes}"
+def _without_named(text: str) -> str:
+    """Return the text without the values of secret names: `password=X`, `"password": "X"`, `--password X`."""
+    if not _WORDS.search(text):
+        return text
+    pieces, position = [], 0
+    for start, end in _named_values(text):
+        pieces += [text[position:start], REDACTED]
+        position = end
+    return "".join([*pieces, text[position:]])
+
+
+def _named_values(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where each value of a secret name begins and ends; what else has a name is searched for more names."""
+    match = _NAMED.search(text)
+    while match is not None:
+        position = match.end()
+        if is_secret_name(match["name"] or match["option"]):
+            start, end = _value_at(text, position)
+            value = text[start:end]
+            no_value = _SENTENCE if match["colon"] else _OPTION_TEXT if match["option"] else _NO_VALUE
+            if not (_NO_VALUE.fullmatch(value) or (start == position and no_value.fullmatch(value))):
+                yield start, end
+                position = end
+        match = _NAMED.search(text, position)
+
+
+def _value_at(text: str, start: int) -> tuple[int, int]:
+    """Return where the value begins and ends: in its quotes, or as a word that may be quoted in parts."""
+    position, first = start, None
+    while position < len(text) and (first is None or _CONTINUED.match(text, position)):
+        opening, bare = _OPENING.match(text, position), _BARE.match(text, position)
+        if opening is not None:
+            position = opening.end()
+            closing = re.compile(rf"(?<!\\){re.escape(opening['more'] or opening['first'])}").search(text, position, position + _MAX_QUOTED)
+            end = _end_of_line(text, position) if closing is None else closing.start()
+            inside, position = (position, end), end if closing is None else closing.end()
+        elif bare is not None:
+            position = bare.end()
+            inside = (bare.start(), bare.start() + len(bare[0].rstrip(".:!?")))
+        else:
+            break
+        first = inside if first is None else (start, position)
+    return first or (start, start)
+
+
+def _end_of_line(text: str, start: int) -> int:
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end
+
+
+def _in_yaml(match: re.Match[str]) -> str:
+    return match[0] if _NO_VALUE.fullmatch(match["value"].strip("\"' ")) else f"{match['head']}'{REDACTED}'"
 
 
 def _redacted_word(word: str) -> str:
     *names, _ = word.split("=")  # `--set=a.password=X` has two names
     for index, name in enumerate(names, start=1):
-        if is_secret_name(name):
+        if any(map(is_secret_name, name.split("."))):
             return f"{redacted_text('='.join(names[:index]))}={REDACTED}"
-    return _FLOW.sub(_IN_YAML, redacted_text(word)) if "{" in word else redacted_text(word)
+    return redacted_yaml(word) if ":" in word else redacted_text(word)
 
 
 def _redacted_variable(name: str, value: str) -> str:
-    if SECRET_VARIABLE.search(name):
-        return REDACTED
-    if "-" in value and " " in value:  # a command line in a variable
-        value = " ".join(redacted_command(value.split(" ")))
-    return _OPAQUE.sub(REDACTED, redacted_text(value))
+    return REDACTED if SECRET_VARIABLE.search(name) else _OPAQUE.sub(REDACTED, redacted_text(value))
 
 
 def _secret_texts(value: Any, *, name: str) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _secret_texts(item, name=str(key))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _secret_texts(item, name=name)
-    elif isinstance(value, (str, int)) and not isinstance(value, bool) and name and is_secret_name(name):
+    if isinstance(value, Mapping | list | tuple):
+        for key, item, own in _named(value, name):
+            yield from _secret_texts(item, name=own)
+            if isinstance(key, str):
+                yield from _secret_texts(key, name="")
+    elif isinstance(value, bool) or value is None:
+        return
+    elif is_secret_name(name):
         yield str(value)
-    elif isinstance(value, str) and "://" in value:
-        yield from secrets_in_urls(value)
+    elif isinstance(value, str):
+        yield from secrets_in_urls(value) if "://" in value else ()
+        yield from (value[start:end] for start, end in _named_values(value)) if _WORDS.search(value) else ()
