@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import typer
 
 from finetune.errors import FinetuneError, UserError, disk_text
-from finetune.runtime.text.redact import redacted_command
+from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
 
 P = ParamSpec("P")
@@ -54,9 +54,10 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
 def guarded_command_line() -> Iterator[None]:
     """Keep everything that is printed readable, also the traceback of a bug, which ends with exit code 1.
 
-    `sys.argv`, which trackers record, has its secrets redacted.
+    `sys.argv`, which trackers record, has its secrets redacted; they are left out of all that is written and printed.
     """
     with guarded_output():
+        register_command(sys.argv[1:])
         sys.argv[1:] = redacted_command(sys.argv[1:])
         try:
             yield

@@ -5,11 +5,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 from rich.table import Table
 
+from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.rich_console import SafeConsole, styled_stream
-from finetune.runtime.text.terminal import printable
+from finetune.runtime.text.terminal import format_json, printable
 
 _WIDTH_OF_A_FILE = 200
 
@@ -27,6 +29,11 @@ def print_table(table: Table) -> None:
         console.print(table)
     drawn = "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines()).strip("\n")
     print(drawn, file=styled_stream(sys.stdout))
+
+
+def print_json(value: Any, *, indent: int = 2, **settings: Any) -> None:
+    """Print the plain value as JSON; its secrets are left out before, so that it stays JSON."""
+    print(format_json(redacted_config(value), indent=indent, **settings))
 
 
 def print_facts(facts: Iterable[tuple[str, str]], *, indent: int = 16) -> None:

@@ -32,6 +32,7 @@ from finetune.config.limits import (
 )
 from finetune.config.section import join_key
 from finetune.errors import Problem
+from finetune.runtime.text.redact import redacted_config
 
 TAG = "tag:yaml.org,2002:"
 TEXT_TAGS = frozenset(TAG + name for name in ("str", "timestamp", "merge", "value"))
@@ -143,7 +144,7 @@ class NodeReader:
         try:
             return self._plain(node, kind, key)
         except (ValueError, IndexError):
-            text = truncate(node.value)
+            text = truncate(redacted_config(node.value, name=key))
             self._complain(node, key, f"`{text}` is not {SCALARS[kind]}, although tagged `!!{kind}`. Remove the tag.")
             return None
 
@@ -165,9 +166,8 @@ class NodeReader:
             return int(self._constructor.construct_yaml_int(node))
         number = float(self._constructor.construct_yaml_float(node))
         if number in (float("inf"), float("-inf")) and "inf" not in node.value.lower():
-            self._complain(
-                node, key, f"{truncate(node.value)} is too large for a number with 64 bits. Write a smaller one."
-            )
+            text = truncate(redacted_config(node.value, name=key))
+            self._complain(node, key, f"{text} is too large for a number with 64 bits. Write a smaller one.")
         return number
 
     def _complain(self, node: Node, key: str, message: str) -> None:

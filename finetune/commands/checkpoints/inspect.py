@@ -22,9 +22,8 @@ from finetune.commands.checkpoints.tables import (
     checkpoints_notes,
     checkpoints_table,
 )
-from finetune.commands.printing import print_facts, print_table, width
+from finetune.commands.printing import print_facts, print_json, print_table, width
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.terminal import format_json
 
 _MAX_LISTED = 4
 
@@ -39,7 +38,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
     leftovers = find_leftovers(location.checkpoints)
     if as_json:
         rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in leftovers]
-        _print_json(
+        print_json(
             {
                 "folder": str(location.checkpoints),
                 "checked": "digests" if verifies else "sizes",
@@ -60,7 +59,7 @@ def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
     """Print everything about one checkpoint: that of the step, the newest, or the folder that was given."""
     found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
     if as_json:
-        _print_json(_facts(found) | _contents(found.entry))
+        print_json(_facts(found) | _contents(found.entry))
         return
     print_facts(checkpoint_facts(found, counts=count_tensors(found.entry), now=time.time()))
 
@@ -139,7 +138,3 @@ def _contents(entry: CheckpointEntry) -> dict[str, Any]:
 def _listed(names: Sequence[str]) -> str:
     rest = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _print_json(value: object) -> None:
-    print(format_json(value, indent=2))

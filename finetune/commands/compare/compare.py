@@ -6,9 +6,8 @@ from pathlib import Path
 from finetune.commands.compare.comparison import build_comparison
 from finetune.commands.compare.page import write_page
 from finetune.commands.compare.tables import print_comparison
+from finetune.commands.printing import print_json
 from finetune.report.page.png import write_pngs
-from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import format_json
 
 
 def compare_runs(
@@ -34,7 +33,7 @@ def compare_runs(
         paths = write_pngs(comparison.charts(), png, num_runs=len(runs))
         written.append(f"wrote {len(paths)} PNG files to {png}")
     if json:
-        print(format_json(redacted_config(comparison.as_json()), indent=2))
+        print_json(comparison.as_json())
         return
     print_comparison(comparison)
     for line in written:

@@ -18,7 +18,7 @@ from finetune.commands.doctor.gather.host import gather_host
 from finetune.commands.doctor.gather.job import gather_job, places_of
 from finetune.commands.doctor.link import measure
 from finetune.commands.doctor.link.meeting import is_launched, meet, time_limit
-from finetune.commands.doctor.report import print_json, print_report
+from finetune.commands.doctor.report import print_as_json, print_report
 from finetune.config.load import LoadedConfig, load_config
 from finetune.data.token_cache.cache import DEFAULT_FOLDER
 from finetune.errors import LostContact
@@ -73,7 +73,7 @@ def examine(
 
 def _report(facts: Facts, *, as_json: bool) -> int:
     findings = check_facts(facts)
-    (print_json if as_json else print_report)(facts, findings)
+    (print_as_json if as_json else print_report)(facts, findings)
     return 1 if has_severe(findings) else 0
 
 

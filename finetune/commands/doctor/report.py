@@ -11,16 +11,16 @@ from finetune.commands.doctor.checks.links import pair_links
 from finetune.commands.doctor.facts.host import Gpu, HostFacts
 from finetune.commands.doctor.facts.launch import Facts, LinkFacts, facts_as_json
 from finetune.commands.doctor.link.strategies import NOMINAL, compute_seconds, strategy_costs
-from finetune.commands.printing import print_facts, print_table
+from finetune.commands.printing import print_facts, print_json, print_table
 from finetune.runtime.resources import format_size
-from finetune.runtime.text.terminal import format_json, printable
+from finetune.runtime.text.terminal import printable
 
 _MAX_PAIRS = 12
 
 
-def print_json(facts: Facts, findings: Sequence[Finding]) -> None:
+def print_as_json(facts: Facts, findings: Sequence[Finding]) -> None:
     """Print facts and findings as one JSON object, which `--facts` reads."""
-    print(format_json({"facts": facts_as_json(facts), "findings": [*map(finding_as_json, findings)]}, indent=1))
+    print_json({"facts": facts_as_json(facts), "findings": [*map(finding_as_json, findings)]}, indent=1)
 
 
 def print_report(facts: Facts, findings: Sequence[Finding]) -> None:

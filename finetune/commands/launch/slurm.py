@@ -10,6 +10,7 @@ from finetune.commands.sweep.plan.axes import FORBIDDEN, parse_axes
 from finetune.commands.sweep.plan.grid import SweepRun, check_runs, grid_points, is_within, name_runs
 from finetune.commands.sweep.plan.launch import own_overrides
 from finetune.config.load import LoadedConfig
+from finetune.config.overrides import override_label
 from finetune.config.paths import is_url
 from finetune.errors import UserError
 from finetune.launch.jobs.request import JobRequest
@@ -71,11 +72,11 @@ def _array_tasks(words: JobWords, slurm: SlurmWords, loaded: LoadedConfig) -> li
         raise UserError("--sweep-folder: run.folder is a URL, and the runs of a sweep are in folders. Name one.")
     for text in words.override:
         if (key := text.partition("=")[0]) in FORBIDDEN:
-            raise UserError(f"--set {text}: {FORBIDDEN[key].replace('--folder', '--sweep-folder')}")
+            raise UserError(f"{override_label(text)}: {FORBIDDEN[key].replace('--folder', '--sweep-folder')}")
     axes = parse_axes(slurm.sweep)
     for text in words.override:
         if is_within(text.partition("=")[0], frozenset(axis.key for axis in axes)):
-            raise UserError(f"--set {text}: --sweep has values of this key, too. Remove one of the two.")
+            raise UserError(f"{override_label(text)}: --sweep has values of this key, too. Remove one of the two.")
     swept = [axis.key for axis in axes if axis.is_swept]
     folder = (slurm.sweep_folder or Path(f"{loaded.config.run.folder}-sweep")).absolute()
     runs = name_runs(grid_points(axes), axes, swept=swept, folder=folder, names={})

@@ -29,6 +29,7 @@ from finetune.commands.plan.strategies import (
     with_microbatch,
 )
 from finetune.commands.plan.tables import print_plan
+from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
 from finetune.run.planned import write_planned
@@ -36,7 +37,6 @@ from finetune.run.symbolic.predict import Predictor
 from finetune.run.symbolic.prediction import STRATEGIES, Method
 from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.text.library_output import quiet_libraries
-from finetune.runtime.text.terminal import format_json
 
 BUDGET_SECONDS = 30.0
 """Of this process's CPU time, after which no further method or recomputation is tried."""
@@ -64,7 +64,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     loaded = load_config(path, overrides)
     made = make_plan(loaded, options)
     if as_json:
-        print(format_json(plan_json(made), indent=1, allow_nan=False))
+        print_json(plan_json(made), indent=1, allow_nan=False)
     else:
         print_plan(made)
     return 0 if any(each.best is not None for each in made.machines) else 1

@@ -1,6 +1,5 @@
 """The phases of a rehearsal in their order: each ends with what it has proved, or with the error and its place."""
 
-import json
 import shutil
 import signal
 import tempfile
@@ -49,6 +48,7 @@ from finetune.errors import FinetuneError, UserError
 from finetune.report.run_log import RunLog
 from finetune.run.build.data import make_training_data
 from finetune.run.build.model import require_adaptable, require_buildable, require_routers
+from finetune.runtime.files import atomic
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.task.registry import model_head
 
@@ -241,7 +241,7 @@ class _Phases:
     def _launch(self, here: LaunchFile, schedule: Schedule, loaded: LoadedConfig) -> None:
         """Run the job until its last step is saved, kill it, resume it from the step before, and compare."""
         file, run = self._folder / "accelerate.json", self._folder / "run"
-        file.write_text(json.dumps(here.values, indent=2), encoding="utf-8")
+        atomic.write_json(file, here.values)
         launch = Launch(
             file, here.processes, self._request.config.absolute(), self._overrides(), run, deadline=self._deadline
         )

@@ -1,10 +1,10 @@
 """What a rehearsal says: its phases as they pass, then what was replaced, what was proved and what was not."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.commands.printing import print_json
 from finetune.commands.rehearse.shrink import Change, shown
 from finetune.runtime.text.terminal import printable
 
@@ -35,7 +35,7 @@ class Rehearsal:
     def failed(self, phase: str, message: str, *, log: str | None) -> None:
         """Say which phase failed, with the error of the run and the path of its log."""
         if self.is_json:
-            print(json.dumps(self._as_json(failed={"phase": phase, "error": message, "log": log}), indent=2))
+            print_json(self._as_json(failed={"phase": phase, "error": message, "log": log}))
             return
         self._log(f"rehearse: {phase} ... FAILED: {message}")
         if log is not None:
@@ -44,7 +44,7 @@ class Rehearsal:
     def finish(self) -> None:
         """Print the lists."""
         if self.is_json:
-            print(json.dumps(self._as_json(failed=None), indent=2))
+            print_json(self._as_json(failed=None))
             return
         _print_list("replaced or made small", [str(each) for each in self.replaced] or ["nothing"])
         _print_list("proved", [f"{phase}: {text}" for phase, text in self.proved])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from finetune.commands.sweep.plan.axes import Axis
+from finetune.commands.sweep.plan.axes import Axis, value_text
 from finetune.commands.sweep.plan.grid import SweepRun, Values, job_facts, load_run, make_run
 from finetune.commands.sweep.plan.launch import LaunchPlan
 from finetune.commands.sweep.results.page import write_page
@@ -26,6 +26,7 @@ from finetune.config.paths import is_url
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.runtime.supervision.writer_lock import is_locked
+from finetune.runtime.text.redact import redacted_command
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class SweepRequest:
 
     @property
     def command(self) -> list[str]:
-        """Return the words that continue this sweep."""
+        """Return the words that continue this sweep, without secrets."""
         options = {
             "--processes-per-run": self.processes_per_run,
             "--accelerate": self.accelerate,
@@ -64,7 +65,8 @@ class SweepRequest:
         }
         words = ["finetune", "sweep", "--config", str(self.job)]
         words += [word for text in self.overrides for word in ("--set", text)]
-        return words + [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return redacted_command(words)
 
 
 def sweep_folder(request: SweepRequest, config: RunConfig) -> Path:
@@ -178,7 +180,9 @@ class SweepSession:
         return rank((read_result(run, self.book.outcome(run), self.objective) for run in runs), self.objective)
 
     def recorded_run(self, record: RecordedRun) -> SweepRun:
-        """Return a run as it was recorded."""
+        """Return a run as it was recorded; secrets, which are not recorded, are those of the words typed now."""
         fixed = [axis for axis in self.axes if axis.key not in record.values]
-        own = [Axis(key, (value,), "") for key, value in record.values.items()]
-        return make_run(record.values, [*own, *fixed], name=record.name, folder=self.folder)
+        typed = {(axis.key, value_text(value)): value for axis in self.axes for value in axis.values}
+        values = {key: typed.get((key, value_text(value)), value) for key, value in record.values.items()}
+        own = [Axis(key, (value,), "") for key, value in values.items()]
+        return make_run(values, [*own, *fixed], name=record.name, folder=self.folder)

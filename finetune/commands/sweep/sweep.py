@@ -3,14 +3,13 @@
 From the words typed to the table: parse, check every run, prepare the data, run, compare. A killed sweep continues.
 """
 
-import json
 import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from finetune.commands.printing import print_table
+from finetune.commands.printing import print_json, print_table
 from finetune.commands.sweep.plan.axes import Axis, parse_axes
 from finetune.commands.sweep.plan.grid import SweepRun, Values, check_runs, grid_points, name_runs
 from finetune.commands.sweep.plan.launch import plan_launch
@@ -27,7 +26,7 @@ from finetune.commands.sweep.state.record import lock_sweep
 from finetune.commands.sweep.study.space import Space, bounds_of, parse_space, require_no_ranges
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
-from finetune.runtime.text.terminal import format_json
+from finetune.runtime.text.redact import redacted_command
 
 
 def sweep(request: SweepRequest, *, start: Start = start_process) -> int:
@@ -103,7 +102,7 @@ def conclude(session: SweepSession) -> int:
     page = write_page(results, session.folder)
     if request.as_json:
         facts = results_json(results, session.objective, folder=session.folder, page=page)
-        print(format_json(facts, indent=2))
+        print_json(facts)
     else:
         print()
         print_table(results_table(results, session.objective, swept=session.book.state.swept))
@@ -129,10 +128,10 @@ def _few_points(axes: Sequence[Axis], *, most: int) -> list[Values]:
 
 def _print_plan(session: SweepSession, runs: Sequence[SweepRun], configs: Mapping[str, LoadedConfig]) -> None:
     """Print what would be started."""
-    commands = {run.name: session.plan.command(run, configs[run.name]) for run in runs}
+    commands = {run.name: redacted_command(session.plan.command(run, configs[run.name])) for run in runs}
     if session.request.as_json:
         each = [{"name": run.name, "folder": str(run.folder), "command": commands[run.name]} for run in runs]
-        print(json.dumps({"folder": str(session.folder), "at_once": session.plan.at_once, "runs": each}, indent=2))
+        print_json({"folder": str(session.folder), "at_once": session.plan.at_once, "runs": each})
         return
     search = session.request.search
     what = f"{len(runs)} runs" if search is None else f"search of {search} runs, checked at the bounds below"

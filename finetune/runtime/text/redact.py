@@ -232,7 +232,7 @@ def redacted_yaml(text: str) -> str:
     """Return the text of a YAML file with the values of secret names left out, too; its lines stay where they are."""
     lines: list[str] = []
     secret_column = None  # of the key whose value goes on as long as lines are indented more
-    for line in redacted_text(text).split("\n"):
+    for line in text.split("\n"):
         column = len(line) - len(line.lstrip(" \t-"))
         if secret_column is not None and (column > secret_column or not line.strip()):
             lines.append("")
@@ -242,7 +242,7 @@ def redacted_yaml(text: str) -> str:
         if match is not None and match["value"] and not _NO_VALUE.fullmatch(match["value"].strip(" \t\"'")):
             line = f"{match['head']} '{REDACTED}'{match['end']}"
         lines.append(_YAML_COMMENT.sub(_in_yaml, line) if "#" in line else line)
-    return _FLOW.sub(_in_yaml, "\n".join(lines))
+    return redacted_text(_FLOW.sub(_in_yaml, "\n".join(lines)))
 
 
 def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -357,7 +357,8 @@ def _value_at(text: str, start: int) -> tuple[int, int]:
         opening, bare = _OPENING.match(text, position), _BARE.match(text, position)
         if opening is not None:
             position = opening.end()
-            closing = re.compile(rf"(?<!\\){re.escape(opening['more'] or opening['first'])}").search(text, position, position + _MAX_QUOTED)
+            quote = re.escape(opening["more"] or opening["first"])
+            closing = re.compile(rf"(?<!\\){quote}").search(text, position, position + _MAX_QUOTED)
             end = _end_of_line(text, position) if closing is None else closing.start()
             inside, position = (position, end), end if closing is None else closing.end()
         elif bare is not None:

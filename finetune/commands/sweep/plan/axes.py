@@ -90,9 +90,13 @@ def _is_nested(one: str, other: str) -> bool:
 
 
 def _repeated(axis: Axis) -> Iterator[Problem]:
-    texts = [value_text(value) for value in axis.values]
+    texts = [value_text(comparable_config(value, name=axis.key)) for value in axis.values]
     for text in sorted({each for each in texts if texts.count(each) > 1}):
-        yield Problem(axis.key, f"the value {text} is written {texts.count(text)} times.", source=axis.label)
+        same = [value for value, each in zip(axis.values, texts, strict=True) if each == text]
+        what = f"the value {text} is written {len(same)} times."
+        if any(value != same[0] for value in same):
+            what = f"values differ in their secrets alone, and secrets name no run: {text}. Write one of them."
+        yield Problem(axis.key, what, source=axis.label)
 
 
 def value_text(value: Any) -> str:

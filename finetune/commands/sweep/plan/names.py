@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from finetune.commands.sweep.plan.axes import shown_value, value_text
+from finetune.runtime.text.redact import comparable_config
 
 _MAX_VALUE_LENGTH, _MAX_LENGTH = 40, 120
 """Characters of a value, and of a whole name; a file system allows 255 bytes, and files beside it have longer names."""
@@ -22,7 +23,8 @@ def run_name(values: Mapping[str, Any], *, taken: Collection[str] = ()) -> str:
     if not values:
         return "run"
     labels = short_keys(list(values))
-    name = ",".join(f"{labels[key]}={_safe_text(value)}" for key, value in values.items())
+    shown = {key: comparable_config(value, name=key) for key, value in values.items()}
+    name = ",".join(f"{labels[key]}={_safe_text(value)}" for key, value in shown.items())
     digest = _digest(dict(values))
     if len(name) > _MAX_LENGTH:
         name = f"{name[: _MAX_LENGTH - 7]}-{digest[:6]}"

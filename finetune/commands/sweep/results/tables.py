@@ -15,7 +15,7 @@ from finetune.commands.sweep.plan.names import short_keys
 from finetune.commands.sweep.results.ranking import Objective, RunResult, best_of
 from finetune.commands.sweep.state.outcome import FAILED, FINISHED, PRUNED
 from finetune.report.console import format_duration
-from finetune.runtime.text.redact import redacted_config
+from finetune.runtime.text.redact import redacted_command, redacted_config
 
 ABSENT = "-"
 
@@ -67,7 +67,8 @@ def closing_lines(
             yield f"  it was {_number(best.best)} at step {best.best_step}"
         yield f"  its model: {best.folder / 'final'}"
         yield f"  export it: {shlex.join(['finetune', 'export', str(best.folder), '--to', 'FOLDER'])}"
-        yield f"  train with its values: {shlex.join(['finetune', '--config', str(job), *_options(best)])}"
+        words = redacted_command(["finetune", "--config", str(job), *_options(best)])
+        yield f"  train with its values: {shlex.join(words)}"
     states = [each.outcome.state for each in results]
     failed = [each for each in results if each.outcome.state == FAILED]
     for each in failed:

@@ -19,6 +19,7 @@ from finetune.config.formatting import truncate
 from finetune.errors import UserError
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import first_problem, read_regular
+from finetune.runtime.text.redact import comparable_config
 
 STATE_FILE, LOCK_FILE = "sweep.json", ".sweep.lock"
 VERSION = 1
@@ -105,7 +106,7 @@ def read_state(folder: Path) -> SweepState | None:
 
 def write_state(folder: Path, state: SweepState) -> None:
     """Write what the sweep remembers; raises OSError."""
-    runs = [asdict(run) for run in state.runs.values()]
+    runs = [{**asdict(run), "values": comparable_config(run.values)} for run in state.runs.values()]
     stored = {"version": VERSION, "job": state.job, "facts": dict(state.facts), "swept": list(state.swept)}
     atomic.write_json(folder / STATE_FILE, {**stored, "runs": runs}, exact=True)
 
