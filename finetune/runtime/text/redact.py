@@ -129,18 +129,23 @@ _NAMED = re.compile(
 )
 """A name, and all between it and its value; whether it is that of a secret is decided afterwards."""
 
+_INSIDE = re.compile(
+    r"(?:\\{0,8}[\"'])?(?:[\[{,]\s{0,40}|(?:\\{0,8}[\"'])?[\w.-]{1,64}(?:\\{0,8}[\"']\s?:\s{0,8}|:\s))*+"
+)
+"""What stands before the next value of a list or mapping."""
+
 _OPENING = re.compile(
     rf"(?>(?P<first>{_QUOTE})(?P<more>{_QUOTE}){{0,15}})(?!\s|\Z)(?(more)(?![,;:&)\]}}])|(?![,;:&)\]}}](?!\w)))"
 )
 """Quotes before a value; those around nothing, or that end what is around it, are none."""
 
-_BARE = re.compile(r"(?:[^\s,;&\"'`)\]}]|[,;&](?![\s\"'\\`]|\Z|[\w.-]{1,64}=)|[)\]}](?=\w))+")
+_BARE = re.compile(r"(?:[^\s,;&\"'`)\]}\\]|\\(?![\\\"'`])|[,;&](?![\s\"'\\`]|\Z|[\w.-]{1,64}=)|[)\]}](?=\w))+")
 _CONTINUED = re.compile(r"[\w\\\"'`$]")
 _MAX_QUOTED = 2000
 """Characters of a value in quotes; one that is not closed by then ends with its line."""
 
 _NO_VALUE = re.compile(
-    r"|none|null|true|false|[01]|\.\.\.|\[redacted.*|<[^<>]*>|(?-i:\$[A-Z_][A-Z0-9_]*|\$\{[A-Z_][A-Z0-9_]*\})",
+    r"|none|null|true|false|[01]|\.\.\.|\[redacted.*|<[^<>]*>|(?-i:\$\{?[A-Z_][A-Z0-9_]*\}?)",
     re.IGNORECASE | re.DOTALL,
 )
 _SENTENCE = re.compile(r"[A-Za-z'.-]*[,.:;!?]*|[\d.,:]+|[\[{(<*&|>].*", re.DOTALL)
@@ -231,14 +236,17 @@ def comparable_text(text: str) -> str:
 def redacted_yaml(text: str) -> str:
     """Return the text of a YAML file with the values of secret names left out, too; its lines stay where they are."""
     lines: list[str] = []
-    secret_column = None  # of the key whose value goes on as long as lines are indented more
-    for line in text.split("\n"):
+    secret_column: int | None = None
+    key_number = 0  # a value goes on as long as lines are indented more than its key
+    for number, line in enumerate(text.split("\n")):
         column = len(line) - len(line.lstrip(" \t-"))
         if secret_column is not None and (column > secret_column or not line.strip()):
             lines.append("")
+            if line.strip() and REDACTED not in lines[key_number]:
+                lines[key_number] += f" '{REDACTED}'"
             continue
         match = _YAML_LINE.fullmatch(line)
-        secret_column = column if match is not None else None
+        secret_column, key_number = (None if match is None else column), number
         if match is not None and match["value"] and not _NO_VALUE.fullmatch(match["value"].strip(" \t\"'")):
             line = f"{match['head']} '{REDACTED}'{match['end']}"
         lines.append(_YAML_COMMENT.sub(_in_yaml, line) if "#" in line else line)
@@ -340,13 +348,16 @@ def _named_values(text: str) -> Iterator[tuple[int, int]]:
     match = _NAMED.search(text)
     while match is not None:
         position = match.end()
-        if is_secret_name(match["name"] or match["option"]):
+        is_secret = is_secret_name(match["name"] or match["option"])
+        has_values = is_secret and text.startswith(("[", "{"), position) and not text.startswith(REDACTED, position)
+        while is_secret:
+            position = _INSIDE.match(text, position).end() if has_values else position  # type: ignore[union-attr]
             start, end = _value_at(text, position)
             value = text[start:end]
             no_value = _SENTENCE if match["colon"] else _OPTION_TEXT if match["option"] else _NO_VALUE
             if not (_NO_VALUE.fullmatch(value) or (start == position and no_value.fullmatch(value))):
                 yield start, end
-                position = end
+            is_secret, position = has_values and end > position, max(position, end)
         match = _NAMED.search(text, position)
 
 
@@ -380,6 +391,9 @@ def _in_yaml(match: re.Match[str]) -> str:
 
 
 def _redacted_word(word: str) -> str:
+    first = re.match(r"-{0,2}[\w.-]{1,128}(?=\s)", word)
+    if first is not None and is_secret_name(first[0]):  # `password X`, where a `=` was forgotten
+        return f"{first[0]} {REDACTED}"
     *names, _ = word.split("=")  # `--set=a.password=X` has two names
     for index, name in enumerate(names, start=1):
         if any(map(is_secret_name, name.split("."))):
