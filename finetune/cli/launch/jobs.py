@@ -37,6 +37,9 @@ Doctor = Annotated[
 Environment = Annotated[
     Texts, typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of all ranks. Can be repeated.")
 ]
+AllowSecrets = Annotated[
+    bool, typer.Option("--allow-secrets", help="Write a job file with secrets in it, which only you can read.")
+]
 MaxRestarts = Annotated[
     int,
     typer.Option(min=0, metavar="N", help="Give up after N more starts in a row that have not gained a checkpoint."),
@@ -67,6 +70,7 @@ def slurm(
     submit: Submit = False,
     doctor: Doctor = None,
     env: Environment = None,
+    allow_secrets: AllowSecrets = False,
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
     cpu: Cpu = False,
@@ -80,6 +84,7 @@ def slurm(
     sbatch: Annotated[Texts, typer.Option(metavar="--OPTION=VALUE", help="Further directive. Can be repeated.")] = None,
     module: Annotated[Texts, typer.Option(help="Environment module to load. Can be repeated.")] = None,
     activate: Annotated[Path | None, typer.Option(help="Virtual environment. Default: that of this command.")] = None,
+    env_file: Annotated[Path | None, typer.Option(metavar="FILE", help="NAME=VALUE lines of mode 0600.")] = None,
     container: Annotated[Text, typer.Option(metavar="IMAGE", help="Run the ranks in this image.")] = None,
     container_runtime: Annotated[Literal["apptainer", "pyxis"], typer.Option(help="What runs it.")] = "apptainer",
     mount: Annotated[list[Path] | None, typer.Option(help="Further folder that the container sees.")] = None,
@@ -108,6 +113,7 @@ def kubernetes(
     submit: Submit = False,
     doctor: Doctor = None,
     env: Environment = None,
+    allow_secrets: AllowSecrets = False,
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
     cpu: Cpu = False,
@@ -115,7 +121,9 @@ def kubernetes(
     namespace: Annotated[Text, typer.Option(help="Namespace. Default: that of kubectl.")] = None,
     claim: Annotated[Texts, typer.Option(metavar="CLAIM:/PATH", help="Volume claim, and where it is mounted.")] = None,
     in_image: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Folder that the image has.")] = None,
-    secret: Annotated[Texts, typer.Option(metavar="NAME", help="Secret whose keys become variables.")] = None,
+    secret: Annotated[
+        Texts, typer.Option(metavar="NAME", help="Secret whose keys become variables, or VARIABLE=NAME:KEY for one.")
+    ] = None,
     resource: Annotated[Texts, typer.Option(metavar="NAME=AMOUNT", help="Of each host: cpu=16, rdma/hca=1.")] = None,
     gpu_resource: Annotated[str, typer.Option(help="What the cluster calls a GPU.")] = "nvidia.com/gpu",
     node_selector: Annotated[Texts, typer.Option(metavar="LABEL=VALUE", help="Label of the hosts.")] = None,
@@ -143,6 +151,7 @@ def skypilot(
     submit: Submit = False,
     doctor: Doctor = None,
     env: Environment = None,
+    allow_secrets: AllowSecrets = False,
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
     cpu: Cpu = False,
@@ -155,6 +164,7 @@ def skypilot(
     spot: Annotated[bool, typer.Option("--spot/--no-spot", help="Machines that may be taken away.")] = True,
     strategy: Annotated[Text, typer.Option(help="Recovery strategy of SkyPilot.")] = None,
     disk_gb: Annotated[int | None, typer.Option(min=1, help="Disk of each machine.")] = None,
+    secret: Annotated[Texts, typer.Option(metavar="NAME", help="Variable whose value is sent as a secret.")] = None,
 ) -> int:
     """Print the task of a managed job: recovered when its machines are taken away, it resumes from its bucket."""
     given = locals()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.commands.doctor.facts.launch import read_facts
+from finetune.commands.launch.contents import check_text
 from finetune.commands.launch.network import network_variables
 from finetune.commands.launch.torchrun import make_job, require_shared_batch
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
@@ -20,6 +21,7 @@ from finetune.errors import StrategyError, UserError
 from finetune.launch.jobs.request import JobRequest
 from finetune.launch.supervisor.agent import Job
 from finetune.runtime.files import atomic
+from finetune.runtime.text.terminal import write_file_to_stdout
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that are another one on each host."""
@@ -141,10 +143,15 @@ class Destination:
     submit: bool = False
     suffix: str = ".yaml"
     command: tuple[str, ...] = ()  # that takes the file: sbatch
+    allow_secrets: bool = False
+    advice: str = ""  # how secrets reach the ranks instead
 
 
 def deliver(text: str, destination: Destination, *, name: str) -> int:
     """Print or write the job file, or submit it, and return the exit code. Raises UserError."""
+    check_text(text, what="the job file", advice=destination.advice, allows_secrets=destination.allow_secrets)
+    if destination.allow_secrets and destination.output is None and not destination.submit:
+        raise UserError("--allow-secrets: what is printed can be read by others. Write it with --output FILE.")
     if destination.submit and shutil.which(destination.command[0]) is None:
         raise UserError(
             f"--submit: `{destination.command[0]}` is not on the PATH of this machine. Write the file with --output "
@@ -154,9 +161,9 @@ def deliver(text: str, destination: Destination, *, name: str) -> int:
     if destination.submit and file is None:
         file = Path(f"{name}{destination.suffix}")
     if file is None:
-        print(text, end="")
+        write_file_to_stdout(text)
         return 0
-    atomic.write_bytes(file.absolute(), text.encode())
+    atomic.write_bytes(file.absolute(), text.encode(), is_private=destination.allow_secrets)
     print(f"written: {file}", file=sys.stderr)
     if not destination.submit:
         return 0

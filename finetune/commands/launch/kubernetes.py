@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from finetune.commands.launch.contents import INSIST, check_options, check_text
 from finetune.commands.launch.job_files import (
     Destination,
     JobWords,
@@ -19,6 +20,7 @@ from finetune.config.load import LoadedConfig, read_text
 from finetune.errors import UserError
 from finetune.launch.jobs.kubernetes import JOBSET, TRAINJOB, File, KubernetesOptions, kubernetes_objects
 from finetune.launch.jobs.yaml_text import yaml_text
+from finetune.runtime.text.redact import redacted_yaml
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _NAME = rf"{_LABEL}(\.{_LABEL})*"
@@ -30,6 +32,10 @@ _MAX_FILE_BYTES = 200_000
 _COMMENT = """\
 Written by `finetune launch kubernetes`. Submit it with `kubectl apply -f FILE`.
 To continue a run whose job is over: `kubectl delete -f FILE`, and submit it again."""
+_SECRETS = (
+    "Create it with `kubectl create secret generic NAME --from-literal=KEY=...`, and write --secret NAME for variables "
+    "of all its keys, or --secret VARIABLE=NAME:KEY for one (`secretKeyRef`)."
+)
 _MOUNT = "Mount a volume with --claim CLAIM:/PATH, or name a folder of the image with --in-image"
 
 
@@ -53,6 +59,8 @@ class KubernetesWords:
 
 def launch_kubernetes(words: JobWords, kubernetes: KubernetesWords, destination: Destination) -> int:
     """Print, write or submit the objects, and return the exit code. Raises UserError, and ConfigError for the job."""
+    destination = replace(destination, command=("kubectl", "apply", "-f"), advice=f"{_SECRETS} {INSIST}")
+    check_options((words, kubernetes), advice=destination.advice, allows_secrets=destination.allow_secrets)
     claims = _read_claims(kubernetes.claim)
     there = (*map(Path, claims), *kubernetes.in_image)
     request, loaded = check_job(replace(words, elsewhere=there))
@@ -62,6 +70,14 @@ def launch_kubernetes(words: JobWords, kubernetes: KubernetesWords, destination:
     require_files(loaded, there, advice=_MOUNT)
     _require_names(kubernetes)
     files = _job_files(words, loaded)
+    for file in files:
+        check_text(
+            file.content,
+            what=file.path,
+            advice=destination.advice,
+            allows_secrets=destination.allow_secrets,
+            redact=redacted_yaml,
+        )
     deepspeed = next((file.path for file in files if file.name == "deepspeed.json"), None)
     options = KubernetesOptions(
         kind=kubernetes.kind,
@@ -69,7 +85,8 @@ def launch_kubernetes(words: JobWords, kubernetes: KubernetesWords, destination:
         files=files,
         namespace=kubernetes.namespace,
         claims=claims,
-        secrets=kubernetes.secret,
+        secrets=tuple(name for name in kubernetes.secret if "=" not in name),
+        secret_keys=_read_secret_keys(kubernetes.secret),
         resources=_read_resources(kubernetes.resource),
         gpu_resource=kubernetes.gpu_resource,
         node_selector=read_pairs(kubernetes.node_selector, option="--node-selector", what="label", name=_RESOURCE),
@@ -78,7 +95,7 @@ def launch_kubernetes(words: JobWords, kubernetes: KubernetesWords, destination:
         max_starts=kubernetes.max_starts,
     )
     text = yaml_text(kubernetes_objects(replace(request, deepspeed_file=deepspeed), options), comment=_COMMENT)
-    return deliver(text, replace(destination, command=("kubectl", "apply", "-f")), name=request.name)
+    return deliver(text, destination, name=request.name)
 
 
 def _job_files(words: JobWords, loaded: LoadedConfig) -> tuple[File, ...]:
@@ -122,6 +139,19 @@ def _require_path(path: str, *, option: str) -> None:
         raise UserError(f"{option}: {path!r} cannot be a place in a container. Write an absolute path without `:`.")
 
 
+def _read_secret_keys(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the secret and its key for each variable; raises UserError."""
+    pairs = [text for text in texts if "=" in text]
+    found = read_pairs(pairs, option="--secret", what="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
+    keys = {}
+    for variable, value in found.items():
+        name, _, key = value.partition(":")
+        if not re.fullmatch(_NAME, name) or not re.fullmatch(r"[A-Za-z0-9._-]+", key):
+            raise UserError(f"--secret {variable}: write VARIABLE=NAME:KEY, a secret and one of its keys.")
+        keys[variable] = name, key
+    return keys
+
+
 def _read_resources(texts: Sequence[str]) -> dict[str, str]:
     found = read_pairs(texts, option="--resource", what="resource", name=_RESOURCE)
     for name, amount in found.items():
@@ -137,12 +167,12 @@ def _require_names(words: KubernetesWords) -> None:
     if not words.image or not words.image.isprintable() or " " in words.image:
         raise UserError(f"--image {words.image!r}: write the name of an image, such as registry/finetune:cuda.")
     names = {"--namespace": words.namespace, "--service-account": words.service_account, "--runtime": words.runtime}
-    for option, name in [*names.items(), *(("--secret", secret) for secret in words.secret)]:
+    for option, name in [*names.items(), *(("--secret", secret) for secret in words.secret if "=" not in secret)]:
         if name is not None and not re.fullmatch(_NAME, name):
             raise UserError(f"{option} {name}: write a name of Kubernetes: small letters, digits, `-` and `.`.")
     if not re.fullmatch(_RESOURCE, words.gpu_resource):
         raise UserError(f"--gpu-resource {words.gpu_resource}: write a resource, such as nvidia.com/gpu.")
     if words.runtime is not None and words.kind != TRAINJOB:
         raise UserError("--runtime: a JobSet has none. Write --kind trainjob, or leave it out.")
-    if words.runtime is not None and words.secret:
-        raise UserError("--secret: the cluster's runtime cannot be given secrets. Leave --runtime or --secret out.")
+    if words.runtime is not None and not all("=" in secret for secret in words.secret):
+        raise UserError("--secret: the cluster's runtime takes single variables alone. Write VARIABLE=NAME:KEY.")

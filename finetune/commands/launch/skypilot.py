@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from finetune.commands.launch.contents import INSIST, check_options
 from finetune.commands.launch.job_files import (
     Destination,
     JobWords,
@@ -20,6 +21,7 @@ from finetune.launch.jobs.yaml_text import yaml_text
 
 SETUP = "pip install 'finetune[s3]'\n"
 
+_SECRETS = "Export it as a variable, and write --secret NAME: `sky jobs launch` then takes it from there."
 _COMMENT = "Written by `finetune launch skypilot`. Submit it with `sky jobs launch FILE`."
 
 
@@ -36,10 +38,21 @@ class SkypilotWords:
     spot: bool = True
     strategy: str | None = None
     disk_gb: int | None = None
+    secret: tuple[str, ...] = ()  # environment variables
 
 
 def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destination) -> int:
     """Print, write or submit the task, and return the exit code. Raises UserError, and ConfigError for the job."""
+    given = [word for name in sky.secret for word in ("--secret", name)]
+    destination = replace(
+        destination, command=("sky", "jobs", "launch", "--yes", *given), advice=f"{_SECRETS} {INSIST}"
+    )
+    check_options((words, sky), advice=destination.advice, allows_secrets=destination.allow_secrets)
+    for name in sky.secret:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(
+                "--secret: write the name of a variable without its value, which is read when it is launched."
+            )
     buckets = _read_buckets(sky.bucket)
     volumes = _read_volumes(sky.volume)
     mounted = tuple(map(Path, (*buckets, *volumes)))
@@ -65,9 +78,10 @@ def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destinatio
         disk_gb=sky.disk_gb,
         buckets=buckets,
         volumes=volumes,
+        secrets=sky.secret,
     )
-    text = yaml_text([skypilot_task(request, options)], comment=_COMMENT)
-    return deliver(text, replace(destination, command=("sky", "jobs", "launch", "--yes")), name=request.name)
+    comment = _COMMENT.replace("launch FILE", " ".join(["launch", *given, "FILE"]))
+    return deliver(yaml_text([skypilot_task(request, options)], comment=comment), destination, name=request.name)
 
 
 def _in_working_folder(path: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from finetune.commands.launch.contents import INSIST, check_options
 from finetune.commands.launch.job_files import Destination, JobWords, check_job, deliver, require_shared_folder
 from finetune.commands.sweep.plan.axes import FORBIDDEN, parse_axes
 from finetune.commands.sweep.plan.grid import SweepRun, check_runs, grid_points, is_within, name_runs
@@ -18,6 +19,11 @@ from finetune.launch.jobs.slurm import APPTAINER, ArrayTask, Container, Directiv
 
 LOGS_FOLDER = "logs"
 
+_SECRETS = (
+    "Export it in the shell that calls `sbatch`, which passes its environment on (`--export`), or write "
+    "`NAME=VALUE` to a file of mode 0600 and name that: --env-file FILE."
+)
+
 
 @dataclass(frozen=True)
 class SlurmWords(Directives):
@@ -25,6 +31,7 @@ class SlurmWords(Directives):
 
     module: tuple[str, ...] = ()
     activate: Path | None = None
+    env_file: Path | None = None  # a shell's variables, for secrets
     container: str | None = None
     container_runtime: str = APPTAINER
     mount: tuple[Path, ...] = ()
@@ -37,6 +44,8 @@ class SlurmWords(Directives):
 
 def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -> int:
     """Print, write or submit the script, and return the exit code. Raises UserError, and ConfigError for the job."""
+    destination = replace(destination, suffix=".sbatch", command=("sbatch",), advice=f"{_SECRETS} {INSIST}")
+    check_options((words, slurm), advice=destination.advice, allows_secrets=destination.allow_secrets)
     request, loaded = check_job(words)
     tasks = _array_tasks(words, slurm, loaded) if slurm.sweep else []
     if not slurm.sweep and (slurm.sweep_folder is not None or slurm.at_once is not None):
@@ -58,12 +67,13 @@ def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -
         directives=slurm,
         modules=slurm.module,
         activate=_activate(slurm),
+        env_file=_env_file(slurm),
         container=container,
         uses_srun_ranks=slurm.ranks == "srun",
         runs_at_once=slurm.at_once,
     )
     text = slurm_script(request, options, tasks)
-    return deliver(text, replace(destination, suffix=".sbatch", command=("sbatch",)), name=request.name)
+    return deliver(text, destination, name=request.name)
 
 
 def _array_tasks(words: JobWords, slurm: SlurmWords, loaded: LoadedConfig) -> list[ArrayTask]:
@@ -111,6 +121,17 @@ def _activate(slurm: SlurmWords) -> str | None:
     if not script.is_file():
         raise UserError(f"--activate {named}: there is no {script}. Name the folder of a virtual environment.")
     return str(script.absolute())
+
+
+def _env_file(slurm: SlurmWords) -> str | None:
+    """Return the file of variables that the script reads. Raises UserError for one that others can read."""
+    if slurm.env_file is None:
+        return None
+    if not slurm.env_file.is_file():
+        raise UserError(f"--env-file {slurm.env_file}: there is no such file. Write lines of NAME=VALUE to it.")
+    if slurm.env_file.stat().st_mode & 0o077:
+        raise UserError(f"--env-file {slurm.env_file}: others can read it. Write: chmod 600 {slurm.env_file}")
+    return str(slurm.env_file.absolute())
 
 
 def _container(slurm: SlurmWords, request: JobRequest, *, folders: Sequence[Path]) -> Container | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from finetune.commands.launch.contents import check_text
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.paths import is_url
@@ -19,6 +20,9 @@ from finetune.launch.supervisor.supervise import Place, RunAccess, Timing, super
 from finetune.runtime.supervision.attempt import mark_attempt
 from finetune.runtime.supervision.spot import SpotNotice
 from finetune.runtime.supervision.writer_lock import is_locked
+from finetune.runtime.text.terminal import write_file_to_stdout
+
+_SECRETS = "Export it as a variable on each host, or start the hosts with --supervise, which prints no command."
 
 SUPERVISORS_FOLDER = "supervisors"
 """Where supervisors meet, in the run folder."""
@@ -93,14 +97,17 @@ def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: i
 
 
 def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
-    """Print the command of each host."""
+    """Print the command of each host. Raises UserError where it would hold a secret or an invisible character."""
     file = read_accelerate_file(job.accelerate_file)
     require_shared_batch(loaded, file, world=limits.most * job.ranks_per_host)
     hosts = tuple(f"HOST{number}" for number in range(limits.most))
     attempt = Attempt(1, hosts, ("HOST0_ADDRESS", *hosts[1:]), 29500, "")
+    text = ""
     for rank, host in enumerate(hosts):
         words = launch_command(job, attempt, rank=rank)
-        print(f"# on {host}\n{shlex.join(['accelerate', 'launch', *words[3:]])}")
+        text += f"# on {host}\n{shlex.join(['accelerate', 'launch', *words[3:]])}\n"
+    check_text(text, what="the command", advice=_SECRETS, allows_secrets=False)
+    write_file_to_stdout(text)
 
 
 def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: Here, timing: Timing) -> int:

@@ -44,6 +44,7 @@ class KubernetesOptions:
     namespace: str | None = None
     claims: Mapping[str, str] = field(default_factory=dict)  # path in the container -> persistent volume claim
     secrets: tuple[str, ...] = ()  # whose keys become variables
+    secret_keys: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # variable -> secret and key
     resources: Mapping[str, str] = field(default_factory=dict)  # cpu, memory, rdma/hca ...
     gpu_resource: str = "nvidia.com/gpu"
     node_selector: Mapping[str, str] = field(default_factory=dict)
@@ -179,9 +180,14 @@ def _run_of(request: JobRequest, options: KubernetesOptions) -> Object:
     """Return image, variables and resources of the container."""
     gpus = {options.gpu_resource: str(request.ranks_per_node)} if request.uses_gpus else {}
     amounts = {**options.resources, **gpus}
+    variables: list[Object] = [{"name": name, "value": _unexpanded(text)} for name, text in request.variables().items()]
+    variables += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, (secret, key) in options.secret_keys.items()
+    ]
     return {
         "image": options.image,
-        "env": [{"name": name, "value": _unexpanded(value)} for name, value in request.variables().items()],
+        "env": variables,
         **_secrets(options),
         "resources": {"requests": amounts, "limits": dict(amounts)} if amounts else {},
     }

@@ -29,6 +29,7 @@ class SkypilotOptions:
     disk_gb: int | None = None
     buckets: Mapping[str, str] = field(default_factory=dict)  # path on the machines -> URL of the bucket
     volumes: Mapping[str, str] = field(default_factory=dict)  # path on the machines -> name of the volume
+    secrets: tuple[str, ...] = ()  # variables whose values SkyPilot is given when the task is launched
 
 
 def skypilot_task(request: JobRequest, options: SkypilotOptions) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def skypilot_task(request: JobRequest, options: SkypilotOptions) -> dict[str, An
         **({"file_mounts": mounts} if mounts else {}),
         **({"volumes": dict(options.volumes)} if options.volumes else {}),
         "envs": request.variables(),
+        **({"secrets": dict.fromkeys(options.secrets)} if options.secrets else {}),
         "setup": options.setup,
         "run": host_script(request, _MEETING),
     }

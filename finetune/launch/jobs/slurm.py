@@ -42,6 +42,7 @@ class SlurmOptions:
     directives: Directives = Directives()
     modules: tuple[str, ...] = ()
     activate: str | None = None  # the activate script of a virtual environment
+    env_file: str | None = None  # NAME=VALUE, exported to the ranks
     container: Container | None = None
     uses_srun_ranks: bool = False
     runs_at_once: int | None = None
@@ -130,6 +131,8 @@ def _setup(options: SlurmOptions) -> list[str]:
             "# shellcheck disable=SC1090,SC1091 # a file of the cluster",
             f". {quoted(options.activate)} || exit 2",
         ]
+    if options.env_file is not None:
+        lines += ["set -a", "# shellcheck disable=SC1090,SC1091", f". {quoted(options.env_file)} || exit 2", "set +a"]
     return [*lines, ""] if lines else []
 
 

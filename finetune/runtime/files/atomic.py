@@ -111,8 +111,11 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) -> None:
-    """Write the file likewise; what can be made again need not survive a power cut, which is much faster."""
+def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True, is_private: bool = False) -> None:
+    """Write the file likewise; what can be made again need not survive a power cut, which is much faster.
+
+    A private file can be read by its owner alone, from the beginning.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = temporary_path(path)
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -122,7 +125,7 @@ def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True) 
             if survives_power_cut:
                 file.flush()
                 os.fsync(file.fileno())
-        staging.chmod(0o644)
+        staging.chmod(0o600 if is_private else 0o644)
         staging.replace(path)
     except BaseException:
         staging.unlink(missing_ok=True)

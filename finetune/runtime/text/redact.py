@@ -69,9 +69,16 @@ class KnownSecrets:
         self.forms = tuple(sorted(forms, key=lambda form: (-len(form), form)))  # a longer one may hold a shorter one
 
 
+def is_secret_variable(name: str, value: str) -> bool:
+    """Return whether the environment variable holds a secret; the place of one, or a number of tokens, is none."""
+    is_number = name.upper().endswith("S") and value.isdecimal()
+    is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
+    return bool(is_named) and not is_number and not _NO_VALUE.fullmatch(value)
+
+
 def _secret_variables(variables: Mapping[str, str]) -> Iterator[str]:
     for name, value in variables.items():
-        if SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name) and _is_searched_for(value):
+        if is_secret_variable(name, value) and _is_searched_for(value):
             yield value
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from finetune.errors import UserError
 from finetune.runtime.text.redact import collect_environment_secrets, redacted_text
 
 _CONTROL_CHARACTERS = (
@@ -109,6 +110,22 @@ class GuardedStream:
         except UnicodeEncodeError:
             encoding = self.stream.encoding or "ascii"
             self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def write_file_to_stdout(text: str) -> None:
+    """Write a generated file to standard output, byte for byte: another program reads it, and no terminal shows it.
+
+    Whoever makes the file sees to it that it holds neither secrets nor control characters.
+    """
+    stream = sys.stdout.stream if isinstance(sys.stdout, GuardedStream) else sys.stdout
+    if stream is None:
+        raise UserError("standard output is closed: the file cannot be written to it.")
+    stream.flush()
+    if hasattr(stream, "buffer"):
+        stream.buffer.write(text.encode())
+    else:
+        stream.write(text)
+    stream.flush()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def test_every_option_is_taken_by_one_record_and_none_is_ignored(command):
     own = {field.name for field in fields(COMMANDS[command])}
     options = inspect.signature(command).parameters
     assert not shared & own and own <= options.keys() <= shared | own
-    assert shared - options.keys() == {"elsewhere", "suffix", "command"}
+    assert shared - options.keys() == {"elsewhere", "suffix", "command", "advice"}
 
 
 @pytest.fixture
