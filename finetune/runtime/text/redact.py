@@ -401,9 +401,9 @@ def _redacted_word(word: str) -> str:
     first = re.match(r"-{0,2}[\w.-]{1,128}(?=\s)", word)
     if first is not None and is_secret_name(first[0]):  # `password X`, where a `=` was forgotten
         return f"{first[0]} {REDACTED}"
-    *names, _ = word.split("=")  # `--set=a.password=X` has two names
+    *names, value = word.split("=")  # `--set=a.password=X` has two names
     for index, name in enumerate(names, start=1):
-        if any(map(is_secret_name, name.split("."))):
+        if any(map(is_secret_name, name.split("."))) and not (index == len(names) and _NO_VALUE.fullmatch(value)):
             return f"{redacted_text('='.join(names[:index]))}={REDACTED}"
     return redacted_yaml(word) if ":" in word else redacted_text(word)
 

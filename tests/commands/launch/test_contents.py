@@ -1,0 +1,198 @@
+"""No job file holds a secret or a character that nobody sees, whichever option or file brings it."""
+
+import stat
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from finetune.commands.launch.job_files import Destination, JobWords
+from finetune.commands.launch.kubernetes import KubernetesWords, launch_kubernetes
+from finetune.commands.launch.skypilot import SkypilotWords, launch_skypilot
+from finetune.commands.launch.slurm import SlurmWords, launch_slurm
+from finetune.commands.launch.torchrun import make_job, print_commands, read_limits
+from finetune.errors import UserError
+
+SECRET = "canary77"
+HIDDEN = ("\u202e", "\u2066", "\x1b", "\x07", "\r", "\u200b", "\u2028", "\x9b")
+ADVICE = {"slurm": "--env-file", "kubernetes": "secretKeyRef", "skypilot": "--secret NAME"}
+
+Launch = Callable[..., str]
+
+
+@pytest.fixture
+def launch(words: Callable[..., JobWords], project: Path) -> Launch:
+    """Return a function that writes the job file of a scheduler with further options, and returns its text."""
+
+    def write(scheduler: str, *, destination: Destination | None = None, **options: Any) -> str:
+        target = destination or Destination(output=Path("out"))
+        shared = {name: value for name, value in options.items() if name in {field.name for field in fields(JobWords)}}
+        own = {name: value for name, value in options.items() if name not in shared}
+        made = words("ddp", **{name: value for name, value in shared.items() if name in ("env", "override")})
+        made = replace(made, **shared)
+        if scheduler == "slurm":
+            launch_slurm(made, SlurmWords(**own), target)
+        elif scheduler == "kubernetes":
+            at_data = replace(made, override=(*made.override, "run.folder=/data/run"))
+            there = {"image": "registry/x:1", "claim": ("data:/data",), "in_image": (project,), **own}
+            launch_kubernetes(at_data, KubernetesWords(**there), target)
+        else:
+            at_data = replace(made, override=(*made.override, "run.folder=/data/run"))
+            launch_skypilot(at_data, SkypilotWords(**{"gpu": "H100", "volume": ("/data=v",), **own}), target)
+        return Path("out").read_text() if target.output else ""
+
+    return write
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "env": {"env": (f"WANDB_API_KEY={SECRET}",)},
+    "env, short": {"env": ("DB_PASSWORD=12345",)},
+    "URL in env": {"env": (f"PROXY=http://me:{SECRET}@proxy:80",)},
+    "command in env": {"env": (f"EXTRA=--hub-token {SECRET} --x",)},
+    "token by its shape": {"env": ("X=hf_abcdefghijklmnopqrstuvwx",)},
+    "override": {"override": (f'run.on_end="push --password={SECRET}; x"',)},
+    "mapping in an override": {"override": (f"model.from_config.values={{a: {{api_key: {SECRET}}}}}",)},
+    "URL in an override": {"override": (f"data.train.path=https://me:{SECRET}@h/rows.jsonl",)},
+}
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "slurm": {
+        "image": {"container": f"docker://me:{SECRET}@registry/x"},
+        "image of pyxis": {"container": f"me:{SECRET}@nvcr.io#nvidia/pytorch", "container_runtime": "pyxis"},
+        "directive": {"sbatch": (f"--export=ALL,HF_TOKEN={SECRET}",)},
+        "comment": {"sbatch": (f"--comment=password={SECRET}",)},
+        "partition": {"partition": f"token={SECRET}"},
+        "sweep": {"sweep": (f'report.project="--password={SECRET}",b',)},
+    },
+    "kubernetes": {
+        "image": {"image": f"me:{SECRET}@registry/x:1"},
+        "image as a URL": {"image": f"https://me:{SECRET}@registry/x:1"},
+        "label": {"node_selector": (f"api_key={SECRET}",)},
+    },
+    "skypilot": {
+        "setup": {"setup": f"pip install git+https://me:{SECRET}@github.com/x/y"},
+        "export in setup": {"setup": f"export HF_TOKEN={SECRET}\npip install x"},
+        "image": {"image": f"docker:me:{SECRET}@registry/x"},
+        "infra": {"infra": f"aws?token={SECRET}"},
+    },
+}
+CASES = [(name, what, options) for name in ADVICE for what, options in {**SHARED, **OWN[name]}.items()]
+
+
+@pytest.mark.parametrize(("scheduler", "options"), [(name, options) for name, _, options in CASES])
+def test_a_literal_secret_is_refused_with_the_way_of_the_scheduler(launch, scheduler, options, capsys):
+    with pytest.raises(UserError, match="this is a secret") as caught:
+        launch(scheduler, **options)
+    message = str(caught.value)
+    assert SECRET not in message and "12345" not in message and ADVICE[scheduler] in message
+    assert "--allow-secrets" in message and not Path("out").exists()
+
+
+@pytest.mark.parametrize("file", ["job.yaml", "accelerate_configs/ddp.yaml"])
+def test_a_secret_in_a_file_of_a_config_map_is_refused_with_its_line(launch, project, file):
+    path = project / file
+    path.write_text(f"{path.read_text()}# password: {SECRET}\n")
+    with pytest.raises(
+        UserError, match=rf"{file}, line {len(path.read_text().splitlines())}: this is a secret"
+    ) as caught:
+        launch("kubernetes")
+    assert SECRET not in str(caught.value)
+    assert launch("slurm") and launch("skypilot")  # they name the file, and do not hold it
+
+
+@pytest.mark.parametrize("scheduler", ADVICE)
+def test_who_insists_gets_a_private_file_and_nothing_printed(launch, scheduler, capsys):
+    text = launch(scheduler, env=(f"API_KEY={SECRET}",), destination=Destination(Path("out"), allow_secrets=True))
+    assert SECRET in text and stat.S_IMODE(Path("out").stat().st_mode) == 0o600
+    with pytest.raises(UserError, match="--output FILE"):
+        launch(scheduler, env=(f"API_KEY={SECRET}",), destination=Destination(allow_secrets=True))
+    assert SECRET not in capsys.readouterr().out
+    launch(scheduler)
+    assert stat.S_IMODE(Path("out").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        "TOKENIZERS_PARALLELISM=false",
+        "MAX_TOKENS=1000",
+        "HF_TOKEN_PATH=/x/token",
+        "WANDB_MODE=offline",
+        "API_KEY=",
+        "A=$B",
+    ],
+)
+@pytest.mark.parametrize("scheduler", ADVICE)
+def test_other_variables_are_written(launch, scheduler, env):
+    assert env.partition("=")[0] in launch(scheduler, env=(env,))
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("scheduler", ADVICE)
+def test_invisible_characters_are_refused_in_options_and_folders(launch, project, monkeypatch, scheduler, hidden):
+    own = {"slurm": "partition", "kubernetes": "image", "skypilot": "setup"}[scheduler]
+    job = project / f"job{hidden}.yaml"
+    job.write_text((project / "job.yaml").read_text())
+    for options in ({"env": (f"A=b{hidden}c",)}, {own: f"a{hidden}b"}, {"config": job}):
+        with pytest.raises(UserError, match="a control character or an invisible one"):
+            launch(scheduler, **options)
+    folder = project / f"in{hidden}side"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    if scheduler == "slurm":
+        with pytest.raises(UserError, match="the job file, line [0-9]+: it has a control character|cannot hold"):
+            launch(scheduler)
+
+
+def test_what_is_printed_is_the_file_byte_for_byte(launch, words, capsysbinary):
+    text = launch("slurm", env=("A=ümläut 日本語 🙂 e\u0301",))
+    launch("slurm", env=("A=ümläut 日本語 🙂 e\u0301",), destination=Destination())
+    assert capsysbinary.readouterr().out == text.encode()
+
+
+def test_commands_of_hosts_hold_no_secret_and_no_invisible_character(words, capsys):
+    for override, message in (
+        (f'run.on_end="push --password {SECRET}"', "this is a secret"),
+        ('run.on_end="echo \\u202e"', ""),
+        ('run.on_end="echo \u202e"', "a control character or an invisible one"),
+    ):
+        made = words("ddp", override=(override,))
+        job, loaded = make_job(
+            made.config, made.override, accelerate_file=made.accelerate, ranks_per_host=2, stop_seconds=9
+        )
+        if not message:
+            print_commands(job, loaded, read_limits("2"))
+            continue
+        with pytest.raises(UserError, match=message) as caught:
+            print_commands(job, loaded, read_limits("2"))
+        assert SECRET not in str(caught.value)
+
+
+def test_secrets_have_a_way_of_their_own(launch):
+    file = Path("variables")
+    file.write_text(f"API_KEY={SECRET}\n")
+    with pytest.raises(UserError, match="chmod 600 variables"):
+        launch("slurm", env_file=file)
+    file.chmod(0o600)
+    assert f"set -a\n# shellcheck disable=SC1090,SC1091\n. {file.absolute()} || exit 2\nset +a\n" in launch(
+        "slurm", env_file=file
+    )
+    for kind in ("jobset", "trainjob"):
+        text = launch("kubernetes", secret=("all-keys", "API_KEY=wandb:key"), kind=kind)
+        reference = {"name": "API_KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}}
+        assert reference in [each for each in _environments(list(YAML(typ="safe").load_all(text)))]
+        assert "envFrom" in text and "all-keys" in text
+    task = YAML(typ="safe").load(launch("skypilot", secret=("API_KEY",)))
+    assert task["secrets"] == {"API_KEY": None}
+    for scheduler, secret in (("kubernetes", "API_KEY=wandb"), ("skypilot", f"API_KEY={SECRET}")):
+        with pytest.raises(UserError, match="--secret") as caught:
+            launch(scheduler, secret=(secret,))
+        assert SECRET not in str(caught.value)
+
+
+def _environments(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.get("env", ()), *(each for item in value.values() for each in _environments(item))]
+    return [each for item in value for each in _environments(item)] if isinstance(value, list) else []
