@@ -142,7 +142,7 @@ def test_invisible_characters_are_refused_in_options_and_folders(launch, project
     folder.mkdir()
     monkeypatch.chdir(folder)
     if scheduler == "slurm":
-        with pytest.raises(UserError, match="the job file, line [0-9]+: it has a control character|cannot hold"):
+        with pytest.raises(UserError, match=r"the job file, line [0-9]+: it has a control character|cannot hold"):
             launch(scheduler)
 
 
@@ -182,7 +182,7 @@ def test_secrets_have_a_way_of_their_own(launch):
     for kind in ("jobset", "trainjob"):
         text = launch("kubernetes", secret=("all-keys", "API_KEY=wandb:key"), kind=kind)
         reference = {"name": "API_KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}}
-        assert reference in [each for each in _environments(list(YAML(typ="safe").load_all(text)))]
+        assert reference in _environments(list(YAML(typ="safe").load_all(text)))
         assert "envFrom" in text and "all-keys" in text
     task = YAML(typ="safe").load(launch("skypilot", secret=("API_KEY",)))
     assert task["secrets"] == {"API_KEY": None}

@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch.jobs.checkers import shellcheck
 from tests.launch.jobs.expansion import as_kubernetes_expands
-from tests.launch.jobs.hostile import NAMES
+from tests.launch.jobs.hostile import HIDDEN, NAMES
 
 KUBERNETES = "1.34"
 MODELS = {
@@ -157,6 +157,10 @@ def test_hostile_values_arrive_unchanged_or_are_refused(words, project, hostile,
     job = project / f"{hostile}.yaml"
     job.write_text((project / "job.yaml").read_text())
     wanted = replace(words("ddp", env=(f"HOSTILE={hostile}",)), config=job)
+    if hostile in HIDDEN:
+        with pytest.raises(UserError, match="a control character or an invisible one"):
+            objects(wanted, kind=kind)
+        return
     if not hostile.isprintable() or ":" in hostile:
         with pytest.raises(UserError, match="cannot be a place in a container"):
             objects(wanted, kind=kind)

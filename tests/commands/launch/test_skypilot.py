@@ -15,7 +15,7 @@ from finetune.commands.launch.skypilot import SkypilotWords, launch_skypilot
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch.jobs.checkers import shellcheck
-from tests.launch.jobs.hostile import HOSTILE, NAMES
+from tests.launch.jobs.hostile import HIDDEN, HOSTILE, NAMES
 
 PYTHON = os.environ.get("FINETUNE_TEST_SKYPILOT_PYTHON")
 """An interpreter with SkyPilot, which needs another version of click than huggingface_hub; `.ci/run` makes one."""
@@ -69,7 +69,7 @@ def test_skypilots_own_parser_reads_what_was_written(words, tmp_path):
         file = tmp_path / f"{number}.yaml"
         sky = {"bucket": ("/data=s3://some-bucket",), "infra": "aws", "strategy": "FAILOVER"} if number % 2 else {}
         variants[file] = task(words(strategy, env=("X=yes",)), file, **sky)
-    for number, hostile in enumerate(HOSTILE):
+    for number, hostile in enumerate(word for word in HOSTILE if word not in HIDDEN):
         file = tmp_path / f"hostile-{number}.yaml"
         variants[file] = task(words("ddp", env=(f"HOSTILE={hostile}",)), file, setup=f"echo start\n{hostile}")
     for file, read in zip(variants, parse(list(variants)), strict=True):
@@ -107,10 +107,15 @@ def test_shellcheck_finds_nothing_in_any_script(words):
 
 
 @pytest.mark.parametrize("hostile", NAMES)
-def test_hostile_names_and_values_are_quoted(words, project, hostile):
+def test_hostile_names_and_values_are_quoted_or_refused(words, project, hostile):
     job = project / f"{hostile}.yaml"
     job.write_text((project / "job.yaml").read_text())
-    found = task(replace(words("ddp", env=(f"HOSTILE={hostile}",)), config=job))
+    wanted = replace(words("ddp", env=(f"HOSTILE={hostile}",)), config=job)
+    if hostile in HIDDEN:
+        with pytest.raises(UserError, match="a control character or an invisible one"):
+            task(wanted)
+        return
+    found = task(wanted)
     assert found["envs"]["HOSTILE"] == hostile
     assert shellcheck(f"#!/bin/bash\n{found['run']}", shell="bash") == ""
 

@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch import fake_slurm
 from tests.launch.jobs.checkers import directives, shellcheck
-from tests.launch.jobs.hostile import NAMES
+from tests.launch.jobs.hostile import HIDDEN, NAMES
 
 SETUPS = {
     "venv": {},
@@ -119,6 +119,10 @@ def test_hostile_names_are_quoted_or_refused(words, project, hostile):
     job = project / f"{hostile}.yaml"
     job.write_text((project / "job.yaml").read_text())
     wanted = replace(words("ddp", env=(f"HOSTILE={hostile}",)), config=job)
+    if hostile in HIDDEN:
+        with pytest.raises(UserError, match="a control character or an invisible one"):
+            script(wanted)
+        return
     text = script(wanted, module=(hostile,), log_folder=project / "shared" / hostile)
     assert shellcheck(text, shell="bash") == ""
     directives(text)

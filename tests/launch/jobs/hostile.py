@@ -2,6 +2,8 @@
 
 import pytest
 
+from finetune.runtime.text.terminal import escape_controls
+
 WORST = 'it\'s "a" $(touch PWNED) `touch PWNED` $$(HOME) ${HOME} {{ x }} %j; #*'
 """Most of what is special to shells, to Slurm, to Kubernetes and to templates, in a name that a file can have."""
 
@@ -50,6 +52,9 @@ HOSTILE = (
     "\u2028 separator",
     "x" * 3000,
 )
+
+HIDDEN = frozenset(word for word in HOSTILE if escape_controls(word) != word)
+"""Those with characters that nobody sees, or that act on a terminal: no job file holds them."""
 
 NAMES = [
     WORST,
