@@ -18,6 +18,8 @@ from finetune.runtime.text.secret_urls import REDACTED, redacted_urls, secrets_i
 MIN_KNOWN_LENGTH = 8
 """The length from which a known value is searched for in any text: shorter ones occur in ordinary words."""
 
+_MIN_LENGTH = len("sig=x")
+
 SECRET_VARIABLE = re.compile(
     r"(^|_)(API_?KEY|AUTH|AUTHORIZATION|BEARER|COOKIES?|CREDENTIALS?|JWT|KEYS?|PASS|PASSPHRASE|PASSWD|PASSWORD|PAT|PWD"
     r"|SAS|SECRETS?|SIG|SIGNATURE|TOKENS?)(_|$)",
@@ -159,7 +161,7 @@ _SENTENCE = re.compile(r"[A-Za-z'.-]*[,.:;!?]*|[\d.,:]+|[\[{(<*&|>].*", re.DOTAL
 """What follows `name:` in messages and does not look like a secret."""
 
 _OPTION_TEXT = re.compile(
-    r"-.*|(?:[A-Z]+_)*(?:TEXT|NAME|VALUE|TOKEN|PASSWORD|SECRET|KEY|FILE|PATH|STRING)(?:[=:].*)?"
+    r"-.*|(?:[A-Z]+_)*(?:TEXT|NAME|VALUE|VARIABLE|TOKEN|PASSWORD|SECRET|KEY|FILE|PATH|STRING)(?:[=:][A-Z:]*)?"
     r"|(?:and|are|as|by|can|cannot|for|from|has|in|instead|is|must|needs|not|of|on|option|or|takes|that|the|to|was|with)"
     r"[,.:;]?"
 )
@@ -221,7 +223,7 @@ def redacted_text(text: str) -> str:
 
     What it has returned stays the same when it is redacted again, also as part of JSON.
     """
-    if len(text) < MIN_KNOWN_LENGTH:
+    if len(text) < _MIN_LENGTH:
         return text
     text = _known.redact(text)
     if "://" in text or "%3" in text:
@@ -313,10 +315,11 @@ def redacted_command(words: Sequence[str]) -> list[str]:
 
 
 def register_command(words: Sequence[str]) -> None:
-    """Remember the secrets of a command line."""
-    for _, word, name in _named(words, ""):
+    """Remember the secrets of a command line of ours, whose `--secret` is the name of one."""
+    for before, (_, word, name) in zip(["", *words], _named(words, ""), strict=False):
         key, _, value = word.rpartition("=")
-        _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
+        if "--secret" not in (before, key):
+            _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
 
 
 @functools.lru_cache(maxsize=1024)
