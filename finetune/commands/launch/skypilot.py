@@ -48,11 +48,7 @@ def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destinatio
         destination, command=("sky", "jobs", "launch", "--yes", *given), advice=f"{_SECRETS} {INSIST}"
     )
     check_options((words, sky), advice=destination.advice, allows_secrets=destination.allow_secrets)
-    for name in sky.secret:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(
-                "--secret: write the name of a variable without its value, which is read when it is launched."
-            )
+    _require_names(sky.secret)
     buckets = _read_buckets(sky.bucket)
     volumes = _read_volumes(sky.volume)
     mounted = tuple(map(Path, (*buckets, *volumes)))
@@ -82,6 +78,14 @@ def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destinatio
     )
     comment = _COMMENT.replace("launch FILE", " ".join(["launch", *given, "FILE"]))
     return deliver(yaml_text([skypilot_task(request, options)], comment=comment), destination, name=request.name)
+
+
+def _require_names(variables: Sequence[str]) -> None:
+    for name in variables:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(
+                "--secret: write the name of a variable without its value, which is read when it is launched."
+            )
 
 
 def _in_working_folder(path: str) -> str:

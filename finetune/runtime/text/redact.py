@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+from finetune.runtime.text.secret_names import NO_VALUE, SECRET_WORD, is_secret_name, named_values, without_named
 from finetune.runtime.text.secret_urls import REDACTED, redacted_urls, secrets_in_urls, unsigned_urls
 
 MIN_KNOWN_LENGTH = 8
@@ -75,7 +76,7 @@ def is_secret_variable(name: str, value: str) -> bool:
     """Return whether the environment variable holds a secret; the place of one, or a number of tokens, is none."""
     is_number = name.upper().endswith("S") and value.isdecimal()
     is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
-    return bool(is_named) and not is_number and not _NO_VALUE.fullmatch(value)
+    return bool(is_named) and not is_number and not NO_VALUE.fullmatch(value)
 
 
 def _secret_variables(variables: Mapping[str, str]) -> Iterator[str]:
@@ -112,71 +113,16 @@ def _forms(value: str) -> Iterator[str]:
         yield from (line for line in value.splitlines() if _is_searched_for(line) and line != value)
 
 
-_SECRET_WORD = (
-    r"(?:[\w-]*(?:password|passwd|passphrase)|(?:\w+[_-])?(?:secrets?|credentials?|jwt))(?:[_-]\w+)?"
-    r"|(?:\w+[_-])?(?:api|access|private|secret|auth|signing|encryption|account|shared|storage)[_-]?keys?(?:[_-]id)?"
-    r"|(?:\w+[_-])?(?:auth|access|api|hf|hub|refresh|session|security|wandb|github|gitlab|secret|private|bearer)"
-    r"[_-]?tokens?"
-    r"|token|authorization|bearer|sig|signature"
-    r"|(?-i:(?:[A-Z0-9]+_)+(?:AUTH|COOKIE|KEY|PASS|PAT|PWD|SAS|SIG|SIGNATURE|TOKEN))"  # of environment variables
-)
-_SECRET_NAME = re.compile(rf"^(?:{_SECRET_WORD})$", re.IGNORECASE)
-_WORDS = re.compile(r"pass|secret|credential|jwt|key|token|auth|bearer|sig|(?-i:PWD|_PAT|_SAS|COOKIE)", re.IGNORECASE)
-"""One of them is in every name of a secret."""
-
-_QUOTE = r"\\{0,8}[\"'`]"  # of texts within texts, too
-_QUOTES = r"(?:\\{0,8}[\"']){1,8}"
-_NAMED = re.compile(
-    r"(?<![A-Za-z0-9])(?P<name>[A-Za-z][\w-]{1,63}+)(?:"
-    rf"(?:{_QUOTES})?[ \t]{{0,8}}(?:[:=]?=>?|%(?:25)?3D)[ \t]{{0,8}}"  # name=value
-    rf"|{_QUOTES}[ \t]{{0,8}}:\s{{0,8}}"  # "name": value
-    rf"|(?:{_QUOTES})?[ \t]{{0,4}},?\s{{0,40}}(?:-\s)?(?:{_QUOTES})?value(?:{_QUOTES})?[ \t]{{0,4}}:[ \t]{{0,8}}"  # of
-    r"|:[ \t]{1,4}(?:Bearer|Basic|Token)[ \t]{1,4}(?=\w)"  # a list of variables; and this is of a header
-    r"|(?P<colon>`?:[ \t]{0,8}))"
-    rf"|(?<=-)(?P<option>[A-Za-z][\w-]{{1,63}}+)(?:{_QUOTES}[ \t]{{0,4}},\s{{0,40}}|(?:[ \t]|\\\n){{1,8}})",
-    re.IGNORECASE,
-)
-"""A name, and all between it and its value; whether it is that of a secret is decided afterwards."""
-
-_INSIDE = re.compile(
-    r"(?:\\{0,8}[\"'])?(?:[\[{,]\s{0,40}|(?:\\{0,8}[\"'])?[\w.-]{1,64}(?:\\{0,8}[\"']\s?:\s{0,8}|:\s))*+"
-)
-"""What stands before the next value of a list or mapping."""
-
-_OPENING = re.compile(
-    rf"(?>(?P<first>{_QUOTE})(?P<more>{_QUOTE}){{0,15}})(?!\s|\Z)(?(more)(?![,;:&)\]}}])|(?![,;:&)\]}}](?!\w)))"
-)
-"""Quotes before a value; those around nothing, or that end what is around it, are none."""
-
-_BARE = re.compile(r"(?:[^\s,;&\"'`)\]}\\]|\\(?![\\\"'`])|[,;&](?![\s\"'\\`]|\Z|[\w.-]{1,64}=)|[)\]}](?=\w))+")
-_CONTINUED = re.compile(r"[\w\\\"'`$]")
-_MAX_QUOTED = 2000
-"""Characters of a value in quotes; one that is not closed by then ends with its line."""
-
-_NO_VALUE = re.compile(
-    r"|none|null|true|false|[01]|\.\.\.|\[redacted.*|<[^<>]*>|(?-i:\$\{?[A-Z_][A-Z0-9_]*\}?)",
-    re.IGNORECASE | re.DOTALL,
-)
-_SENTENCE = re.compile(r"[A-Za-z'.-]*[,.:;!?]*|[\d.,:]+|[\[{(<*&|>].*", re.DOTALL)
-"""What follows `name:` in messages and does not look like a secret."""
-
-_OPTION_TEXT = re.compile(
-    r"-.*|(?:[A-Z]+_)*(?:TEXT|NAME|VALUE|VARIABLE|TOKEN|PASSWORD|SECRET|KEY|FILE|PATH|STRING)(?:[=:][A-Z:]*)?"
-    r"|(?:and|are|as|by|can|cannot|for|from|has|in|instead|is|must|needs|not|of|on|option|or|takes|that|the|to|was|with)"
-    r"[,.:;]?"
-)
-"""What follows `--name` in help and messages and is not its value."""
-
 _YAML_LINE = re.compile(
-    rf"(?P<head>[ \t]*(?:-[ \t]+)*[\"']?(?:{_SECRET_WORD})[\"']?[ \t]*:)"
+    rf"(?P<head>[ \t]*(?:-[ \t]+)*[\"']?(?:{SECRET_WORD})[\"']?[ \t]*:)"
     r"(?P<value>[ \t]+(?:\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|[^\s#].*?))?(?P<end>[ \t]*(?:[ \t]#.*)?)",
     re.IGNORECASE,
 )
 _YAML_COMMENT = re.compile(
-    rf"(?P<head>#[ \t]*(?:-[ \t]+)*(?:{_SECRET_WORD})[ \t]*:[ \t]+)(?P<value>\S.*)", re.IGNORECASE
+    rf"(?P<head>#[ \t]*(?:-[ \t]+)*(?:{SECRET_WORD})[ \t]*:[ \t]+)(?P<value>\S.*)", re.IGNORECASE
 )
 _FLOW = re.compile(
-    rf"(?P<head>[{{,\[]\s*[\"']?(?:{_SECRET_WORD})[\"']?[ \t]*:\s+)"
+    rf"(?P<head>[{{,\[]\s*[\"']?(?:{SECRET_WORD})[\"']?[ \t]*:\s+)"
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'|\[[^\]\n]*\]|\{[^}\n]*\}|[^,}\]\n]+)",
     re.IGNORECASE,
 )
@@ -231,7 +177,7 @@ def redacted_text(text: str) -> str:
     text = _without_shapes(text)
     if "Bearer" in text or "Basic" in text:
         text = _HEADER.sub(rf"\g<scheme>\g<between>{REDACTED}", text)
-    return _without_named(text)
+    return without_named(text)
 
 
 def comparable_text(text: str) -> str:
@@ -239,7 +185,7 @@ def comparable_text(text: str) -> str:
 
     It stays the same when a URL is signed again, so that it can be compared with what an earlier start has written.
     """
-    return _without_named(_without_shapes(unsigned_urls(text) if "://" in text else text))
+    return without_named(_without_shapes(unsigned_urls(text) if "://" in text else text))
 
 
 def redacted_yaml(text: str) -> str:
@@ -256,7 +202,7 @@ def redacted_yaml(text: str) -> str:
             continue
         match = _YAML_LINE.fullmatch(line)
         secret_column, key_number = (None if match is None else column), number
-        if match is not None and match["value"] and not _NO_VALUE.fullmatch(match["value"].strip(" \t\"'")):
+        if match is not None and match["value"] and not NO_VALUE.fullmatch(match["value"].strip(" \t\"'")):
             line = f"{match['head']} '{REDACTED}'{match['end']}"
         lines.append(_YAML_COMMENT.sub(_in_yaml, line) if "#" in line else line)
     return redacted_text(_FLOW.sub(_in_yaml, "\n".join(lines)))
@@ -322,12 +268,6 @@ def register_command(words: Sequence[str]) -> None:
             _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
 
 
-@functools.lru_cache(maxsize=1024)
-def is_secret_name(name: str) -> bool:
-    """Return whether a key or option of this name holds a secret; of a dotted key, the last part decides."""
-    return bool(_SECRET_NAME.search(name[-128:].lstrip("-").rpartition(".")[2].strip()))
-
-
 def _redacted_key(key: str) -> str:
     return _remembered_key(key, _known.forms)
 
@@ -342,62 +282,8 @@ def _without_shapes(text: str) -> str:
     return _SECRET_SHAPE.sub(REDACTED, text) if any(each in text for each in _BEGINNINGS) else text
 
 
-def _without_named(text: str) -> str:
-    """Return the text without the values of secret names: `password=X`, `"password": "X"`, `--password X`."""
-    if not _WORDS.search(text):
-        return text
-    pieces, position = [], 0
-    for start, end in _named_values(text):
-        pieces += [text[position:start], REDACTED]
-        position = end
-    return "".join([*pieces, text[position:]])
-
-
-def _named_values(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where each value of a secret name begins and ends; what else has a name is searched for more names."""
-    match = _NAMED.search(text)
-    while match is not None:
-        position = match.end()
-        is_secret = is_secret_name(match["name"] or match["option"])
-        has_values = is_secret and text.startswith(("[", "{"), position) and not text.startswith(REDACTED, position)
-        while is_secret:
-            position = _INSIDE.match(text, position).end() if has_values else position  # type: ignore[union-attr]
-            start, end = _value_at(text, position)
-            value = text[start:end]
-            no_value = _SENTENCE if match["colon"] else _OPTION_TEXT if match["option"] else _NO_VALUE
-            if not (_NO_VALUE.fullmatch(value) or (start == position and no_value.fullmatch(value))):
-                yield start, end
-            is_secret, position = has_values and end > position, max(position, end)
-        match = _NAMED.search(text, position)
-
-
-def _value_at(text: str, start: int) -> tuple[int, int]:
-    """Return where the value begins and ends: in its quotes, or as a word that may be quoted in parts."""
-    position, first = start, None
-    while position < len(text) and (first is None or _CONTINUED.match(text, position)):
-        opening, bare = _OPENING.match(text, position), _BARE.match(text, position)
-        if opening is not None:
-            position = opening.end()
-            quote = re.escape(opening["more"] or opening["first"])
-            closing = re.compile(rf"(?<!\\){quote}").search(text, position, position + _MAX_QUOTED)
-            end = _end_of_line(text, position) if closing is None else closing.start()
-            inside, position = (position, end), end if closing is None else closing.end()
-        elif bare is not None:
-            position = bare.end()
-            inside = (bare.start(), bare.start() + len(bare[0].rstrip(".:!?")))
-        else:
-            break
-        first = inside if first is None else (start, position)
-    return first or (start, start)
-
-
-def _end_of_line(text: str, start: int) -> int:
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end
-
-
 def _in_yaml(match: re.Match[str]) -> str:
-    return match[0] if _NO_VALUE.fullmatch(match["value"].strip("\"' ")) else f"{match['head']}'{REDACTED}'"
+    return match[0] if NO_VALUE.fullmatch(match["value"].strip("\"' ")) else f"{match['head']}'{REDACTED}'"
 
 
 def _redacted_word(word: str) -> str:
@@ -406,7 +292,7 @@ def _redacted_word(word: str) -> str:
         return f"{first[0]} {REDACTED}"
     *names, value = word.split("=")  # `--set=a.password=X` has two names
     for index, name in enumerate(names, start=1):
-        if any(map(is_secret_name, name.split("."))) and not (index == len(names) and _NO_VALUE.fullmatch(value)):
+        if any(map(is_secret_name, name.split("."))) and not (index == len(names) and NO_VALUE.fullmatch(value)):
             return f"{redacted_text('='.join(names[:index]))}={REDACTED}"
     return redacted_yaml(word) if ":" in word else redacted_text(word)
 
@@ -427,4 +313,4 @@ def _secret_texts(value: Any, *, name: str) -> Iterator[str]:
         yield str(value)
     elif isinstance(value, str):
         yield from secrets_in_urls(value) if "://" in value else ()
-        yield from (value[start:end] for start, end in _named_values(value)) if _WORDS.search(value) else ()
+        yield from (value[start:end] for start, end in named_values(value))
