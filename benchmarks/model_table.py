@@ -1,0 +1,308 @@
+"""Tries every model type of transformers for every task from a tiny config, and prints which train: docs/models.md.
+
+    python benchmarks/model_table.py                                    # about an hour on two cores; resumes
+    python benchmarks/model_table.py --tasks causal --only llama bert   # these only, tried again
+    python benchmarks/model_table.py --page docs/models.md              # the page from the recorded results
+
+Each case is `finetune train` in a fork of a process that has imported everything, under limits of CPU time and memory:
+two steps of full fine-tuning on samples of different lengths, and an export that a fresh process verifies. A second run
+takes the first step with one sample per microbatch: its loss must be the same. A case is `trained`, `refused` (exit
+code 2 and one message) or `failed`. Small models come from their configs, as `finetune rehearse` shrinks them, with
+random weights: nothing is downloaded. Results are appended to FOLDER/results.jsonl, from which the script resumes.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import runpy
+import shutil
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import transformers  # noqa: E402  # found by the line above
+from transformers.models.auto import modeling_auto  # noqa: E402
+
+from finetune.commands.rehearse.architecture import from_config_values, shrink_architecture  # noqa: E402
+from finetune.commands.rehearse.shrink import Sizes  # noqa: E402
+from finetune.config.sections.model import FromConfigSection, ModelSection  # noqa: E402
+from finetune.errors import FinetuneError  # noqa: E402
+from finetune.export.verify import proof  # noqa: E402
+from tests import proof_server  # noqa: E402
+from tests.task_cases import classification, images, masked_lm, seq2seq  # noqa: E402
+from tests.task_cases import embedding as embedding_cases  # noqa: E402
+from tests.warm import MODULES  # noqa: E402
+
+TOLERANCE = 1e-5
+CPU_SECONDS, MEMORY_BYTES = 90, 6 << 30
+TRAINED, REFUSED, FAILED = "trained", "refused", "failed"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A task of the table: its mapping in transformers, the head it trains, and its job."""
+
+    mapping: str
+    head: str
+    task: Mapping[str, Any]
+    has_tokenizer_file: bool = False  # one with a mask token
+
+    def model_types(self) -> list[str]:
+        """Return the model types of the mapping."""
+        return sorted(getattr(modeling_auto, f"{self.mapping}_MAPPING_NAMES"))
+
+
+COLUMNS: Mapping[str, Column] = {
+    "causal": Column("MODEL_FOR_CAUSAL_LM", "causal_lm", {"name": "sft"}),
+    "masked": Column("MODEL_FOR_MASKED_LM", "masked_lm", {"name": "masked_lm"}, has_tokenizer_file=True),
+    "classification": Column(
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION", "sequence_classification", {"name": "text_classification"}
+    ),
+    "tokens": Column("MODEL_FOR_TOKEN_CLASSIFICATION", "token_classification", {"name": "token_classification"}),
+    "seq2seq": Column("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "seq2seq_lm", {"name": "seq2seq"}),
+    "images": Column("MODEL_FOR_IMAGE_CLASSIFICATION", "image_classification", {"name": "image_classification"}),
+    "embedding": Column("MODEL", "embedding", {"name": "embedding"}),
+}
+
+VALUES: Mapping[str, Mapping[str, Any]] = {}
+"""Values of types that the general shrinking leaves too large, or whose default config does not fit itself."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a model type in a task."""
+
+    task: str
+    model_type: str
+    outcome: str
+    message: str = ""
+    layout: str = ""
+    losses: tuple[float, ...] = ()  # of the first step: the whole batch at once, one sample at a time
+    seconds: float = 0.0
+    version: str = transformers.__version__
+
+
+def main() -> int:
+    """Run what is missing, print or write the page and return the exit code: 1 where a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="*", default=list(COLUMNS), choices=list(COLUMNS))
+    parser.add_argument("--only", nargs="*", metavar="TYPE", help="try these again, whatever is recorded")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/model-table"))
+    parser.add_argument("--share", default="0/1", help="which of how many processes this is: 0/2 and 1/2 beside it")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no case after that time")
+    parser.add_argument("--page", type=Path, help="only write the page from what is recorded")
+    options = parser.parse_args()
+    folder = options.folder.absolute()
+    if options.page is not None:
+        options.page.write_text(page(read_results(folder)))
+        return 0
+    index, count = map(int, options.share.split("/"))
+    recorded = set() if options.only else {(each.task, each.model_type) for each in read_results(folder)}
+    cases = [
+        (task, model_type)
+        for task in options.tasks
+        for model_type in COLUMNS[task].model_types()
+        if (model_type in options.only if options.only else (task, model_type) not in recorded)
+    ]
+    failures = 0
+    deadline = time.monotonic() + 60 * options.minutes
+    for result in try_cases(cases[index::count], folder=folder, deadline=deadline):
+        print(f"{result.task} {result.model_type}: {result.outcome} {result.message}"[:600], flush=True)
+        failures += result.outcome == FAILED
+        with (folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+    return 1 if failures else 0
+
+
+def read_results(folder: Path) -> list[Result]:
+    """Return the last result of every case."""
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    latest = {(each["task"], each["model_type"]): Result(**each) for each in map(json.loads, lines)}
+    return [latest[case] for case in sorted(latest)]
+
+
+def try_cases(cases: Sequence[tuple[str, str]], *, folder: Path, deadline: float = float("inf")) -> Iterator[Result]:
+    """Yield what becomes of each case, tried in a fork of this process."""
+    write_data(folder / "data")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name in MODULES:
+        if "deepspeed" not in name:
+            importlib.import_module(name)
+    address = folder / f"proof-{os.getpid()}"
+    os.environ |= {proof_server.ADDRESS: str(address), proof_server.OWNER: str(os.getpid())}
+    proof_server.use_server(proof)
+    gc.collect()
+    gc.freeze()
+    for task, model_type in cases:
+        if time.monotonic() > deadline:
+            return
+        started = time.monotonic()
+        result = try_case(task, model_type, folder)
+        yield Result(**{**asdict(result), "seconds": round(time.monotonic() - started, 1)})
+
+
+def try_case(task: str, model_type: str, folder: Path) -> Result:
+    """Train, export and verify the model type in the task, and compare its first step with one sample at a time."""
+    place = folder / "runs" / f"{task}-{model_type}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    in_fork(lambda: write_job(task, model_type, place, data=folder / "data"), log=place / "config.log")
+    if not (place / "job.yaml").exists():
+        return Result(task, model_type, FAILED, f"no config: {last_line(place / 'config.log')}")
+    code = in_fork(lambda: train(place, "whole"), log=place / "whole.log")
+    log = (place / "whole.log").read_text(errors="replace")
+    layout = "".join(re.findall(r"padding-free batches|samples are padded.*", log)[:1])
+    if code == 2:
+        messages = re.findall(r"^error: .*(?:\n .*)*", log, re.MULTILINE)
+        is_one = len(messages) == 1 and "Traceback" not in log
+        return Result(task, model_type, REFUSED if is_one else FAILED, messages[0] if messages else log[-300:], layout)
+    if code != 0:
+        return Result(task, model_type, FAILED, f"exit code {code}: {last_line(place / 'whole.log')}", layout)
+    if "verified in a fresh process" not in log:
+        return Result(task, model_type, FAILED, "not verified", layout)
+    code = in_fork(lambda: train(place, "single"), log=place / "single.log")
+    if code != 0:
+        message = f"exit code {code} at one sample at a time: {last_line(place / 'single.log')}"
+        return Result(task, model_type, FAILED, message, layout)
+    losses = (first_loss(place / "whole"), first_loss(place / "single"))
+    shutil.rmtree(place)
+    if abs(losses[0] - losses[1]) > TOLERANCE * abs(losses[1]):
+        return Result(task, model_type, FAILED, f"losses {losses[0]:.6f} and {losses[1]:.6f}", layout, losses)
+    return Result(task, model_type, TRAINED, "", layout, losses)
+
+
+def in_fork(work: Any, *, log: Path) -> int:
+    """Do the work in a child with limits, its output in the log; return its exit code, or minus its signal."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+            resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+            output = os.open(log, os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            code = work()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code or 0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def train(place: Path, name: str) -> int:
+    """Run `finetune train` as typed: `whole`, or `single` with one step of one sample at a time and no export's proof."""
+    os.chdir(place)
+    single = ["train.microbatch_size=1", "train.steps=1", "export.verify=false"] if name == "single" else []
+    sets = [word for value in [f"run.folder={place / name}", *single] for word in ("--set", value)]
+    sys.argv = ["finetune", "train", "--config", "job.yaml", *sets]
+    runpy.run_module("finetune", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def write_job(task: str, model_type: str, place: Path, *, data: Path) -> int:
+    """Write the job of the case: the model small, without dropout, so that runs can be compared."""
+    column = COLUMNS[task]
+    is_image = task == "images"
+    tokenizer = {"name": str(data / "masked" / "tokenizer")} if column.has_tokenizer_file else None
+    values, image_size = tiny_values(model_type, head=column.head)
+    text = {"tokenizer": tokenizer or {"train": {"vocabulary_size": 320}}}
+    model = {"image_processor": {"size": image_size}} if is_image else text
+    source = {"path": str(data / task / ("train" if is_image else "train.txt" if task == "masked" else "train.jsonl"))}
+    chat = {"chat_template": "chatml"} if task == "causal" else {}
+    job = {
+        "run": {"folder": "run", "seed": 7},
+        "model": {"from_config": {"model_type": model_type, "values": values}, **model},
+        "data": {"train": source, **chat, **({} if is_image else {"max_length": 64}), "cache_folder": "cache"},
+        "task": column.task,
+        "train": {"global_batch_size": 4, "microbatch_size": 4, "steps": 2, "learning_rate": 0.001},
+        "report": {"console": "plain", "log_every_steps": 1},
+    }
+    (place / "job.yaml").write_text(json.dumps(job, indent=1))  # JSON is YAML
+    return 0
+
+
+def tiny_values(model_type: str, *, head: str) -> tuple[dict[str, Any], int]:
+    """Return `model.from_config.values` of a small model, as `finetune rehearse` makes it, and the size of its images."""
+    given = VALUES.get(model_type, {})
+    section = FromConfigSection(model_type=model_type, values=dict(given))
+    try:
+        made = shrink_architecture(ModelSection(from_config=section), head=head, sizes=Sizes())
+    except FinetuneError as error:  # the job with the type's own sizes says so, too, or meets the limits
+        print(error)
+        return dict(given), 32
+    values = from_config_values(section, made)
+    config = made.config.to_dict()
+    size = config.get("image_size")
+    return without_dropout(config, values), size if isinstance(size, int) else 32
+
+
+def without_dropout(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with every probability of dropout in the config, also one level down, at zero."""
+    result = dict(values)
+    for name, value in config.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            inner = without_dropout(value, result.get(name) or {})
+            result |= {name: inner} if inner else {}
+        elif re.search(r"drop", name) and isinstance(value, float) and value > 0:
+            result[name] = 0.0
+    return result
+
+
+def write_data(folder: Path) -> None:
+    """Write the rows of every task, of different lengths, once."""
+    if folder.exists():
+        return
+    staging = folder.with_name(f"data-{os.getpid()}")
+    for task in COLUMNS:
+        (staging / task).mkdir(parents=True)
+    masked_lm.lines(staging / "masked")
+    for task in ("causal", "seq2seq"):
+        seq2seq.reversals(staging / task)
+    classification.write(staging / "classification", row=classification.one_class)
+    chance = random.Random(1)
+    rows = [chance.choices(classification.WORDS, k=chance.randint(2, 8)) for _ in range(60)]
+    tagged = [{"tokens": row, "tags": ["LONG" if len(word) > 4 else "SHORT" for word in row]} for row in rows]
+    (staging / "tokens" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tagged))
+    images.shapes(staging / "images")
+    embedding_cases.write(staging / "embedding", kind="pairs")
+    staging.rename(folder)
+
+
+def first_loss(folder: Path) -> float:
+    """Return the loss of the run's first step."""
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return next(float(each["loss"]) for each in events if each.get("event") == "StepTaken")
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says something."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["nothing"])[-1][:400]
+
+
+def page(results: Sequence[Result]) -> str:
+    """Return docs/models.md."""
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
