@@ -37,7 +37,12 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 
 from finetune.commands.rehearse.architecture import from_config_values, shrink_architecture  # noqa: E402
 from finetune.commands.rehearse.shrink import Sizes  # noqa: E402
-from finetune.config.sections.model import FromConfigSection, ModelSection  # noqa: E402
+from finetune.config.sections.model import (  # noqa: E402
+    FromConfigSection,
+    ModelSection,
+    TokenizerSection,
+    TrainTokenizerSection,
+)
 from finetune.errors import FinetuneError  # noqa: E402
 from finetune.export.verify import proof  # noqa: E402
 from tests import proof_server  # noqa: E402
@@ -100,6 +105,7 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="*", default=list(COLUMNS), choices=list(COLUMNS))
     parser.add_argument("--only", nargs="*", metavar="TYPE", help="try these again, whatever is recorded")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/model-table"))
+    parser.add_argument("--again", nargs="*", default=(), metavar="OUTCOME", help="try recorded cases that ended so again")
     parser.add_argument("--share", default="0/1", help="which of how many processes this is: 0/2 and 1/2 beside it")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no case after that time")
     parser.add_argument("--page", type=Path, help="only write the page from what is recorded")
@@ -109,16 +115,13 @@ def main() -> int:
         options.page.write_text(page(read_results(folder)))
         return 0
     index, count = map(int, options.share.split("/"))
-    recorded = set() if options.only else {(each.task, each.model_type) for each in read_results(folder)}
-    cases = [
-        (task, model_type)
-        for task in options.tasks
-        for model_type in COLUMNS[task].model_types()
-        if (model_type in options.only if options.only else (task, model_type) not in recorded)
-    ]
+    recorded = set() if options.only else {(each.task, each.model_type) for each in read_results(folder) if each.outcome not in options.again}
+    cases = [(task, model_type) for task in options.tasks for model_type in COLUMNS[task].model_types()]
+    share = cases[index::count] if not options.only else [case for case in cases if case[1] in options.only]
+    missing = [case for case in share if case not in recorded]
     failures = 0
     deadline = time.monotonic() + 60 * options.minutes
-    for result in try_cases(cases[index::count], folder=folder, deadline=deadline):
+    for result in try_cases(missing, folder=folder, deadline=deadline):
         print(f"{result.task} {result.model_type}: {result.outcome} {result.message}"[:600], flush=True)
         failures += result.outcome == FAILED
         with (folder / "results.jsonl").open("a") as file:
@@ -167,6 +170,8 @@ def try_case(task: str, model_type: str, folder: Path) -> Result:
     layout = "".join(re.findall(r"padding-free batches|samples are padded.*", log)[:1])
     if code == 2:
         messages = re.findall(r"^error: .*(?:\n .*)*", log, re.MULTILINE)
+        if "allocate memory" in messages[0]:
+            return Result(task, model_type, FAILED, f"too large: {last_line(place / 'config.log')}", layout)
         is_one = len(messages) == 1 and "Traceback" not in log
         return Result(task, model_type, REFUSED if is_one else FAILED, messages[0] if messages else log[-300:], layout)
     if code != 0:
@@ -243,10 +248,11 @@ def tiny_values(model_type: str, *, head: str) -> tuple[dict[str, Any], int]:
     """Return `model.from_config.values` of a small model, as `finetune rehearse` makes it, and the size of its images."""
     given = VALUES.get(model_type, {})
     section = FromConfigSection(model_type=model_type, values=dict(given))
+    tokenizer = None if head == "image_classification" else TokenizerSection(train=TrainTokenizerSection(vocabulary_size=320))
     try:
-        made = shrink_architecture(ModelSection(from_config=section), head=head, sizes=Sizes())
+        made = shrink_architecture(ModelSection(from_config=section, tokenizer=tokenizer), head=head, sizes=Sizes())
     except FinetuneError as error:  # the job with the type's own sizes says so, too, or meets the limits
-        print(error)
+        print(f"NOT SMALL: {error}")
         return dict(given), 32
     values = from_config_values(section, made)
     config = made.config.to_dict()
