@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 import transformers  # noqa: E402  # found by the line above
 from transformers.models.auto import modeling_auto  # noqa: E402
 
+from benchmarks.architectures import ARCHITECTURES  # noqa: E402
 from finetune.commands.rehearse.architecture import from_config_values, shrink_architecture  # noqa: E402
 from finetune.commands.rehearse.shrink import Sizes  # noqa: E402
 from finetune.config.sections.model import (  # noqa: E402
@@ -81,7 +82,30 @@ COLUMNS: Mapping[str, Column] = {
     "embedding": Column("MODEL", "embedding", {"name": "embedding"}),
 }
 
-VALUES: Mapping[str, Mapping[str, Any]] = {}
+_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_SHARED_LAYERS = dict(ARCHITECTURES["gemma4"].config()["values"])
+
+VALUES: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {**_SMALL, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {**_GROUPED, "rope_parameters": {"full_attention": None}},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "n_routed_experts": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": ARCHITECTURES["gemma3n"].config()["values"],
+    "gemma4": {"text_config": _SHARED_LAYERS},
+    "gemma4_text": _SHARED_LAYERS,
+    "granitemoehybrid": ARCHITECTURES["granitemoehybrid"].config()["values"],
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "lfm2": ARCHITECTURES["lfm2"].config()["values"],
+    "longcat_flash": {"expert_ffn_hidden_size": 64},
+    "rembert": {"output_embedding_size": 64, "input_embedding_size": 32},
+    "qwen4_exp_text": {**_GROUPED, "head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, **_SMALL},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+}
 """Values of types that the general shrinking leaves too large, or whose default config does not fit itself."""
 
 
