@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import transformers  # noqa: E402  # found by the line above
+from transformers import AutoTokenizer  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 from benchmarks.architectures import ARCHITECTURES  # noqa: E402
@@ -63,18 +64,22 @@ class Column:
     mapping: str
     head: str
     task: Mapping[str, Any]
-    has_tokenizer_file: bool = False  # one with a mask token
+    tokenizer: str | None = None  # folder of the one to use, with special tokens; None: one is trained
 
     def model_types(self) -> list[str]:
-        """Return the model types of the mapping."""
-        return sorted(getattr(modeling_auto, f"{self.mapping}_MAPPING_NAMES"))
+        """Return the model types of the mapping; of that of all bodies those that some text task trains."""
+        names = set(getattr(modeling_auto, f"{self.mapping}_MAPPING_NAMES"))
+        if self.head == "embedding":
+            texts = [each for each in COLUMNS.values() if each.head not in ("embedding", "image_classification")]
+            names &= {name for each in texts for name in each.model_types()}
+        return sorted(names)
 
 
 COLUMNS: Mapping[str, Column] = {
     "causal": Column("MODEL_FOR_CAUSAL_LM", "causal_lm", {"name": "sft"}),
-    "masked": Column("MODEL_FOR_MASKED_LM", "masked_lm", {"name": "masked_lm"}, has_tokenizer_file=True),
+    "masked": Column("MODEL_FOR_MASKED_LM", "masked_lm", {"name": "masked_lm"}, "masked"),
     "classification": Column(
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION", "sequence_classification", {"name": "text_classification"}
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION", "sequence_classification", {"name": "text_classification"}, "masked"
     ),
     "tokens": Column("MODEL_FOR_TOKEN_CLASSIFICATION", "token_classification", {"name": "token_classification"}),
     "seq2seq": Column("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "seq2seq_lm", {"name": "seq2seq"}),
@@ -100,8 +105,15 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "lfm2": ARCHITECTURES["lfm2"].config()["values"],
     "longcat_flash": {"expert_ffn_hidden_size": 64},
+    "reformer": {
+        "axial_pos_embds": False,
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"],
+        "max_position_embeddings": 64,
+    },
+    "xmod": {"default_language": "en_XX"},
     "rembert": {"output_embedding_size": 64, "input_embedding_size": 32},
-    "qwen4_exp_text": {**_GROUPED, "head_dim": 16},
+    "qwen4_exp_text": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, **_SMALL},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
@@ -129,7 +141,9 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="*", default=list(COLUMNS), choices=list(COLUMNS))
     parser.add_argument("--only", nargs="*", metavar="TYPE", help="try these again, whatever is recorded")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/model-table"))
-    parser.add_argument("--again", nargs="*", default=(), metavar="OUTCOME", help="try recorded cases that ended so again")
+    parser.add_argument(
+        "--again", nargs="*", default=(), metavar="OUTCOME", help="try recorded cases that ended so again"
+    )
     parser.add_argument("--share", default="0/1", help="which of how many processes this is: 0/2 and 1/2 beside it")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no case after that time")
     parser.add_argument("--page", type=Path, help="only write the page from what is recorded")
@@ -139,7 +153,11 @@ def main() -> int:
         options.page.write_text(page(read_results(folder)))
         return 0
     index, count = map(int, options.share.split("/"))
-    recorded = set() if options.only else {(each.task, each.model_type) for each in read_results(folder) if each.outcome not in options.again}
+    recorded = (
+        set()
+        if options.only
+        else {(each.task, each.model_type) for each in read_results(folder) if each.outcome not in options.again}
+    )
     cases = [(task, model_type) for task in options.tasks for model_type in COLUMNS[task].model_types()]
     share = cases[index::count] if not options.only else [case for case in cases if case[1] in options.only]
     missing = [case for case in share if case not in recorded]
@@ -250,7 +268,7 @@ def write_job(task: str, model_type: str, place: Path, *, data: Path) -> int:
     """Write the job of the case: the model small, without dropout, so that runs can be compared."""
     column = COLUMNS[task]
     is_image = task == "images"
-    tokenizer = {"name": str(data / "masked" / "tokenizer")} if column.has_tokenizer_file else None
+    tokenizer = {"name": str(data / column.tokenizer / "tokenizer")} if column.tokenizer else None
     values, image_size = tiny_values(model_type, head=column.head)
     text = {"tokenizer": tokenizer or {"train": {"vocabulary_size": 320}}}
     model = {"image_processor": {"size": image_size}} if is_image else text
@@ -272,7 +290,9 @@ def tiny_values(model_type: str, *, head: str) -> tuple[dict[str, Any], int]:
     """Return `model.from_config.values` of a small model, as `finetune rehearse` makes it, and the size of its images."""
     given = VALUES.get(model_type, {})
     section = FromConfigSection(model_type=model_type, values=dict(given))
-    tokenizer = None if head == "image_classification" else TokenizerSection(train=TrainTokenizerSection(vocabulary_size=320))
+    tokenizer = (
+        None if head == "image_classification" else TokenizerSection(train=TrainTokenizerSection(vocabulary_size=320))
+    )
     try:
         made = shrink_architecture(ModelSection(from_config=section, tokenizer=tokenizer), head=head, sizes=Sizes())
     except FinetuneError as error:  # the job with the type's own sizes says so, too, or meets the limits
@@ -304,6 +324,9 @@ def write_data(folder: Path) -> None:
     for task in COLUMNS:
         (staging / task).mkdir(parents=True)
     masked_lm.lines(staging / "masked")
+    tokenizer = AutoTokenizer.from_pretrained(staging / "masked" / "tokenizer")
+    tokenizer.add_special_tokens({"bos_token": "[CLS]", "eos_token": "[SEP]"})  # some classify by the last token
+    tokenizer.save_pretrained(staging / "masked" / "tokenizer")
     for task in ("causal", "seq2seq"):
         seq2seq.reversals(staging / task)
     classification.write(staging / "classification", row=classification.one_class)

@@ -29,6 +29,7 @@ from finetune.run.build.strategy import require_exact_slices
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
+from finetune.run.model_code_errors import model_code_errors
 from finetune.run.remote.background import Uploader, make_uploader
 from finetune.run.state.resume import find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
@@ -46,7 +47,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     startup = StartupTimer.from_process_start()
     context = validate(loaded)
     uploader = make_uploader(context.loaded)
-    with supervised_run(context, startup) as supervision:
+    with supervised_run(context, startup) as supervision, model_code_errors():
         code = _train(context, supervision, uploader=uploader, checksums=checksums)
     return distributed.shut_down(code, afterwards=partial(_upload_rest, context, uploader, supervision))
 
