@@ -24,7 +24,7 @@ import shutil
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ COLUMNS: Mapping[str, Column] = {
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _SHARED_LAYERS = dict(ARCHITECTURES["gemma4"].config()["values"])
 
 VALUES: Mapping[str, Mapping[str, Any]] = {
@@ -111,6 +112,11 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
         "attn_layers": ["local", "lsh"],
         "max_position_embeddings": 64,
     },
+    "mistral4": {**_SMALL, "num_key_value_heads": 4, **_LATENT, "n_routed_experts": 4, "moe_intermediate_size": 16},
+    "perceiver": {"num_latents": 16, "d_latents": 64, "num_blocks": 1, "num_self_attends_per_block": 2},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_hidden_layers": 2, "num_blocks": 2},
+    "zamba": {**_SMALL, "num_hidden_layers": 12, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {**_SMALL, "num_hidden_layers": 7, "hybrid_layer_ids": [6], "mamba_d_state": 16, "n_mamba_heads": 8},
     "xmod": {"default_language": "en_XX"},
     "rembert": {"output_embedding_size": 64, "input_embedding_size": 32},
     "qwen4_exp_text": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64},
@@ -255,7 +261,7 @@ def in_fork(work: Any, *, log: Path) -> int:
 
 
 def train(place: Path, name: str) -> int:
-    """Run `finetune train` as typed: `whole`, or `single` with one step of one sample at a time and no export's proof."""
+    """Run `finetune train` as typed: `whole`, or `single` with one step, one sample at a time and no verification."""
     os.chdir(place)
     single = ["train.microbatch_size=1", "train.steps=1", "export.verify=false"] if name == "single" else []
     sets = [word for value in [f"run.folder={place / name}", *single] for word in ("--set", value)]
@@ -287,7 +293,7 @@ def write_job(task: str, model_type: str, place: Path, *, data: Path) -> int:
 
 
 def tiny_values(model_type: str, *, head: str) -> tuple[dict[str, Any], int]:
-    """Return `model.from_config.values` of a small model, as `finetune rehearse` makes it, and the size of its images."""
+    """Return `model.from_config.values` of a small model, as `finetune rehearse` makes it, and its images' size."""
     given = VALUES.get(model_type, {})
     section = FromConfigSection(model_type=model_type, values=dict(given))
     tokenizer = (
@@ -352,9 +358,82 @@ def last_line(log: Path) -> str:
     return (errors or lines or ["nothing"])[-1][:400]
 
 
+HEADER = """# Which models, which tasks
+
+Made by `benchmarks/model_table.py` with transformers {version}; do not edit. {num_trained} of {num_cases} pairs of a
+model type and a task that transformers has a head for were trained, whole and from a tiny config: two steps on samples
+of different lengths, the export verified in a fresh process, and the loss of the first step the same with one sample
+per microbatch. Another {num_missing} pairs were not tried (`?`); `embedding` is asked of the types of the text tasks.
+
+`free`: samples share rows without padding ([speed](speed.md)). `padded`: they are padded; the number says why, below.
+`images` have one size. `refused`, `failed`: below. Empty: transformers has no such head.
+"""
+
+
 def page(results: Sequence[Result]) -> str:
     """Return docs/models.md."""
-    return ""
+    known = {task: set(column.model_types()) for task, column in COLUMNS.items()}
+    by_type: dict[str, dict[str, Result]] = defaultdict(dict)
+    for each in results:
+        if each.model_type in known[each.task]:
+            by_type[each.model_type][each.task] = each
+    kept = [each for row in by_type.values() for each in row.values()]
+    reasons = [why for why, _ in Counter(filter(None, map(why_padded, kept))).most_common()]
+    count = sum(each.outcome == TRAINED for each in kept)
+    missing = sum(map(len, known.values())) - len(kept)
+    version = kept[0].version if kept else transformers.__version__
+    lines = [HEADER.format(version=version, num_trained=count, num_cases=len(kept), num_missing=missing)]
+    lines += [f"| model type | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for model_type, row in sorted(by_type.items()):
+        if any(each.outcome == TRAINED for each in row.values()):
+            others = {task: "?" if model_type in names else "" for task, names in known.items()}
+            cells = [cell(row[task], reasons) if task in row else others[task] for task in COLUMNS]
+            lines.append(f"| {model_type} | {' | '.join(cells)} |")
+    lines += ["", "## Why samples are padded", "", *(f"{at}. {why}" for at, why in enumerate(reasons, start=1))]
+    lines += ["", "## Refused", "", "One message and exit code 2, before or at the first step.", ""]
+    lines += grouped(each for each in kept if each.outcome == REFUSED)
+    lines += [
+        "",
+        "## Failed",
+        "",
+        "Known not to be right: an error in another way, or a loss that padding changes.",
+        "",
+    ]
+    lines += grouped(each for each in kept if each.outcome == FAILED)
+    return "\n".join(lines) + "\n"
+
+
+def cell(result: Result, reasons: Sequence[str]) -> str:
+    """Return the cell of a case."""
+    if result.outcome != TRAINED:
+        return result.outcome
+    if result.task == "images":
+        return "yes"
+    why = why_padded(result)
+    return "free" if not why else f"padded {reasons.index(why) + 1}"
+
+
+def why_padded(result: Result) -> str:
+    """Return why samples of a case that trained are padded, without the model's name; empty where they are not."""
+    if result.outcome != TRAINED or not result.layout.startswith("samples are padded"):
+        return ""
+    return re.sub(r"^`[\w-]+`:? ", "", result.layout.partition(": ")[2])
+
+
+def grouped(results: Iterable[Result]) -> list[str]:
+    """Return a line for each message, the model's name left out, with its model types and tasks."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for each in results:
+        text = re.sub(r"^error: |job\.yaml has 1 problem\s+line \d+, |model\.from_config\.values: ", "", each.message)
+        text = re.sub(rf"(?<!\w){re.escape(each.model_type)}(?!\w)", "TYPE", " ".join(text.split()))
+        text = re.sub(
+            r"losses [\d.]+ and [\d.]+", "other loss with one sample per microbatch: it reads its padding", text
+        )
+        groups[text[:200].removesuffix(" Change or remove the value.")].append(each)
+    return [
+        f"- {text}: " + ", ".join(f"{each.model_type} ({each.task})" for each in group)
+        for text, group in sorted(groups.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 if __name__ == "__main__":
