@@ -127,6 +127,10 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
 """Values of types that the general shrinking leaves too large, or whose default config does not fit itself."""
 
 
+OWN_TOKENIZER = ("qwen2",)
+"""Types beside which transformers loads every tokenizer as theirs."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What became of a model type in a task."""
@@ -274,7 +278,8 @@ def write_job(task: str, model_type: str, place: Path, *, data: Path) -> int:
     """Write the job of the case: the model small, without dropout, so that runs can be compared."""
     column = COLUMNS[task]
     is_image = task == "images"
-    tokenizer = {"name": str(data / column.tokenizer / "tokenizer")} if column.tokenizer else None
+    is_given = column.tokenizer and model_type not in OWN_TOKENIZER
+    tokenizer = {"name": str(data / column.tokenizer / "tokenizer")} if is_given else None
     values, image_size = tiny_values(model_type, head=column.head)
     text = {"tokenizer": tokenizer or {"train": {"vocabulary_size": 320}}}
     model = {"image_processor": {"size": image_size}} if is_image else text

@@ -29,11 +29,10 @@ from finetune.run.build.strategy import require_exact_slices
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
-from finetune.run.model_code_errors import model_code_errors
 from finetune.run.remote.background import Uploader, make_uploader
 from finetune.run.state.resume import find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
-from finetune.run.supervision import Supervision, supervised_run
+from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.run.validate import validate, validate_model
 from finetune.runtime import distributed
 from finetune.task.model_inputs import unwrap_model

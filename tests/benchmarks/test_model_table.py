@@ -1,4 +1,4 @@
-"""docs/models.md is what the script makes of its results for this transformers, and a sample of its rows still holds."""
+"""docs/models.md is what the script makes of its results for this transformers; a sample of its rows still holds."""
 
 import json
 import re
@@ -32,7 +32,7 @@ SAMPLE = (
 
 def test_the_page_is_of_the_installed_transformers_and_names_only_model_types_of_its_mappings():
     assert f"with transformers {transformers.__version__};" in PAGE
-    assert len(ROWS) > 200
+    assert len(ROWS) > 180
     for model_type, cells in ROWS.items():
         filled = {task for task, cell in cells.items() if cell}
         assert filled <= {task for task in COLUMNS if model_type in COLUMNS[task].model_types()}, model_type

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.errors import ModelError
-from finetune.run.model_code_errors import model_code_errors
+from finetune.run.supervision import model_code_errors
 
 CODE = """
 import torch
