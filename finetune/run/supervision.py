@@ -3,14 +3,18 @@
 import os
 import platform
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from finetune.data.token_cache.cache import cache_folder
-from finetune.errors import FinetuneError, UserError
+from finetune.errors import FinetuneError, ModelError, UserError
 from finetune.report.timing import StartupTimer
+from finetune.run.build.microbatch.limits import is_out_of_memory
 from finetune.run.context import RunContext
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
@@ -36,6 +40,10 @@ ON_END_LOG = "on_end.log"
 
 EXIT_CODES = {**signals.EXIT_CODES, SPOT_NOTICE: 143, FAILED_SAVE: 1}
 """Every other end is a success; a machine that is reclaimed is to be replaced, as after SIGTERM."""
+
+_MODEL_CODE = ("/transformers/models/", "/transformers_modules/")
+_NOT_THE_MODEL = ("/finetune/", "/torch/distributed/", "/torch/_dynamo/", "/torch/_inductor/", "/deepspeed/")
+"""Code that a model's code may call, whose errors are not the model's."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,31 @@ class Supervision:
                     self.watchdog.stop_before_training() or exit_from_error(error, rank=distributed.rank())
                 )
             raise
+
+
+@contextmanager
+def model_code_errors() -> Iterator[None]:
+    """Raise ModelError for what the code of the model raises: it does not accept the inputs of this job.
+
+    A device error, one out of memory, of another rank or of ours, is raised as it is.
+    """
+    try:
+        yield
+    except (FinetuneError, OSError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        paths = [Path(frame.filename).as_posix().rpartition("/site-packages")[2] for frame in frames]
+        last = max((at for at, path in enumerate(paths) if any(part in path for part in _MODEL_CODE)), default=None)
+        is_other = last is None or any(part in path for path in paths[last:] for part in _NOT_THE_MODEL)
+        if last is None or is_other or is_out_of_memory(error) or "CUDA" in str(error):
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        raise ModelError(
+            f"the model's own code cannot compute this job: {type(error).__name__}: {lines[0][:300]} "
+            f"({Path(paths[last]).name}, line {frames[last].lineno}). It may not support the task, or may need another "
+            "tokenizer or other values in its config."
+        ) from error
 
 
 def _state_of(reason: str) -> str:

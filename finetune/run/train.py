@@ -32,7 +32,7 @@ from finetune.run.fit import finish, fit
 from finetune.run.remote.background import Uploader, make_uploader
 from finetune.run.state.resume import find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
-from finetune.run.supervision import Supervision, supervised_run
+from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.run.validate import validate, validate_model
 from finetune.runtime import distributed
 from finetune.task.model_inputs import unwrap_model
@@ -46,7 +46,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     startup = StartupTimer.from_process_start()
     context = validate(loaded)
     uploader = make_uploader(context.loaded)
-    with supervised_run(context, startup) as supervision:
+    with supervised_run(context, startup) as supervision, model_code_errors():
         code = _train(context, supervision, uploader=uploader, checksums=checksums)
     return distributed.shut_down(code, afterwards=partial(_upload_rest, context, uploader, supervision))
 

@@ -47,3 +47,7 @@ def test_what_transformers_would_swallow_or_trace_back_is_one_sentence(model_typ
 def test_a_decoder_begins_with_the_kind_of_token_that_its_architecture_means(model_type, start):
     assert config_of(model_type).decoder_start_token_id == start  # the tokenizer's padding, or its end of text
     assert config_of(model_type, decoder_start_token_id=7).decoder_start_token_id == 7
+
+
+def test_a_first_token_that_the_config_requires_and_the_tokenizer_lacks_is_its_last_one():
+    assert config_of("cwm").bos_token_id == 0

@@ -13,6 +13,7 @@ from finetune.commands.rehearse.shrink import LAYERS, Change, Sizes, Values, cha
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import HEADS, load_model_config
+from finetune.model.loading.config_names import known_names
 from finetune.model.loading.dry_run import forward_error, meta_model
 from finetune.model.loading.pretrained import build_from_config
 
@@ -166,6 +167,11 @@ def from_config_values(written: FromConfigSection, architecture: Architecture) -
     names = {own: alias for alias, own in getattr(architecture.config, "attribute_map", {}).items()}
     for change in architecture.changes:
         *place, name = change.key.removeprefix("config.").split(".")
+        owner: Any = architecture.config
+        for each in place:
+            owner = getattr(owner, each, None)
+        if isinstance(owner, PreTrainedConfig) and name not in known_names(type(owner)):
+            continue  # computed from other values, such as `qk_head_dim`
         part = values
         for each in place:
             part[each] = dict(part.get(each) or {})

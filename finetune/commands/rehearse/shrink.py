@@ -26,6 +26,8 @@ LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth"),
     *("num_decoder_layers",),
 )
+LAYER_VALUES = "per_layer_config"
+"""Values of single layers in the place of those of all, by the layers' numbers."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts")
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -80,8 +82,9 @@ def shrunk_values(values: Values, *, keep: Mapping[str, Sequence[int]], level: i
             _shrink_inner(part, values=_at(values, place), sizes=sizes)
             _shrink_experts(part)
         _keep_layers(part, layers=keep.get(place, keep.get("", ())))
-    for _, part in _parts(small):
+    for place, part in _parts(small):
         _match_widths(part, widths)
+        _keep_layer_values(part, was=_at(values, place), layers=keep.get(place, keep.get("", ())))
     return small
 
 
@@ -89,7 +92,7 @@ def changed_values(before: Mapping[str, Any], after: Mapping[str, Any], prefix: 
     """Yield every value that differs, with its dotted name."""
     for name in {**before, **after}:
         one, other = before.get(name), after.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
+        if isinstance(one, dict) and isinstance(other, dict) and name != LAYER_VALUES:
             yield from changed_values(one, other, f"{prefix}{name}.")
         elif one != other:
             yield Change(f"{prefix}{name}", one, other, "to fit a CPU")
@@ -280,6 +283,18 @@ def _keep_layers(part: Values, *, layers: Sequence[int]) -> None:
         part["attention_types"] = [
             [kinds, max(len(layers) // len(kinds), 1)] for kinds, _ in part["attention_types"][:1]
         ]
+
+
+def _keep_layer_values(part: Values, *, was: Values, layers: Sequence[int]) -> None:
+    """Keep the values of single layers for those that are kept, each smaller as the value for all layers is."""
+    if not layers or not isinstance(part.get(LAYER_VALUES), dict):
+        return
+    kept = {layers.index(int(each)): dict(own) for each, own in part[LAYER_VALUES].items() if int(each) in layers}
+    for own in kept.values():
+        for name, value in own.items():
+            if is_count(value) and is_count(part.get(name)) and was[name] > part[name]:
+                own[name] = max(value * part[name] // was[name], 1)
+    part[LAYER_VALUES] = kept
 
 
 def _mapped_numbers(numbers: list[Any], *, num_layers: int, layers: Sequence[int], is_filter: bool) -> list[Any]:

@@ -121,10 +121,12 @@ def build_model_config(
     if vocabulary_size is not None and TEXT_CONFIG in sub_configs(config_class):
         text = values.get(TEXT_CONFIG) or {}
         key = f"{FROM_CONFIG_KEY}.values.{TEXT_CONFIG}"
-        values[TEXT_CONFIG] = _with_vocabulary(text, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
+        ids = _token_values(special_ids, sub_config_class(config_class, TEXT_CONFIG, text))
+        values[TEXT_CONFIG] = _with_vocabulary(text, vocabulary_size=vocabulary_size, token_ids=ids, key=key)
     elif vocabulary_size is not None:
         key = f"{FROM_CONFIG_KEY}.values"
-        values = _with_vocabulary(values, vocabulary_size=vocabulary_size, special_ids=special_ids, key=key)
+        ids = _token_values(special_ids, config_class)
+        values = _with_vocabulary(values, vocabulary_size=vocabulary_size, token_ids=ids, key=key)
     with config_value_errors(section.model_type, key=f"{FROM_CONFIG_KEY}.values"):
         config = AutoConfig.for_model(section.model_type, **values)
         if vocabulary_size is not None and config.is_encoder_decoder and DECODER_START_TOKEN not in values:
@@ -161,10 +163,10 @@ def config_value_errors(kind: str, *, key: str) -> Iterator[None]:
 
 
 def _with_vocabulary(
-    values: Mapping[str, Any], *, vocabulary_size: int, special_ids: SpecialTokenIds, key: str
+    values: Mapping[str, Any], *, vocabulary_size: int, token_ids: Mapping[str, int | None], key: str
 ) -> dict[str, Any]:
     """Return the values with the tokenizer's as defaults; raises ModelError for too small a vocabulary."""
-    values = {"vocab_size": vocabulary_size, **_token_values(special_ids), **values}
+    values = {"vocab_size": vocabulary_size, **token_ids, **values}
     size = values["vocab_size"]
     if isinstance(size, int) and size < vocabulary_size:
         raise ModelError(
@@ -198,8 +200,12 @@ def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> in
     return next((own for own in same if own is not None), special_ids.pad)
 
 
-def _token_values(special_ids: SpecialTokenIds) -> dict[str, int | None]:
-    return {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
+def _token_values(special_ids: SpecialTokenIds, config_class: Any) -> dict[str, int | None]:
+    """Return the tokenizer's special tokens; one that it lacks and the config requires is its end-of-sequence token."""
+    ids = {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
+    fields = getattr(config_class, "__dataclass_fields__", {})
+    required = {name for name in ids if name in fields and fields[name].type is int}
+    return {name: special_ids.eos if token is None and name in required else token for name, token in ids.items()}
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:

@@ -220,6 +220,9 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         height, width = (side, side) if isinstance(side, int) else tuple(side)[:2]
         return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), height, width, device=device)}
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
+    end, size = (getattr(config.get_text_config(), name, None) for name in ("eos_token_id", "vocab_size"))
+    if isinstance(end, int) and isinstance(size, int) and 0 < end < size:
+        ids[:, -1] = end  # T5 and BART classify a text by it
     return {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
 
 
@@ -233,7 +236,9 @@ def _confirmed_error(
     if sum(each.numel() for each in model.parameters()) <= _MAX_REAL_PARAMETERS:
         return forward_error(trial.model(config))
     with torch.device("meta"):
-        usual = trial.model(type(config)())
+        usual_config = type(config)()
+        usual_config.pad_token_id = config.pad_token_id  # with one, `input_ids` are searched for it
+        usual = trial.model(usual_config)
     return error if forward_error(usual) is None else None
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.commands.rehearse.architecture import from_config_values, shrink_architecture
-from finetune.commands.rehearse.shrink import Sizes, changed_values
+from finetune.commands.rehearse.shrink import Sizes, changed_values, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
@@ -89,3 +89,17 @@ def test_differences_are_found_at_any_depth():
 def test_what_cannot_be_made_small_is_refused_with_the_reason():
     with pytest.raises(ModelError, match=r"cannot be made small here .*--set model\.name=FOLDER"):
         small("zamba2")
+
+
+def test_values_of_single_layers_stay_with_the_layers_that_are_kept():
+    layers = {3: {"head_dim": 256}, 1: {"head_dim": 256}}
+    values = {"hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 128}
+    small = shrunk_values({**values, "per_layer_config": layers}, keep={"": (0, 3)}, level=0, sizes=Sizes())
+    assert (small["head_dim"], small["per_layer_config"]) == (16, {1: {"head_dim": 32}})
+
+
+def test_a_value_that_the_config_computes_from_others_is_not_written():
+    written = FromConfigSection(model_type="axk1", values={})
+    made = shrink_architecture(ModelSection(from_config=written), head="causal_lm", sizes=Sizes())
+    assert "qk_head_dim" in made.config.to_dict()
+    assert "qk_head_dim" not in from_config_values(written, made)
