@@ -1,10 +1,10 @@
 """Peak memory of a rank on CPUs after many steps of varying lengths, and the CPU time of a step.
 
-    python benchmarks/memory_growth.py [--steps 2000] [--only one ddp fsdp2 zero2] [--trees . ../before] [--minilm FOLDER]
+    python benchmarks/memory_growth.py [--steps 2000] [--only one ddp fsdp2 zero2] [--trees . ../before] [--minilm DIR]
 
-A classifier with LoRA, rows of 20 to 256 tokens, batch 32: every step meets lengths that no step before has met. Several
-`--trees` (checkouts of this repository) are run one after the other, strategy by strategy: their losses must be equal bit
-by bit, else the exit code is 1. The encoder is a tiny BERT, or the one in the folder of `--minilm`.
+A classifier with LoRA, rows of 20 to 256 tokens, batch 32: every step meets lengths that no step before has met.
+Several `--trees` (checkouts of this repository) are run one after the other, strategy by strategy: their losses must be
+equal bit by bit, else the exit code is 1. The encoder is a tiny BERT, or the one in the folder DIR.
 Results: experiments/memory_growth.md.
 """
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=MARKS[-1])
     parser.add_argument("--only", nargs="+", choices=NUM_PROCESSES, default=list(NUM_PROCESSES))
     parser.add_argument("--trees", nargs="+", type=Path, default=[ROOT])
-    parser.add_argument("--minilm", metavar="FOLDER")
+    parser.add_argument("--minilm", metavar="DIR")
     options = parser.parse_args()
     marks = sorted({min(mark, options.steps) for mark in MARKS})
     print("| strategy | tree |", " | ".join(f"MB at {mark}" for mark in marks), "| growth | CPU ms a step |")
