@@ -10,6 +10,8 @@ machines share may hide an owner. A thread reports what is waited for and remove
 
 **Freed memory.** On CPUs torch allocates each tensor by `malloc`, and glibc gives large blocks back to the kernel when
 they are freed, so every step pays for its pages again.
+
+**oneDNN's primitives.** On CPUs torch compiles a primitive for each new shape, and oneDNN keeps 1,024 of them.
 """
 
 import ctypes
@@ -17,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,3 +231,18 @@ def keep_freed_memory() -> bool:
         return False
     raised = mallopt(_MMAP_THRESHOLD, _MAX_INT) or mallopt(_MMAP_THRESHOLD, _OLD_MMAP_MAXIMUM)
     return bool(raised and mallopt(_TRIM_THRESHOLD, _MAX_INT))
+
+
+_CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
+_NUM_PRIMITIVES = 64
+
+
+def bound_primitive_cache(variables: MutableMapping[str, str]) -> None:
+    """Have oneDNN keep few primitives, unless the user has said how many.
+
+    Steps of varying lengths meet ever new shapes, whose primitives are hardly ever used again, and their code lies
+    between the tensors of malloc's heap, which fragments: memory grew for hundreds of steps. oneDNN 3.12 reads the
+    variable with the first primitive of a process; torch exports no function for it.
+    """
+    if not any(name in variables for name in _CAPACITIES):
+        variables[_CAPACITIES[0]] = str(_NUM_PRIMITIVES)

@@ -191,3 +191,35 @@ def test_memory_that_a_step_frees_costs_no_page_fault_in_the_next(figure):
         faults[name] = int(done.stdout)
     figure("page faults of a later step with 128 MiB of tensors", faults["kept"], at_most=50)
     assert faults["as it was"] > 10_000, "glibc no longer gives freed blocks back: keep_freed_memory may go"
+
+
+SHAPES = """
+import os, resource, sys, torch
+from finetune.runtime.upstream import bound_primitive_cache
+
+if sys.argv[1] == "bounded":
+    bound_primitive_cache(os.environ)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for length in range(1, 401):
+    torch.nn.functional.gelu(torch.zeros(1, length, 64))
+    if length == 100:
+        first = peak()
+print(peak() - first)
+"""
+
+
+def test_ever_new_shapes_take_no_more_memory(figure):
+    grown = {}
+    for name in ("bounded", "as it was"):
+        done = capture([sys.executable, "-c", SHAPES, name], is_cold=True)
+        assert done.returncode == 0, done.stderr
+        grown[name] = int(done.stdout)
+    figure("kB by which 300 further shapes raise the peak", grown["bounded"], at_most=grown["as it was"] / 4)
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"])
+def test_a_capacity_of_the_users_own_stays(name):
+    variables = {name: "7"}
+    upstream.bound_primitive_cache(variables)
+    assert variables == {name: "7"}

@@ -1,6 +1,7 @@
 """The Accelerator, and the model and optimizer that it prepared."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from finetune.run.context import RunContext
 from finetune.run.flops import model_flops
 from finetune.runtime import distributed, seeds
 from finetune.runtime.resources import resident_bytes
+from finetune.runtime.upstream import bound_primitive_cache
 from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modules
 from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.upstream import (
@@ -92,6 +94,7 @@ class BuiltRun:
 def make_accelerator(context: RunContext) -> Accelerator:
     """Return the Accelerator of the launched strategy; from here on ranks can communicate. Collective."""
     config = context.config
+    bound_primitive_cache(os.environ)
     if config.run.deterministic:
         seeds.use_deterministic_kernels()
     timeout = distributed.group_timeout(config.run.hang_after_seconds)
