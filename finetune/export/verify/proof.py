@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
 
 from finetune.errors import ExportError
-from finetune.export.save import ExportReport, TextPreprocessor
+from finetune.export.save import ExportReport, TextPreprocessor, generation_config
 from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.verify import program
 from finetune.export.verify.rows import HeldRow
@@ -61,7 +62,8 @@ class ModelFacts:
     num_embeddings: int
     num_layers: int
     num_parameters: int
-    generates: bool
+    config: Mapping[str, Any]  # `settings_of` it
+    generation_config: GenerationConfig | None  # None: it generates no text
     load_options: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
@@ -82,7 +84,8 @@ def model_facts(
         num_embeddings=int(getattr(text, "vocab_size", 0) or 0),
         num_layers=int(getattr(text, "num_hidden_layers", 0) or 12),
         num_parameters=sum(each.numel() for each in meta_model.parameters()),
-        generates=getattr(whole, "generation_config", None) is not None and bool(whole.can_generate()),
+        config=program.settings_of(meta_model.config),
+        generation_config=getattr(whole, "generation_config", None) if whole.can_generate() else None,
         load_options=dict(options or {}),
         trust_remote_code=trust_remote_code,
     )
@@ -161,7 +164,8 @@ class ExportProof:
             "num_threads": self._num_threads,
             "rows": None if rows is None else str(rows),
             "tokens": None if tokens is None else str(tokens),
-            "stop_ids": sorted(expected.text.stop_ids) if facts.generates and expected.text is not None else None,
+            "files": dict(report.files),
+            "settings": self._settings(expected),
             "tensors": _digests(report.tensors),
             "adapter_tensors": _digests(report.adapter_tensors),
             "only_tensors": not fits,
@@ -170,6 +174,17 @@ class ExportProof:
             "merged_dtype": written,
             **{name: limit.as_json() for name, limit in limits.items()},
         }
+
+    def _settings(self, expected: Expected) -> dict[str, Any]:
+        """Return the expected values of the config and of the generation config, as far as the folder has them."""
+        facts = self._facts
+        settings: dict[str, Any] = {}
+        if not facts.is_adapter:
+            settings["config.json"] = dict(facts.config)
+        if facts.generation_config is not None and expected.text is not None:
+            generation = generation_config(facts.generation_config, expected.text)
+            settings["generation_config.json"] = program.settings_of(generation)
+        return settings
 
     def _base(self, folder: Path, expected: Expected) -> dict[str, Any]:
         """Return where the base of the adapter is found, and how its config and size differ."""

@@ -1,14 +1,15 @@
 """What the training's tokenizer makes of texts: ids, rendered conversations, special ids."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.export.verify import program
 from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS
 
-MOST_TEXTS = 200
+NUM_TEXTS = 200
 MOST_CHARACTERS = 2_000
 
 CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
@@ -32,7 +33,8 @@ def expected_tokens(
 ) -> dict[str, Any]:
     """Return what the tokenizer makes of these texts, of hostile ones, and of conversations that its template takes.
 
-    `renders` tells whether the template takes a conversation, within the bounds that hold for templates of others.
+    Where the texts are too few, tokens of the vocabulary in a row make up the number. `renders` tells whether the
+    template takes a conversation, within the bounds that hold for templates of others.
     """
     rendered = []
     for turns in CONVERSATIONS:
@@ -42,13 +44,17 @@ def expected_tokens(
     names = [f"{token} a{token}b " for token in islice(map(str, tokenizer.all_special_tokens), 10)]
     own = [*HOSTILE_TEXTS, *names, *(str(each["text"]) for each in rendered)]
     joined = (one + other for one, other in pairwise(reversed(HOSTILE_TEXTS)))
-    chosen = dict.fromkeys((*own, *(text[:MOST_CHARACTERS] for text in texts), *joined))
-    listed = list(islice((text for text in chosen if _is_valid(text)), MOST_TEXTS))
+    ids = range(len(tokenizer))
+    decoded = (tokenizer.decode(ids[start : start + 8]) for start in ids[:: max(1, len(ids) // NUM_TEXTS)])
+    candidates = chain(own, (text[:MOST_CHARACTERS] for text in texts), joined, decoded)
+    listed = list(islice(dict.fromkeys(text for text in candidates if _is_valid(text)), NUM_TEXTS))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     return {
         "class": type(tokenizer).__name__,
         "texts": [_encoded(tokenizer, text, special=place % 2 == 0) for place, text in enumerate(listed)],
         "conversations": rendered,
         "special_ids": {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "serialization": {} if backend is None else program.serialization(backend.to_str()),
     }
 
 
