@@ -1,12 +1,11 @@
 """What the training's tokenizer makes of texts: ids, rendered conversations, special ids."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.export.verify import program
 from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS
 
 NUM_TEXTS = 200
@@ -48,22 +47,17 @@ def expected_tokens(
     decoded = (tokenizer.decode(ids[start : start + 8]) for start in ids[:: max(1, len(ids) // NUM_TEXTS)])
     candidates = chain(own, (text[:MOST_CHARACTERS] for text in texts), joined, decoded)
     listed = list(islice(dict.fromkeys(text for text in candidates if _is_valid(text)), NUM_TEXTS))
-    backend = getattr(tokenizer, "backend_tokenizer", None)
     return {
         "class": type(tokenizer).__name__,
         "texts": [_encoded(tokenizer, text, special=place % 2 == 0) for place, text in enumerate(listed)],
         "conversations": rendered,
         "special_ids": {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        "serialization": {} if backend is None else program.serialization(backend.to_str()),
     }
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> Mapping[str, Any]:
-    return {"text": text, "special": special, "ids": _ids(tokenizer, text, special=special)}
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> Sequence[int]:
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    return {"text": text, "special": special, "ids": ids}
 
 
 def _is_valid(text: str) -> bool:

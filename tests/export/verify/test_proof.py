@@ -137,7 +137,7 @@ DAMAGES = {
     "another value in the config": (
         "llama untied",
         rewritten("config.json", set_theta),
-        r"config.json: `rope_parameters` is .*100\.0.* instead of .*10000\.0.*its logits differ from",
+        r"config.json: `rope_parameters.rope_theta` is 100.0 instead of 10000.0.*its logits differ from",
     ),
     "a stop id missing": (
         "llama untied",
@@ -203,7 +203,7 @@ def test_a_merge_rule_that_no_text_needs_is_missed(proven, change):
     sizes = FromConfigSection(model_type="llama", values=GATED)
     model = load_from(ModelSection(from_config=sizes), vocabulary_size=len(tokenizer))
     damage = rewritten("tokenizer.json", lambda values: change(values["model"]["merges"]))
-    with pytest.raises(ExportError, match=r"tokenizer.json: `model.merges` is not that of the training's tokenizer"):
+    with pytest.raises(ExportError, match=r"tokenizer.json: `model.merges` is \d+ entries .* instead of"):
         proven(model, damage=damage, tokenizer=tokenizer)
 
 
