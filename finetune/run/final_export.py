@@ -181,11 +181,9 @@ def _write_final(
         )
         proved = proof.check(report, expected)
     _record(loaded, report, step=progress.step, reason=reason)
-    tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
-    reporter(Noted(progress.step, f"exported {tensors}, to {context.paths.final}"))
-    reporter(Noted(progress.step, proved))
-    if hint := vllm_hint(context.paths.final):
-        reporter(Noted(progress.step, hint))
+    exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {context.paths.final}"
+    for text in filter(None, (exported, proved, vllm_hint(context.paths.final))):
+        reporter(Noted(progress.step, text))
 
 
 def write_unmerged(folder: Path, config: RunConfig, how: Mapping[str, Any]) -> Path | None:
