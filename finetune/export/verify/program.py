@@ -89,7 +89,7 @@ class _Proof:
         if not self.rows:
             return
         if self.request["compares_logits"]:
-            self._compare_logits(self.logits, self._trained_logits(), self.request["tolerance"])
+            self._compare_logits(self.logits, [row["logits"] for row in self.rows], self.request["tolerance"])
         if self.request["unmerged"]:
             self._compare_merge()
         if self.problems and all("logits" in each for each in self.problems):
@@ -153,9 +153,7 @@ class _Proof:
 
     # Tensors.
 
-    def _load(
-        self, folder: Path, *, is_adapter: bool, expected: bool = False, dtype: torch.dtype = torch.float32
-    ) -> Any:
+    def _load(self, folder: Path, *, is_adapter: bool, expected: bool = False, dtype: Any = torch.float32) -> Any:
         place = self.request["base"] if is_adapter else {"place": str(folder), "options": {}}
         if is_adapter and place["place"] is None:
             place = {**place, "place": str(folder / "base")}
@@ -249,10 +247,7 @@ class _Proof:
             )
 
     def _rounding_floor(self, tolerance: Json) -> float:
-        """Return how far the folder's own logits in the dtype of the training are from those in float32.
-
-        Only asked where tensors, files and settings are right, and the logits differ nevertheless.
-        """
+        """Return how far the folder's own logits in the dtype of the training are from those in float32."""
         if tolerance["dtype"] == "float32":
             return 0.0
         dtype = getattr(torch, tolerance["dtype"])
@@ -260,15 +255,12 @@ class _Proof:
         floor = _distance([_logits(model, row) for row in self.rows], self.logits, tolerance)
         return floor if math.isfinite(floor) else 0.0
 
-    def _trained_logits(self) -> list[Tensor]:
-        return [row["logits"] for row in self.rows]
-
     def _compare_merge(self) -> None:
         """Compare the merged model with base and adapter, unmerged, in float32; see `verify.tolerance`."""
         model = self._load(Path(self.request["unmerged"]), is_adapter=True)
         wanted = [_logits(model, row) for row in self.rows]
         if self.request["compares_logits"]:  # with the trained model, whose precision may be lower
-            self._compare_logits(wanted, self._trained_logits(), self.request["tolerance"])
+            self._compare_logits(wanted, [row["logits"] for row in self.rows], self.request["tolerance"])
         self._compare_logits(self.logits, wanted, self.request["merge_tolerance"])
         kind = self.request["merged_dtype"]
         if kind == "float32" or self.problems:
@@ -400,8 +392,7 @@ def _shown(text: str) -> str:
 
 
 def _first_lines(error: BaseException) -> str:
-    text = re.sub(r"\s+", " ", str(error)).strip()
-    return text[:400]
+    return re.sub(r"\s+", " ", str(error)).strip()[:400]
 
 
 if __name__ == "__main__":
