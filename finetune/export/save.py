@@ -16,7 +16,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.upstream import savable_generation_config
-from finetune.export.verify.program import file_digest
+from finetune.export.verify.files import file_digest
 from finetune.export.weights import build_meta_model, check_files, complete_weights, unwrap_adapter
 from finetune.model.adapters.context import ADAPTER_NAME, has_adapter
 from finetune.model.loading.architecture import NEW_HEADS

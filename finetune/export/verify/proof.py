@@ -24,6 +24,7 @@ from finetune.errors import ExportError
 from finetune.export.save import ExportReport, TextPreprocessor, generation_config
 from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.verify import program
+from finetune.export.verify.files import file_problems
 from finetune.export.verify.rows import HeldRow
 from finetune.export.verify.tolerance import Precision, tolerance
 from finetune.export.weights import build_meta_model, unwrap_adapter
@@ -164,8 +165,7 @@ class ExportProof:
             "num_threads": self._num_threads,
             "rows": None if rows is None else str(rows),
             "tokens": expected.tokens,
-            "files": dict(report.files),
-            "settings": self._settings(expected),
+            "problems": list(file_problems(report.folder, report.files, self._settings(expected))),
             "tensors": _digests(report.tensors),
             "adapter_tensors": _digests(report.adapter_tensors),
             "only_tensors": not fits,
@@ -175,7 +175,7 @@ class ExportProof:
             **{name: limit.as_json() for name, limit in limits.items()},
         }
 
-    def _settings(self, expected: Expected) -> dict[str, dict[str, str]]:
+    def _settings(self, expected: Expected) -> dict[str, str]:
         """Return the expected values of the folder's JSON files, as the objects in memory serialize themselves."""
         facts, text = self._facts, expected.text
         files = {} if facts.is_adapter else {CONFIG: facts.config}
@@ -183,7 +183,7 @@ class ExportProof:
             files[GENERATION_CONFIG_NAME] = generation_config(facts.generation_config, text).to_json_string()
         if text is not None and (backend := getattr(text.tokenizer, "backend_tokenizer", None)) is not None:
             files[FULL_TOKENIZER_FILE] = backend.to_str()
-        return {name: program.settings_of(content) for name, content in files.items()}
+        return files
 
     def _base(self, folder: Path, expected: Expected) -> dict[str, Any]:
         """Return where the base of the adapter is found, and how its config and size differ."""

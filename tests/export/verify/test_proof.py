@@ -155,6 +155,11 @@ DAMAGES = {
         rewritten("config.json", lambda values: values.update(max_position_embeddings=16)),
         "config.json: `max_position_embeddings` is 16 instead of",
     ),
+    "a truncated config": (
+        "llama untied",
+        lambda folder: (folder / "config.json").write_text('{"model_type": '),
+        r"config.json is not a JSON object \(",
+    ),
     "no generation config": (
         "llama untied",
         lambda folder: (folder / "generation_config.json").unlink(),
