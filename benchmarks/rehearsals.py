@@ -175,7 +175,7 @@ def make_cases(folder: Path, processes: int) -> Iterator[Case]:
         for name in ARCHITECTURES:
             lora = {"lora": {"rank": 8, "alpha": 16.0}} if "zero3" in file.stem or "fsdp2" in file.stem else {}
             job = _write_job(folder / f"{name}{'-lora' if lora else ''}.yaml", {"model": {"name": f"./{name}", **lora}})
-            yield Case(f"{file.stem} {name}", job, file.stem, count, "strategy" if "nvme" in file.stem else "")
+            yield Case(f"{file.stem} {name}", job, file.stem, count, "")
     yield from _task_cases(folder, processes)
     yield from _odd_cases(folder, processes)
     for recipe in sorted(RECIPES.glob("*.yaml")):

@@ -52,7 +52,7 @@ def test_the_table_of_strategies_is_the_folder():
     there = {
         path.name for path in (ROOT / "accelerate_configs").glob("*.yaml") if not path.name.startswith("multi_node")
     }
-    assert len(there) == 13
+    assert len(there) == 12
     assert told == there
 
 

@@ -18,14 +18,14 @@ from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
 from finetune.commands.proven_export import ModelToExport, export_proven
 from finetune.commands.source import with_trust
-from finetune.config.load import LoadedConfig, load_resolved
+from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.train import TrainSection
 from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
-from finetune.export.card import CardFacts
+from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.files_beside import read_sentence_files
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
@@ -34,6 +34,7 @@ from finetune.model.processing import Processing, has_processing, load_saved_pro
 from finetune.run.build.model import build_model, parameters_in
 from finetune.run.export_proof import load_options
 from finetune.run.final_export import (
+    MERGED_UNQUANTIZED,
     export_inputs,
     exports_trained_only,
     load_unquantized_base,
@@ -45,7 +46,7 @@ from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.progress import Progress
 from finetune.runtime.resources import format_size
-from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
+from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.train.evaluate import average_formula
 
@@ -227,6 +228,8 @@ def export(
             trust_remote_code=trust_remote_code,
             verify=verify is not False,
         )
+    if hint := vllm_hint(folder):
+        print(hint)
     if push_to_hub is not None:
         print(f"uploaded to {push_folder(folder, push_to_hub, private=not public)}")
 
@@ -263,11 +266,29 @@ def _export_folder(
     folder = (to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}")).absolute()
     if folder.exists():
         raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
+    if merge and saved.folder.name == FINAL_FOLDER and (saved.folder.parent / RESOLVED_NAME).is_file():
+        dtype = _dtype_of_run(saved.folder.parent, dtype=dtype)
     section = ExportSection(dtype=dtype, merge=merge, verify=verify)  # type: ignore[arg-type]
     report = _write(saved, folder, section=section, trust_remote_code=trust_remote_code)
     print(f"exported {saved.folder.name}: {report.num_tensors} tensors, {format_size(report.size_bytes)}")
     print(f"model in {report.folder}")
     return report.folder
+
+
+def _dtype_of_run(run: Path, *, dtype: str | None) -> str | None:
+    """Return the dtype in which the run would write its merged adapter, by default that in which it held the base.
+
+    Prints that the run's base was quantized; raises ModelError where the adapter must not be merged.
+    """
+    try:
+        config = _with_export(load_resolved(run), dtype=dtype, merge=True, verify=None).config
+    except UserError as error:
+        print(f"warning: the job that trained the adapter cannot be read, so its dtype is not used. {error}")
+        return dtype
+    require_mergeable(config)
+    if config.model.quantization is not None:
+        print(MERGED_UNQUANTIZED)
+    return config.export.dtype or config.model.dtype
 
 
 def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_remote_code: bool) -> ExportReport:

@@ -24,7 +24,7 @@ from finetune.config.paths import is_url, path_problems, with_absolute_paths
 from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
-from finetune.config.section import KeyLocation, KeyLocations, parent_keys, with_location
+from finetune.config.section import KeyLocation, KeyLocations, expand_names, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
 from finetune.config.yaml import Document, read_yaml
 from finetune.errors import ConfigError, Problem, UserError
@@ -82,6 +82,7 @@ def load_config(
     document = read_yaml(text)
     if not isinstance(document.values, dict):
         raise ConfigError(document.problems or [_no_sections(document)], path.name)
+    expand_names(document.values, document.lines)
     overridden = apply_overrides(document.values, overrides)
     register_secrets(overridden.values)
     sources = _file_locations(document, overridden.replaced, name=path.name) | overridden.sources

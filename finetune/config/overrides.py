@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.config.limits import MAX_DEPTH, MAX_KEY_LENGTH, MAX_OVERRIDES, MAX_OVERRIDES_LENGTH, invalid_characters
-from finetune.config.section import KeyLocation
+from finetune.config.section import KeyLocation, expand_names
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
 from finetune.runtime.text.redact import redacted_command
@@ -57,6 +57,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> Overrid
             ]
             continue
         _assign(result, key, value=document.values, source=source)
+        expand_names(result.values, result.sources)
     return result
 
 

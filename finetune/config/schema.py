@@ -198,6 +198,7 @@ Made by `finetune reference` from the schema; do not edit.
 
 - YAML 1.2: `2e-5` is a number, `yes` is text, a key written twice is an error, environment variables are not expanded.
 - Unknown keys are errors, and so are keys that have no effect in the combination in which they are written.
+- `model: NAME` means `model: {{name: NAME}}`; the same holds for `model.tokenizer` and `model.image_processor`.
 - A relative path is resolved against the folder of the job file, in `--set` too; `~` is the home folder.
 - `--set train.learning_rate=1e-4` overrides one key of the file; the value is read as YAML, `null` unsets.
 - `finetune check job.yaml` reports every problem of a file at once; with `--model` the model is built from its config

@@ -21,6 +21,32 @@ class Section(BaseModel):
     )
 
 
+class NamedSection(Section):
+    """A section for which the text of its `name` may be written alone; see `expand_names`."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Allow a text in the place of the section."""
+        return {"anyOf": [{"type": "string", "format": "name or path"}, handler(core_schema)]}
+
+
+NAMED_SECTIONS = ("model", "model.tokenizer", "model.image_processor")
+
+
+def expand_names(values: dict[str, Any], locations: dict[str, Any]) -> None:
+    """Replace `model: NAME` by `model: {name: NAME}`, and likewise all of `NAMED_SECTIONS`; both are changed in place.
+
+    `locations` are lines or sources by dotted key: the name gets that of the text.
+    """
+    for key in NAMED_SECTIONS:
+        outer, _, name = key.rpartition(".")
+        section = values.get(outer) if outer else values
+        if isinstance(section, dict) and isinstance(section.get(name), str):
+            section[name] = {"name": section[name]}
+            if key in locations:
+                locations[f"{key}.name"] = locations[key]
+
+
 @dataclass(frozen=True)
 class RelativeToConfig:
     """Marks a path that is resolved against the folder of the config file, or a text that may be such a path.

@@ -90,6 +90,7 @@ class InvalidKey:
     type: str
     value: Any
     meant: str | None = None
+    hint: str = ""
 
     def problem(self) -> Problem:
         """Return it as a message for the user."""
@@ -98,7 +99,7 @@ class InvalidKey:
                 return Problem(self.key, _missing_key(self.key))
             case "extra_forbidden":
                 return Problem(self.key, _unknown_key(self.key))
-        return Problem(self.key, _invalid_value(self.value, node_at(self.key) or {}))
+        return Problem(self.key, _invalid_value(self.value, node_at(self.key) or {}, hint=self.hint))
 
 
 def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidKey]:
@@ -115,7 +116,8 @@ def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidK
         is_unknown = first["type"] == "extra_forbidden"
         num_meant += is_unknown
         meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
-        invalid.append(InvalidKey(key, first["type"], first["input"], meant))
+        hint = _hint_of_columns(key, first["input"], values)
+        invalid.append(InvalidKey(key, first["type"], first["input"], meant, hint))
     meant_keys = {each.meant for each in invalid}
     outer = {parent for each in invalid for parent in parent_keys(each.key)}
     return [
@@ -187,10 +189,22 @@ def _keys_elsewhere(name: str) -> Iterator[str]:
     yield from by_name.get(near or "", [])[:3]
 
 
-def _invalid_value(value: Any, node: Node) -> str:
+def _hint_of_columns(key: str, value: Any, values: Mapping[str, Any]) -> str:
+    """Return what to write where several columns were written for one that a format reads."""
+    section, _, name = key.rpartition(".")
+    if not isinstance(value, list) or not section.endswith(".columns"):
+        return ""
+    task = values.get("task")
+    takes_pairs = isinstance(task, dict) and task.get("name") == "text_classification"
+    if takes_pairs and name == "text" and len(value) == 2:
+        return f"The second of two texts is `text_pair`: `{{text: {value[0]}, text_pair: {value[1]}}}`."
+    return "To join columns, write a `template` in place of `columns`."
+
+
+def _invalid_value(value: Any, node: Node, *, hint: str) -> str:
     """Return what was written, what is allowed, and the most likely fix."""
     fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
-    hint = _hint(value, node)
+    hint = hint or _hint(value, node)
     is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
     said = f"{format_value(value)} is not allowed" if is_right_kind else f"{format_value(value)} is {type_name(value)}"
     return " ".join(part for part in (f"{said}.", hint, fits) if part)

@@ -1,13 +1,16 @@
 """The model card: what the model is, how it was made, and how to load it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
+from finetune.model.loading.pretrained import ADAPTER_CONFIG
 from finetune.runtime.text.terminal import format_json
 
 PIPELINES: Mapping[str, str] = {
@@ -177,3 +180,20 @@ def _software(software: Mapping[str, str]) -> str:
     if not software:
         return ""
     return "## Software\n\n" + ", ".join(f"{name} {version}" for name, version in software.items())
+
+
+_IGNORED_BY_VLLM = ("target_parameters", "rank_pattern", "alpha_pattern")
+"""Keys of an adapter's config that vLLM's `PEFTHelper` does not read (vllm#41384, November 2026)."""
+
+
+def vllm_hint(folder: Path) -> str | None:
+    """Return why vLLM would serve the adapter in the folder as another model; None of any other folder."""
+    path = folder / ADAPTER_CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    keys = [f"`{key}`" for key in _IGNORED_BY_VLLM if config.get(key)]
+    if not keys:
+        return None
+    return (
+        f"vLLM ignores {' and '.join(keys)} of this adapter without a message, so it would serve another model. To use "
+        f"vLLM, merge the adapter: finetune export {folder} --merge"
+    )

@@ -16,6 +16,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
 from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.upstream import savable_generation_config
+from finetune.export.verify.files import file_digest
 from finetune.export.weights import build_meta_model, check_files, complete_weights, unwrap_adapter
 from finetune.model.adapters.context import ADAPTER_NAME, has_adapter
 from finetune.model.loading.architecture import NEW_HEADS
@@ -77,10 +78,10 @@ def generation_config(original: GenerationConfig, text: TextPreprocessor) -> Gen
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written; `files` are relative to `folder`."""
+    """What was written; `files` has each file's digest, but that of weights, by its path in `folder`."""
 
     folder: Path
-    files: tuple[str, ...]
+    files: Mapping[str, str | None]
     num_tensors: int
     size_bytes: int
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of the whole model, by the names that it gives them
@@ -133,7 +134,8 @@ def export_model(
         arguments = preprocessors.text.template_arguments if preprocessors.text else {}
         card = write_card(facts, base=base, template_arguments=arguments)
         (staging / "README.md").write_text(printable(card), encoding="utf-8")
-    files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
+        written_files = (path for path in sorted(staging.rglob("*")) if path.is_file())
+        files = {str(path.relative_to(staging)): file_digest(path) for path in written_files}
     return ExportReport(folder, files, **vars(written))
 
 

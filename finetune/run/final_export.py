@@ -21,7 +21,7 @@ from finetune.config.sections.export import ExportSection
 from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import DiskError, HubError, ModelError
-from finetune.export.card import CardFacts
+from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
 from finetune.export.verify.rows import HeldRow
@@ -44,6 +44,11 @@ from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.runtime.text.redact import redacted_text
 from finetune.task.protocol import Task
 
+MERGED_UNQUANTIZED = (
+    "the adapter was trained on a quantized base and is merged into the unquantized one: the merged model is not "
+    "exactly the model that was evaluated. Measure it with `finetune evaluate`."
+)
+
 
 def is_merged(config: RunConfig) -> bool:
     """Tell whether the export is a whole model that an adapter is merged into."""
@@ -65,10 +70,7 @@ def load_unquantized_base(
     """
     if not is_merged(config) or config.model.quantization is None:
         return {}
-    log(
-        "the adapter was trained on a quantized base and is merged into the unquantized one: the merged model is not "
-        "exactly the model that was evaluated. Measure it with `finetune evaluate`."
-    )
+    log(MERGED_UNQUANTIZED)
     without: dict[str, Any] = {**dict.fromkeys(ADAPTERS), "quantization": None, "dtype": "float32"}
     section = config.model.model_copy(update=without)
     bare = config.model_copy(update={"model": section})
@@ -179,9 +181,9 @@ def _write_final(
         )
         proved = proof.check(report, expected)
     _record(loaded, report, step=progress.step, reason=reason)
-    tensors = f"{report.num_tensors} tensors, {format_size(report.size_bytes)}"
-    reporter(Noted(progress.step, f"exported {tensors}, to {context.paths.final}"))
-    reporter(Noted(progress.step, proved))
+    exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {context.paths.final}"
+    for text in filter(None, (exported, proved, vllm_hint(context.paths.final))):
+        reporter(Noted(progress.step, text))
 
 
 def write_unmerged(folder: Path, config: RunConfig, how: Mapping[str, Any]) -> Path | None:

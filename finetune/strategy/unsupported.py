@@ -68,6 +68,11 @@ DYNAMO = Unsupported(
     "it compiles the model again for every length and under every hook",
     "Write `dynamo_backend: 'no'`, and `model.compile: regional` in the job",
 )
+NVME = Unsupported(
+    "NVMe offload",
+    "optimizer state and parameters that DeepSpeed has swapped out cannot be saved in the checkpoint format",
+    "Write `cpu`, as in ds_configs/zero3_offload.json",
+)
 UNKNOWN = Unsupported(
     "such a size",
     "Accelerate does not know it, and would ignore it without a word",
@@ -77,6 +82,7 @@ UNKNOWN = Unsupported(
 _SIZES: Mapping[str, Unsupported] = {"tp": TENSOR, "cp": CONTEXT, "pp": PIPELINE, "ep": EXPERT}
 _KNOWN_SIZES = ("dp_replicate", "dp_shard", "sp")
 _OF_DEEPSPEED: Mapping[str, Unsupported] = {"pipeline": PIPELINE, "tensor_parallel": TENSOR}
+_OFFLOADS = ("offload_optimizer", "offload_param")
 _PREFIX = "parallelism_config_"
 
 
@@ -100,6 +106,9 @@ def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[
     backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":
         found.append(DYNAMO.sentence(f"dynamo_backend: {backend}"))
+    for name in _OFFLOADS:
+        if variables.get(f"ACCELERATE_DEEPSPEED_{name.upper()}_DEVICE") == "nvme":
+            found.append(NVME.sentence(f"{name}_device: nvme"))
     return (*found, *(kind.sentence(written) for written, kind in _in_deepspeed(deepspeed)))
 
 
@@ -107,6 +116,9 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
     for name, kind in _OF_DEEPSPEED.items():
         if config.get(name):
             yield f"the DeepSpeed config's section `{name}`", kind
+    for name in _OFFLOADS:
+        if _section(_section(config, "zero_optimization"), name).get("device") == "nvme":
+            yield f"the DeepSpeed config's `zero_optimization.{name}.device: nvme`", NVME
 
 
 def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -125,6 +137,9 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, backend in _section(values, "dynamo_config").items():
         if str(key).removeprefix("dynamo_") == "backend" and str(backend).lower() not in ("no", "false", "none"):
             yield f"dynamo_config.{key}", DYNAMO.sentence(f"`{backend}`")
+    for key, value in _section(values, "deepspeed_config").items():
+        if str(key).startswith(_OFFLOADS) and value == "nvme":
+            yield f"deepspeed_config.{key}", NVME.sentence("`nvme`")
     for written, each in _in_deepspeed(_deepspeed_file(values)):
         yield "deepspeed_config.deepspeed_config_file", each.sentence(written)
 

@@ -1,9 +1,13 @@
 """A run's config is read back from its folder, wherever that is by now and whatever has become of its data."""
 
+import re
+
 import pytest
 
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config, load_resolved
+from finetune.config.schema import describe_values, node_at
+from finetune.config.section import NAMED_SECTIONS
 from finetune.errors import ConfigError, UserError
 from finetune.runtime.text.terminal import escape_controls
 
@@ -27,6 +31,26 @@ def test_relative_paths_count_from_the_folder_of_the_file(load, job, tmp_path, m
     assert config.data.cache_folder == str(tmp_path / "cache")
     assert config.checkpoint.resume == "never"
     assert config.model.name == "gpt2"
+
+
+def test_a_text_in_the_place_of_a_model_or_tokenizer_is_its_name(job, tmp_path):
+    (tmp_path / "vocabulary").mkdir()
+    text = re.sub(r"model:.*?\n(?=data:)", "model: gpt2\n", job.read_text(), flags=re.DOTALL)
+    job.write_text(text)
+    line = text[: text.index("model: gpt2")].count("\n") + 1
+    loaded = load_config(job, ["model.tokenizer=./vocabulary", "model.attention=eager"])
+    assert loaded.config.model.name == "gpt2" and loaded.config.model.attention == "eager"
+    assert loaded.config.model.tokenizer.name == str(tmp_path / "vocabulary")
+    assert str(loaded.sources["model.name"]) == f"job.yaml line {line}"
+    job.write_text(text.replace("model: gpt2", "model: ./absent"))
+    with pytest.raises(ConfigError, match=rf"line {line}, model.name: the folder .*absent does not exist"):
+        load_config(job)
+    assert load_config(job, ["model=gpt2"]).config.model.name == "gpt2"
+
+
+@pytest.mark.parametrize("key", NAMED_SECTIONS)
+def test_the_schema_allows_a_text_in_the_place_of_a_named_section(key):
+    assert describe_values(node_at(key)).startswith("a name or a path or a section")
 
 
 def test_all_problems_are_told_at_once_in_the_order_of_the_file(job):

@@ -24,6 +24,7 @@ WRONG = [
     ("export.max_shard_size=5 GB", "Write text such as `5GB`."),
     ("data.max_length=null", "the maximum length of a sample in tokens"),
     ("data.train.columns={prompt: -3}", "Write text or a whole number of at least 0."),
+    ("data.train.columns={prompt: [a, b]}", "is a list. To join columns, write a `template` in place of `columns`."),
     ("evaluate=true", "`true` is a truth value. Its keys are `every_steps`"),
 ]
 
@@ -59,6 +60,12 @@ def test_a_missing_key_says_what_it_is_for(job, complaints):
     assert complaints(text=text) == [
         "train.learning_rate: the key is missing: peak learning rate. Write a number above 0."
     ]
+
+
+def test_two_columns_of_a_task_of_texts_are_text_and_text_pair(complaints):
+    said = complaints("task.name=text_classification", "data.train.columns={text: [1, 2], label: 0}")
+    wanted = "`[1, 2]` is a list. The second of two texts is `text_pair`: `{text: 1, text_pair: 2}`. Write text or a"
+    assert any(wanted in each for each in said)
 
 
 def test_the_tag_of_a_union_is_not_taken_for_a_key(complaints):

@@ -1,6 +1,6 @@
 """Small trained-looking models, and an export of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -39,12 +39,17 @@ def architecture_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 260 tokens, without a merge."""
+    return make_tokenizer([])
+
+
+def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([], trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+    backend.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0], pad_token=special[3])
     made.add_special_tokens({"additional_special_tokens": special[1:3]})
     set_chat_template(made, "chatml")
@@ -66,13 +71,13 @@ def load_folder() -> Callable[..., PreTrainedModel]:
     return lambda folder, **keys: load_from(ModelSection(name=str(folder), **keys))
 
 
-def load_from(section: ModelSection) -> PreTrainedModel:
+def load_from(section: ModelSection, *, vocabulary_size: int = 260) -> PreTrainedModel:
     return load_model(
         section,
         head="causal_lm",
         init_context=InitContext(),
         seed=7,
-        vocabulary_size=260,
+        vocabulary_size=vocabulary_size,
         special_ids=SpecialTokenIds(eos=0, pad=3),
     )
 

@@ -1,14 +1,17 @@
 """`finetune export`: one command merges, converts and pushes, whatever folder it is shown."""
 
+import json
 import shutil
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.commands.export import export
-from finetune.errors import HubError, UserError
+from finetune.config.load import RESOLVED_NAME
+from finetune.errors import HubError, ModelError, UserError
 
 PLAIN = {"step": None, "to": None, "dtype": None, "merge": False, "push_to_hub": None}
 
@@ -31,6 +34,56 @@ def test_run_checkpoint_and_folder_merge_to_the_same_bits(trained, tmp_path):
         assert AutoTokenizer.from_pretrained(folder).chat_template
         assert not (folder / "base").exists()
     assert "does not need peft" in (tmp_path / "of-folder" / "README.md").read_text()
+
+
+@pytest.fixture
+def quantized(trained, tmp_path):
+    """Return a function that copies the run as if it had trained on a quantized base, held in bfloat16."""
+
+    def copied(**lora):
+        run = tmp_path / "run"
+        shutil.copytree(trained("lora"), run)
+        values = YAML(typ="safe").load((run / RESOLVED_NAME).read_text())
+        values["model"] |= {"name": str(run / "final" / "base"), "from_config": None, "tokenizer": None}
+        values["model"] |= {"quantization": {"bits": 4}, "dtype": "bfloat16"}
+        values["model"]["lora"] |= lora
+        with (run / RESOLVED_NAME).open("w") as file:
+            YAML(typ="safe").dump(values, file)
+        return run / "final"
+
+    return copied
+
+
+def test_the_final_folder_of_a_quantized_run_is_merged_as_the_run_would(quantized, tmp_path, capsys):
+    export(quantized(), **{**PLAIN, "merge": True, "to": tmp_path / "merged"})
+    assert "is merged into the unquantized one" in capsys.readouterr().out
+    assert {each.dtype for each in weights(tmp_path / "merged").values()} == {torch.bfloat16}
+
+
+def test_the_final_folder_of_a_loftq_run_is_not_merged(quantized, tmp_path):
+    with pytest.raises(ModelError, match="`init: loftq` corrects the quantization error"):
+        export(quantized(init="loftq"), **{**PLAIN, "merge": True, "to": tmp_path / "merged"})
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_of_an_unreadable_run_is_merged_in_the_dtype_of_its_base(trained, tmp_path, capsys):
+    shutil.copytree(trained("lora"), tmp_path / "run")
+    (tmp_path / "run" / RESOLVED_NAME).write_text("model: {no_such_key: 1}\n")
+    export(tmp_path / "run" / "final", **{**PLAIN, "merge": True})
+    assert "warning: the job that trained the adapter cannot be read" in capsys.readouterr().out
+    assert {each.dtype for each in weights(tmp_path / "run" / "final-merged").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("keys", [{"rank_pattern": {"q_proj": 8}}, {"target_parameters": ["experts.up"]}, {}])
+def test_an_adapter_that_vllm_would_change_is_named(trained, tmp_path, capsys, monkeypatch, keys):
+    shutil.copytree(trained("lora") / "final", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    monkeypatch.setattr("finetune.commands.export.push_folder", lambda *_, **__: "the hub")
+    export(tmp_path / "adapter", **{**PLAIN, "push_to_hub": "me/adapter"})
+    wanted = [f"vLLM ignores `{key}` of this adapter" for key in keys]
+    out = capsys.readouterr().out
+    assert all(each in out for each in wanted) and ("vLLM" in out) == bool(wanted)
 
 
 def test_an_adapter_that_moved_finds_the_base_beside_it(trained, tmp_path):

@@ -60,6 +60,20 @@ REFUSED = {
         "the DeepSpeed config's section `tensor_parallel`: tensor parallelism",
         "torchtitan",
     ),
+    "NVMe": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}},
+        "the DeepSpeed config's `zero_optimization.offload_optimizer.device: nvme`: NVMe offload",
+        "Write `cpu`",
+    ),
+    "NVMe without a file of DeepSpeed's": (
+        {
+            **LOCAL,
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/disk"},
+        },
+        "offload_param_device: nvme: NVMe offload",
+        "Write `cpu`",
+    ),
 }
 BEFORE_ACCELERATE = {
     "pipeline": (sized("pp"), "parallelism_config.parallelism_config_pp_size: `2`: pipeline parallelism", "nanotron"),

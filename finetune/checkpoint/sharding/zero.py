@@ -19,7 +19,6 @@ from finetune.checkpoint.sharding.state_layout import (
     replicated_view,
 )
 from finetune.checkpoint.upstream import restore_cpu_adam_step, step_zero3_partitions, update_zero3_copies
-from finetune.errors import CheckpointError
 
 
 def zero12_layout(engine: Any) -> StateLayout:
@@ -37,13 +36,8 @@ def zero12_layout(engine: Any) -> StateLayout:
 
 
 def zero3_layout(engine: Any) -> StateLayout:
-    """Return the layout of ZeRO-3; raises CheckpointError if parts of it are on NVMe."""
+    """Return the layout of ZeRO-3, whose parameters are partitioned, too."""
     zero = engine.optimizer
-    if getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
-        raise CheckpointError(
-            "ZeRO-3 with state on NVMe cannot be saved in the portable format. "
-            "Offload to `cpu` instead of `nvme` in the DeepSpeed config."
-        )
     return StateLayout(
         shards={name: _zero3_view(each, zero) for name, each in named_parameters(engine).items()},
         buffers=named_buffers(engine),

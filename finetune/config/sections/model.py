@@ -8,6 +8,7 @@ from finetune.config.section import (
     MAX_FACTOR,
     LayerNumber,
     Length,
+    NamedSection,
     NameOrPath,
     Path,
     Pixels,
@@ -42,7 +43,7 @@ class TrainTokenizerSection(Section):
     vocabulary_size: int = key("Vocabulary size, special tokens included.", 4096, ge=300, le=1 << 22)
 
 
-class TokenizerSection(Section):
+class TokenizerSection(NamedSection):
     """Where the tokenizer comes from; unset, the model's own."""
 
     name: NameOrPath | None = key("Hub name, or a folder when it begins with `.`, `/` or `~`.", None)
@@ -135,7 +136,7 @@ class NewTokensSection(Section):
     )
 
 
-class ImageProcessorSection(Section):
+class ImageProcessorSection(NamedSection):
     """How images are resized and normalised for a model that is built `from_config` and has no image processor."""
 
     name: NameOrPath | None = key("Hub name or folder of an image processor, in place of the values.", None)
@@ -157,7 +158,7 @@ class RopeScalingSection(Section):
     )
 
 
-class ModelSection(Section):
+class ModelSection(NamedSection):
     """Which weights to start from, their dtype and attention, adapters, and which parameters are trained."""
 
     name: NameOrPath | None = key(

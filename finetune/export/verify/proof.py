@@ -16,16 +16,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from finetune.errors import ExportError
-from finetune.export.save import ExportReport, TextPreprocessor
+from finetune.export.save import ExportReport, TextPreprocessor, generation_config
 from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.verify import program
+from finetune.export.verify.files import file_problems
 from finetune.export.verify.rows import HeldRow
 from finetune.export.verify.tolerance import Precision, tolerance
 from finetune.export.weights import build_meta_model, unwrap_adapter
 from finetune.model.adapters.context import has_adapter
 from finetune.model.loading.architecture import HEADS
+from finetune.model.loading.model_files import CONFIG
 from finetune.model.loading.saved import CONFIG_FOLDER
 from finetune.runtime.resources import available_bytes
 
@@ -61,7 +66,8 @@ class ModelFacts:
     num_embeddings: int
     num_layers: int
     num_parameters: int
-    generates: bool
+    config: str  # as JSON
+    generation_config: GenerationConfig | None  # None: it generates no text
     load_options: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
@@ -82,7 +88,8 @@ def model_facts(
         num_embeddings=int(getattr(text, "vocab_size", 0) or 0),
         num_layers=int(getattr(text, "num_hidden_layers", 0) or 12),
         num_parameters=sum(each.numel() for each in meta_model.parameters()),
-        generates=getattr(whole, "generation_config", None) is not None and bool(whole.can_generate()),
+        config=meta_model.config.to_json_string(),
+        generation_config=getattr(whole, "generation_config", None) if whole.can_generate() else None,
         load_options=dict(options or {}),
         trust_remote_code=trust_remote_code,
     )
@@ -144,9 +151,6 @@ class ExportProof:
         rows = place / "rows.safetensors" if expected.rows and fits else None
         if rows is not None:
             _write_rows(rows, expected)
-        tokens = place / "tokens.json" if expected.tokens is not None else None
-        if tokens is not None:
-            tokens.write_text(json.dumps(expected.tokens), encoding="utf-8")
         limits = {
             "tolerance": tolerance(expected.precision, written, num_layers=facts.num_layers, of="the trained model's"),
             "merge_tolerance": tolerance(written, num_layers=facts.num_layers, of="those of base and adapter unmerged"),
@@ -160,8 +164,8 @@ class ExportProof:
             "trust_remote_code": facts.trust_remote_code,
             "num_threads": self._num_threads,
             "rows": None if rows is None else str(rows),
-            "tokens": None if tokens is None else str(tokens),
-            "stop_ids": sorted(expected.text.stop_ids) if facts.generates and expected.text is not None else None,
+            "tokens": expected.tokens,
+            "problems": list(file_problems(report.folder, report.files, self._settings(expected))),
             "tensors": _digests(report.tensors),
             "adapter_tensors": _digests(report.adapter_tensors),
             "only_tensors": not fits,
@@ -170,6 +174,16 @@ class ExportProof:
             "merged_dtype": written,
             **{name: limit.as_json() for name, limit in limits.items()},
         }
+
+    def _settings(self, expected: Expected) -> dict[str, str]:
+        """Return the expected values of the folder's JSON files, as the objects in memory serialize themselves."""
+        facts, text = self._facts, expected.text
+        files = {} if facts.is_adapter else {CONFIG: facts.config}
+        if facts.generation_config is not None and text is not None:
+            files[GENERATION_CONFIG_NAME] = generation_config(facts.generation_config, text).to_json_string()
+        if text is not None and (backend := getattr(text.tokenizer, "backend_tokenizer", None)) is not None:
+            files[FULL_TOKENIZER_FILE] = backend.to_str()
+        return files
 
     def _base(self, folder: Path, expected: Expected) -> dict[str, Any]:
         """Return where the base of the adapter is found, and how its config and size differ."""

@@ -1,14 +1,14 @@
 """What the training's tokenizer makes of texts: ids, rendered conversations, special ids."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS
 
-MOST_TEXTS = 200
+NUM_TEXTS = 200
 MOST_CHARACTERS = 2_000
 
 CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
@@ -32,7 +32,8 @@ def expected_tokens(
 ) -> dict[str, Any]:
     """Return what the tokenizer makes of these texts, of hostile ones, and of conversations that its template takes.
 
-    `renders` tells whether the template takes a conversation, within the bounds that hold for templates of others.
+    Where the texts are too few, tokens of the vocabulary in a row make up the number. `renders` tells whether the
+    template takes a conversation, within the bounds that hold for templates of others.
     """
     rendered = []
     for turns in CONVERSATIONS:
@@ -42,8 +43,10 @@ def expected_tokens(
     names = [f"{token} a{token}b " for token in islice(map(str, tokenizer.all_special_tokens), 10)]
     own = [*HOSTILE_TEXTS, *names, *(str(each["text"]) for each in rendered)]
     joined = (one + other for one, other in pairwise(reversed(HOSTILE_TEXTS)))
-    chosen = dict.fromkeys((*own, *(text[:MOST_CHARACTERS] for text in texts), *joined))
-    listed = list(islice((text for text in chosen if _is_valid(text)), MOST_TEXTS))
+    ids = range(len(tokenizer))
+    decoded = (tokenizer.decode(ids[start : start + 8]) for start in ids[:: max(1, len(ids) // NUM_TEXTS)])
+    candidates = chain(own, (text[:MOST_CHARACTERS] for text in texts), joined, decoded)
+    listed = list(islice(dict.fromkeys(text for text in candidates if _is_valid(text)), NUM_TEXTS))
     return {
         "class": type(tokenizer).__name__,
         "texts": [_encoded(tokenizer, text, special=place % 2 == 0) for place, text in enumerate(listed)],
@@ -53,11 +56,8 @@ def expected_tokens(
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> Mapping[str, Any]:
-    return {"text": text, "special": special, "ids": _ids(tokenizer, text, special=special)}
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> Sequence[int]:
-    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    return {"text": text, "special": special, "ids": ids}
 
 
 def _is_valid(text: str) -> bool:

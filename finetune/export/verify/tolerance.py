@@ -3,6 +3,10 @@
 A position's distance is the norm of the difference as a part of the logits' own size. Rounding errors of layers add up
 like random steps, so the limit grows with the square root of the depth: `LIMITS[dtype] * sqrt(layers + 1)`. In float32
 the worst position counts. With fewer bits a mixture of experts may send a token to another expert: the median counts.
+
+A deep model with large weights may amplify roundings further. Where tensors, files and settings of the folder are right
+and the logits are too far nevertheless, twice the distance between the folder's own logits in float32 and in the lower
+precision is allowed.
 """
 
 import math
@@ -24,6 +28,7 @@ class Tolerance:
     limit: float
     is_median: bool
     rule: str
+    dtype: str  # that rounds as the least precise does
     of: str  # with what the folder is compared
 
     def as_json(self) -> dict[str, Any]:
@@ -39,4 +44,5 @@ def tolerance(*precisions: Precision, num_layers: int, of: str) -> Tolerance:
     """
     worst = max(precisions, key=_ORDER.index)
     limit = LIMITS[worst] * math.sqrt(num_layers + 1)
-    return Tolerance(limit, worst != "float32", f"{LIMITS[worst]:g} x sqrt(layers + 1) for {worst}", of)
+    rule = f"{LIMITS[worst]:g} x sqrt(layers + 1) for {worst}"
+    return Tolerance(limit, worst != "float32", rule, "float16" if worst == "tf32" else worst, of)

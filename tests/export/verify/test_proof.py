@@ -1,6 +1,8 @@
 """Whatever makes an exported folder another model, or another tokenizer, is found by the process that loads it."""
 
+import copy
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,7 +20,7 @@ from finetune.export.save import Preprocessors, TextPreprocessor
 from finetune.export.verify.proof import Expected, ExportProof, failed_folder, model_facts
 from finetune.export.verify.rows import logits_of, made_up_rows
 from finetune.export.verify.texts import expected_tokens
-from tests.export.conftest import FACTS, GATED, load_from, values_of
+from tests.export.conftest import FACTS, GATED, load_from, make_tokenizer, values_of
 
 CPU = torch.device("cpu")
 
@@ -27,11 +29,12 @@ CPU = torch.device("cpu")
 def proven(tmp_path, tokenizer):
     """Return a function that exports a model, lets the folder be damaged, and proves it."""
 
-    def prove(model, *, damage=lambda folder: None, merge=False, rows_of=None, **keys):
+    def prove(model, *, damage=lambda folder: None, merge=False, tokenizer=tokenizer, dtype_trained=None, **keys):
         inputs = Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer)))
         section = ExportSection(merge=merge, **keys)
         rows = made_up_rows(inputs, head="causal_lm")
-        logits = logits_of(model, rows, device=CPU)
+        trained = model if dtype_trained is None else copy.deepcopy(model).to(getattr(torch, dtype_trained))
+        logits = logits_of(trained, rows, device=CPU)
         how = {"model": model, "weights": values_of(model), "preprocessors": inputs, "facts": FACTS}
         with ExportProof(
             model_facts(model, head="causal_lm", merge=merge, trust_remote_code=False), num_threads=1
@@ -42,7 +45,8 @@ def proven(tmp_path, tokenizer):
             report = save.export_model(tmp_path / "final", section=section, **how)
             damage(report.folder)
             tokens = expected_tokens(tokenizer, ["amber violet", "2 + 2"], renders=lambda turns: True)
-            return it.check(report, Expected(rows, logits, "float32", tokens, inputs.text, unmerged))
+            expected = Expected(rows, logits, dtype_trained or "float32", tokens, inputs.text, unmerged)
+            return it.check(report, expected)
 
     return prove
 
@@ -50,7 +54,7 @@ def proven(tmp_path, tokenizer):
 @pytest.mark.full
 def test_an_export_that_is_the_trained_model_says_what_was_compared(proven, build, architecture_name, tmp_path):
     said = proven(build(architecture_name))
-    assert said.startswith("verified in a fresh process in ") and "the same tokens for" in said
+    assert said.startswith("verified in a fresh process in ") and "the same tokens for 203 texts" in said
     assert "logits of 4 rows within" in said
     assert (tmp_path / "final").is_dir() and not failed_folder(tmp_path / "final").exists()
 
@@ -133,12 +137,12 @@ DAMAGES = {
     "another value in the config": (
         "llama untied",
         rewritten("config.json", set_theta),
-        "logits differ from the trained model's by .*config is wrong",
+        r"config.json: `rope_parameters.rope_theta` is 100.0 instead of 10000.0.*its logits differ from",
     ),
     "a stop id missing": (
         "llama untied",
         rewritten("generation_config.json", lambda values: values.update(eos_token_id=0)),
-        r"generation_config.json: `eos_token_id` is \[0\] instead of \[0, 2\]",
+        r"generation_config.json: `eos_token_id` is 0 instead of \[0, 2\]",
     ),
     "another pre-tokeniser": (
         "llama untied",
@@ -146,10 +150,35 @@ DAMAGES = {
         r"differs from the training's .* texts:\n.*trained with \[.*loaded gives \[",
     ),
     "another chat template": ("llama untied", without_template, "the chat template renders"),
+    "a value that no logit shows": (
+        "llama untied",
+        rewritten("config.json", lambda values: values.update(max_position_embeddings=16)),
+        "config.json: `max_position_embeddings` is 16 instead of",
+    ),
+    "a truncated config": (
+        "llama untied",
+        lambda folder: (folder / "config.json").write_text('{"model_type": '),
+        r"config.json is not a JSON object \(",
+    ),
+    "no generation config": (
+        "llama untied",
+        lambda folder: (folder / "generation_config.json").unlink(),
+        "generation_config.json is missing, although the export wrote it",
+    ),
+    "a file of another export": (
+        "llama untied",
+        lambda folder: (folder / "model-00002-of-00002.safetensors").write_bytes(b""),
+        "model-00002-of-00002.safetensors is in the folder, although the export did not write it",
+    ),
+    "another card": (
+        "llama untied",
+        lambda folder: (folder / "README.md").write_text("# Another model\n"),
+        "README.md is not as the export wrote it",
+    ),
 }
 
 
-ALWAYS = ("two tensors swapped", "another pre-tokeniser")
+ALWAYS = ("two tensors swapped", "another pre-tokeniser", "no generation config")
 """Of the damages, those that the quick tier looks for."""
 
 
@@ -163,6 +192,46 @@ def test_a_damaged_export_is_named_and_put_aside(proven, build, tmp_path, what):
     assert raised.value.exit_code == 1
     assert "final.failed; do not use it" in str(raised.value)
     assert not (tmp_path / "final").exists() and failed_folder(tmp_path / "final").is_dir()
+
+
+def without_merge(merges):
+    del merges[-1]
+
+
+def swap_merges(merges):
+    merges[-1], merges[-2] = merges[-2], merges[-1]
+
+
+@pytest.mark.parametrize("change", [without_merge, swap_merges])
+def test_a_merge_rule_that_no_text_needs_is_missed(proven, change):
+    tokenizer = make_tokenizer(["zyzzyva qoph zyzzyva qoph"])
+    sizes = FromConfigSection(model_type="llama", values=GATED)
+    model = load_from(ModelSection(from_config=sizes), vocabulary_size=len(tokenizer))
+    damage = rewritten("tokenizer.json", lambda values: change(values["model"]["merges"]))
+    with pytest.raises(ExportError, match=r"tokenizer.json: `model.merges` is \d+ entries .* instead of"):
+        proven(model, damage=damage, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def deep_mixture():
+    """Return a mixture of experts that amplifies the roundings of bfloat16 far beyond the usual limit."""
+    sizes = {"num_hidden_layers": 6, "num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.4}
+    values = {**GATED, "hidden_size": 64, **sizes}
+    return load_from(ModelSection(from_config=FromConfigSection(model_type="granitemoe", values=values)))
+
+
+def test_a_model_that_amplifies_roundings_is_held_to_its_own(proven, deep_mixture):
+    said = proven(deep_mixture, dtype_trained="bfloat16")
+    distance = float(re.search(r"logits of 4 rows within (\S+),", said)[1])
+    assert distance > 3e-2 * 7**0.5
+    assert "was allowed, twice what the rounding of bfloat16 changes in this model" in said
+
+
+@pytest.mark.full
+def test_a_wrong_value_is_not_excused_by_roundings(proven, deep_mixture):
+    damage = rewritten("config.json", lambda values: values.update(logits_scaling=8.0))
+    with pytest.raises(ExportError, match=r"config.json: `logits_scaling` is 8.0 instead of 1.0"):
+        proven(deep_mixture, dtype_trained="bfloat16", damage=damage)
 
 
 @pytest.mark.full
