@@ -1,15 +1,24 @@
 """How a command ends: its exit code, and one message for an error that the user can fix."""
 
+import errno
 import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import typer
 
+from finetune.cli.streams_and_signals import (
+    CLOSED_PIPE,
+    INTERRUPTED,
+    discard_output,
+    flush_streams,
+    is_pipe_closed,
+)
 from finetune.errors import FinetuneError, UserError, disk_text
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
@@ -17,6 +26,9 @@ from finetune.runtime.text.terminal import guarded_output, print_traceback, prin
 P = ParamSpec("P")
 
 _FIRST_RANK_SECONDS = 10.0
+
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+"""torchrun and accelerate launch set one of them, and print a traceback of their own when a process fails."""
 
 
 def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
@@ -34,17 +46,11 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
                 _print_error(error)
                 code = error.exit_code
             except OSError as error:
-                text = disk_text(error)
-                if text is None:
-                    raise
-                _print_error(UserError(text))
-                code = UserError.exit_code
+                code = _end_by_surroundings(error)
             except EOFError as error:
                 raise RuntimeError("a file ended too early") from error  # typer would say "Aborted!" and no more
             except KeyboardInterrupt:
-                if _rank() == 0:
-                    print("interrupted", file=sys.stderr)
-                code = 130
+                code = _end_by_interrupt()
         raise typer.Exit(code or 0)
 
     return run
@@ -52,24 +58,31 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
 
 @contextmanager
 def guarded_command_line() -> Iterator[None]:
-    """Keep everything that is printed readable, also the traceback of a bug, which ends with exit code 1.
-
-    `sys.argv`, which trackers record, has its secrets redacted; they are left out of all that is written and printed.
-    """
+    """Turn whatever ends the program into an exit code and at most one message, which is printable."""
+    code: int | None = 0
     with guarded_output():
-        register_command(sys.argv[1:])
-        sys.argv[1:] = redacted_command(sys.argv[1:])
         try:
+            register_command(sys.argv[1:])
+            sys.argv[1:] = redacted_command(sys.argv[1:])
             yield
         except SystemExit as ended:
-            raise SystemExit(
-                ended.code if isinstance(ended.code, int | None) else _print_exit_message(str(ended.code))
-            ) from None
+            code = ended.code if isinstance(ended.code, int | None) else _print_exit_message(str(ended.code))
         except KeyboardInterrupt:
-            raise
+            code = _end_by_interrupt()
+        except OSError as error:
+            try:
+                code = _end_by_surroundings(error)
+            except OSError:
+                print_traceback(error)
+                code = 1
         except BaseException as error:  # a panic in Rust, for example, is no Exception
             print_traceback(error)
-            raise SystemExit(1) from None
+            code = 1
+    unwritten = flush_streams()
+    if unwritten is not None and (not code or unwritten.errno == errno.EPIPE):
+        unwritten.filename = unwritten.filename or "standard output"
+        code = _end_by_surroundings(unwritten)
+    raise SystemExit(code)
 
 
 def format_error(error: FinetuneError, *, rank: int) -> str:
@@ -77,11 +90,47 @@ def format_error(error: FinetuneError, *, rank: int) -> str:
     return printable(f"error: {error}" if rank == 0 else f"[rank {rank}] error: {error}")
 
 
+def _end_by_surroundings(error: OSError) -> int:
+    """Print what the machine has refused and return the exit code; raises the error if it is none of these."""
+    if error.errno == errno.EPIPE and is_pipe_closed():
+        for descriptor in (1, 2):
+            discard_output(descriptor)
+        return CLOSED_PIPE
+    text = disk_text(error)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        text = f"too many files are open ({error.strerror}). Raise the limit: `ulimit -n 4096`."
+    elif error.errno == errno.ENOENT and not _has_current_folder():
+        text = "the current folder no longer exists. Change to another folder first."
+    elif error.errno in (errno.ENOENT, errno.ENXIO, errno.ENODEV) and error.filename:
+        text = f"{error.filename}: {error.strerror}."
+    if text is None:
+        raise error
+    _print_error(UserError(text))
+    return UserError.exit_code
+
+
+def _end_by_interrupt() -> int:
+    if _rank() == 0:
+        with suppress(OSError, ValueError):
+            print("interrupted", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _has_current_folder() -> bool:
+    try:
+        return Path.cwd().exists()
+    except OSError:
+        return False
+
+
 def _print_error(error: FinetuneError) -> None:
     if isinstance(error, UserError) and _rank() > 0:
         # Every rank meets most of them, and the launcher ends all ranks with the first that exits: rank 0 prints it.
         time.sleep(_FIRST_RANK_SECONDS)
-    print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody reads it
+        print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
+        if isinstance(error, UserError) and any(name in os.environ for name in _LAUNCHED):
+            print("Ignore the launcher's traceback below: it only reports this exit.", file=sys.stderr, flush=True)
 
 
 def _print_exit_message(text: str) -> int:

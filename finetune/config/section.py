@@ -63,10 +63,13 @@ class RelativeToConfig:
         return schema
 
 
-Path = Annotated[str, RelativeToConfig()]
+Name = Annotated[str, Field(min_length=1, pattern=r"\S")]
+"""A text that is not blank."""
+
+Path = Annotated[Name, RelativeToConfig()]
 """A path; a relative one is resolved against the folder of the config file, `~` against the home folder."""
 
-NameOrPath = Annotated[str, RelativeToConfig(only_marked=True)]
+NameOrPath = Annotated[Name, RelativeToConfig(only_marked=True)]
 """A name, or a path if it begins with `.`, `/` or `~`; a path is resolved as above."""
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]

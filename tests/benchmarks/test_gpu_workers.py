@@ -66,7 +66,13 @@ def test_a_case_that_takes_too_long_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_the_workers_end_with_their_controller(tmp_path, number):
     command = [sys.executable, "-m", "tests.benchmarks.gpu_controller", str(tmp_path)]
-    controller = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts pytest with `nohup` ignores it
+    try:
+        controller = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     computing, waiting = map(int, controller.stdout.readline().split())
     child = pid_of_child(tmp_path)
     controller.send_signal(number)

@@ -135,6 +135,13 @@ class Ground:
             return None
         return f"{wrong}\n$ finetune {' '.join(case.words)}\n{outcome.stdout[-1500:]}\n{outcome.stderr[-3000:]}"
 
+    def outcome(self, words: tuple[str, ...], *, surroundings: str) -> Outcome:
+        """Return what a command comes to on the healthy project, in surroundings that are not."""
+        case = Case(words)
+        folder = self._prepare(case)
+        server = self._servers[case.needs_torch]
+        return server.run(words, folder=folder, limit_seconds=KILLED_AFTER_SECONDS, surroundings=surroundings)
+
     def _other_model(self, folder: Path) -> str | None:
         """Return what differs where a run has left another model than the healthy project's."""
         good = self.read(MODEL)

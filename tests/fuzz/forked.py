@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.surroundings import apply
 from tests.present_stream import log_to_present_stream
 from tests.proof_server import use_server
 
@@ -91,9 +92,26 @@ class Server:
         self._process.stdin.close()
         self._process.wait(timeout=30)
 
-    def run(self, words: Sequence[str], *, folder: Path, stdin: bytes = b"", limit_seconds: float = 30.0) -> Outcome:
-        """Return what `finetune WORDS` comes to in that folder, which is its home and holds its temporary files."""
-        request = {"words": list(words), "folder": str(folder), "stdin": stdin.hex(), "limit_seconds": limit_seconds}
+    def run(
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path,
+        stdin: bytes = b"",
+        limit_seconds: float = 30.0,
+        surroundings: str = "",
+    ) -> Outcome:
+        """Return what `finetune WORDS` comes to in that folder, which is its home and holds its temporary files.
+
+        `surroundings` is one of tests/fuzz/surroundings.py, which the process finds at its start.
+        """
+        request = {
+            "words": list(words),
+            "folder": str(folder),
+            "stdin": stdin.hex(),
+            "limit_seconds": limit_seconds,
+            "surroundings": surroundings,
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -128,7 +146,7 @@ def _forked(request: Mapping[str, Any]) -> Outcome:
             os.setsid()
             for number, descriptor in enumerate((given, out, err)):
                 os.dup2(descriptor, number)
-            _child(request["words"], folder=request["folder"], trail=trail)
+            _child(request["words"], folder=request["folder"], trail=trail, surroundings=request["surroundings"])
         finally:
             os._exit(99)
     in_time = _ended(pid, request["limit_seconds"])
@@ -187,7 +205,7 @@ def _text(descriptor: int) -> str:
     return os.pread(descriptor, size, 0).decode("utf-8", errors="replace")
 
 
-def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
+def _child(words: Sequence[str], *, folder: str, trail: int, surroundings: str) -> None:
     home = Path(folder)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
@@ -200,6 +218,8 @@ def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
     sys.argv = ["finetune", *words]
     log_to_present_stream()
     _audit(trail)
+    if surroundings:
+        apply(surroundings)
     code: int | None = 1
     try:
         importlib.import_module("finetune.__main__").main()
@@ -207,8 +227,10 @@ def _child(words: Sequence[str], *, folder: str, trail: int) -> None:
         code = ended.code if isinstance(ended.code, int) or ended.code is None else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
     os._exit(code or 0)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.section import MAX_COUNT, Path, Positive, Section, Strings, key
+from finetune.config.section import MAX_COUNT, Name, Path, Positive, Section, Strings, key
 
 _OTHER_SHAPE = "the checkpoint's adapters would not fit"
 _OTHER_WEIGHTS = "the checkpoint holds different parameters than this run trains"
@@ -50,7 +50,7 @@ NEVER_ALLOWED: Mapping[str, str] = {
 class KeepBestSection(Section):
     """Keep the checkpoints with the best evaluation at the same step."""
 
-    metric: str = key("Metric of the evaluation, such as `loss` or `exact_match`.", "loss")
+    metric: Name = key("Metric of the evaluation, such as `loss` or `exact_match`.", "loss")
     goal: Literal["minimize", "maximize"] = key("Whether a lower or a higher value is better.", "minimize")
     count: Positive = key("How many of the best to keep.", 1)
 

@@ -12,6 +12,7 @@ from finetune.config.section import (
     Fraction,
     Length,
     MixRows,
+    Name,
     NameOrPath,
     NumRows,
     Path,
@@ -73,10 +74,10 @@ class SourceSection(Section):
         "column `text`); all but `.parquet` and `.arrow` also as `.gz` or `.zst`. One of `path` and `name`.",
         None,
     )
-    name: str | None = key("Hub dataset name.", None)
-    config: str | None = key("Configuration of the hub dataset.", None)
-    revision: str | None = key("Branch, tag or commit of the hub dataset.", None)
-    split: str = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
+    name: Name | None = key("Hub dataset name.", None)
+    config: Name | None = key("Configuration of the hub dataset.", None)
+    revision: Name | None = key("Branch, tag or commit of the hub dataset.", None)
+    split: Name = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
     format: Format | None = key(
         "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, ...), "
         "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
@@ -107,10 +108,10 @@ class SourceSection(Section):
         "character. Unset, it may; a `.tsv` row over several lines with tabs in it is then refused.",
         None,
     )
-    encoding: str | None = key(
+    encoding: Name | None = key(
         "Encoding of text files, such as `cp1252` or `utf-16-le`; unset, UTF-8, or what a byte order mark says.", None
     )
-    records: str | None = key(
+    records: Name | None = key(
         "Where the rows of a `.json` file are: `data`, `data.items`. Lists on the way are joined, and their objects' "
         "other values are added to each row (SQuAD: `data.paragraphs.qas`).",
         None,

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from finetune.config.section import Section, key
+from finetune.config.section import Name, Section, key
 
 
 class ExportSection(Section):
@@ -13,7 +13,7 @@ class ExportSection(Section):
     )
     max_shard_size: str = key("Maximum size of a weight file.", "5GB", pattern=r"^[0-9]+(MB|GB)$", examples=["5GB"])
     merge: bool = key("Merge adapters into the base and write one full model.", False)
-    push_to_hub: str | None = key(
+    push_to_hub: Name | None = key(
         "Also upload the folder to this hub repository (`name` or `organisation/name`), with the credentials in "
         "HF_TOKEN.",
         None,

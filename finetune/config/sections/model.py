@@ -8,6 +8,7 @@ from finetune.config.section import (
     MAX_FACTOR,
     LayerNumber,
     Length,
+    Name,
     NamedSection,
     NameOrPath,
     Path,
@@ -31,7 +32,7 @@ Scales = Annotated[tuple[PositiveFactor, ...], Field(strict=False)]
 class FromConfigSection(Section):
     """An architecture with random weights: `model_type` plus any value of that model type's config."""
 
-    model_type: str = key("transformers model type, such as `llama`, `qwen3` or `gpt2`.")
+    model_type: Name = key("transformers model type, such as `llama`, `qwen3` or `gpt2`.")
     values: dict[str, Any] = key(
         "Values of that model type's config (`hidden_size: 64`); others keep their defaults.", {}
     )
@@ -104,7 +105,7 @@ class PromptTuningSection(Section):
     """Learned tokens before the text (Lester et al., 2021, arXiv:2104.08691)."""
 
     num_tokens: Width = key("Number of them.", 16)
-    init_text: str | None = key("Text whose embeddings they start from; unset, those of random tokens.", None)
+    init_text: Name | None = key("Text whose embeddings they start from; unset, those of random tokens.", None)
 
 
 class PrefixTuningSection(Section):
@@ -164,7 +165,7 @@ class ModelSection(NamedSection):
     name: NameOrPath | None = key(
         "Hub name, or a folder when it begins with `.`, `/` or `~`. Exactly one of `name` and `from_config`.", None
     )
-    revision: str | None = key("Branch, tag or commit on the hub.", None)
+    revision: Name | None = key("Branch, tag or commit on the hub.", None)
     config: dict[str, Any] = key(
         "Values in the place of those in the config of `name`, such as `{attention_dropout: 0.1}` or "
         "`{rope_scaling: {rope_type: yarn, factor: 4.0}}`. None that changes the shapes of weights.",

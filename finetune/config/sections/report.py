@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from finetune.config.section import Positive, Section, Strings, key
+from finetune.config.section import Name, Positive, Section, Strings, key
 
 
 class ProfileSection(Section):
@@ -42,7 +42,7 @@ class ReportSection(Section):
         ge=1,
         le=65_535,
     )
-    prometheus_address: str = key(
+    prometheus_address: Name = key(
         "The address on which `/metrics` is served; `0.0.0.0` lets other machines read it, without a password.",
         "127.0.0.1",
     )
@@ -53,4 +53,4 @@ class ReportSection(Section):
         ge=0.0,
         le=1e6,
     )
-    project: str | None = key("Project name for the trackers; unset, the name of the run folder's parent.", None)
+    project: Name | None = key("Project name for the trackers; unset, the name of the run folder's parent.", None)

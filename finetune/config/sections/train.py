@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune.config.section import MAX_COUNT, MAX_FACTOR, BatchSize, Count, Fraction, Positive, Section, Strings, key
+from finetune.config.section import (
+    MAX_COUNT,
+    MAX_FACTOR,
+    BatchSize,
+    Count,
+    Fraction,
+    Name,
+    Positive,
+    Section,
+    Strings,
+    key,
+)
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]
@@ -85,7 +96,7 @@ class ScalingSection(Section):
 class EarlyStoppingSection(Section):
     """Stop when an evaluation metric no longer improves."""
 
-    metric: str = key("Metric of the evaluation, such as `loss` or `exact_match`.", "loss")
+    metric: Name = key("Metric of the evaluation, such as `loss` or `exact_match`.", "loss")
     goal: Literal["minimize", "maximize"] = key("Whether a lower or a higher value is better.", "minimize")
     patience: Positive = key("Evaluations without improvement before the run stops.", 3)
     min_delta: float = key("Smallest change that counts as an improvement.", 0.0, ge=0.0, le=MAX_COUNT)

@@ -1,0 +1,90 @@
+"""What a process needs before its first import and after its last line: three open streams, and an end by Ctrl-C.
+
+Imports nothing but the standard library.
+"""
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+INTERRUPTED = 130
+CLOSED_PIPE = 141  # 128 + SIGPIPE, as of other commands
+
+
+def open_missing_streams() -> None:
+    """Open /dev/null for each of the three standard streams that the caller has closed (`>&-`).
+
+    Python leaves such a stream as None, and the next file that is opened would get its descriptor, with whatever
+    libraries print there.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+def exit_on_interrupt() -> None:
+    """Have Ctrl-C end the process at once from now on: nothing has begun yet, or all is done.
+
+    Where SIGINT is ignored (`nohup`, a job in the background), it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _exit_at_once):
+        signal.signal(signal.SIGINT, _exit_at_once)
+
+
+@contextmanager
+def raised_interrupts() -> Iterator[None]:
+    """Meanwhile, raise KeyboardInterrupt at Ctrl-C, as Python does by itself."""
+    if signal.getsignal(signal.SIGINT) is _exit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        exit_on_interrupt()
+
+
+def flush_streams() -> OSError | None:
+    """Write out what standard output still holds, and return the error if it cannot be written.
+
+    After an error, and for standard error silently, /dev/null takes the rest: Python would write a traceback at exit.
+    """
+    failure: OSError | None = None
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and descriptor == 1:
+                failure = error
+            discard_output(descriptor)
+            with suppress(OSError, ValueError):
+                stream.flush()
+    return failure
+
+
+def discard_output(descriptor: int) -> None:
+    """Send what is written to this descriptor to /dev/null from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def is_pipe_closed() -> bool:
+    """Return whether nobody reads standard output or standard error any longer (`| head -1`)."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
