@@ -90,6 +90,7 @@ GUARDED_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "sys.stderr.buffer": (),
     "os.write": (
         "finetune.runtime.supervision.signals",  # a line of its own, in a signal handler
+        "finetune.runtime.text.standard_streams",  # likewise
         *("finetune.runtime.supervision.on_end.start", "finetune.runtime.supervision.on_end.sentinel"),  # pipes
     ),
 }

@@ -12,15 +12,15 @@ from typing import Any, ParamSpec
 
 import typer
 
-from finetune.cli.streams_and_signals import (
+from finetune.errors import FinetuneError, UserError, disk_text
+from finetune.runtime.text.redact import redacted_command, register_command
+from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,
     INTERRUPTED,
     discard_output,
     flush_streams,
     is_pipe_closed,
 )
-from finetune.errors import FinetuneError, UserError, disk_text
-from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from finetune.cli.app import app
-from finetune.cli.streams_and_signals import CLOSED_PIPE
+from finetune.runtime.text.standard_streams import CLOSED_PIPE
 from tests.fuzz import surroundings
 from tests.fuzz.cases import Ground
 
@@ -112,8 +112,8 @@ def test_an_output_that_is_closed_full_or_not_read_is_no_traceback(redirection: 
 
 @pytest.mark.parametrize("milliseconds", [30, 60, 100, 150, 200, 300])
 def test_ctrl_c_at_any_moment_of_the_start_is_one_line(milliseconds: int, tmp_path: Path):
-    begin = "import sys; from finetune.__main__ import main, streams_and_signals; sys.argv[1:] = ['schema']; "
-    ready = "streams_and_signals.exit_on_interrupt(); print('ready', flush=True); main()"
+    begin = "import sys; from finetune.cli.program import main, standard_streams; sys.argv[1:] = ['schema']; "
+    ready = "standard_streams.exit_on_interrupt(); print('ready', flush=True); main()"
     program = subprocess.Popen(
         [sys.executable, "-c", begin + ready], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -128,7 +128,7 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line(milliseconds: int, tmp_pa
 
 def test_a_closed_descriptor_is_not_taken_by_the_next_file():
     code = (
-        "from finetune.cli.streams_and_signals import open_missing_streams; import os; open_missing_streams(); "
+        "from finetune.runtime.text.standard_streams import open_missing_streams; import os; open_missing_streams(); "
         "assert os.open('/dev/null', os.O_RDONLY) > 2; print('x')"
     )
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&-'], capture_output=True, timeout=60)
