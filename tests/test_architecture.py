@@ -21,7 +21,12 @@ PACKAGE = ROOT / "finetune"
 BASE = {"errors", "runtime", "finetune.config.section", "config.sections"}
 WINGS = ("data", "model", "strategy", "checkpoint", "report")
 
-PRINTING = {"finetune.runtime.text.redact", "finetune.runtime.text.secret_urls", "finetune.runtime.text.terminal"}
+PRINTING = {
+    "finetune.runtime.text.redact",
+    "finetune.runtime.text.standard_streams",
+    "finetune.runtime.text.secret_urls",
+    "finetune.runtime.text.terminal",
+}
 """What makes text fit to be printed and written down; it imports nothing slow."""
 
 BELOW_RUN = {"train", "task", "export", *WINGS, "config", "runtime", "errors"}
