@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.report.event_lines import parse_event_lines
 from finetune.report.events import Event, Noted, Warned
-from finetune.runtime.files import atomic
+from finetune.runtime.files.read import read_regular
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
@@ -55,8 +56,8 @@ def event_fields(event: Event, *, time: float) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the file's events in the order written; a line torn by a killed run is left out."""
-    return [event for event in atomic.read_json_lines(path) if isinstance(event, dict) and "event" in event]
+    """Return the file's events in the order written; torn and damaged lines are left out."""
+    return parse_event_lines(read_regular(path)).events
 
 
 def _note_event(note: str, *, step: int) -> Event:

@@ -120,7 +120,7 @@ def _result(run: ComparedRun, *, price: float | None) -> Result:
         training_loss=float(losses[-1]) if len(losses) and math.isfinite(losses[-1]) else None,
         last=last,
         best=best,
-        missing=run.files.missing,
+        missing=(*run.files.missing, *run.history.damaged),
     )
 
 

@@ -80,9 +80,9 @@ def is_lower_better(metric: str) -> bool:
 def _read_run(folder: Path, *, name: str) -> ComparedRun:
     history, columns = RunHistory(), _Columns()
     with open_regular(folder / EVENTS_FILE) as file:
-        for events, _ in read_chunks(file):
-            history.add(events)
-            columns.add(events)
+        for lines, _ in read_chunks(file):
+            history.add(lines.events, num_damaged=lines.num_damaged)
+            columns.add(lines.events)
     return ComparedRun(name, folder, columns.steps(), history, read_run_files(folder))
 
 
@@ -102,7 +102,7 @@ class _Columns:
                 if self._numbers and event["step"] <= self._numbers[-1]:
                     self._cut_after(event["step"] - 1)
                 self._numbers.append(event["step"])
-                self._losses.append(float(event["loss"]))
+                self._losses.append(float(event.get("loss", "nan")))
                 self._orders.append(int((event.get("samples_sha256") or "0")[:16], 16))
 
     def steps(self) -> Steps:

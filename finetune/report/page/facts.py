@@ -1,5 +1,6 @@
 """What a page says of a run in words and tables, from its history and the other files of its folder."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -199,11 +200,13 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return days, hours, minutes and seconds, the two largest.
+    """Return days, hours, minutes and seconds, the two largest; `?` for what is not finite.
 
     >>> format_duration(3723)
     '1 h 2 min'
     """
+    if not math.isfinite(seconds):
+        return "?"
     rest = round(seconds)
     if rest < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{rest} s"

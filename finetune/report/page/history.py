@@ -67,9 +67,11 @@ class RunHistory:
         self.tokens = self.seconds = self.device_seconds = 0.0
         self.startup_seconds = 0.0
         self.restarts = RestartHistory()
+        self.num_damaged_lines = 0
 
-    def add(self, events: Sequence[EventFields]) -> None:
-        """Add events in the order in which they were written."""
+    def add(self, events: Sequence[EventFields], *, num_damaged: int = 0) -> None:
+        """Add events in the order in which they were written, and the number of damaged lines among them."""
+        self.num_damaged_lines += num_damaged
         for name, group in groupby(events, key=lambda event: event["event"]):
             batch = list(group)
             self.updated = max(self.updated, _number(batch[-1].get("time", 0)))
@@ -77,7 +79,10 @@ class RunHistory:
                 self._add_steps(batch)
             elif act := self._handlers().get(name):
                 for event in batch:
-                    act(event)
+                    try:
+                        act(event)
+                    except KeyError:  # a field is missing
+                        self.num_damaged_lines += 1
 
     @property
     def step(self) -> int:
@@ -93,6 +98,11 @@ class RunHistory:
     def unit(self) -> str:
         """Return what a step is counted in: tokens, or images."""
         return throughput_unit(self.starts[-1].get("config") or {} if self.starts else {})
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Return how many lines were skipped, in words; nothing where none was."""
+        return (f"{self.num_damaged_lines:,} lines of events.jsonl (skipped)",) if self.num_damaged_lines else ()
 
     @property
     def num_warnings(self) -> int:

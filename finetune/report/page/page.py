@@ -69,7 +69,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
         audit=audit_rows(files.audit),
         environment=environment_rows(files.environment),
         config=config_lines(files.config),
-        missing=files.missing,
+        missing=(*files.missing, *history.damaged),
         duration=format_duration,
     )
 

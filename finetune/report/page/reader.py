@@ -1,19 +1,19 @@
 """Reads events.jsonl piece by piece: each line is parsed once, however often the file is looked at."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from finetune.report.event_lines import EventLines, parse_event_lines
 from finetune.report.page.history import RunHistory
-from finetune.runtime.files.read import open_regular, parse_json
+from finetune.runtime.files.read import open_regular
 
 _CHUNK_BYTES = 4 << 20
 
 
 class EventsReader:
-    """Adds what is new in the file to a history; a torn or damaged line is left out."""
+    """Adds what is new in the file to a history; a torn or damaged line is counted and left out."""
 
     def __init__(self, path: Path) -> None:
         self.history = RunHistory()
@@ -29,13 +29,13 @@ class EventsReader:
         with suppress(FileNotFoundError), open_regular(self._path) as file:
             if file.seek(0, 2) < self._offset:
                 self.history, self._offset = RunHistory(), 0
-            for events, offset in read_chunks(file, self._offset):
-                self.history.add(events)
+            for lines, offset in read_chunks(file, self._offset):
+                self.history.add(lines.events, num_damaged=lines.num_damaged)
                 self._offset = offset
                 rest()
 
 
-def read_chunks(file: BinaryIO, offset: int = 0) -> Iterator[tuple[list[dict[str, Any]], int]]:
+def read_chunks(file: BinaryIO, offset: int = 0) -> Iterator[tuple[EventLines, int]]:
     """Yield the events of some MB of whole lines at a time, and where the file goes on after them."""
     file.seek(offset)
     rest = b""
@@ -43,18 +43,4 @@ def read_chunks(file: BinaryIO, offset: int = 0) -> Iterator[tuple[list[dict[str
         whole, end, rest = (rest + chunk).rpartition(b"\n")
         if end:
             offset += len(whole) + 1
-            yield _parse_lines(whole), offset
-
-
-def _parse_lines(content: bytes) -> list[dict[str, Any]]:
-    lines = [line for line in content.split(b"\n") if line]
-    try:
-        found = json.loads(b"[" + b",".join(lines) + b"]")
-    except (ValueError, RecursionError):
-        found = [value for line in lines for value in _parse_line(line)]
-    return [event for event in found if isinstance(event, dict) and "event" in event and "step" in event]
-
-
-def _parse_line(line: bytes) -> Iterator[Any]:
-    with suppress(ValueError):
-        yield parse_json(line)
+            yield parse_event_lines(whole), offset

@@ -18,7 +18,13 @@ def write_run(folder: Path, *, rate: float, num_steps: int = 10, gpu: str = "NVI
     started = {"event": "RunStarted", "step": 0, "strategy": "fsdp2 on 8 processes splits parameters"}
     seconds = [30.0] * 3 + [2.0] * (num_steps - 3)
     steps = [
-        {"event": "StepTaken", "step": number, "num_tokens": rate * (each - 0.5), "seconds": each, "data_seconds": 0.5}
+        {
+            "event": "StepTaken",
+            "step": number,
+            "num_tokens": round(rate * (each - 0.5)),
+            "seconds": each,
+            "data_seconds": 0.5,
+        }
         for number, each in enumerate(seconds, start=1)
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [started, *steps]))

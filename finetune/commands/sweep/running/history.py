@@ -2,11 +2,13 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.runtime.files.read import open_regular, parse_json
+from finetune.report.event_lines import parse_event_lines
+from finetune.runtime.files.read import open_regular
 
 TRAIN_LOSS = "train_loss"
 """Without evaluations: the mean loss per target of the last steps."""
@@ -43,12 +45,10 @@ class RunHistory:
         except OSError:
             return
         self._offset += len(content)
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        for line in lines:
-            try:
-                self._add(parse_json(line))
-            except (ValueError, KeyError, TypeError):  # torn by a kill, or not an event of ours
-                continue
+        whole, _, self._rest = (self._rest + content).rpartition(b"\n")
+        for event in parse_event_lines(whole).events:
+            with suppress(KeyError):  # a field is missing
+                self._add(event)
 
     def metric(self, name: str) -> list[tuple[int, float]]:
         """Return the metric at every step where it was measured."""

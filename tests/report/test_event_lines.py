@@ -1,0 +1,108 @@
+"""Which lines of events.jsonl are events; report and compare get through all others."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.compare.compare import compare_runs
+from finetune.report.event_lines import parse_event_lines
+from finetune.report.page.page import report_page
+from finetune.report.page.reader import EventsReader
+from tests.report.page import events as made
+
+STEP = {"event": "StepTaken", "time": 1.0, "step": 1, "loss": 2.5, "seconds": 0.1, "num_tokens": 10}
+
+
+def line(**changes: object) -> bytes:
+    return json.dumps({**STEP, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        line(step="nan"),
+        line(step=-1),
+        line(step=True),
+        line(step=1.5),
+        line(time=10**400),
+        line(time="yesterday"),
+        line(loss=10**400),
+        line(loss=[1]),
+        line(loss={}),
+        line(metrics=1.5),
+        line(metrics={"a": "b"}),
+        line(samples_sha256="no digest"),
+        line(memory_bytes=10**30),
+        line(event=[]),
+        line(event=None),
+        json.dumps({"event": "RunStarted", "step": 0, "device_price": 1.5}).encode(),
+        json.dumps({"event": "Evaluated", "step": 0, "metrics": ["loss"], "seconds": 1.0}).encode(),
+        b'{"event": "StepTaken", "step": 1, "loss": NaN}',
+        b'{"event": "StepTaken", "step": 1, "loss": 1e999}',
+        b"[" * 100_000,
+        b'{"event": "Noted", "step": 1, "message": "\xff\xfe"}',
+        b'{"event": "StepTaken", "ste',
+        b"1",
+        b'"text"',
+        b'{"event": "StepTaken"}, {"event": "StepTaken"}',
+    ],
+)
+def test_a_damaged_line_is_counted_and_costs_only_itself(damaged: bytes):
+    parsed = parse_event_lines(b"\n".join([line(), damaged, line(step=2), b""]))
+    assert [event["step"] for event in parsed.events] == [1, 2]
+    assert parsed.num_damaged == 1
+
+
+@pytest.mark.parametrize("loss", [2, "nan", "-inf", 0.5])
+def test_what_a_run_writes_is_an_event(loss: object):
+    assert parse_event_lines(line(loss=loss)).num_damaged == 0
+    assert parse_event_lines(b'{"event": "OfALaterVersion", "step": 3, "what": [1]}').num_damaged == 0
+
+
+def _each_kind() -> list[dict]:
+    by_name = {event["event"]: event for event in [*made.whole_run(), made.answered(3, "5")]}
+    profile = {"seconds": {"forward": 1.0}, "wall_seconds": 1.5, "trace": "", "ranks": {"forward": {"min": 1.0}}}
+    extra = [
+        _event("StartedUp", seconds={"imports": 1.0}, cpu_seconds={}, memory_bytes={}),
+        _event("StepSkipped", reason="non-finite", sample_ids=[1]),
+        _event("CheckpointSaved", path="p", size_bytes=3, seconds=1.0, stall_seconds=0.1),
+        _event("Warned", message="text"),
+        _event("Profiled", first_step=3, num_steps=2, **profile),
+    ]
+    start = {"previous": {"reason": "killed", "step": 3}, "device_price": {"usd_per_hour": 1.0, "source": "list"}}
+    started = {**by_name["RunStarted"], **start}
+    return [started, *list(by_name.values())[1:], *extra, started]
+
+
+def _event(name: str, **fields: object) -> dict:
+    return {"event": name, "step": 4, "time": 5.0, **fields}
+
+
+HOSTILE = (None, True, -1, 1.5, 10**400, "x", "NaN", [], {}, [[]], {"a": {}}, "\ud800")
+
+
+def test_report_and_compare_get_through_lines_in_which_any_field_is_anything(tmp_path: Path):
+    """Every event of a run with every field replaced: no line of them stops the page or the comparison."""
+    run = tmp_path / "run"
+    run.mkdir()
+    healthy = [json.loads(json.dumps(event)) for event in _each_kind()]
+    draw = random.Random(0)
+    lines = [json.dumps(event) for event in healthy]
+    for event in healthy:
+        for name in event:
+            lines.append(json.dumps({**event, name: draw.choice(HOSTILE)}))
+            lines.append(json.dumps({key: value for key, value in event.items() if key != name}))
+            for value in HOSTILE:
+                lines.append(json.dumps({**event, name: value}))
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    reader = EventsReader(run / "events.jsonl")
+    reader.read_new()
+    page = report_page(run, reader.history)
+    assert reader.history.num_damaged_lines > len(healthy)
+    assert f"{reader.history.num_damaged_lines:,} lines of events.jsonl (skipped)" in page
+    shutil.copytree(run, tmp_path / "other")
+    compare_runs([run, tmp_path / "other"], html=tmp_path / "page.html")
+    assert "lines of events.jsonl (skipped)" in (tmp_path / "page.html").read_text()
