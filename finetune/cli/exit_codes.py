@@ -75,9 +75,16 @@ def guarded_command_line() -> Iterator[None]:
             except OSError:
                 print_traceback(error)
                 code = 1
-        except BaseException as error:  # a panic in Rust, for example, is no Exception
-            print_traceback(error)
-            code = 1
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":  # of Rust: tokenizers or safetensors met what they cannot read
+                text = (
+                    f"a file of the model or tokenizer is damaged: {str(error)[:200]}. Copy it again from its source."
+                )
+                _print_error(UserError(text))
+                code = UserError.exit_code
+            else:
+                print_traceback(error)
+                code = 1
     unwritten = flush_streams()
     if unwritten is not None and (not code or unwritten.errno == errno.EPIPE):
         unwritten.filename = unwritten.filename or "standard output"

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from finetune.errors import ModelError
+from finetune.runtime.files.read import NotAFile, require_regular
 
 CONFIG = "config.json"
 SETTINGS = (
@@ -47,6 +48,9 @@ PICKLE_ADVICE = (
 
 def check_files(folder: Path) -> None:
     """Raise ModelError, which names the file, for settings that are no JSON object, and for absurd sizes or nesting."""
+    for path in sorted(folder.iterdir()):
+        if path.exists():
+            _require_readable(path)
     for path, most in _size_limits(folder):
         size = path.stat().st_size
         if size > most:
@@ -58,6 +62,15 @@ def check_files(folder: Path) -> None:
             settings = read_json_settings(folder / name)
             if name == CONFIG:
                 _check_depth(folder, settings)
+
+
+def _require_readable(path: Path) -> None:
+    """Raise ModelError for a FIFO, socket or device, which may never end, and for a folder named as a file."""
+    try:
+        if not path.is_dir() or path.suffix in (".json", ".safetensors", ".model", ".bin", ".jinja"):
+            require_regular(path)
+    except NotAFile as error:
+        raise ModelError(f"{path}: {error.strerror}. Copy the folder again from its source.") from error
 
 
 def read_json_settings(path: Path) -> dict[str, Any]:

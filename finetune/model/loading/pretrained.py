@@ -24,6 +24,7 @@ from finetune.model.loading.model_files import (
     check_weights,
     read_json_settings,
 )
+from finetune.model.loading.tokenizer_limits import check_tokenizer
 from finetune.model.upstream import data_only_loading
 from finetune.runtime.optional import lazily
 
@@ -61,6 +62,7 @@ def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **
         check_files(Path(place))
     with data_only_loading(trust_remote_code=trust_remote_code):
         found = kind.from_pretrained(str(place), trust_remote_code=trust_remote_code, **options)
+    check_tokenizer(found, str(place))
     limit = getattr(found, "model_max_length", 0)
     if not isinstance(limit, int | float):
         raise ModelError(
