@@ -91,7 +91,8 @@ def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # a row with a lone surrogate is refused when it is encoded, which names it; here it may not end the training
+    tokenizer.train_from_iterator((text.encode("utf-8", errors="replace").decode() for text in texts), trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,

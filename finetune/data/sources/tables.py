@@ -103,6 +103,7 @@ def arrow_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
 def _numbered(batches: Iterator[Any], origin: str, *, passed: int, skipped: int) -> Iterator[RawRow]:
     """Yield the batches' rows without the first `skipped`; `passed` rows of the file stand before the first batch."""
     for batch in batches:
+        batch.validate(full=True)  # offsets beyond the data, as of a damaged file, are read without a look at them
         for begin in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
             for number, row in _read(batch.slice(begin, _BATCH_ROWS), origin, first=passed + begin + 1):
                 yield RawRow(origin, number, without_fillers(row))
@@ -148,3 +149,7 @@ def _readable(origin: str, kind: str) -> Iterator[None]:
         raise
     except (arrow.ArrowException, *_FAULTS) as error:  # of the file, and of values that Python has no like of
         raise DataError(f"{origin}: not {kind} that can be read: {error}") from error
+    except OSError as error:
+        if error.errno is not None:  # of the disk, not of what Arrow found there
+            raise
+        raise DataError(f"{origin}: damaged, not {kind} that can be read: {error}") from error

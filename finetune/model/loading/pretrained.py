@@ -21,10 +21,10 @@ from finetune.model.loading.model_files import (
     PICKLE_ADVICE,
     check_files,
     check_matrix_sizes,
+    check_tokenizer,
     check_weights,
     read_json_settings,
 )
-from finetune.model.loading.tokenizer_limits import check_tokenizer
 from finetune.model.upstream import data_only_loading
 from finetune.runtime.optional import lazily
 

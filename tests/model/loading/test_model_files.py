@@ -3,9 +3,11 @@
 import os
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
-from finetune.model.loading.model_files import check_files
+from finetune.model.loading.model_files import check_files, check_tokenizer
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "generation_config.json", "x.jinja"])
@@ -22,3 +24,52 @@ def test_a_folder_in_the_place_of_a_file_is_refused_and_a_link_to_a_file_is_not(
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(ModelError, match=r"tokenizer\.json: it is a folder"):
         check_files(tmp_path)
+
+
+def tokenizer(normalizer: object = None, post_processor: object = None) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[CLS]": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if post_processor is not None:
+        backend.post_processor = post_processor
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "problem"),
+    [
+        (normalizers.Replace("", "x" * 1_000_000), "matches the empty text"),
+        (normalizers.Replace(Regex("a*"), "x"), "matches the empty text"),
+        (normalizers.Replace("a", "x" * 1_000_000), "inserts 1,000,000 characters"),
+        (normalizers.Prepend("x" * 100_000), "inserts 100,000 characters"),
+        (normalizers.Sequence([normalizers.Replace("a", "aaaa")] * 40), "64 times as long"),
+        (normalizers.Sequence([normalizers.Sequence([normalizers.Replace("a", "a" * 200)] * 3)]), "64 times as long"),
+    ],
+)
+def test_a_normalizer_without_bounds_is_refused(normalizer: object, problem: str):
+    with pytest.raises(ModelError, match=problem):
+        check_tokenizer(tokenizer(normalizer), "folder")
+
+
+def test_a_post_processor_that_adds_thousands_of_tokens_is_refused():
+    template = " ".join(["[CLS]"] * 2000) + " $A"
+    processor = processors.TemplateProcessing(single=template, special_tokens=[("[CLS]", 1)])
+    with pytest.raises(ModelError, match="special tokens"):
+        check_tokenizer(tokenizer(post_processor=processor), "folder")
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        None,
+        normalizers.NFKC(),
+        normalizers.BertNormalizer(),
+        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]),
+        normalizers.Sequence([normalizers.Replace(Regex(" {2,}"), " "), normalizers.NFD(), normalizers.StripAccents()]),
+        normalizers.Sequence([normalizers.Replace("``", '"'), normalizers.Replace("\u2026", "...")] * 10),
+    ],
+)
+def test_known_normalizers_pass(normalizer: object):
+    check_tokenizer(tokenizer(normalizer), "folder")
+    check_tokenizer(None, "folder")
