@@ -78,7 +78,7 @@ def _schemas() -> Mapping[str, type[BaseModel]]:
     """
     schemas = {}
     for event in vars(event_classes).values():
-        if dataclasses.is_dataclass(event):
+        if isinstance(event, type) and dataclasses.is_dataclass(event):
             fields: dict[str, Any] = {field.name: (field.type, None) for field in dataclasses.fields(event)}
             fields["step"] = (Step, ...)
             if "samples_sha256" in fields:

@@ -1,7 +1,7 @@
 """From samples to a language model's inputs: collated with padding or padding-free, and given to the wrapped model."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -167,3 +167,17 @@ def _positions(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def _attention(model: nn.Module) -> str | None:
     return getattr(getattr(unwrap_model(model), "config", None), "_attn_implementation", None)
+
+
+def decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
+    """Return what an encoder-decoder's decoder reads to predict the labels: the labels, shifted by one.
+
+    A model that shifts labels itself is asked (mBART begins with the language, for example). The others (M2M100, NLLB,
+    Blenderbot, SeamlessM4T) shift inside `forward(labels=...)`, which would compute a mean loss, and do it as here.
+    """
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is not None:
+        return cast(Tensor, shift(labels=labels))
+    shifted = labels.roll(1, dims=-1)
+    shifted[:, 0] = model.config.decoder_start_token_id
+    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id)

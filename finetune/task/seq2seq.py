@@ -16,7 +16,7 @@ from finetune.data.token_cache.lengths import SourceTargetLengthLimit
 from finetune.task.base import BaseTask
 from finetune.task.causal_lm import make_target_loss, pad_id
 from finetune.task.metrics import token_metrics
-from finetune.task.model_inputs import unwrap_model
+from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 from finetune.task.protocol import GenerationPrompt, ModelHead, SampleSpec, TaskContext
 
 
@@ -96,8 +96,7 @@ def _seq2seq_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
     These are the targets shifted by one, as the model itself shifts labels; with labels it would compute a mean loss.
     """
-    inner: Any = unwrap_model(model)
-    before = inner.prepare_decoder_input_ids_from_labels(labels=batch.labels)
+    before = decoder_input_ids(unwrap_model(model), batch.labels)
     return {**batch.inputs, "decoder_input_ids": before, "use_cache": False}
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
@@ -242,3 +243,28 @@ def load_pretrained_config(section: ModelSection) -> PreTrainedConfig:
     if not section.config_changes:
         return config
     return with_config_values(config, section.config, content=content, rope_scaling=section.rope_scaling)
+
+
+SEQ2SEQ_HEAD = "seq2seq_lm"
+
+
+def check_decoder_start(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that reads no text, or whose decoder's first token is not known."""
+    config: Any = model.config
+    if not config.is_encoder_decoder or model.main_input_name != "input_ids":
+        raise ModelError(
+            f"`{config.model_type}` does not translate text to text, so `task.name: seq2seq` cannot train it. Use an "
+            "encoder-decoder such as T5, BART or NLLB, or `task.name: sft`."
+        )
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    try:
+        if shift is not None:
+            shift(labels=torch.zeros(1, 2, dtype=torch.long))
+        elif None in (config.decoder_start_token_id, config.pad_token_id):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"`{config.model_type}`: the decoder's first token is not known, because the config lacks "
+            "`decoder_start_token_id` or `pad_token_id`. Write both in config.json, or in `model.from_config.values` "
+            "(T5 and its relatives begin with the padding token)."
+        ) from error

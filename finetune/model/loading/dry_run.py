@@ -19,9 +19,11 @@ from finetune.errors import ModelError
 from finetune.model.loading.architecture import (
     FROM_CONFIG_KEY,
     HEADS,
+    SEQ2SEQ_HEAD,
     TEXT_CONFIG,
     SpecialTokenIds,
     build_model_config,
+    check_decoder_start,
     load_pretrained_config,
     model_build_errors,
     values_key,
@@ -53,6 +55,8 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
         with torch.device("meta"):
             model = trial.model(config)
         _check_parameters(model, key=trial.key)
+        if head == SEQ2SEQ_HEAD:
+            check_decoder_start(model)
         _check_same_shapes(model, trial)
         _check_rope_is_used(model, trial)
         error = forward_error(model)

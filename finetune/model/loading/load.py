@@ -21,8 +21,10 @@ from finetune.model.freeze import freeze_unused, unused_modules
 from finetune.model.loading.architecture import (
     HEADS,
     NEW_HEADS,
+    SEQ2SEQ_HEAD,
     SpecialTokenIds,
     build_model_config,
+    check_decoder_start,
     is_head_parameter,
     load_pretrained_config,
     model_build_errors,
@@ -101,8 +103,7 @@ def load_model(
         model = loaded.model
         if loaded.new:
             initialize_weights(model, seed=seed, gather=init_context.gather, only=loaded.new)
-    if vocabulary_size is not None:
-        _check_vocabulary(model, vocabulary_size=vocabulary_size)
+    _check_tokens(model, head=head, vocabulary_size=vocabulary_size)
     return _prepare_for_training(model, section=section)
 
 
@@ -230,9 +231,10 @@ def _placement(init_context: InitContext, quantization: Any) -> dict[str, Any]:
     return placed_on(init_context.device)
 
 
-def _check_vocabulary(model: PreTrainedModel, *, vocabulary_size: int) -> None:
-    size = model.config.get_text_config().vocab_size
-    if size < vocabulary_size:
+def _check_tokens(model: PreTrainedModel, *, head: str, vocabulary_size: int | None) -> None:
+    if head == SEQ2SEQ_HEAD:
+        check_decoder_start(model)
+    if vocabulary_size is not None and (size := model.config.get_text_config().vocab_size) < vocabulary_size:
         raise ModelError(
             f"model.tokenizer: the tokenizer has {vocabulary_size} tokens, but the model only {size} embeddings. "
             "Use the model's own tokenizer."

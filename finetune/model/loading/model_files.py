@@ -317,7 +317,7 @@ def _rule_problem(state: Any, *, part: str) -> str | None:
 def _matches_nothing(pattern: Any) -> bool:
     """Return whether the pattern matches the empty text, after which the offsets of tokens are wrong or panic."""
     if not isinstance(pattern, dict) or not isinstance(pattern.get("Regex"), str):
-        return pattern == {"String": ""}
+        return bool(pattern == {"String": ""})
     with suppress(re.error, RecursionError, OverflowError):  # it is of another dialect than Python's
         return re.fullmatch(pattern["Regex"], "") is not None
     return False

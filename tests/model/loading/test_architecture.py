@@ -1,18 +1,29 @@
 """Heads of classes: what the config of a model is told, and which of its modules are the head's."""
 
 import pytest
+import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
     DistilBertConfig,
     Gemma3Config,
     LlamaConfig,
+    PreTrainedModel,
 )
 
 from finetune.config.sections.model import FromConfigSection
 from finetune.errors import ModelError
-from finetune.model.loading.architecture import SpecialTokenIds, build_model_config, new_head_modules, set_config_values
+from finetune.model.loading.architecture import (
+    SpecialTokenIds,
+    build_model_config,
+    check_decoder_start,
+    new_head_modules,
+    set_config_values,
+)
+from finetune.task.model_inputs import decoder_input_ids
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
 DISTIL = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 16}
@@ -82,3 +93,39 @@ def test_a_value_that_a_part_does_not_know_is_refused(message):
     with pytest.raises(ModelError) as raised:
         built(**WRONG[message])
     assert message in str(raised.value)
+
+
+TINY_SEQ2SEQ = {
+    **{"vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "num_heads": 4},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37},
+    **{"d_kv": 8, "d_ff": 37, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "num_experts": 4},
+    **{"max_position_embeddings": 64, "expert_capacity": 64},
+}
+
+
+def seq2seq_model(model_type: str, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type]()
+    for name, value in {**TINY_SEQ2SEQ, **changes}.items():
+        if hasattr(config, name) or name == "decoder_start_token_id":
+            setattr(config, name, value)
+    return AutoModelForSeq2SeqLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("model_type", ["bart", "m2m_100", "nllb-moe", "blenderbot", "mbart", "t5", "longt5"])
+def test_the_decoder_reads_what_the_model_itself_would_make_of_the_labels(model_type: str):
+    model = seq2seq_model(model_type)
+    check_decoder_start(model)
+    source, labels = torch.randint(3, 99, (2, 16)), torch.randint(3, 99, (2, 12))
+    labels[1, 8:] = -100
+    with torch.no_grad():
+        expected = model(input_ids=source, labels=labels.clone()).loss
+        logits = model(input_ids=source, decoder_input_ids=decoder_input_ids(model, labels)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["longt5", "switch_transformers", "m2m_100"])
+def test_a_decoder_whose_first_token_is_not_known_is_refused(model_type: str):
+    with pytest.raises(ModelError, match="`decoder_start_token_id`"):
+        check_decoder_start(seq2seq_model(model_type, decoder_start_token_id=None))
