@@ -107,7 +107,7 @@ EXACT_JSON = (
 )
 """Where JSON is compared, digested or trained on, and shown to nobody; elsewhere characters that reorder text lie."""
 
-LONGEST_FILE, LONGEST_FUNCTION, LARGEST_FOLDER = 350, 40, 14
+LONGEST_FILE, LONGEST_FUNCTION, LARGEST_FOLDER = 450, 60, 14
 
 BANNED_FILES = ("utils", "util", "helpers", "helper", "common", "misc", "manager")
 

@@ -1,7 +1,7 @@
 """An export outside a run, with its proof: the model in memory is computed in float32 and compared with the folder."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +13,7 @@ from finetune.checkpoint.sharding.state_layout import named_parameters
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardFacts
 from finetune.export.save import ExportReport, Preprocessors, export_model
-from finetune.export.verify.proof import Expected, ExportProof, model_facts
+from finetune.export.verify.proof import Expected, ExportProof, model_facts, staged_export
 from finetune.export.verify.rows import HeldRow, logits_of, made_up_rows
 from finetune.export.verify.texts import expected_tokens
 from finetune.export.weights import unwrap_adapter
@@ -41,7 +41,10 @@ class ModelToExport:
 
 
 def export_proven(source: ModelToExport, folder: Path, *, verify: bool, log: Callable[[str], None]) -> ExportReport:
-    """Write the folder and prove it; raises ExportError where it is another model, and renames the folder then."""
+    """Write a hidden folder, verify it, and give it its name; one that a killed command has left is replaced.
+
+    Raises ExportError where it is another model; the folder's name ends in `.failed` then.
+    """
     if not verify:
         return _write(source, folder, section=source.section)
     facts = model_facts(
@@ -59,12 +62,13 @@ def export_proven(source: ModelToExport, folder: Path, *, verify: bool, log: Cal
         if unmerged is None and _needs_unmerged(source):
             section = source.section.model_copy(update={"merge": False, "dtype": None})
             unmerged = _write(source, Path(aside) / "adapter", section=section).folder
-        report = _write(source, folder, section=source.section)
-        log(proof.check(report, _expected(source, unmerged=unmerged)))
-    return report
+        with staged_export(folder) as staged:
+            report = _write(source, staged, section=source.section, final=folder)
+            log(proof.check(report, _expected(source, unmerged=unmerged), final=folder))
+    return replace(report, folder=folder)
 
 
-def _write(source: ModelToExport, folder: Path, *, section: ExportSection) -> ExportReport:
+def _write(source: ModelToExport, folder: Path, *, section: ExportSection, final: Path | None = None) -> ExportReport:
     return export_model(
         folder,
         model=source.model,
@@ -72,6 +76,7 @@ def _write(source: ModelToExport, folder: Path, *, section: ExportSection) -> Ex
         preprocessors=source.preprocessors,
         section=section,
         facts=source.facts,
+        final=final,
     )
 
 

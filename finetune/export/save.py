@@ -106,8 +106,9 @@ def export_model(
     preprocessors: Preprocessors,
     section: ExportSection,
     facts: CardFacts,
+    final: Path | None = None,
 ) -> ExportReport:
-    """Write model or adapter, tokenizer, generation config and card to `folder`, atomically.
+    """Write model or adapter, tokenizer, generation config and card to `folder`, which the caller moves to `final`.
 
     Only class and config are taken from `model`; the values are `weights`, full CPU tensors by canonical name. If the
     base of an adapter was initialised from a config, it is written to `base/`; `adapter_config.json` then has the
@@ -121,7 +122,12 @@ def export_model(
         elif has_adapter(model):
             weights = _cast(weights, section.dtype)
             written = _write_adapter(
-                staging, folder, model=model, weights=weights, preprocessors=preprocessors, section=section
+                staging,
+                final or folder,
+                model=model,
+                weights=weights,
+                preprocessors=preprocessors,
+                section=section,
             )
             base_model = unwrap_adapter(model)
             if _has_own_config(facts, base_model):  # the base's has other classes, or other values

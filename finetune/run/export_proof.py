@@ -89,17 +89,20 @@ def _inputs(batch: Batch, model: Any, *, head: str) -> Iterator[dict[str, Tensor
     yield inputs
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What the trained model gives for a few rows, and what makes its inputs."""
+
+    rows: Sequence[HeldRow]
+    logits: Sequence[Tensor] | None
+    preprocessors: Preprocessors
+
+
 def expected_of_run(
-    config: RunConfig,
-    training_data: TrainingData,
-    rows: Sequence[HeldRow],
-    logits: Sequence[Tensor] | None,
-    *,
-    preprocessors: Preprocessors,
-    unmerged: Path | None,
+    config: RunConfig, training_data: TrainingData, trained: Trained, *, unmerged: Path | None
 ) -> Expected:
     """Return what the run says of its export."""
-    text = preprocessors.text
+    text = trained.preprocessors.text
     tokens = None
     if text is not None:
         texts = (
@@ -108,7 +111,7 @@ def expected_of_run(
             if "input_ids" in each.arrays
         )
         tokens = expected_tokens(text.tokenizer, texts, renders=lambda turns: template_renders(text.tokenizer, turns))
-    return Expected(rows, logits, computed_in(config), tokens, text, unmerged)
+    return Expected(trained.rows, trained.logits, computed_in(config), tokens, text, unmerged)
 
 
 def template_renders(tokenizer: Any, turns: Any) -> bool:
@@ -140,7 +143,7 @@ class NoProof:
     def __exit__(self, *_: object) -> None:
         """Do nothing."""
 
-    def check(self, report: object, expected: object) -> str:
+    def check(self, report: object, expected: object, *, final: object = None) -> str:
         """Return that nothing was verified."""
         return "not verified (`export.verify: false`)"
 

@@ -3,8 +3,8 @@
 A failed upload is a warning: it fails no training.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,14 +24,14 @@ from finetune.errors import DiskError, HubError, ModelError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
-from finetune.export.verify.rows import HeldRow
+from finetune.export.verify.proof import staged_export
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.build.model import build_model
 from finetune.run.build.prepared_model import BuiltRun, make_weights
 from finetune.run.context import RunContext
-from finetune.run.export_proof import begin_proof, expected_of_run, needs_unmerged, trained_logits
+from finetune.run.export_proof import Trained, begin_proof, expected_of_run, needs_unmerged, trained_logits
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions
@@ -135,15 +135,6 @@ def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, pr
     fault_point("export.done", step=progress.step)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What the trained model gives for a few rows, and what makes its inputs."""
-
-    rows: Sequence[HeldRow]
-    logits: Sequence[Tensor] | None
-    preprocessors: Preprocessors
-
-
 def _write_final(
     context: RunContext,
     built: BuiltRun,
@@ -168,18 +159,14 @@ def _write_final(
             "facts": _card(loaded, progress, head=head),
         }
         unmerged = write_unmerged(Path(aside) / "adapter", loaded.config, how)
-        report = export_model(context.paths.final, section=resolve_export_section(loaded.config), **how)
-        weights.clear()  # the proof needs the memory
-        how.clear()
-        expected = expected_of_run(
-            loaded.config,
-            training_data,
-            trained.rows,
-            trained.logits,
-            preprocessors=trained.preprocessors,
-            unmerged=unmerged,
-        )
-        proved = proof.check(report, expected)
+        final, section = context.paths.final, resolve_export_section(loaded.config)
+        with staged_export(final) as staged:
+            report = export_model(staged, section=section, final=final, **how)
+            weights.clear()  # the proof needs the memory
+            how.clear()
+            expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
+            proved = proof.check(report, expected, final=final)
+    report = replace(report, folder=final)
     _record(loaded, report, step=progress.step, reason=reason)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {context.paths.final}"
     for text in filter(None, (exported, proved, vllm_hint(context.paths.final))):

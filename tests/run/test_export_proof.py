@@ -20,6 +20,7 @@ from finetune.run import export_proof
 from finetune.run.state.finished import is_exported
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
+from finetune.runtime.files.atomic import UMASK
 from finetune.task.model_inputs import collate_padded, collate_padding_free
 from tests.run.trained import forget, stay
 
@@ -95,6 +96,27 @@ def test_a_checkpoint_and_a_folder_are_proved_unless_asked_not_to(trained, tmp_p
     assert capsys.readouterr().out.count("verified in a fresh process in") == 2
     export(trained("lora"), step=2, to=tmp_path / "c", dtype=None, merge=False, push_to_hub=None, verify=False)
     assert "verified" not in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_an_export_interrupted_before_it_is_verified_leaves_no_folder_and_its_modes_follow_the_umask(
+    trained, tmp_path, monkeypatch
+):
+    folder = tmp_path / "out"
+    options = {"step": 2, "to": folder, "dtype": None, "merge": False, "push_to_hub": None, "verify": True}
+
+    def interrupt(_, report, expected, *, final):
+        assert report.folder == tmp_path / ".out.unverified" and not final.exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(proof.ExportProof, "check", interrupt)
+        export(trained("full"), **options)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".out.unverified").mkdir()  # of a process that was killed
+    export(trained("full"), **options)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {oct(0o666 & ~UMASK)}
 
 
 def test_an_export_that_was_not_verified_is_made_again_where_that_is_wanted(tmp_path):

@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ from finetune.model.adapters.context import has_adapter
 from finetune.model.loading.architecture import HEADS
 from finetune.model.loading.model_files import CONFIG
 from finetune.model.loading.saved import CONFIG_FOLDER
+from finetune.runtime.files.atomic import replace_folder
 from finetune.runtime.resources import available_bytes
 
 FAILED_SUFFIX = ".failed"
@@ -116,10 +117,11 @@ class ExportProof:
         self._process.wait()
         self._folder.cleanup()
 
-    def check(self, report: ExportReport, expected: Expected) -> str:
+    def check(self, report: ExportReport, expected: Expected, *, final: Path | None = None) -> str:
         """Return a sentence about the folder, which is the trained model.
 
-        Raises ExportError where it is not; the folder has been renamed then, so that nobody uses it by accident.
+        Raises ExportError where it is not. The folder then has the name of `final`, to which the caller would have
+        moved it, and a suffix, so that nobody uses it by accident.
         """
         started = time.monotonic()
         request = self._request(report, expected)
@@ -127,8 +129,8 @@ class ExportProof:
         path.write_text(json.dumps(request), encoding="utf-8")
         answer = self._answer(path)
         if answer["problems"]:
-            raise ExportError(_refusal(report.folder, answer["problems"]))
-        shutil.rmtree(failed_folder(report.folder), ignore_errors=True)  # of an earlier attempt
+            raise ExportError(_refusal(report.folder, answer["problems"], aside=failed_folder(final or report.folder)))
+        shutil.rmtree(failed_folder(final or report.folder), ignore_errors=True)  # of an earlier attempt
         return _sentence(answer, num_rows=len(expected.rows), seconds=time.monotonic() - started)
 
     def _answer(self, request: Path) -> dict[str, Any]:
@@ -220,13 +222,24 @@ def start_program(words: Sequence[str], *, log: int) -> "subprocess.Popen[bytes]
     )
 
 
+@contextmanager
+def staged_export(folder: Path) -> Iterator[Path]:
+    """Yield the name of a hidden folder beside `folder`, which replaces it at the end, and is deleted on an error."""
+    staged = folder.with_name(f".{folder.name}.unverified")
+    try:
+        yield staged
+        with replace_folder(folder) as empty:
+            staged.replace(empty)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
 def failed_folder(folder: Path) -> Path:
     """Return what a folder is called that is not the trained model."""
     return folder.with_name(f"{folder.name}{FAILED_SUFFIX}")
 
 
-def _refusal(folder: Path, problems: Iterable[str]) -> str:
-    aside = failed_folder(folder)
+def _refusal(folder: Path, problems: Iterable[str], *, aside: Path) -> str:
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     listed = "\n".join(f"  - {problem}" for problem in problems)

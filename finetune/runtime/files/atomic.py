@@ -29,6 +29,10 @@ from finetune.runtime.files.read import parse_json, read_regular
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
+UMASK = os.umask(0o077)
+os.umask(UMASK)
+"""Of this process at its start: it cannot be read without being set, which would race with threads later."""
+
 SUFFIX = ".finetune-tmp"
 REPLACED_SUFFIX = ".older"
 """The suffix of a folder while it is replaced, after the temporary name of the folder that replaces it."""
@@ -125,7 +129,7 @@ def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True, 
             if survives_power_cut:
                 file.flush()
                 os.fsync(file.fileno())
-        staging.chmod(0o600 if is_private else 0o644)
+        staging.chmod(0o600 if is_private else 0o666 & ~UMASK)
         staging.replace(path)
     except BaseException:
         staging.unlink(missing_ok=True)
@@ -258,7 +262,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     older = staging.with_name(f"{staging.name}{REPLACED_SUFFIX}")
     try:
         yield staging
-        staging.chmod(0o755)
+        _open_to_others(staging)
         _sync_all(staging)
         if folder.exists():
             folder.replace(older)
@@ -272,6 +276,13 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(older, ignore_errors=True)
+
+
+def _open_to_others(folder: Path) -> None:
+    """Give all files and folders the modes that the umask allows: libraries write some for their owner alone."""
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~UMASK)
 
 
 def _sync_all(folder: Path) -> None:
