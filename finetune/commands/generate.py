@@ -136,13 +136,13 @@ def generate_file(
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=_no_log)
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
+    raw = list(_raw_rows(origin))  # a file that is no such rows is refused before all of it is hashed
     about = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
     parts = PartialAnswers.open(output, about | _about_model(saved, adapter, template_arguments))
     tokenizer = _tokenizer(saved, template_arguments, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     speaker = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
-    raw = list(_raw_rows(origin))
     speaker.answer([read_prompt(each, system=system) for each in raw], raw, parts=parts)
     distributed.barrier()  # all answers are on the disk
     if distributed.is_main():

@@ -14,6 +14,8 @@ FAULTS_OF_VALUES = (RecursionError, OverflowError, UnicodeError, MemoryError)
 """What code raises that meets a value which no row should hold."""
 
 _MOST_SHOWN = 80
+_MOST_PLACES, _DEPTH = 8, 4
+"""Lists that are named, and how many objects they are looked for in."""
 _TOO_DEEP = f"nests lists or objects more than {MAX_DEPTH} deep. Flatten it, or remove it."
 
 Row = Mapping[str, Any]
@@ -154,3 +156,15 @@ def describe(value: object) -> str:
     kind = kinds.get(type(value), f"of type {type(value).__name__}")
     is_short = isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**40)
     return f"{kind} ({json.dumps(value)})" if is_short else kind
+
+
+def record_places(value: Any, *, prefix: str = "", depth: int = _DEPTH) -> list[str]:
+    """Return the dotted places of the lists of objects in an object, the outer ones first."""
+    if not isinstance(value, dict) or depth == 0:
+        return []
+    inner = {f"{prefix}{name}": each for name, each in value.items() if "." not in name}
+    own = [place for place, each in inner.items() if isinstance(each, list) and each and isinstance(each[0], dict)]
+    further = (
+        place for name, each in inner.items() for place in record_places(each, prefix=f"{name}.", depth=depth - 1)
+    )
+    return [*own, *further][:_MOST_PLACES]

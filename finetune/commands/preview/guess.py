@@ -10,10 +10,9 @@ from typing import Any
 
 from finetune.config.section import CONLL_KINDS, DELIMITED_KINDS, TEXT_KINDS
 from finetune.config.sections.data import REQUIRED_COLUMNS
-from finetune.data.rows import Row
+from finetune.data.formats.hints import DELIMITERS
+from finetune.data.rows import Row, record_places
 from finetune.data.sources.files import DataFile, kind_of
-from finetune.data.sources.hints import DELIMITERS
-from finetune.data.sources.readers import record_places
 
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_LINES = 50

@@ -12,10 +12,8 @@ from typing import Literal
 from finetune.data.rows import RawRow, shortened
 from finetune.data.sources.decoding import decode_line
 from finetune.data.sources.options import ReadOptions
+from finetune.data.sources.unpacking import MOST_ROW_BYTES
 from finetune.errors import DataError
-
-MOST_ROW_BYTES = 256 << 20
-"""Of the longest row that is read: what is longer is a quotation mark that nobody closed."""
 
 _BYTE_ORDER_MARK = "\ufeff"
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")

@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 from finetune.data.rows import RawRow
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, count_rows, rows_of
 from finetune.data.sources.tables import ClassNames, table_class_names
+from finetune.data.sources.unpacking import BoundedStream
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
 from finetune.runtime.text.secret_urls import without_query
@@ -95,19 +96,19 @@ class DataFile:
         """Yield its rows without the first `start`; raises DataError where it cannot be read."""
         kind, compression = kind_of(self.name)
         with _readable(self.place), self.place.open() as stream:
-            content = _decompressed(stream, compression)
+            content = _decompressed(stream, compression, self.name)
             yield from rows_of(content, kind, origin=self.name, options=self.options, start=start)
 
     def beginning(self, num_bytes: int) -> bytes:
         """Return its first bytes, decompressed; raises DataError where it cannot be read."""
         with _readable(self.place), self.place.open() as stream:
-            return _decompressed(stream, kind_of(self.name)[1]).read(num_bytes)
+            return _decompressed(stream, kind_of(self.name)[1], self.name).read(num_bytes)
 
     def num_rows(self, at_most: int) -> int:
         """Return how many rows it has, or `at_most`."""
         kind, compression = kind_of(self.name)
         with _readable(self.place), self.place.open() as stream:
-            content = _decompressed(stream, compression)
+            content = _decompressed(stream, compression, self.name)
             return count_rows(content, kind, origin=self.name, options=self.options, at_most=at_most)
 
 
@@ -216,12 +217,12 @@ def _ending(name: str) -> str:
     return f".{name.rpartition('.')[2]}" if "." in name else ""
 
 
-def _decompressed(stream: BinaryIO, compression: str | None) -> BinaryIO:
+def _decompressed(stream: BinaryIO, compression: str | None, origin: str) -> BinaryIO:
     if compression is None:
         return stream
     arrow = require("pyarrow", extra="dev", purpose="Reading compressed files")
-    opened: BinaryIO = arrow.CompressedInputStream(stream, compression)
-    return opened
+    bounded = BoundedStream(arrow.CompressedInputStream(stream, compression), stream, origin)
+    return cast(BinaryIO, bounded)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,16 @@ from typing import Any, BinaryIO
 
 from finetune.config.sections.data import SourceSection
 from finetune.data.rows import RawRow
-from finetune.data.sources.files import Files, Origin, format_not_read, is_readable, require_readable, select_one_kind
+from finetune.data.sources.files import (
+    Files,
+    Origin,
+    format_not_read,
+    is_readable,
+    kind_of,
+    require_readable,
+    select_one_kind,
+)
+from finetune.data.sources.readers import TEXT_KINDS
 from finetune.data.sources.tables import ClassNames
 from finetune.errors import DataError
 from finetune.runtime.files.digests import file_digest, files_digest
@@ -159,6 +169,7 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
         raise DataError(f"{path}: there is no such file. A relative path is resolved against the config file's folder.")
     for file in found:
         require_readable(str(file))
+        _require_no_hole(file)
     if base is not None and not section.follow_links:
         _refuse_links_out(found, base, key=key)
     return Files(section.path, tuple(map(LocalFile, found)), base or path.parent)
@@ -170,6 +181,25 @@ def _require_file(path: Path) -> None:
         require_regular(path)
     except NotAFile as error:
         raise DataError(f"{path}: {error.strerror}. Rows are read several times: write them to a file.") from error
+
+
+_HOLE_BYTES = 1 << 20
+
+
+def _require_no_hole(path: Path) -> None:
+    """Raise DataError where a file of text has a part that was never written, which reads as zero bytes.
+
+    A terabyte of them takes no place on the disk, and hours to read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE) if size > _HOLE_BYTES else size
+        if size - hole > _HOLE_BYTES and kind_of(path.name)[0] in TEXT_KINDS:
+            file.seek(hole)
+            if not file.read(_HOLE_BYTES).strip(b"\0"):
+                raise DataError(
+                    f"{path}: has only zero bytes from byte {hole:,} on: the file was not written to its end."
+                )
 
 
 def _has_rows(folder: Path) -> bool:

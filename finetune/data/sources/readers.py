@@ -8,17 +8,19 @@ from itertools import islice
 from typing import Any, BinaryIO, NoReturn
 
 from finetune.config.section import CONLL_KINDS
-from finetune.data.rows import RawRow, not_utf8, parse_json
+from finetune.data.rows import RawRow, not_utf8, parse_json, record_places
 from finetune.data.sources.conll import conll_rows
 from finetune.data.sources.decoding import as_utf8, decode_line
 from finetune.data.sources.delimited import delimited_rows
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
+from finetune.data.sources.unpacking import MOST_ROW_BYTES
 from finetune.errors import DataError
 
-MOST_LINE_BYTES = 256 << 20
-"""Of the longest line that is read as a row."""
+MOST_JSON_BYTES = 2 << 30
+"""Of a JSON file that is one array or object, which is held in memory; JSON lines have no limit."""
 
+_MOST_BLANK_LINES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -63,32 +65,45 @@ def _plain_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -
 
 
 def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, each with its number."""
-    for number, line in enumerate(iter(partial(stream.readline, MOST_LINE_BYTES + 1), b""), start=1):
-        if len(line) > MOST_LINE_BYTES:
-            raise DataError(f"{origin}, line {number}: has more than {MOST_LINE_BYTES >> 20} MB: this is not a row.")
+    """Yield the lines that are not blank, each with its number; DataError where blank ones do not end."""
+    last = 0
+    for number, line in enumerate(iter(partial(stream.readline, MOST_ROW_BYTES + 1), b""), start=1):
+        if len(line) > MOST_ROW_BYTES:
+            raise DataError(f"{origin}, line {number}: has more than {MOST_ROW_BYTES >> 20} MB: this is not a row.")
         content = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
         stripped = content.strip()
         if stripped:
+            last = number
             yield number, content.rstrip(b"\r\n") if keep_blanks_around else stripped
+        elif number - last > _MOST_BLANK_LINES:
+            raise DataError(f"{origin}, line {last + 1}: more than {_MOST_BLANK_LINES:,} blank lines begin here.")
 
 
 def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     """Yield the objects of one array; a file whose first line is a whole value is read as JSON lines."""
     if options.records is not None:
-        found = records_at(_parsed(stream.read(), origin), options.records, origin)
+        found = records_at(_parsed(_whole(stream, origin), origin), options.records, origin)
         yield from (RawRow(origin, number, value) for number, value in enumerate(found, start=1))
         return
     if stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        for number, value in enumerate(_parsed(stream.read(), origin), start=1):
+        for number, value in enumerate(_parsed(_whole(stream, origin), origin), start=1):
             if not isinstance(value, dict):
                 raise DataError(f"{origin}, row {number}: each element of the array must be an object with columns.")
             yield RawRow(origin, number, value)
         return
     for place, (number, line) in enumerate(_lines(stream, origin)):
         if place == 0 and not _is_whole(line):
-            _refuse_one_object(_parsed(line + b"\n" + stream.read(), origin), origin)
+            _refuse_one_object(_parsed(line + b"\n" + _whole(stream, origin), origin), origin)
         yield RawRow(origin, number, line)
+
+
+def _whole(stream: io.BufferedReader, origin: str) -> bytes:
+    content = stream.read(MOST_JSON_BYTES + 1)
+    if len(content) > MOST_JSON_BYTES:
+        raise DataError(
+            f"{origin}: has more than {MOST_JSON_BYTES >> 30} GB. Write one object on each line, as .jsonl."
+        )
+    return content
 
 
 def _is_whole(line: bytes) -> bool:
@@ -127,22 +142,6 @@ def _refuse_one_object(value: Any, origin: str) -> NoReturn:
     else:
         advice = "no list of objects is in it. Write its rows as an array, or as one object on each line."
     raise DataError(f"{origin}: is one object, not an array of objects; {advice}")
-
-
-_MOST_PLACES, _DEPTH = 8, 4
-"""Lists that are named, and how many objects they are looked for in."""
-
-
-def record_places(value: Any, *, prefix: str = "", depth: int = _DEPTH) -> list[str]:
-    """Return the dotted places of the lists of objects in an object, the outer ones first."""
-    if not isinstance(value, dict) or depth == 0:
-        return []
-    inner = {f"{prefix}{name}": each for name, each in value.items() if "." not in name}
-    own = [place for place, each in inner.items() if isinstance(each, list) and each and isinstance(each[0], dict)]
-    further = (
-        place for name, each in inner.items() for place in record_places(each, prefix=f"{name}.", depth=depth - 1)
-    )
-    return [*own, *further][:_MOST_PLACES]
 
 
 def records_at(value: Any, place: str, origin: str) -> Iterator[dict[str, Any]]:

@@ -14,12 +14,12 @@ from finetune.config.sections.data import (
     TrainedSourceSection,
     ValidationSourceSection,
 )
+from finetune.data.formats.hints import column_hint, require_columns, require_positions
 from finetune.data.formats.row_format import ALREADY_READ, RowFormat, UnknownFormat, choose_format
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.order.stream_plan import excerpt
 from finetune.data.rows import RawRow, Row
 from finetune.data.sources.files import Files, Origin
-from finetune.data.sources.hints import column_hint, require_columns, require_positions
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
 from finetune.data.sources.options import read_options

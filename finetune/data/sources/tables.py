@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from finetune.data.rows import RawRow, Row
+from finetune.data.sources.unpacking import parquet_batches
 from finetune.errors import DataError
 from finetune.runtime.optional import require
 
@@ -59,7 +60,7 @@ def parquet_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
         first, groups = start, list(range(table.num_row_groups))
         while groups and table.metadata.row_group(groups[0]).num_rows <= first:
             first -= table.metadata.row_group(groups.pop(0)).num_rows
-        batches = table.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups)
+        batches = parquet_batches(stream, table, groups, origin=origin, num_rows=_BATCH_ROWS)
         yield from _numbered(batches, origin, passed=start - first, skipped=first)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.sources.readers import record_places
+from finetune.data.rows import record_places
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 

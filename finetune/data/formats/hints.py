@@ -7,8 +7,7 @@ from finetune.config.section import DELIMITED_KINDS
 from finetune.config.sections.data import REQUIRED_COLUMNS, SourceSection
 from finetune.data.formats.columns import quoted_list
 from finetune.data.formats.row_format import ColumnFormat
-from finetune.data.rows import RawRow, Row
-from finetune.data.sources.readers import record_places
+from finetune.data.rows import RawRow, Row, record_places
 from finetune.data.templates.row_template import WHOLE_ROW, columns_used
 from finetune.errors import DataError
 

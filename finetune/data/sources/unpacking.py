@@ -1,0 +1,125 @@
+"""Bounds on what a file may become when it is unpacked: a few kilobytes of it can stand for terabytes of rows."""
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+from finetune.errors import DataError
+from finetune.runtime.optional import require
+
+MOST_ROW_BYTES = 256 << 20
+"""Of the longest row that is read."""
+
+MOST_TIMES, FREE_BYTES = 300, 64 << 20
+"""How many times its own bytes a file may become, and what every file may; text of people becomes 3 to 30 times."""
+
+_MOST_BATCH_BYTES = 256 << 20
+_ROW_BYTES = 16  # that an empty row counts as
+
+
+def require_no_bomb(unpacked: int, *, packed: int, origin: str) -> None:
+    """Raise DataError where so many bytes are no data that somebody compressed."""
+    if unpacked > FREE_BYTES + MOST_TIMES * packed:
+        raise DataError(
+            f"{origin}: {packed:,} bytes of it unpack to more than {unpacked >> 20:,} MB, over {MOST_TIMES} times as "
+            "much: it repeats one thing without end. If it is meant, write the rows uncompressed, as .jsonl."
+        )
+
+
+class BoundedStream(io.RawIOBase):
+    """What a compressed file unpacks to; reading it raises DataError where that is out of all proportion."""
+
+    def __init__(self, unpacked: Any, packed: BinaryIO, origin: str) -> None:
+        self._unpacked, self._packed, self._origin = unpacked, packed, origin
+        self._num_bytes = 0
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes into the buffer; return how many."""
+        count = int(self._unpacked.readinto(buffer))
+        self._num_bytes += count
+        require_no_bomb(self._num_bytes, packed=self._packed.tell(), origin=self._origin)
+        return count
+
+
+def parquet_batches(stream: BinaryIO, table: Any, groups: list[int], *, origin: str, num_rows: int) -> Iterator[Any]:
+    """Yield batches of at most so many rows of these groups of a Parquet file, each of a bounded size in memory.
+
+    A dictionary page holds a text once, however many rows have it. Where its longest text could make a batch too large,
+    the texts stay in the dictionary, and are counted before rows are made of them. Raises DataError for rows, or for a
+    file, that would be too large.
+    """
+    parquet = require("pyarrow.parquet", extra="dev", purpose="Reading Parquet")
+    packed, unpacked = stream.seek(0, io.SEEK_END), 0
+    for group in groups:
+        facts = table.metadata.row_group(group)
+        require_no_bomb(facts.total_byte_size, packed=packed, origin=origin)
+        longest = _longest_texts(parquet, stream, table.metadata, group)
+        batch_bytes = sum(
+            length * facts.column(column).num_values * num_rows / max(1, facts.num_rows)
+            for column, length in longest.items()
+        )
+        if batch_bytes <= _MOST_BATCH_BYTES:
+            batches = table.iter_batches(batch_size=num_rows, row_groups=[group])
+        else:
+            kept = [facts.column(column).path_in_schema for column in longest]
+            reader = parquet.ParquetFile(stream, metadata=table.metadata, read_dictionary=kept)
+            batches = _small_slices(reader.iter_batches(batch_size=num_rows, row_groups=[group]), origin)
+        for batch in batches:
+            unpacked += sum(map(_unpacked_bytes, batch.columns)) + _ROW_BYTES * batch.num_rows
+            require_no_bomb(unpacked, packed=packed, origin=origin)
+            yield batch
+
+
+def _longest_texts(parquet: Any, stream: BinaryIO, metadata: Any, group: int) -> Mapping[int, int]:
+    """Return the length of the longest text in the first dictionary of each column of texts that has one."""
+    compute = require("pyarrow.compute", extra="dev", purpose="Reading Parquet")
+    facts, found = metadata.row_group(group), {}
+    for number in range(facts.num_columns):
+        column = facts.column(number)
+        if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page and facts.num_rows:
+            path = column.path_in_schema
+            reader = parquet.ParquetFile(stream, metadata=metadata, read_dictionary=[path])
+            batch = next(reader.iter_batches(batch_size=1, row_groups=[group], columns=[path]))
+            texts = _first_dictionary(batch.columns[0])
+            found[number] = 0 if texts is None else compute.max(compute.binary_length(texts)).as_py() or 0
+    return found
+
+
+def _first_dictionary(array: Any) -> Any:
+    if hasattr(array, "dictionary"):
+        return array.dictionary
+    return next((found for inner in _inner(array) if (found := _first_dictionary(inner)) is not None), None)
+
+
+def _inner(array: Any) -> list[Any]:
+    """Return what a column of lists or objects holds."""
+    types = require("pyarrow.types", extra="dev", purpose="Reading Parquet")
+    if types.is_struct(array.type):
+        return list(array.flatten())
+    if types.is_map(array.type):
+        return [array.keys, array.items]
+    return [array.flatten()] if types.is_nested(array.type) and hasattr(array, "flatten") else []
+
+
+def _small_slices(batches: Iterator[Any], origin: str) -> Iterator[Any]:
+    """Yield the rows of batches one by one; raises DataError for a row that is too large."""
+    for batch in batches:
+        for begin in range(batch.num_rows):
+            row = batch.slice(begin, 1)
+            if sum(map(_unpacked_bytes, row.columns)) > MOST_ROW_BYTES:
+                raise DataError(f"{origin}: a row has more than {MOST_ROW_BYTES >> 20} MB: this is not a row.")
+            yield row
+
+
+def _unpacked_bytes(array: Any) -> int:
+    """Return how many bytes the values have, those from a dictionary as often as they occur."""
+    if hasattr(array, "dictionary"):
+        compute = require("pyarrow.compute", extra="dev", purpose="Reading Parquet")
+        lengths = compute.binary_length(array.dictionary).cast("int64")
+        return int(compute.sum(lengths.take(array.indices)).as_py() or 0)
+    inner = _inner(array)
+    return sum(map(_unpacked_bytes, inner)) if inner else int(array.nbytes)
