@@ -32,7 +32,7 @@ from finetune.run.build.prepared_model import PreparedModel
 from finetune.runtime import distributed
 from finetune.runtime.hub import is_offline
 from finetune.runtime.resources import usable_cores
-from finetune.task.model_inputs import unwrap_model
+from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 
 _MOST_TRAINING_TEXTS = 150
 _PRECISIONS: Mapping[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -85,7 +85,7 @@ def _inputs(batch: Batch, model: Any, *, head: str) -> Iterator[dict[str, Tensor
         return
     inputs = dict(batch.inputs)
     if head == "seq2seq_lm":
-        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch.labels)
+        inputs["decoder_input_ids"] = decoder_input_ids(model, batch.labels)
     yield inputs
 
 

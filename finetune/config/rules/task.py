@@ -56,6 +56,9 @@ WHOLE_ROW_TASKS: tuple[TaskName, ...] = (
 )
 """Tasks that need whole rows: windows of a row would each have its label, or no answer to compare."""
 
+TASKS_OF_SEVERAL_TEXTS: tuple[TaskName, ...] = ("preference", "reward", "embedding", "reranking")
+"""Tasks whose samples have several texts, which are padded to the same length."""
+
 TASKS_WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
 
 

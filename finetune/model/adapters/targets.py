@@ -34,7 +34,8 @@ class Experts:
 
     name: str
     num_experts: int
-    parameters: tuple[str, ...] = ()  # the matrices' own names, [experts, rows, columns]; none for a list
+    block: str  # the module that holds them and their router
+    parameters: tuple[str, ...] = ()  # the matrices' names within the module, [experts, rows, columns]; none for a list
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,33 @@ def find_experts(model: nn.Module) -> list[Experts]:
 
 
 def _experts_of(name: str, module: nn.Module) -> Experts | None:
-    if name.rpartition(".")[2] != _EXPERTS:
+    """Return the experts that a module is, or that it holds in layers beside their router, as JetMoE's do."""
+    parent, _, own_name = name.rpartition(".")
+    if own_name == _EXPERTS and isinstance(module, nn.ModuleList):
+        return Experts(name, len(module), parent)
+    own = _stacked(module)
+    if own_name == _EXPERTS and own:
+        return Experts(name, next(iter(own.values())), parent, tuple(own))
+    if not any(hasattr(module, router) for router in _ROUTERS):
         return None
-    if isinstance(module, nn.ModuleList):
-        return Experts(name, len(module))
+    inner = {
+        f"{child_name}.{each}": count
+        for child_name, child in module.named_children()
+        if not isinstance(child, nn.Conv1d) and child_name != _EXPERTS
+        for each, count in _stacked(child).items()
+    }
+    return Experts(name, next(iter(inner.values())), name, tuple(inner)) if inner else None
+
+
+def _stacked(module: nn.Module) -> dict[str, int]:
+    """Return the module's own matrices of several experts, and of how many."""
     shapes = {own: full_shape(each) for own, each in module.named_parameters(recurse=False)}
-    fused = {own: shape for own, shape in shapes.items() if len(shape) == 3}
-    return Experts(name, next(iter(fused.values()))[0], tuple(fused)) if fused else None
+    return {own: shape[0] for own, shape in shapes.items() if len(shape) == 3}
 
 
 def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[str]:
     """Return the names of the modules that choose the experts of a token."""
-    blocks = {each.name.rpartition(".")[0]: model.get_submodule(each.name.rpartition(".")[0]) for each in experts}
+    blocks = {each.block: model.get_submodule(each.block) for each in experts}
     return [f"{name}.{own}" for name, block in blocks.items() for own in _ROUTERS if hasattr(block, own)]
 
 
@@ -183,8 +199,12 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 
 def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
     """Tell whether the name is in one of the layers, by its first number; without layers, every name is."""
+    return not layers or _layer_of(name) in layers
+
+
+def _layer_of(name: str) -> int | None:
     number = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
-    return not layers or (number is not None and int(number[1]) in layers)
+    return None if number is None else int(number[1])
 
 
 def _reasons(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -212,8 +232,9 @@ def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTar
     if routed:
         without = ", without dropout" if lora.dropout else ""
         names = ", ".join(sorted({own for each in routed for own in each.parameters}))
-        layers = f"{len(routed)} layer{'' if len(routed) == 1 else 's'}"
-        parts.append(f"{routed[0].num_experts} routed experts in {layers} ({names}{without})")
+        number = len({_layer_of(each.name) for each in routed})
+        layers = f"{number} layer{'' if number == 1 else 's'}"
+        parts.append(f"{max(each.num_experts for each in routed)} routed experts in {layers} ({names}{without})")
     elif experts and not adapts_experts(lora):
         others.append("routed experts (`model.lora.experts: true` adapts them)")
     if experts and not lora.router:

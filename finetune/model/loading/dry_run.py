@@ -57,11 +57,22 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
         _check_parameters(model, key=trial.key)
         if head == SEQ2SEQ_HEAD:
             check_decoder_start(model)
+        _check_loadable(model, head)
         _check_same_shapes(model, trial)
         _check_rope_is_used(model, trial)
         error = forward_error(model)
         if error is not None and (confirmed := _confirmed_error(error, trial, config, model)):
             raise confirmed
+
+
+def _check_loadable(model: PreTrainedModel, head: str) -> None:
+    """Raise ModelError where the Auto class that built the model cannot load it again: it is part of another type."""
+    auto_class = HEADS[head]
+    if not is_remote_code(model) and type(model.config) not in auto_class._model_mapping:
+        raise ModelError(
+            f"the model is the text part of its type, `{model.config.model_type}`, which {auto_class.__name__} of "
+            "transformers cannot load from a folder of its own: its export could not be used. Use another model."
+        )
 
 
 def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:

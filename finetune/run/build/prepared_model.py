@@ -14,14 +14,19 @@ from torch import Tensor, nn
 
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.rules.model import adapter_of
+from finetune.config.rules.task import TASKS_OF_SEVERAL_TEXTS
+from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView
+from finetune.errors import ModelError
 from finetune.model.attention.implementation import check_isolation, require_position_ids
+from finetune.model.attention.padding import check_padding, randomness
 from finetune.model.attention.supported_models import carries_state, has_sinks
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.compilation import compile_model
 from finetune.model.loading.pretrained import base_mismatch_warning
+from finetune.model.positions.limits import positions_of
 from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model, precision_warnings
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
@@ -256,9 +261,8 @@ def _warn(context: RunContext, model: Any) -> None:
         state_dtype=config.train.optimizer.state_dtype,
     ):
         log(f"warning: {warning}")
-    is_half = config.train.precision != "fp32" or config.model.dtype != "float32"
     missing = (
-        missing_kernel_warning(is_half=is_half, has_sinks=has_sinks(unwrap_model(model).config))
+        missing_kernel_warning(is_half=_is_half(config), has_sinks=has_sinks(unwrap_model(model).config))
         if is_padding_free(resolve_padding_free(config).batching)
         else None
     )
@@ -315,23 +319,81 @@ def make_weights(context: RunContext, prepared: PreparedModel) -> EvaluationWeig
 
 
 def require_sample_isolation(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
-    """Raise ModelError where samples would share rows and the model does not keep them apart. Collective."""
+    """Raise ModelError where the result of a sample would depend on others. Collective.
+
+    Samples that share rows are proved to be kept apart, those that are padded to be as they are alone.
+    """
     config, model, task = context.config, prepared.model, training_data.task
     inner = unwrap_model(prepared.unwrapped_model)
+    if (warning := randomness(inner.config)) is not None:
+        context.log(f"warning: {warning}")
     is_asked_for, is_row = (is_padding_free(each.batching) for each in (config.data, resolve_padding_free(config)))
-    if not is_asked_for and not (is_row and (task.head != "causal_lm" or carries_state(inner.config))):
+    is_proved = is_row and not is_asked_for and task.head == "causal_lm" and not carries_state(inner.config)
+    if is_proved or task.head in ("image_classification", "image_text_to_text"):
         return
-    require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     was_training = model.training
     model.eval()
+    (_check_rows if is_row else _check_padding)(context, training_data, prepared)
+    model.train(was_training)
+
+
+def _check_rows(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
+    model, task, device = prepared.model, training_data.task, prepared.accelerator.device
+    inner = unwrap_model(prepared.unwrapped_model)
+    require_position_ids(frozenset(inspect.signature(inner.forward).parameters), config=inner.config)
     check_isolation(
-        partial(_row_logits, model, task.head, prepared.accelerator.device),
+        partial(_row_logits, model, task.head, device),
         config=inner.config,
         vocabulary_size=len(training_data.tokenizer),
-        is_half=config.train.precision != "fp32" or config.model.dtype != "float32",
-        logits_alone=None if task.head == "causal_lm" else partial(_logits_alone, model, prepared.accelerator.device),
+        is_half=_is_half(context.config),
+        logits_alone=None if task.head == "causal_lm" else partial(_logits_alone, model, device),
     )
-    model.train(was_training)
+
+
+def _check_padding(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
+    config, model = context.config, prepared.model
+    inner = unwrap_model(prepared.unwrapped_model)
+    has_several = config.task.name in TASKS_OF_SEVERAL_TEXTS
+    evaluated = config.evaluate and config.evaluate.microbatch_size
+    if {config.train.microbatch_size, evaluated or config.train.microbatch_size} == {1} and not has_several:
+        return
+    known = positions_of(inner.config)
+    check_padding(
+        partial(_padded_outputs, model, training_data.task.head, prepared.accelerator.device),
+        config=inner.config,
+        tokenizer=training_data.tokenizer,
+        longest=min(config.data.longest, known.number if known else config.data.longest),
+        is_half=_is_half(config),
+        advice="Its samples have several texts, so that no batch is without padding: use a model of another type."
+        if has_several
+        else "Write `train.microbatch_size: 1` and, for evaluations, `evaluate.microbatch_size: 1`: single samples are "
+        "not padded.",
+    )
+
+
+def _is_half(config: RunConfig) -> bool:
+    return config.train.precision != "fp32" or config.model.dtype != "float32"
+
+
+def _padded_outputs(
+    model: nn.Module, head: ModelHead, device: torch.device, samples: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return what the model makes of samples that are padded, [samples, tokens, outputs] or [samples, outputs]."""
+    rows = [torch.tensor(each, device=device) for each in samples]
+    inner: Any = unwrap_model(model)
+    pad_id = inner.config.get_text_config().pad_token_id or 0
+    inputs = {
+        "input_ids": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
+        "attention_mask": nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        "use_cache": False,
+    }
+    if head == "seq2seq_lm":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    outputs: Any = model(**inputs)
+    found: Tensor | None = getattr(outputs, "last_hidden_state" if head == "embedding" else "logits", None)
+    if found is None:
+        raise ModelError(f"`{inner.config.model_type}` returns no hidden states, of which an embedding could be made.")
+    return found
 
 
 def _row_logits(model: nn.Module, head: ModelHead, device: torch.device, row: Sequence[Sequence[int]]) -> Tensor:

@@ -196,6 +196,21 @@ def test_experts_that_are_a_list_of_modules_are_adapted_as_modules_or_left_out()
     assert (experts.name, experts.num_experts, experts.parameters) == ("mlp.experts", 2, ())
 
 
+JETMOE = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_key_value_heads": 2}
+JETMOE |= {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_experts_in_layers_beside_their_router_are_adapted_and_the_router_is_not(build):
+    section = ModelSection(from_config=FromConfigSection(model_type="jetmoe", values=JETMOE))
+    model = add_adapter(build(section), LoraSection(rank=2), AdapterContext(seed=1))
+    names = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    ends = {"mlp.input_linear", "mlp.output_linear", "experts.input_linear", "experts.output_linear", "kv_proj"}
+    assert {".".join(name.split(".")[-2:]).removeprefix("self_attention.") for name in names} == ends
+    assert "4 routed experts in 2 layers (input_linear.weight, output_linear.weight)" in adapter_summary(model)
+    bare = add_adapter(build(section), LoraSection(rank=2, experts=False), AdapterContext(seed=1))
+    assert adapted_names(bare) == {"kv_proj"}
+
+
 def test_names_are_as_short_as_they_can_be():
     names = ["layers.0.mlp.up", "layers.1.mlp.up", "layers.1.mlp.shared.up"]
     assert shortest_names(names[:2], names) == ["mlp.up"]

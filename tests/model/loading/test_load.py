@@ -48,7 +48,8 @@ def test_a_hollow_rank_reads_a_folder_s_config_and_none_of_its_weights(tmp_path,
 
 
 def test_a_rank_without_values_keeps_in_float32_what_loading_keeps(tmp_path):
-    config = AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=100)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
+    config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
     section = ModelSection(name=str(tmp_path), dtype="float16")
     full, hollow = (
