@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import verify_checkpoint
@@ -24,7 +26,7 @@ from finetune.checkpoint.write.writer import write_checkpoint
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.delivery import digest_of_steps
-from finetune.errors import CheckpointError, UserError
+from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.run.build.data import TrainingData, prepare_data
 from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
 from finetune.run.build.strategy import launched_strategy
@@ -157,7 +159,16 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
     """Load the folder into the prepared model and optimizer, and write their state as a checkpoint. Collective."""
     if conversion.context.strategy.expected().fsdp_version == 1:
         conversion.access().begin_writing()  # torch loads FSDP1's optimizer state only into an existing one
-    conversion.prepared.accelerator.load_state(str(folder))
+    try:
+        conversion.prepared.accelerator.load_state(str(folder))
+    except (FinetuneError, KeyboardInterrupt, torch.AcceleratorError):
+        raise
+    except Exception as error:  # whatever safetensors, pickle, DeepSpeed and the model make of a damaged file
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        raise CheckpointError(
+            f"--from {folder}: Accelerate cannot load it ({type(error).__name__}: {reason}). It is damaged, or of "
+            "another model. Nothing was written."
+        ) from error
     distributed.barrier()  # no rank requests tensors of others while they are still loading
     access = conversion.access()
     counts_updates = conversion.context.config.train.optimizer.name != "sgd"

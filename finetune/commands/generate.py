@@ -86,7 +86,7 @@ class PartialAnswers:
 
     def _all(self) -> Iterator[tuple[int, str]]:
         for path in sorted(self.folder.glob("rank-*.jsonl")):
-            for line in atomic.read_json_lines(path):
+            for line in atomic.read_json_lines(path) if path.is_file() else ():
                 if isinstance(line, dict) and isinstance(line.get("row"), int) and isinstance(line.get(ANSWER), str):
                     yield line["row"], line[ANSWER]
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,12 @@ def _wrong(outcome: Outcome, case: Case, *, folder: Path, before: set[str]) -> s
     """Return the first half of the property's sentence that does not hold."""
     if outcome.code is None:
         return f"did not end within {KILLED_AFTER_SECONDS:.0f} s"
-    says_no = case.words[:2] == ("checkpoint", "verify")  # its answer to a bad checkpoint is exit code 1
+    says_no = case.words[:2] == ("checkpoint", "verify") or case.words[0] == "plan"  # exit code 1: bad, nothing fits
     if outcome.code not in ((0, 1, 2) if says_no else (0, 2)):
         return f"exit code {outcome.code}"
     if "Traceback (most recent call last)" in outcome.stdout + outcome.stderr or "panicked at" in outcome.stderr:
         return "a traceback"
-    if outcome.code == 2 and (outcome.stderr.count("error: ") < 1 or len(outcome.stderr) > 20_000):
+    if outcome.code == 2 and ("error: " not in outcome.stderr.lower() or len(outcome.stderr) > 20_000):
         return f"exit code 2 with no message, or one of {len(outcome.stderr):,} characters"
     if min(outcome.seconds, outcome.cpu_seconds) > MOST_SECONDS:  # the machine may be busy with something else
         return f"took {outcome.seconds:.1f} s"
@@ -200,7 +201,31 @@ def _wrong(outcome: Outcome, case: Case, *, folder: Path, before: set[str]) -> s
         return "left a process running"
     if any(letter in outcome.stdout + outcome.stderr for letter in ("\x1b", "\x9b", "\x07", "\x08")):
         return "printed a terminal's control characters"
-    return _intruded(outcome, folder=folder, before=before)
+    return _intruded(outcome, folder=folder, before=before) or _marked_up(folder)
+
+
+class _Elements(HTMLParser):
+    """Collects the elements of a page as a browser would see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append(tag)
+        self.found += [
+            f"{name}={value}" for name, value in attrs if name.startswith("on") or "javascript:" in (value or "")
+        ]
+
+
+def _marked_up(folder: Path) -> str | None:
+    """Return the page whose texts have become elements."""
+    for page in folder.rglob("*.html"):
+        elements = _Elements()
+        elements.feed(page.read_text(encoding="utf-8", errors="replace"))
+        if wrong := [each for each in elements.found if each == "pwned" or each.startswith(("on", "a script"))]:
+            return f"{page.name} has the element {wrong[0]}"
+    return None
 
 
 def _intruded(outcome: Outcome, *, folder: Path, before: set[str]) -> str | None:
@@ -249,6 +274,10 @@ def _make_project(folder: Path, server: Server) -> None:
     _must(server, ["train", "--config", "job.yaml", *lora], folder)
     shutil.move(folder / "runs" / "lora" / "final", folder / "adapter")
     shutil.rmtree(folder / "runs" / "lora")
+    _must(server, ["checkpoint", "convert", "runs/job", "--to", "runs/foreign"], folder)
+    shutil.copytree(
+        folder / "runs" / "job", folder / "runs" / "other", ignore=shutil.ignore_patterns("final", "step-*")
+    )
     (folder / "prompts.jsonl").write_text('{"prompt": "reverse: red blue"}\n')
 
 

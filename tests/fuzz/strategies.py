@@ -427,17 +427,135 @@ def hostile_models(draw: st.DrawFn, ground: Ground) -> Case:
     return Case(case.words, {path: json.dumps(values), **files}, case.stdin)
 
 
+MARKUP = (
+    *(
+        "</script><pwned>",
+        "<img src=x onerror=pwned>",
+        "\"'><pwned x=",
+        "<!--<script>",
+        "{{7*7}}{% raw %}",
+        "\u2028]]>",
+    ),
+    *("<a href='javascript:pwned'>x</a>", "&lt;pwned&gt;", "</title><pwned>", "=cmd|' /C calc'!A0", "<b>%{x}</b>"),
+)
+"""Texts that a page must show as they are; no element `pwned` may come of them."""
+
+
+@st.composite
+def damaged_lines(draw: st.DrawFn, content: bytes) -> bytes:
+    """Return JSON lines, one to three of which are damaged, doubled or hold markup."""
+    lines = content.splitlines()
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(lines) - 1))
+        act = draw(st.sampled_from(("json", "json", "bytes", "again", "markup", "markup")))
+        if act == "json":
+            lines[at] = draw(damaged_json(lines[at]))
+        elif act == "bytes":
+            lines[at] = draw(damaged_bytes(lines[at]))
+        elif act == "again":
+            lines.insert(draw(st.integers(0, len(lines))), lines[at])
+        else:
+            lines[at] = _with_markup(lines[at], draw(st.sampled_from(MARKUP)))
+    return b"\n".join(lines) + b"\n"
+
+
+def _with_markup(content: bytes, markup: str) -> bytes:
+    """Return JSON with the markup in place of every text but the kind of event, and as another name of every object."""
+
+    def changed(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {k: v if k in ("event", "time") else changed(v) for k, v in node.items()} | {markup: markup}
+        if isinstance(node, list):
+            return [changed(each) for each in node]
+        return markup if isinstance(node, str) else node
+
+    try:
+        return json.dumps(changed(json.loads(content))).encode()
+    except ValueError:
+        return content
+
+
+@st.composite
+def pages(draw: st.DrawFn, ground: Ground) -> Case:
+    """What a run has recorded with something wrong or with markup in it, met by the commands that show it."""
+    compared = ("compare", "runs/job", "runs/other")
+    shows = (("report", "runs/job"), (*compared, "--html", "out/c.html"), (*compared, "--json"))
+    names = ("events.jsonl", "events.jsonl", "environment.json", "status.json", "resolved.yaml", "audit.json")
+    files: dict[str, Change] = {}
+    for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)):
+        path = f"runs/job/{name}"
+        content = ground.read(path)
+        if name.endswith(".jsonl"):
+            files[path] = draw(damaged_lines(content))
+        elif draw(st.booleans()) and name.endswith(".json"):
+            files[path] = _with_markup(content, draw(st.sampled_from(MARKUP)))
+        else:
+            files[path] = draw(damaged_file(path, content))
+    return Case(draw(st.sampled_from(shows)), files)
+
+
+_COUNTS = st.sampled_from((0, 1, 3, 8, 63, 10**6, 10**9, 10**12, 10**18, -1, 2**63, 10**30, "x", "1e9", "", "nan"))
+_GPUS = st.builds(
+    "{}x{}".format, _COUNTS, st.sampled_from(("H100-80GB", "A100", "T4-16GB", "H1000", "", "x", "\u202e", "80GB"))
+) | st.sampled_from(("8xH100-80GB,", ",", "H100-80GB", "8x", "8xH100-80GB," * 500, "8xH100-80GB,1000000000xA100-80GB"))
+_EXTREME_KEYS = (
+    *("data.max_length", "train.global_batch_size", "train.microbatch_size", "train.steps", "train.learning_rate"),
+    *("model.from_config.values.hidden_size", "model.from_config.values.num_hidden_layers"),
+    *("model.from_config.values.vocab_size", "model.from_config.values.num_attention_heads"),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Case:
+    """Plans for machines that nobody has, and for jobs of any size."""
+    words = ["plan", "--config", "job.yaml"]
+    if draw(st.integers(0, 3)):
+        words += ["--gpus", draw(_GPUS)]
+    for option in draw(st.lists(st.sampled_from(("nodes", "network-gbit", "disk", "restart-minutes")), max_size=2)):
+        words += [f"--{option}", str(draw(_COUNTS))]
+    for key in draw(st.lists(st.sampled_from(_EXTREME_KEYS), max_size=2, unique=True)):
+        words += ["--set", f"{key}={draw(_COUNTS)}"]
+    if draw(st.booleans()):
+        words.append("--json")
+    return Case(tuple(words))
+
+
+@st.composite
+def continued(draw: st.DrawFn, ground: Ground) -> Case:
+    """Answers of a killed `generate` with something wrong in them, met by the same command again."""
+    given = ("--input", "prompts.jsonl", "--output", "out/a.jsonl", "--max-new-tokens", "2")
+    folder = "out/.a.jsonl.parts"
+    lines = b'{"row": 0, "answer": "red"}\n'
+    files: dict[str, Change] = {
+        f"{folder}/rank-00000.jsonl": draw(st.sampled_from(ODD) | damaged_lines(lines)),
+    }
+    if draw(st.booleans()):
+        files[f"{folder}/about.json"] = draw(st.sampled_from(ODD) | damaged_json(b'{"rows": "x", "seed": 0}'))
+    return Case(("generate", "runs/job/final", *given), files)
+
+
+@st.composite
+def converted(draw: st.DrawFn, ground: Ground) -> Case:
+    """A folder of Accelerate's `save_state` with something wrong in it, made a checkpoint of the run."""
+    words = ("checkpoint", "convert", "runs/job", "--from", "runs/foreign", "--step", "3")
+    return draw(_with_damage(ground, ground.files("runs", "foreign"), st.just(words), most=2))
+
+
 def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
     """Return every kind of case by name, with its share in a hundred."""
     return {
-        "job structures": (24, job_structures()),
-        "job texts": (20, job_texts()),
+        "job structures": (20, job_structures()),
+        "job texts": (14, job_texts()),
         "overrides": (6, overrides()),
-        "rows": (14, rows(ground)),
+        "rows": (12, rows(ground)),
         "files": (4, files()),
         "templates": (4, templates()),
         "checkpoints": (10, checkpoints(ground)),
         "prepared sets": (4, prepared_sets(ground)),
         "models": (10, models(ground)),
         "hostile models": (4, hostile_models(ground)),
+        "pages": (5, pages(ground)),
+        "plans": (3, plans()),
+        "continued": (2, continued(ground)),
+        "converted": (2, converted(ground)),
     }

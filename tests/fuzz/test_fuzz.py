@@ -24,6 +24,10 @@ NAMES = (
     "prepared sets",
     "models",
     "hostile models",
+    "pages",
+    "plans",
+    "continued",
+    "converted",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

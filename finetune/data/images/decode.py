@@ -36,6 +36,8 @@ _FAULTS = (
     IndexError,
     KeyError,
     TypeError,
+    AttributeError,
+    RuntimeError,
     struct.error,
     MemoryError,
 )

@@ -1,10 +1,12 @@
 """Whatever an image file is, it becomes upright pixels without alpha, or a sentence that says why not."""
 
+import contextlib
 import io
+import random
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from finetune.data.images import decode
 from finetune.data.images.decode import decode_image, image_facts
@@ -73,3 +75,19 @@ def test_a_small_file_of_many_pixels_is_refused(monkeypatch):
         decode_image(encoded(Image.new("L", (11, 11))))
     monkeypatch.undo()
     assert Image.MAX_IMAGE_PIXELS == decode.MOST_PIXELS
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "AVIF", "PPM", "TGA", "SPIDER"])
+def test_a_flipped_bit_is_an_image_or_a_sentence(kind):
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    chance = random.Random(kind)
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 32, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).convert("F" if kind == "SPIDER" else "RGB")
+    content = encoded(image, kind)
+    for _ in range(200):
+        damaged = bytearray(content)
+        damaged[chance.randrange(min(len(damaged), chance.choice((64, 400, 10**6))))] ^= 1 << chance.randrange(8)
+        with contextlib.suppress(DataError):
+            decode_image(bytes(damaged))
+            image_facts(bytes(damaged))
