@@ -85,7 +85,7 @@ def parse_hardware(
     count, name = (found[1], found[2]) if found is not None else (None, text)
     number = 1 if count is None else int(count[:9])
     if found is None or not 1 <= number <= _MAX_GPUS:
-        raise UserError(f"--gpus: `{text}` is no number and kind of GPUs. Write `8xH100-80GB` or `RTX4090`.")
+        raise UserError(f"--gpus: `{text}` is no number and kind of up to {_MAX_GPUS:,} GPUs. Write `8xH100-80GB`.")
     kind = require_gpu(name, table=gpu_table)
     if num_nodes is None and number > GPUS_PER_NODE:
         if number % GPUS_PER_NODE:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ FAILED_SUFFIX = ".failed"
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_")
 _LIBRARIES_BYTES = 1 << 30
+_LIMIT_SECONDS, _BYTES_PER_SECOND = 1800.0, 10 << 20
+"""How long the proof may take: so long, and a second for so many bytes of weights."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +130,26 @@ class ExportProof:
         request = self._request(report, expected)
         path = Path(self._folder.name) / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
-        answer = self._answer(path)
+        answer = self._answer(path, limit_seconds=_LIMIT_SECONDS + report.size_bytes / _BYTES_PER_SECOND)
         if answer["problems"]:
             raise ExportError(_refusal(report.folder, answer["problems"], aside=failed_folder(final or report.folder)))
         shutil.rmtree(failed_folder(final or report.folder), ignore_errors=True)  # of an earlier attempt
         return _sentence(answer, num_rows=len(expected.rows), seconds=time.monotonic() - started)
 
-    def _answer(self, request: Path) -> dict[str, Any]:
+    def _answer(self, request: Path, *, limit_seconds: float) -> dict[str, Any]:
+        limit = Timer(limit_seconds, self._process.kill)
+        limit.daemon = True
+        limit.start()
         with suppress(BrokenPipeError):  # it has died: its log says why
             self._process.communicate(f"{request}\n".encode())
         code = self._process.wait()
+        is_late = limit.finished.is_set()
+        limit.cancel()
         answer = request.with_name(program.ANSWER)
         if not answer.is_file():
             lines = self._log.read_text(errors="replace").strip().splitlines()
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
+            why = f"no answer after {limit_seconds / 60:.0f} minutes" if is_late else why
             last = lines[-1][:300] if lines else "no output"
             return {"problems": [f"the process that loads it ended with {why}: {last}"]}
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import ExportError
 from finetune.export import save
 from finetune.export.save import Preprocessors, TextPreprocessor
+from finetune.export.verify import proof
 from finetune.export.verify.proof import Expected, ExportProof, failed_folder, model_facts
 from finetune.export.verify.rows import logits_of, made_up_rows
 from finetune.export.verify.texts import expected_tokens
@@ -192,6 +194,14 @@ def test_a_damaged_export_is_named_and_put_aside(proven, build, tmp_path, what):
     assert raised.value.exit_code == 1
     assert "final.failed; do not use it" in str(raised.value)
     assert not (tmp_path / "final").exists() and failed_folder(tmp_path / "final").is_dir()
+
+
+def test_a_proof_that_hangs_is_given_up(proven, build, monkeypatch):
+    monkeypatch.setattr(proof, "_LIMIT_SECONDS", 0.2)
+    hanging = lambda words, log: subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE)  # noqa: E731
+    monkeypatch.setattr(proof, "start_program", hanging)
+    with pytest.raises(ExportError, match="the process that loads it ended with no answer after 0 minutes"):
+        proven(build("llama untied"))
 
 
 def without_merge(merges):
