@@ -374,9 +374,9 @@ model type and a task that transformers has a head for were trained, whole and f
 of different lengths, the export verified in a fresh process, and the loss of the first step the same with one sample
 per microbatch. Another {num_missing} pairs were not tried (`?`); `embedding` is asked of the types of the text tasks.
 
-`free`: samples share rows without padding ([speed](speed.md)). `padded`: they are padded; the number says why, below, and
-without one the task always pads. `random`: the model draws random numbers besides dropout, so that its loss differs by
-chance. `images` have one size. `refused`, `failed`: below. Empty: transformers has no such head.
+`free`: samples share rows without padding ([speed](speed.md)). `padded`: they are padded; the number below gives the
+reason, and without a number the task always pads. `random`: the model draws random numbers besides dropout, so that its
+loss differs by chance. `images` have one size. `refused`, `failed`: below. Empty: transformers has no such head.
 """
 
 
