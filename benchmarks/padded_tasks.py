@@ -30,9 +30,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402  # the threads are set before
 
 from finetune.data.batch import Batch  # noqa: E402
-from finetune.run.build.data import prepare_data  # noqa: E402
-from finetune.run.build.precompute import precompute  # noqa: E402
-from finetune.run.build.prepared_model import make_accelerator, prepare_model  # noqa: E402
+from finetune.run.setup.data import prepare_data  # noqa: E402
+from finetune.run.setup.precompute import precompute  # noqa: E402
+from finetune.run.setup.prepared_model import make_accelerator, prepare_model  # noqa: E402
 
 from comparison.product import make_context_of  # noqa: E402  # the folder is not a package
 

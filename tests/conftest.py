@@ -18,7 +18,7 @@ pytest_plugins = ["tests.gpu", "tests.figures", "tests.browser"]
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))  # for started processes
 
-MOST_WORKERS = 4
+MAX_WORKERS = 4
 """Each imports torch by itself, and a test may start four processes."""
 
 JOB = """\
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Divide a run of whole folders among processes; a file that is named is run in this one."""
-    return 0 if _names_files(config) else min(os.cpu_count() or 1, MOST_WORKERS)
+    return 0 if _names_files(config) else min(os.cpu_count() or 1, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

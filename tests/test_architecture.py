@@ -18,7 +18,7 @@ PACKAGE = ROOT / "finetune"
 
 # What is allowed. Whole modules are written with their full name, folders of `finetune/` without it.
 
-BASE = {"errors", "runtime", "finetune.config.section", "config.sections"}
+BASE = {"errors", "runtime", "registry", "finetune.config.section", "config.sections"}
 WINGS = ("data", "model", "strategy", "checkpoint", "report")
 
 PRINTING = {
@@ -29,30 +29,33 @@ PRINTING = {
 }
 """What makes text fit to be printed and written down; it imports nothing slow."""
 
-BELOW_RUN = {"train", "task", "export", *WINGS, "config", "runtime", "errors"}
+BELOW_RUN = {"memory", "train", "task", "export", *WINGS, "config", "registry", "runtime", "errors"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"commands", "run", "launch", "config", "errors", "finetune.runtime.optional", *PRINTING},
+    "cli": {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING},
     "commands": {"run", "launch", "recipes", *BELOW_RUN},
     "run": BELOW_RUN,
-    "train": {"task", *WINGS, "config", "runtime", "errors"},
+    "memory": BELOW_RUN - {"memory"},
+    "train": {"task", *WINGS, "config", "registry", "runtime", "errors"},
     "task": {"data", *BASE},
     "export": {"model", *BASE},
     **dict.fromkeys(WINGS, BASE),  # and so no wing another one
     "recipes": {"runtime", "errors"},
-    "config": {"errors", "finetune.runtime.optional", *PRINTING},
+    "config": {"registry", "errors", "finetune.runtime.optional", *PRINTING},
+    "registry": {"errors"},
     "runtime": {"errors"},
     "launch": {"errors"},
     "errors": set(),
 }
 """From each folder to what it may import; its own folder always. A folder that is missing here is not allowed."""
 
-KNOW_THE_WHOLE_CONFIG = ("config", "run", "cli", "commands")
+KNOW_THE_WHOLE_CONFIG = ("config", "run", "memory", "cli", "commands")
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "accelerate": (
         "run",
+        "memory",
         "train",
         "strategy",
         "checkpoint",
@@ -69,7 +72,7 @@ THROUGH_OPTIONAL = (
 )
 """Packages that may be missing: only `runtime/optional.py` imports them, by name."""
 
-WITHOUT_TORCH = ("config", "cli", "launch", "recipes", "errors", "__main__")
+WITHOUT_TORCH = ("config", "registry", "cli", "launch", "recipes", "errors", "__main__")
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "deepspeed"}
 
 IMPORTS_BY_NAME = {

@@ -27,7 +27,7 @@ from finetune.data.sources.source import open_source
 from finetune.data.token_cache.arrays import ArrayFacts
 from finetune.data.token_cache.cache import identify
 from finetune.data.token_cache.counts import Counts, Share
-from finetune.data.token_cache.store import PreparedManifest
+from finetune.data.token_cache.store import TokenCacheManifest
 from finetune.data.workers import LoaderSettings
 from finetune.model.generation import SamplingParams
 from finetune.report import events
@@ -170,7 +170,7 @@ def test_what_is_written_field_by_field_has_the_same_keys(kind, names):
 
 
 MODELS = [
-    (PreparedManifest, "version fingerprint names counts origins shards made_of arrays"),
+    (TokenCacheManifest, "version fingerprint names counts origins shards made_of arrays"),
     (KnownManifest, "version names samples made_of arrays"),
     (ArrayFacts, "dtype length digests"),
 ]

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune.data.token_cache.store import PreparedSet
+from finetune.data.token_cache.store import TokenCache
 from finetune.model.tokenizer import train_or_load_tokenizer
 
 from comparison.data import Documents
@@ -129,7 +129,7 @@ def _save_model(folder: Path, workload: Workload, tokenizer: PreTrainedTokenizer
 def _save_tokens(folder: Path, workload: Workload) -> None:
     """Write the tokens as the product makes them of the rows, in their order."""
     samples = samples_of(write_job(folder, workload))
-    assert isinstance(samples, PreparedSet)
+    assert isinstance(samples, TokenCache)
     offsets = np.concatenate(([0], np.cumsum(samples.lengths)))
     documents = Documents(samples.values("input_ids").astype(np.int64), np.array(samples.values("is_target")), offsets)
     assert len(documents) == workload.documents, f"{workload.name}: {len(documents)} documents"

@@ -22,11 +22,11 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
 from finetune.report.reporter import NullReporter
-from finetune.run.build.data import TrainingData, prepare_data
-from finetune.run.build.evaluator import make_evaluator
-from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
-from finetune.run.build.strategy import launched_strategy
 from finetune.run.context import RunContext, make_context
+from finetune.run.setup.data import TrainingData, prepare_data
+from finetune.run.setup.evaluator import make_evaluator
+from finetune.run.setup.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.setup.strategy import launched_strategy
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.train import counted_groups, loop, step

@@ -26,7 +26,7 @@ from finetune.runtime.packed_rows import SampleLengths
 
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 8, 4, 64
 MEANS, COUNTS = (16, 64, 256, 1024), (2, 8, 32, 64)
-MOST_TOKENS, QUICK_TOKENS = 4096, 1024
+MAX_TOKENS, QUICK_TOKENS = 4096, 1024
 
 
 class Layer(nn.Module):
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"rows of at most {QUICK_TOKENS:,} tokens, 5 rounds")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    most, rounds = (QUICK_TOKENS, 5) if options.quick else (MOST_TOKENS, options.rounds)
+    most, rounds = (QUICK_TOKENS, 5) if options.quick else (MAX_TOKENS, options.rounds)
     columns = ("samples", "mean length", "tokens", "ours, ms", "block mask / ours", "padded / ours")
     table = Table(*columns, title=f"Attention forward and backward, CPU-seconds, {rounds} rounds")
     for lengths, mean in _rows(most):

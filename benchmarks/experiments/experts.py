@@ -23,7 +23,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-MOST_COPIED_BYTES = 2 * 10**9
+MAX_COPIED_BYTES = 2 * 10**9
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _measured(layer: Layer, tokens: int, *, rounds: int) -> tuple[dict[str, list
     """Return the seconds of each round, and the largest relative difference of a gradient from eager's."""
     experts, inputs = _experts(layer), _inputs(layer, tokens)
     names = [
-        each for each in IMPLEMENTATIONS if each != "batched_mm" or _copied_bytes(layer, tokens) < MOST_COPIED_BYTES
+        each for each in IMPLEMENTATIONS if each != "batched_mm" or _copied_bytes(layer, tokens) < MAX_COPIED_BYTES
     ]
     calls = {name: _call(experts, inputs, name) for name in names}
     wanted, *others = (torch.cat([part.flatten() for part in call()]) for call in calls.values())

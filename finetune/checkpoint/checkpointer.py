@@ -10,7 +10,7 @@ from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import VerifiedCheckpoint, find_at_path, find_newest, refuse_existing_checkpoints
 from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.rehearsal import rehearse
+from finetune.checkpoint.write.save_preflight import rehearse
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.runtime.distributed import run_on_rank_0

@@ -18,7 +18,7 @@ HIDDEN_WHEN_ZERO = ("cut", "too long", "no target", "duplicates")
 TOKEN_COLUMNS = ("tokens", "targets", "masked", "longest")
 """Columns that are left out where samples have no tokens."""
 
-_GAP, _MOST_NAMED = 2, 10
+_GAP, _MAX_NAMED = 2, 10
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
@@ -96,8 +96,8 @@ def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
     yield f"classes: {len(classes):,}, from {classes[fewest]:,} (`{fewest}`) to {classes[most]:,} (`{most}`) samples"
     absent = [f"`{name}`" for name, count in classes.items() if count == 0]
     if absent:
-        more = ", ..." if len(absent) > _MOST_NAMED else ""
-        yield f"classes without a sample: {', '.join(absent[:_MOST_NAMED])}{more}"
+        more = ", ..." if len(absent) > _MAX_NAMED else ""
+        yield f"classes without a sample: {', '.join(absent[:_MAX_NAMED])}{more}"
 
 
 def sequence_lines(audit: Audit) -> Iterator[str]:

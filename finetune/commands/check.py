@@ -8,7 +8,7 @@ from finetune.config.load import load_config, require_divisible_batch
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
-    from finetune.run.build import model
+    from finetune.run.setup import model
 
 
 def check(path: Path, overrides: Sequence[str], *, num_processes: int | None, tries_model: bool = False) -> None:

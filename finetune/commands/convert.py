@@ -25,13 +25,13 @@ from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.writer import write_checkpoint
 from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
-from finetune.data.delivery import digest_of_steps
+from finetune.data.sample_checks import digest_of_steps
 from finetune.errors import CheckpointError, FinetuneError, UserError
-from finetune.run.build.data import TrainingData, prepare_data
-from finetune.run.build.prepared_model import PreparedModel, make_accelerator, prepare_model
-from finetune.run.build.strategy import launched_strategy
 from finetune.run.context import RunContext, make_context
 from finetune.run.samples import matches_data_order
+from finetune.run.setup.data import TrainingData, prepare_data
+from finetune.run.setup.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.setup.strategy import launched_strategy
 from finetune.run.state.fingerprint import make_fingerprint
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0

@@ -31,7 +31,6 @@ from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
-from finetune.run.build.model import build_model, parameters_in
 from finetune.run.export_proof import load_options
 from finetune.run.final_export import (
     MERGED_UNQUANTIZED,
@@ -41,6 +40,7 @@ from finetune.run.final_export import (
     require_mergeable,
     resolve_export_section,
 )
+from finetune.run.setup.model import build_model, parameters_in
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.environment import package_versions
 from finetune.runtime.parameters import InitContext

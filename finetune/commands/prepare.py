@@ -15,8 +15,8 @@ from finetune.data.audit.audit import Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.run_log import RunLog, print_line
-from finetune.run.build.data import make_training_data, verify_sets
-from finetune.run.build.data_audit import audit_training_data
+from finetune.run.setup.data import make_training_data, verify_sets
+from finetune.run.setup.data_audit import audit_training_data
 from finetune.runtime.text import rich_console
 from finetune.runtime.text.library_output import quiet_libraries
 

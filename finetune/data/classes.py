@@ -10,7 +10,7 @@ from finetune.data.formats.columns import quoted_list
 from finetune.data.rows import describe, require_valid_unicode
 from finetune.errors import DataError
 
-_MOST_LISTED = 20
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Classes:
         name = label_name(label)
         index = self._indices.get(name)
         if index is None:
-            more = len(self.names) - _MOST_LISTED
-            known = quoted_list(self.names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+            more = len(self.names) - _MAX_LISTED
+            known = quoted_list(self.names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
             near = get_close_matches(name, self.names, n=1)
             hint = f"Did you mean `{near[0]}`? " if near else ""
             raise DataError(
@@ -61,7 +61,7 @@ def label_name(label: Any) -> str:
     raise DataError(f"a label must be a text or a whole number, but is {describe(label)}.")
 
 
-_MOST_DIGITS = 1_000
+_MAX_DIGITS = 1_000
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
@@ -71,7 +71,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
     (['9', '10'], ['10', '9', 'b'])
     """
     found = list(names)
-    are_numbers = all(name.removeprefix("-").isdecimal() and len(name) < _MOST_DIGITS for name in found)
+    are_numbers = all(name.removeprefix("-").isdecimal() and len(name) < _MAX_DIGITS for name in found)
     return sorted(found, key=int if are_numbers else str)
 
 

@@ -21,7 +21,7 @@ class CopyStream(Protocol):
         """Have what is computed next wait for the copies, and keep their memory until it is done."""
 
 
-class SideStream:
+class DeviceCopyStream:
     """A stream of an accelerator of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class SideStream:
 
 def prefetch_to_device(groups: Iterator[Group], device: torch.device) -> Iterator[Group]:
     """Yield the groups with their tensors on the device; what is on the CPU already is handed on as it is."""
-    return groups if device.type == "cpu" else prefetch(groups, device, line=SideStream(device))
+    return groups if device.type == "cpu" else prefetch(groups, device, line=DeviceCopyStream(device))
 
 
 def prefetch(groups: Iterator[Group], device: torch.device, *, line: CopyStream) -> Iterator[Group]:

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune.config.sections.data import DataSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Collate, collate_with_checksums
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, Samples
 from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import Order
-from finetune.data.token_cache.store import PreparedSet
+from finetune.data.sample_checks import Collate, collate_with_checksums
+from finetune.data.token_cache.store import TokenCache
 from finetune.data.workers import LoadingCost, loader_settings
 from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
@@ -161,7 +161,7 @@ def train_loader(
 
 
 def evaluation_loader(
-    prepared: PreparedSet,
+    prepared: TokenCache,
     collate: Collate,
     *,
     dummy_batch: Callable[[Features], Batch],
@@ -180,7 +180,7 @@ def evaluation_loader(
     return _loader(prepared, sampler, _CollateOrDummy(prepared, collate, dummy_batch), section=section, cost=cost)
 
 
-def _evaluation_order(prepared: PreparedSet, section: DataSection) -> Order:
+def _evaluation_order(prepared: TokenCache, section: DataSection) -> Order:
     batching = section.batching
     if batching.by == "samples" and batching.padding_free is not True:
         return LongestFirstOrder(prepared.lengths)
@@ -208,7 +208,7 @@ class _CollateSeeded:
 
 @dataclass(frozen=True)
 class _CollateOrDummy:
-    prepared: PreparedSet
+    prepared: TokenCache
     collate: Collate
     dummy_batch: Callable[[Features], Batch]
 

@@ -13,7 +13,7 @@ from finetune.data.features import Features
 from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
 from finetune.data.token_cache.integrity import DamagedSet, sample_checksum, sample_checksums
 from finetune.data.token_cache.journal import AppendableArrays, SyncedArray
-from finetune.data.token_cache.store import PreparedSet
+from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import fsync
 from finetune.runtime.files.digests import Damaged, read_json_with_digest, write_json_with_digest
@@ -69,7 +69,7 @@ class PrecomputedArrays:
             raise DamagedSet(self.folder, self._verification.problem, title="the folder of precomputed arrays")
 
 
-class PrecomputedSet(PreparedSet):
+class PrecomputedSet(TokenCache):
     """A prepared set whose samples come with their precomputed arrays.
 
     Raises DataError where these are of another number of samples.
@@ -114,7 +114,7 @@ def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
     return bool((np.array(marks, np.uint64) != now.checksums[sample_ids]).any())
 
 
-def with_precomputed(prepared: PreparedSet, folder: Path) -> PrecomputedSet:
+def with_precomputed(prepared: TokenCache, folder: Path) -> PrecomputedSet:
     """Return the set with what the folder knows of its samples; raises DataError."""
     return PrecomputedSet(prepared.folder, PrecomputedArrays(folder), shards=prepared.shards)
 

@@ -13,8 +13,8 @@ MAX_DEPTH = 100
 FAULTS_OF_VALUES = (RecursionError, OverflowError, UnicodeError, MemoryError)
 """What code raises that meets a value which no row should hold."""
 
-_MOST_SHOWN = 80
-_MOST_PLACES, _DEPTH = 8, 4
+_MAX_SHOWN = 80
+_MAX_PLACES, _DEPTH = 8, 4
 """Lists that are named, and how many objects they are looked for in."""
 _TOO_DEEP = f"nests lists or objects more than {MAX_DEPTH} deep. Flatten it, or remove it."
 
@@ -95,7 +95,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """Raise DataError where lists and objects stand in one another more than MOST_LEVELS deep."""
+    """Raise DataError where lists and objects stand in one another more than MAX_LEVELS deep."""
     level, num_levels = [value], 0
     while level := [inner for each in level for inner in _inner(each)]:
         num_levels += 1
@@ -120,7 +120,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def shortened(text: str) -> str:
     """Return the beginning of a text for a message, without half characters."""
-    return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...").encode(errors="backslashreplace").decode()
+    return (text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...").encode(errors="backslashreplace").decode()
 
 
 def require_valid_unicode(text: str) -> str:
@@ -167,4 +167,4 @@ def record_places(value: Any, *, prefix: str = "", depth: int = _DEPTH) -> list[
     further = (
         place for name, each in inner.items() for place in record_places(each, prefix=f"{name}.", depth=depth - 1)
     )
-    return [*own, *further][:_MOST_PLACES]
+    return [*own, *further][:_MAX_PLACES]

@@ -27,14 +27,14 @@ from finetune.export.verify.rows import NUM_ROWS, HeldRow, held_row, logits_of, 
 from finetune.export.verify.texts import expected_tokens
 from finetune.export.verify.tolerance import Precision
 from finetune.model.loading.hub import is_local_path
-from finetune.run.build.data import TrainingData
-from finetune.run.build.prepared_model import PreparedModel
+from finetune.run.setup.data import TrainingData
+from finetune.run.setup.prepared_model import PreparedModel
 from finetune.runtime import distributed
 from finetune.runtime.hub import is_offline
 from finetune.runtime.resources import usable_cores
 from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 
-_MOST_TRAINING_TEXTS = 150
+_MAX_TRAINING_TEXTS = 150
 _PRECISIONS: Mapping[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -71,7 +71,7 @@ def _samples(training_data: TrainingData) -> Iterator[Features]:
         yield from (validation.intact(index) for index in range(len(validation)))
     elif not any(isinstance(each, Streamed) for each in training_data.sources.values()):
         training = training_data.training
-        first = training.order.samples(0, min(_MOST_TRAINING_TEXTS, training.order.num_positions or 1))
+        first = training.order.samples(0, min(_MAX_TRAINING_TEXTS, training.order.num_positions or 1))
         yield from (training.samples[int(each)] for each in np.unique(first))
 
 
@@ -107,7 +107,7 @@ def expected_of_run(
     if text is not None:
         texts = (
             text.tokenizer.decode(each.arrays["input_ids"].tolist())
-            for each in islice(_samples(training_data), _MOST_TRAINING_TEXTS)
+            for each in islice(_samples(training_data), _MAX_TRAINING_TEXTS)
             if "input_ids" in each.arrays
         )
         tokens = expected_tokens(text.tokenizer, texts, renders=lambda turns: template_renders(text.tokenizer, turns))

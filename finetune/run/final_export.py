@@ -28,10 +28,10 @@ from finetune.export.verify.proof import staged_export
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
-from finetune.run.build.model import build_model
-from finetune.run.build.prepared_model import BuiltRun, make_weights
 from finetune.run.context import RunContext
 from finetune.run.export_proof import Trained, begin_proof, expected_of_run, needs_unmerged, trained_logits
+from finetune.run.setup.model import build_model
+from finetune.run.setup.prepared_model import BuiltRun, make_weights
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
 from finetune.runtime import distributed
 from finetune.runtime.environment import package_versions

@@ -12,11 +12,11 @@ from finetune.model.batch_norm import sync_batch_norm
 from finetune.report.events import RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import Reporter
-from finetune.run.build.loop import make_parts, remove_stop_file
 from finetune.run.context import RunContext
 from finetune.run.final_export import export_final
 from finetune.run.flops import device_price, peak_flops
 from finetune.run.profiling import profile_parts
+from finetune.run.setup.loop import make_parts, remove_stop_file
 from finetune.run.state.resume import RestoredRun
 from finetune.run.state.save import ReportingSaver
 from finetune.run.supervision import FINAL_REASONS, Supervision
@@ -25,7 +25,7 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
 from finetune.train.loop import report_steps, train
-from finetune.train.parts import Parts
+from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import STOP_FILE
 
 CHAT_HEADS = ("causal_lm", "image_text_to_text")
@@ -33,14 +33,14 @@ CHAT_HEADS = ("causal_lm", "image_text_to_text")
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TrainingOutcome:
     """Why training ended, and when it started (monotonic seconds)."""
 
     reason: str
     started: float
 
 
-def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> Fitted:
+def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> TrainingOutcome:
     """Train to the end of the plan, or until a stop is requested. Collective."""
     config, progress, plan = context.config, restored.progress, restored.built.plan
     restored.checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
@@ -63,7 +63,7 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
             with supervision.startup.phase("evaluation"):
                 parts.evaluate(progress.step)
-        return Fitted(_run_loop(parts, progress, supervision=supervision), started)
+        return TrainingOutcome(_run_loop(parts, progress, supervision=supervision), started)
 
 
 def _run_started(context: RunContext, restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunStarted:
@@ -84,7 +84,7 @@ def _run_started(context: RunContext, restored: RestoredRun, *, previous: Mappin
 
 
 def finish(
-    context: RunContext, restored: RestoredRun, fitted: Fitted, *, reporter: Reporter, supervision: Supervision
+    context: RunContext, restored: RestoredRun, fitted: TrainingOutcome, *, reporter: Reporter, supervision: Supervision
 ) -> int:
     """Export the model where the run is finished, report its end and return the exit code. Collective."""
     progress, built, is_final = restored.progress, restored.built, fitted.reason in FINAL_REASONS
@@ -106,7 +106,7 @@ def finish(
     return code
 
 
-def _run_loop(parts: Parts, progress: Progress, *, supervision: Supervision) -> str:
+def _run_loop(parts: TrainingComponents, progress: Progress, *, supervision: Supervision) -> str:
     if parts.accelerator.device.type == "cpu":
         keep_freed_memory()
     supervision.begin_training()

@@ -17,7 +17,7 @@ from finetune.runtime.gpus import find_gpu
 from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.parameters import num_values
 from finetune.task.model_inputs import unwrap_model
-from finetune.train.plan import Plan
+from finetune.train.plan import StepPlan
 
 _EXPERTS = ".experts."
 """In the name of a parameter of which a token passes only its own experts' part."""
@@ -26,7 +26,7 @@ _SEEN_POSITIONS = 256
 """At the start of the data, whose samples stand for all."""
 
 
-def model_flops(model: nn.Module, training: DatasetView, plan: Plan) -> float | None:
+def model_flops(model: nn.Module, training: DatasetView, plan: StepPlan) -> float | None:
     """Return the FLOPs of one trained token; None where they are not known."""
     return flops_per_token(unwrap_model(model), attended=attended_tokens(training, plan))
 
@@ -55,7 +55,7 @@ def flops_per_token(model: nn.Module, *, attended: float) -> float | None:
     return 4 * multiplied + 2 * trained + 12 * shapes.layers * shapes.queries * attended
 
 
-def attended_tokens(training: DatasetView, plan: Plan) -> float:
+def attended_tokens(training: DatasetView, plan: StepPlan) -> float:
     """Return the length of the sample that a token is in, on average over the tokens of the first positions.
 
     Of a stream, whose samples arrive in windows, those are the first microbatch.

@@ -17,11 +17,11 @@ from finetune.data.batch import Batch
 from finetune.report.profile.phases import BACKWARD, DATA, EVALUATE, FORWARD, LOG, OPTIMIZER, SAVE
 from finetune.report.profile.window import StepProfile
 from finetune.runtime.run_folder import PROFILE_FOLDER
-from finetune.train.parts import Parts
+from finetune.train.parts import TrainingComponents
 from finetune.train.upstream import replace_engine_step, without_accelerate_wrapper
 
 
-def profile_parts(parts: Parts, section: ProfileSection | None, *, run_folder: Path) -> Parts:
+def profile_parts(parts: TrainingComponents, section: ProfileSection | None, *, run_folder: Path) -> TrainingComponents:
     """Return the parts, timed in the window that the section describes; they compute the same."""
     if section is None:
         return parts
@@ -89,7 +89,7 @@ def _timed_groups(
 
 
 @contextmanager
-def _timed_optimizer(parts: Parts, profile: StepProfile) -> Iterator[None]:
+def _timed_optimizer(parts: TrainingComponents, profile: StepProfile) -> Iterator[None]:
     """Have the optimizer's steps inside a backward pass count as such: DeepSpeed's engine's, and `in_backward`."""
     with ExitStack() as stack:
         if hasattr(parts.model, "zero_optimization_stage"):

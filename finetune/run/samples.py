@@ -11,15 +11,15 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from finetune.data.batch import Batch
-from finetune.data.delivery import digest_of_step_ids, digest_of_steps
 from finetune.data.order.dataset_view import DatasetView
+from finetune.data.sample_checks import digest_of_step_ids, digest_of_steps
 from finetune.errors import FULL, CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import SAMPLES_FOLDER
 
-_MOST_WAITING_BYTES = 64 << 20
+_MAX_WAITING_BYTES = 64 << 20
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -57,7 +57,7 @@ def _write(file: FileIO, waiting: bytes) -> bytes:
         while waiting:
             waiting = waiting[file.write(waiting) :]
     except OSError as error:
-        if error.errno not in FULL or len(waiting) > _MOST_WAITING_BYTES:
+        if error.errno not in FULL or len(waiting) > _MAX_WAITING_BYTES:
             raise
     return waiting
 

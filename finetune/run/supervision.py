@@ -14,8 +14,8 @@ import torch
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError, UserError
 from finetune.report.timing import StartupTimer
-from finetune.run.build.microbatch.limits import is_out_of_memory
 from finetune.run.context import RunContext
+from finetune.run.setup.microbatch.limits import is_out_of_memory
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher
@@ -23,7 +23,7 @@ from finetune.runtime.resources import disk_errors, raise_file_limit
 from finetune.runtime.supervision import hang, signals, status
 from finetune.runtime.supervision.attempt import require_newest_attempt
 from finetune.runtime.supervision.exit import ProcessExit, gather_peers, is_broken_collective, kill_children
-from finetune.runtime.supervision.on_end.outcome import Order
+from finetune.runtime.supervision.on_end.outcome import EndHook
 from finetune.runtime.supervision.on_end.start import RunSentinel
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
 from finetune.runtime.supervision.status import StatusFile, exit_from_error, open_status_file, record_finished
@@ -167,14 +167,14 @@ def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Super
             kill_children()
 
 
-def _order_of_end(context: RunContext, file: StatusFile) -> Order | None:
+def _order_of_end(context: RunContext, file: StatusFile) -> EndHook | None:
     """Return what `run.on_end` orders on this machine; None where nothing is to be run, or another rank starts it."""
     section, rank = context.config.run.on_end_section, distributed.rank()
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if section is None or not is_first or (section.where == "first_host" and rank != 0):
         return None
     host = re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"
-    return Order(
+    return EndHook(
         command=section.command,
         shown=printable(section.command),
         when=section.when,

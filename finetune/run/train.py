@@ -15,21 +15,21 @@ from finetune.config.load import LoadedConfig
 from finetune.errors import DiskError
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.timing import StartupTimer
-from finetune.run.build.data import PreparedData, prepare_data, verify_before_training
-from finetune.run.build.microbatch.resolve import resolve_microbatch_size
-from finetune.run.build.precompute import add_frozen_models
-from finetune.run.build.prepared_model import (
+from finetune.run.context import RunContext
+from finetune.run.final_export import push_final
+from finetune.run.fit import finish, fit
+from finetune.run.remote.background import Uploader, make_uploader
+from finetune.run.setup.data import PreparedData, prepare_data, verify_before_training
+from finetune.run.setup.microbatch.resolve import resolve_microbatch_size
+from finetune.run.setup.precompute import add_frozen_models
+from finetune.run.setup.prepared_model import (
     BuiltRun,
     make_accelerator,
     make_step_task,
     prepare_model,
     require_sample_isolation,
 )
-from finetune.run.build.strategy import require_exact_slices
-from finetune.run.context import RunContext
-from finetune.run.final_export import push_final
-from finetune.run.fit import finish, fit
-from finetune.run.remote.background import Uploader, make_uploader
+from finetune.run.setup.strategy import require_exact_slices
 from finetune.run.state.resume import find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run

@@ -7,11 +7,11 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.sentence_modules import pooling_warning
-from finetune.run.build.model import require_adaptable, require_buildable, require_positions, require_routers
-from finetune.run.build.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
 from finetune.run.remote.download import with_local_folder
+from finetune.run.setup.model import require_adaptable, require_buildable, require_positions, require_routers
+from finetune.run.setup.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.launch_file import is_set_by_accelerate

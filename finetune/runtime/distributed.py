@@ -144,7 +144,7 @@ def broadcast_object(value: T, *, group: Group = Group.HOST) -> T:
 
 
 @contextmanager
-def answering_alone() -> Iterator[None]:
+def local_collectives() -> Iterator[None]:
     """Have sums and gathers of this process return as if all ranks had given what this one gives; nothing is sent.
 
     A sum is that of this rank alone. For trials, whose results nobody uses.
@@ -161,7 +161,7 @@ _answers_alone = False
 
 
 def answers_alone() -> bool:
-    """Tell whether this process is within `answering_alone`."""
+    """Tell whether this process is within `local_collectives`."""
     return _answers_alone
 
 

@@ -15,7 +15,7 @@ TOKENS_BETWEEN_QUESTIONS = 8
 
 
 @contextmanager
-def asking_rarely(inner: nn.Module, *, max_new_tokens: int) -> Iterator[None]:
+def throttle_generate_sync(inner: nn.Module, *, max_new_tokens: int) -> Iterator[None]:
     """Have the ranks on which `generate` runs meanwhile ask every few tokens, and not after each, whether all are done.
 
     transformers sums a flag over the ranks before each token, on the device, and waits for it

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from finetune.data.batch import Batch
 from finetune.runtime.supervision.heartbeat import fault_point
-from finetune.train.parts import Parts
+from finetune.train.parts import TrainingComponents
 from finetune.train.step import StepCounts, start_step_counts
 
 SLOW_SECONDS = 1.0
@@ -30,7 +30,7 @@ class CountedGroup:
 class CountedGroups:
     """Hands out the groups in the order of the steps."""
 
-    def __init__(self, parts: Parts, *, first_step: int) -> None:
+    def __init__(self, parts: TrainingComponents, *, first_step: int) -> None:
         self._parts = parts
         self._groups = parts.groups(first_step=first_step)
         self._first_step = first_step
@@ -52,7 +52,7 @@ class CountedGroups:
         self._taken_at = time.perf_counter()
         return CountedGroup(started.batches, started.wait(), started.data_seconds)
 
-    def count_ahead(self, step: int, *, counts: StepCounts) -> None:
+    def start_next_count(self, step: int, *, counts: StepCounts) -> None:
         """Start to count the group of this step, unless it may never be taken, or steps are slow. Collective.
 
         `counts` are those of the step before it. The first step of a start is over when the second group is requested,

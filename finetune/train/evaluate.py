@@ -17,8 +17,8 @@ from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import require_intact
-from finetune.data.token_cache.store import PreparedSet
+from finetune.data.sample_checks import require_intact
+from finetune.data.token_cache.store import TokenCache
 from finetune.report.events import Answered, Evaluated
 from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
@@ -123,7 +123,7 @@ class Evaluator:
     task: Task
     model: nn.Module  # as Accelerate prepared it
     loader: Iterable[Batch]  # prepared; ranks without a row left get filler batches
-    rows: PreparedSet
+    rows: TokenCache
     reporter: Reporter
     answers: GenerationEvaluator | None
 

@@ -9,11 +9,11 @@ from finetune.runtime.progress import Progress
 from finetune.train.counted_groups import CountedGroups
 from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
 from finetune.train.meters import StepRecord
-from finetune.train.parts import Parts
+from finetune.train.parts import TrainingComponents
 from finetune.train.step import record_skipped_step, take_step
 
 
-def train(parts: Parts, progress: Progress) -> str:
+def train(parts: TrainingComponents, progress: Progress) -> str:
     """Train from `progress` to the end of the plan and return why it ended; by then it is saved. Collective."""
     if parts.early_stopping.is_over(progress):
         return EARLY_STOPPING
@@ -33,7 +33,7 @@ def advance(progress: Progress, record: StepRecord) -> None:
     progress.samples_sha256 = record.samples_sha256
 
 
-def report_steps(parts: Parts, progress: Progress) -> None:
+def report_steps(parts: TrainingComponents, progress: Progress) -> None:
     """Report the steps taken since the last time, after which it is known which of them were left out. Collective.
 
     Raises NonFiniteError as configured.
@@ -47,7 +47,7 @@ def report_steps(parts: Parts, progress: Progress) -> None:
         parts.reporter(Warned(progress.step, warning))
 
 
-def _take_steps(parts: Parts, progress: Progress) -> str:
+def _take_steps(parts: TrainingComponents, progress: Progress) -> str:
     saved_step = progress.step
     groups = CountedGroups(parts, first_step=progress.step)
     while progress.step < parts.plan.num_steps:
@@ -67,7 +67,7 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
             progress=progress,
             started=started,
             data_seconds=group.data_seconds,
-            before_last_backward=partial(groups.count_ahead, progress.step + 1, counts=counts),
+            before_last_backward=partial(groups.start_next_count, progress.step + 1, counts=counts),
         )
         if record.is_taken is False:
             record_skipped_step(parts, progress, record)
@@ -82,14 +82,14 @@ def _take_steps(parts: Parts, progress: Progress) -> str:
     return FINISHED
 
 
-def _save(parts: Parts, progress: Progress) -> int:
+def _save(parts: TrainingComponents, progress: Progress) -> int:
     """Save and return the step; the saved progress counts the skipped steps. Collective."""
     report_steps(parts, progress)
     parts.save(progress)
     return progress.step
 
 
-def _after_step(parts: Parts, progress: Progress, record: StepRecord) -> str | None:
+def _after_step(parts: TrainingComponents, progress: Progress, record: StepRecord) -> str | None:
     """Report the step and evaluate where it is due; return why the run is to end here, if it is. Collective."""
     parts.meters.add(record)
     reason = "stop_after_steps" if progress.step == parts.stop_after_steps else None

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from finetune.config.sections.train import NonFiniteSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import DeliveryCheck
+from finetune.data.sample_checks import SampleVerifier
 from finetune.report.profile.window import NullProfile, Profile
 from finetune.report.reporter import Reporter
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
-from finetune.train.plan import Plan
+from finetune.train.plan import StepPlan
 from finetune.train.stopping import StopSources
 from finetune.train.update import Update
 
@@ -63,7 +63,7 @@ class CheckpointSaving(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingComponents:
     """Everything that the loop works with."""
 
     accelerator: Accelerator
@@ -71,8 +71,8 @@ class Parts:
     optimizer: torch.optim.Optimizer  # likewise
     task: StepTask
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
-    plan: Plan
-    deliveries: DeliveryCheck  # of which samples a step must consist, and of which it does
+    plan: StepPlan
+    deliveries: SampleVerifier  # of which samples a step must consist, and of which it does
     place: Callable[[int], str]  # where the row of a sample stands, for a message
     seed: int
     update: Update

@@ -9,7 +9,7 @@ from finetune.train.optim.schedule import Schedule, build_schedule, scaled_learn
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The number of steps, and the batches of each."""
 
     num_steps: int
@@ -30,7 +30,7 @@ class Plan:
         """Return the same with another size."""
         return self.global_batch_size // (microbatch_size * self.world // self.sequence_size)
 
-    def with_microbatch_size(self, size: int) -> "Plan":
+    def with_microbatch_size(self, size: int) -> "StepPlan":
         """Return the plan with the size that `auto` has come to."""
         changed = replace(self, microbatch_size=size)
         return replace(changed, arithmetic=(f"{_batch_line(changed)} (microbatch_size: auto)", *self.arithmetic[1:]))
@@ -54,7 +54,7 @@ def make_plan(
     world: int,
     steps_for_tokens: Callable[[int], int],
     sequence_size: int = 1,
-) -> Plan:
+) -> StepPlan:
     """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens.
 
     `unit` is what stands at a position. With `num_positions` None the budget must be in steps. So many of the `world`'s
@@ -69,7 +69,7 @@ def make_plan(
         f"budget: {budget}",
         f"learning rate: {_rate(section, peak)}, {schedule.name}, {schedule.num_warmup_steps} warmup steps",
     ]
-    plan = Plan(
+    plan = StepPlan(
         num_steps=num_steps,
         num_positions=num_positions,
         global_batch_size=section.global_batch_size,
@@ -82,7 +82,7 @@ def make_plan(
     return replace(plan, arithmetic=(_batch_line(plan), *lines))
 
 
-def _batch_line(plan: Plan) -> str:
+def _batch_line(plan: StepPlan) -> str:
     processes = _count(plan.world, "process", "processes")
     if plan.sequence_size > 1:
         processes = f"{processes} / {plan.sequence_size} that share each row"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery, extend_digest, join_uint64, split_uint64
+from finetune.data.sample_checks import Delivery, extend_digest, join_uint64, split_uint64
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
@@ -24,7 +24,7 @@ from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.strategy.gradient_sync import accumulate_gradients
 from finetune.train.meters import StepRecord, is_finite
 from finetune.train.optim.optimizers import begin_step
-from finetune.train.parts import Parts, no_op
+from finetune.train.parts import TrainingComponents, no_op
 from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
@@ -38,14 +38,14 @@ class StepCounts:
 
     num_targets: int
     num_tokens: int
-    samples: int  # the mark of the samples (`data/delivery.py`)
+    samples: int  # the mark of the samples (`data/sample_checks.py`)
     stop_request: StopRequest
     has_news: bool  # of a step that was left out, on some rank
     is_slow: bool = False  # on some rank, so a stop that is requested now must not be heard a step later
 
 
 def take_step(
-    parts: Parts,
+    parts: TrainingComponents,
     group: tuple[Batch, ...],
     counts: StepCounts,
     *,
@@ -87,7 +87,7 @@ def take_step(
 
 
 def start_step_counts(
-    parts: Parts, group: tuple[Batch, ...], *, step: int, is_slow: bool = False
+    parts: TrainingComponents, group: tuple[Batch, ...], *, step: int, is_slow: bool = False
 ) -> Callable[[], StepCounts]:
     """Start one all-reduce of the group's counts and of the stop requests, and return what waits for the sums.
 
@@ -108,7 +108,7 @@ def start_step_counts(
     return lambda: _step_counts(parts, delivery, wait(), step=step)
 
 
-def _step_counts(parts: Parts, delivery: Delivery, sums: Sequence[int], *, step: int) -> StepCounts:
+def _step_counts(parts: TrainingComponents, delivery: Delivery, sums: Sequence[int], *, step: int) -> StepCounts:
     num_targets, num_tokens, low, high, num_damaged, num_news, num_slow, *stop_counts = sums
     if num_damaged:
         _raise_damaged(parts, delivery, step=step)
@@ -128,7 +128,7 @@ def _step_counts(parts: Parts, delivery: Delivery, sums: Sequence[int], *, step:
     )
 
 
-def _raise_damaged(parts: Parts, delivery: Delivery, *, step: int) -> None:
+def _raise_damaged(parts: TrainingComponents, delivery: Delivery, *, step: int) -> None:
     """Raise TrainingError that names what was delivered damaged to any rank; it is set aside. Collective."""
     concerned = delivery.damaged or delivery.problem
     gathered = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
@@ -137,7 +137,7 @@ def _raise_damaged(parts: Parts, delivery: Delivery, *, step: int) -> None:
 
 
 def _backward(
-    parts: Parts, group: tuple[Batch, ...], *, num_targets: int, step: int, before_last: Callable[[], None]
+    parts: TrainingComponents, group: tuple[Batch, ...], *, num_targets: int, step: int, before_last: Callable[[], None]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Accumulate the gradient of the mean loss over the world's targets.
 
@@ -164,7 +164,7 @@ def _backward(
     return torch.stack(losses), others
 
 
-def record_skipped_step(parts: Parts, progress: Progress, record: StepRecord) -> None:
+def record_skipped_step(parts: TrainingComponents, progress: Progress, record: StepRecord) -> None:
     """Count and report the skipped step; raises NonFiniteError as configured. Collective."""
     is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
@@ -178,7 +178,7 @@ def record_skipped_step(parts: Parts, progress: Progress, record: StepRecord) ->
     parts.reporter(StepSkipped(record.number, reason, sample_ids, rows))
 
 
-def _num_allowed(parts: Parts, progress: Progress) -> int:
+def _num_allowed(parts: TrainingComponents, progress: Progress) -> int:
     """Return how many more steps may be skipped because they are not finite."""
     skips = parts.nonfinite.action == "skip"
     return parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
@@ -200,7 +200,7 @@ def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> 
     return "; ".join([*places, f"and {more} more"] if more else places)
 
 
-def _stop_unless_skipping(parts: Parts, progress: Progress, *, number: int, rows: str) -> None:
+def _stop_unless_skipping(parts: TrainingComponents, progress: Progress, *, number: int, rows: str) -> None:
     where = (
         f"the loss or gradient of step {number} is not finite. Training rows: {rows}. {parts.update.nonfinite_effect}"
     )

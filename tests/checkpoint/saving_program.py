@@ -16,7 +16,7 @@ from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding import gather, save_plan
-from finetune.checkpoint.write import rehearsal, saver
+from finetune.checkpoint.write import save_preflight, saver
 from finetune.checkpoint.write.writer import WrittenFiles
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
@@ -121,7 +121,7 @@ def unforeseen_on_one_rank(folder: Path) -> object:
 
 def not_shared(folder: Path) -> object:
     """Every rank has a folder of its own, as on machines that share none."""
-    with patch.object(rehearsal, "_VISIBILITY_CHECKS", 1):
+    with patch.object(save_preflight, "_VISIBILITY_CHECKS", 1):
         try:
             checkpointer(folder / f"machine-{distributed.rank()}").rehearse(num_saves=5)
         except CheckpointError as error:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetune.data.batch import Batch
-from finetune.data.device_prefetch import SideStream, prefetch, prefetch_to_device
+from finetune.data.device_prefetch import DeviceCopyStream, prefetch, prefetch_to_device
 from tests.devices import EVERY_DEVICE
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_copies_on_a_side_stream_hold_what_was_to_be_copied(device):
     is_gpu, place = device == "cuda", torch.device(device)
     groups = (tuple(batch.pin_memory() if is_gpu else batch for batch in group_of(number)) for number in range(50))
     found = []
-    for group in prefetch(groups, place, line=SideStream(place) if is_gpu else Diary()):
+    for group in prefetch(groups, place, line=DeviceCopyStream(place) if is_gpu else Diary()):
         if is_gpu:
             torch.cuda._sleep(100_000)  # what is computed lags behind the host
         found.append(group[0].inputs["input_ids"].sum())

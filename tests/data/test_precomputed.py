@@ -5,10 +5,10 @@ import pytest
 
 from finetune.data.features import Features
 from finetune.data.precomputed import PrecomputedArrays, PrecomputedWriter, with_precomputed
-from finetune.data.token_cache.build import PreparedSetWriter
+from finetune.data.token_cache.build import TokenCacheWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.store import Identity, PreparedSet
+from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.errors import DataError
 
 VALUES = [np.array([1.0, 2.0], np.float32), np.array([], np.float32), np.array([3.0], np.float32)]
@@ -18,11 +18,11 @@ VALUES = [np.array([1.0, 2.0], np.float32), np.array([], np.float32), np.array([
 def prepared_of(tmp_path):
     """Return a function that makes a prepared set of so many samples of one token."""
 
-    def make(num_samples: int) -> PreparedSet:
+    def make(num_samples: int) -> TokenCache:
         place = tmp_path / f"set-{num_samples}"
         place.mkdir()
         ones = np.ones(num_samples, np.int64)
-        writer = PreparedSetWriter(place, Identity("f", {}))
+        writer = TokenCacheWriter(place, Identity("f", {}))
         writer.append(
             Chunk(
                 values={"input_ids": ones.astype(np.uint32)},
@@ -37,7 +37,7 @@ def prepared_of(tmp_path):
         )
         writer.finish()
         writer.close()
-        return PreparedSet(place)
+        return TokenCache(place)
 
     return make
 

@@ -12,7 +12,7 @@ TOLERANCE = 1e-4
 
 _MESSAGE = re.compile(r"^(?:\[rank \d+\] )?error: ", re.MULTILINE)
 
-_MOST_STEPS = 3
+_MAX_STEPS = 3
 """That are listed, of those that differ."""
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -109,7 +109,7 @@ def run_violations(run: Run, *, reference: Run, is_exact: bool, num_steps: int =
     if sorted(history.steps) != every:
         found.append(f"not every step was taken: {sorted(set(every) - set(history.steps))} are missing")
     taken = all_steps(run.events())
-    found += list(dict.fromkeys(_step_problems(taken, wanted, is_exact=is_exact)))[:_MOST_STEPS]
+    found += list(dict.fromkeys(_step_problems(taken, wanted, is_exact=is_exact)))[:_MAX_STEPS]
     return found + list(_result_problems(run, reference, is_exact=is_exact))
 
 

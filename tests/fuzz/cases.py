@@ -18,8 +18,8 @@ from typing import Any
 
 from tests.fuzz.forked import Outcome, Server
 
-MOST_SECONDS = 5.0
-MOST_BYTES = 500 << 20
+MAX_SECONDS = 5.0
+MAX_BYTES = 500 << 20
 KILLED_AFTER_SECONDS = 40.0
 WRITABLE = ("runs", "cache", "tmp", "out")
 """Of the case's folder: its runs, its cache, the temporary folder, and what the command is told to write."""
@@ -193,9 +193,9 @@ def _wrong(outcome: Outcome, case: Case, *, folder: Path, before: set[str]) -> s
         return "a traceback"
     if outcome.code == 2 and ("error: " not in outcome.stderr.lower() or len(outcome.stderr) > 20_000):
         return f"exit code 2 with no message, or one of {len(outcome.stderr):,} characters"
-    if min(outcome.seconds, outcome.cpu_seconds) > MOST_SECONDS:  # the machine may be busy with something else
+    if min(outcome.seconds, outcome.cpu_seconds) > MAX_SECONDS:  # the machine may be busy with something else
         return f"took {outcome.seconds:.1f} s"
-    if (outcome.grown_bytes if case.needs_torch else outcome.peak_bytes) > MOST_BYTES:
+    if (outcome.grown_bytes if case.needs_torch else outcome.peak_bytes) > MAX_BYTES:
         return f"grew by {outcome.grown_bytes / 1e6:,.0f} MB to {outcome.peak_bytes / 1e6:,.0f} MB"
     if outcome.left_running:
         return "left a process running"

@@ -18,10 +18,10 @@ from ruamel.yaml import YAML
 
 from finetune.cli import app
 from finetune.commands.launch import job_files
-from finetune.commands.launch.job_files import Destination, JobWords
-from finetune.commands.launch.kubernetes import KubernetesWords, launch_kubernetes
-from finetune.commands.launch.skypilot import SkypilotWords, launch_skypilot
-from finetune.commands.launch.slurm import SlurmWords, launch_slurm
+from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
+from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
+from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.launch.jobs.decision import AGAIN
 from finetune.report.jsonl import read_events
 from finetune.runtime.supervision import faults
@@ -87,8 +87,10 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             program.wait()
 
 
-def words(project: Path, *override: str) -> JobWords:
-    return JobWords(project / "job.yaml", project / "ddp.yaml", nodes=2, gpus_per_node=1, cpu=True, override=override)
+def words(project: Path, *override: str) -> JobFileArguments:
+    return JobFileArguments(
+        project / "job.yaml", project / "ddp.yaml", nodes=2, gpus_per_node=1, cpu=True, override=override
+    )
 
 
 def until_step(run: Path, step: int) -> None:
@@ -104,7 +106,7 @@ def test_a_slurm_job_is_stopped_requeued_and_finishes(project: Path, started) ->
     fake, run, log = project / "fake", project / "a run", project / "slurm.log"
     programs = fake_slurm.install(fake)
     script = project / "job.sbatch"
-    assert launch_slurm(words(project), SlurmWords(), Destination(output=script)) == 0
+    assert launch_slurm(words(project), SlurmArguments(), Destination(output=script)) == 0
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     first = started(["bash", str(script)], {**fake_slurm.variables(fake, restart=0), "PATH": path}, log=log)
@@ -129,7 +131,7 @@ def test_a_slurm_job_is_stopped_requeued_and_finishes(project: Path, started) ->
 def test_pods_and_machines_of_skypilot_continue_one_run(project: Path, started) -> None:
     run, log = project / "a run", project / "hosts.log"
     pods = project / "pods.yaml"
-    kubernetes = KubernetesWords("image", claim=(f"data:{project}",))
+    kubernetes = KubernetesArguments("image", claim=(f"data:{project}",))
     assert launch_kubernetes(words(project), kubernetes, Destination(output=pods)) == 0
     objects = list(YAML(typ="safe").load_all(pods.read_text()))
     (container,) = objects[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
@@ -143,7 +145,7 @@ def test_pods_and_machines_of_skypilot_continue_one_run(project: Path, started) 
     assert read_status(run)["exit_code"] == 143
 
     task_file = project / "task.yaml"
-    sky = SkypilotWords(volume=(f"{project.parent}=runs",))
+    sky = SkypilotArguments(volume=(f"{project.parent}=runs",))
     assert launch_skypilot(words(project), sky, Destination(output=task_file)) == 0
     task = YAML(typ="safe").load(task_file.read_text())
     machines = {"SKYPILOT_NODE_IPS": f"{ADDRESS}\n127.0.0.3", "SKYPILOT_NUM_GPUS_PER_NODE": "0", **task["envs"]}
@@ -159,7 +161,7 @@ def test_the_tasks_of_srun_are_the_ranks(project: Path, started) -> None:
     path = f"{fake_slurm.install(fake)}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     script = project / "job.sbatch"
     short = words(project, "train.steps=20")
-    assert launch_slurm(short, SlurmWords(ranks="srun"), Destination(output=script)) == 0
+    assert launch_slurm(short, SlurmArguments(ranks="srun"), Destination(output=script)) == 0
     program = started(["bash", str(script)], {**fake_slurm.variables(fake, restart=0), "PATH": path}, log=log)
     assert program.wait(120) == 0, log.read_text()
     logs = [(run / "logs" / "4242-0" / f"rank-{rank}.log").read_text() for rank in (0, 1)]

@@ -12,8 +12,6 @@ from finetune.config.load import load_config
 from finetune.config.sections.export import ExportSection
 from finetune.errors import HubError, ModelError, StrategyError
 from finetune.run import final_export
-from finetune.run.build.model import build_model
-from finetune.run.build.strategy import require_tied_weights_supported
 from finetune.run.final_export import (
     exports_trained_only,
     load_unquantized_base,
@@ -21,6 +19,8 @@ from finetune.run.final_export import (
     require_mergeable,
     resolve_export_section,
 )
+from finetune.run.setup.model import build_model
+from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.run.state.finished import is_exported, read_record
 from finetune.run.state.run_folder import load_run_inputs
 from finetune.runtime.parameters import InitContext

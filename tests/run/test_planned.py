@@ -8,8 +8,8 @@ import pytest
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.model.size import MemoryEstimate
-from finetune.run.build.memory import peak_line
 from finetune.run.planned import method_of, read_planned, write_planned
+from finetune.run.setup.memory import peak_line
 from finetune.run.symbolic.prediction import Layout
 
 OWN = Layout("fsdp2", 8, "full", False, 4, ranks_per_node=8)

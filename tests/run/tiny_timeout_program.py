@@ -32,7 +32,7 @@ def use_tiny_timeout() -> None:
 
 def load_slowly() -> None:
     """Have rank 0 keep the others waiting with the model that it has loaded."""
-    from finetune.run.build import prepared_model
+    from finetune.run.setup import prepared_model
 
     build = prepared_model.build_model
 

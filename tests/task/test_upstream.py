@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from finetune.runtime import distributed
-from finetune.task.upstream import asking_rarely, through_wrappers
+from finetune.task.upstream import throttle_generate_sync, through_wrappers
 
 
 class Wrapper(nn.Module):
@@ -55,7 +55,7 @@ def test_ranks_that_generate_ask_every_8_tokens_whether_all_are_done(
     plain = model.generate(**inputs, eos_token_id=None)
     first = int(plain[0, 2])
     num_forwards = 0
-    with asking_rarely(model, max_new_tokens=20):
+    with throttle_generate_sync(model, max_new_tokens=20):
         done_at_once = model.generate(**inputs, eos_token_id=first, pad_token_id=0, synced_gpus=True)
     assert done_at_once[0, 2:].tolist() == [first], "what is computed while others go on is dropped"
     assert questions == [8, 16][:num_questions]

@@ -48,7 +48,7 @@ def run(log, *, first_step=0, last=4, counts=COUNTS, **settings) -> list[str]:
         taken = groups.take(step)
         assert taken.batches == (f"batch of {step}",)
         log.append(f"forward {step}")
-        groups.count_ahead(step + 1, counts=counts)
+        groups.start_next_count(step + 1, counts=counts)
         log.append(f"backward {step}")
     return log
 

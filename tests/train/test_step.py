@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.config.sections.train import NonFiniteSection, OptimizerSection, ScheduleSection, TrainSection
 from finetune.data.batch import Batch
-from finetune.data.delivery import Delivery, samples_checksum
+from finetune.data.sample_checks import Delivery, samples_checksum
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped, StepTaken
 from finetune.runtime.progress import Cadence, NeverDue, Progress
@@ -24,7 +24,7 @@ from finetune.train.loop import train
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
-from finetune.train.parts import Parts
+from finetune.train.parts import TrainingComponents
 from finetune.train.plan import make_plan
 from finetune.train.stopping import StopSources
 from finetune.train.update import Update
@@ -95,7 +95,9 @@ class Handed:
         return (f"rows {damaged} are not what was prepared" if damaged else self.problem,)
 
 
-def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=None, deliveries=None) -> Parts:
+def parts_of(
+    microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=None, deliveries=None
+) -> TrainingComponents:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 1)
@@ -111,7 +113,7 @@ def parts_of(microbatch: int, *, task=None, nonfinite=None, num_steps=3, events=
     group = tuple(batch_of(range(start, min(start + microbatch, NUM_SAMPLES))) for start in starts)
     model, optimizer = accelerator.prepare(model, optimizer)
     events = [] if events is None else events
-    return Parts(
+    return TrainingComponents(
         accelerator=accelerator,
         model=model,
         optimizer=optimizer,
@@ -334,7 +336,7 @@ class Noting(Kept):
         self.note((progress.step, progress.num_nonfinite_skips))
 
 
-def moment(parts: Parts, name: str) -> torch.Tensor:
+def moment(parts: TrainingComponents, name: str) -> torch.Tensor:
     (state,) = [each for key, each in parts.optimizer.state.items() if key.shape == parts.model.weight.shape]
     return state[name]
 

@@ -50,7 +50,7 @@ from finetune.train import update
 from finetune.train.meters import Meters
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
-from finetune.train.parts import Parts
+from finetune.train.parts import TrainingComponents
 from finetune.train.plan import make_plan
 from finetune.train.step import StepCounts, take_step
 from finetune.train.stopping import StopRequest, StopSources
@@ -221,7 +221,9 @@ def accelerator_of(device: str, kind: str, *, precision: str = "fp32") -> Iterat
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def parts_of(accelerator: Any, model: Any, optimizer: Any, *, task: Any, update: Any, num_batches: int) -> Parts:
+def parts_of(
+    accelerator: Any, model: Any, optimizer: Any, *, task: Any, update: Any, num_batches: int
+) -> TrainingComponents:
     section = TrainSection(
         global_batch_size=len(LENGTHS),
         microbatch_size=len(LENGTHS) // num_batches,
@@ -230,7 +232,7 @@ def parts_of(accelerator: Any, model: Any, optimizer: Any, *, task: Any, update:
         schedule=ScheduleSection(name="constant"),
     )
     unused: Any = None
-    return Parts(
+    return TrainingComponents(
         accelerator=accelerator,
         model=model,
         optimizer=optimizer,

@@ -96,8 +96,10 @@ def slurm(
 ) -> int:
     """Print a batch script: it saves before its time is over, is requeued, and resumes with the next sample."""
     given = locals()
-    words = _chosen(slurm_command.SlurmWords, given)
-    return slurm_command.launch_slurm(_chosen(job_files.JobWords, given), words, _chosen(job_files.Destination, given))
+    words = _chosen(slurm_command.SlurmArguments, given)
+    return slurm_command.launch_slurm(
+        _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
+    )
 
 
 @handle_errors
@@ -133,9 +135,9 @@ def kubernetes(
 ) -> int:
     """Print a JobSet or a TrainJob, with the job's files: started again as a whole when a pod is lost."""
     given = locals()
-    words = _chosen(kubernetes_command.KubernetesWords, given)
+    words = _chosen(kubernetes_command.KubernetesArguments, given)
     return kubernetes_command.launch_kubernetes(
-        _chosen(job_files.JobWords, given), words, _chosen(job_files.Destination, given)
+        _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
     )
 
 
@@ -168,9 +170,9 @@ def skypilot(
 ) -> int:
     """Print the task of a managed job: recovered when its machines are taken away, it resumes from its bucket."""
     given = locals()
-    words = _chosen(skypilot_command.SkypilotWords, given)
+    words = _chosen(skypilot_command.SkypilotArguments, given)
     return skypilot_command.launch_skypilot(
-        _chosen(job_files.JobWords, given), words, _chosen(job_files.Destination, given)
+        _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
     )
 
 

@@ -79,7 +79,7 @@ def torchrun(
     if not supervised:
         torchrun_command.print_commands(job, loaded, limits)
         return 0
-    here = torchrun_command.Here(name, interface, shared_folder)
+    here = torchrun_command.LocalHost(name, interface, shared_folder)
     timing = supervisor.Timing(lost_after=lost_after, join=join)
     return torchrun_command.supervise_job(job, loaded, limits, here=here, timing=timing)
 

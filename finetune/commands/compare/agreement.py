@@ -22,7 +22,7 @@ ROUNDING = 1e-4
 """The largest relative difference that counts as rounding: what strategies may differ by (`finetune verify parity`)."""
 
 LEVEL = 0.05
-MIN_STEPS, MIN_WINDOW, MOST_WINDOWS, MOST_GROUPS = 40, 20, 20, 4000
+MIN_STEPS, MIN_WINDOW, MAX_WINDOWS, MAX_GROUPS = 40, 20, 20, 4000
 _NUM_SERIES, _SEED = 1000, 0
 _LARGEST_COEFFICIENT = 0.99
 
@@ -85,9 +85,9 @@ def _judge(steps: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[Ve
 
 def first_different_window(differences: np.ndarray) -> tuple[int | None, int, float]:
     """Return where the first window begins whose mean is not noise (None: nowhere), its width, and that mean."""
-    width = -(-len(differences) // MOST_GROUPS)  # steps in a group: of long runs, means of neighbours are looked at
+    width = -(-len(differences) // MAX_GROUPS)  # steps in a group: of long runs, means of neighbours are looked at
     groups = differences[: len(differences) // width * width].reshape(-1, width).mean(axis=1)
-    num_windows = min(MOST_WINDOWS, len(groups) // MIN_WINDOW)
+    num_windows = min(MAX_WINDOWS, len(groups) // MIN_WINDOW)
     window, left_over = divmod(len(groups), num_windows)
     windows = groups[left_over:].reshape(num_windows, window)  # at most 19 groups, at the start, are in no window
     means = windows.mean(axis=1)

@@ -12,7 +12,7 @@ from finetune.report.page.page import SMOOTHING
 from finetune.runtime.files import atomic
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_COLUMNS = 5
+MAX_COLUMNS = 5
 """Of runs side by side; more are rows."""
 
 
@@ -40,7 +40,7 @@ def comparison_page(comparison: Comparison) -> str:
         unit=runs[0].history.unit,
         written=format_time(time.time()),
         comparison=comparison,
-        results=results if len(runs) <= MOST_COLUMNS else list(zip(*results, strict=True)),
+        results=results if len(runs) <= MAX_COLUMNS else list(zip(*results, strict=True)),
         missing=[
             f"{each.run}: not found or damaged: {', '.join(each.missing)}"
             for each in comparison.results

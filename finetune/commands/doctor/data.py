@@ -18,7 +18,7 @@ from finetune.data.loader import train_loader
 from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
 from finetune.report.jsonl import read_events
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import TrainingData, make_training_data
+from finetune.run.setup.data import TrainingData, make_training_data
 from finetune.runtime.files.read import read_json
 from finetune.runtime.text.library_output import quiet_libraries
 

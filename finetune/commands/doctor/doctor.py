@@ -17,7 +17,7 @@ from finetune.commands.doctor.facts.launch import Facts, LinkFacts, RankFacts, r
 from finetune.commands.doctor.gather.host import gather_host
 from finetune.commands.doctor.gather.job import gather_job, places_of
 from finetune.commands.doctor.link import measure
-from finetune.commands.doctor.link.meeting import is_launched, meet, time_limit
+from finetune.commands.doctor.link.rendezvous import is_launched, rendezvous, time_limit
 from finetune.commands.doctor.report import print_as_json, print_report
 from finetune.config.load import LoadedConfig, load_config
 from finetune.data.token_cache.cache import DEFAULT_FOLDER
@@ -61,7 +61,7 @@ def examine(
     if not is_launched():
         facts = Facts((_gather_host(loaded, variables),))
         return _report(_with_job(facts, loaded), as_json=as_json)
-    waited = meet(os.environ, seconds=wait_seconds)
+    waited = rendezvous(os.environ, seconds=wait_seconds)
     try:
         with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
             facts = _gather_ranks(loaded, variables, waited=waited)

@@ -11,17 +11,17 @@ from finetune.config.sections.train import TrainSection
 from finetune.data.encoding.tokenizer import unknown_ids
 from finetune.data.sources.source import Source, open_source, open_sources
 from finetune.data.token_cache.cache import prepare_set, repair
-from finetune.data.token_cache.store import PreparedSet
+from finetune.data.token_cache.store import TokenCache
 from finetune.errors import UserError
 from finetune.report.reporter import NullReporter
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import input_identity
-from finetune.run.build.evaluator import make_evaluator
-from finetune.run.build.precompute import precompute_set
-from finetune.run.build.prepared_model import PreparedModel, make_accelerator
-from finetune.run.build.strategy import launched_strategy
-from finetune.run.build.teacher import attach_teacher
 from finetune.run.context import make_context
+from finetune.run.setup.data import input_identity
+from finetune.run.setup.evaluator import make_evaluator
+from finetune.run.setup.precompute import precompute_set
+from finetune.run.setup.prepared_model import PreparedModel, make_accelerator
+from finetune.run.setup.strategy import launched_strategy
+from finetune.run.setup.teacher import attach_teacher
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.text.library_output import quiet_libraries
@@ -95,7 +95,7 @@ def measure(target: EvaluationTarget) -> Measurement:
     return Measurement(target, evaluator(target.step), len(rows))
 
 
-def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> PreparedSet:
+def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> TokenCache:
     """Return the validation set; training rows are read only where it is split off from them."""
     config, processing = target.config, target.run_inputs.processing
     tokenizer = processing.tokenizer

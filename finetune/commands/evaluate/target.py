@@ -20,8 +20,8 @@ from finetune.data.templates.chat_template import set_chat_template
 from finetune.errors import UserError
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
-from finetune.run.build.model import build_model, parameters_in
-from finetune.run.build.padding_free import resolve_padding_free
+from finetune.run.setup.model import build_model, parameters_in
+from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.state.run_folder import RunInputs, load_run_inputs
 from finetune.runtime.parameters import InitContext
 from finetune.task.protocol import Task

@@ -31,7 +31,7 @@ _MAX_NAME = 40
 
 
 @dataclass(frozen=True)
-class JobWords:
+class JobFileArguments:
     """The options that all schedulers share, by the names that they have on the command line."""
 
     config: Path
@@ -53,7 +53,7 @@ class JobWords:
         return self.nodes * self.gpus_per_node
 
 
-def check_job(words: JobWords) -> tuple[JobRequest, LoadedConfig]:
+def check_job(words: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     """Return the job; raises UserError with what is wrong with the job, the accelerate file or the numbers."""
     file = read_accelerate_file(words.accelerate)
     job, loaded = make_job(

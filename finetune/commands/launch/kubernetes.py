@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune.commands.launch.contents import INSIST, check_options, check_text
 from finetune.commands.launch.job_files import (
     Destination,
-    JobWords,
+    JobFileArguments,
     check_job,
     deliver,
     read_pairs,
@@ -40,7 +40,7 @@ _MOUNT = "Mount a volume with --claim CLAIM:/PATH, or name a folder of the image
 
 
 @dataclass(frozen=True)
-class KubernetesWords:
+class KubernetesArguments:
     """The options that are those of Kubernetes alone."""
 
     image: str
@@ -57,7 +57,7 @@ class KubernetesWords:
     max_starts: int = 100
 
 
-def launch_kubernetes(words: JobWords, kubernetes: KubernetesWords, destination: Destination) -> int:
+def launch_kubernetes(words: JobFileArguments, kubernetes: KubernetesArguments, destination: Destination) -> int:
     """Print, write or submit the objects, and return the exit code. Raises UserError, and ConfigError for the job."""
     destination = replace(destination, command=("kubectl", "apply", "-f"), advice=f"{_SECRETS} {INSIST}")
     check_options((words, kubernetes), advice=destination.advice, allows_secrets=destination.allow_secrets)
@@ -98,7 +98,7 @@ def launch_kubernetes(words: JobWords, kubernetes: KubernetesWords, destination:
     return deliver(text, destination, name=request.name)
 
 
-def _job_files(words: JobWords, loaded: LoadedConfig) -> tuple[File, ...]:
+def _job_files(words: JobFileArguments, loaded: LoadedConfig) -> tuple[File, ...]:
     """Return the job, the accelerate file and what that names; raises UserError for files that do not fit."""
     values = read_accelerate_file(words.accelerate).values
     named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
@@ -160,7 +160,7 @@ def _read_resources(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _require_names(words: KubernetesWords) -> None:
+def _require_names(words: KubernetesArguments) -> None:
     """Raise UserError for what Kubernetes would refuse, or would take for something else."""
     if words.kind not in (JOBSET, TRAINJOB):
         raise UserError(f"--kind {words.kind}: write {JOBSET} or {TRAINJOB}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune.commands.launch.contents import INSIST, check_options
 from finetune.commands.launch.job_files import (
     Destination,
-    JobWords,
+    JobFileArguments,
     check_job,
     deliver,
     job_with,
@@ -26,7 +26,7 @@ _COMMENT = "Written by `finetune launch skypilot`. Submit it with `sky jobs laun
 
 
 @dataclass(frozen=True)
-class SkypilotWords:
+class SkypilotArguments:
     """The options that are SkyPilot's alone."""
 
     gpu: str | None = None
@@ -41,7 +41,7 @@ class SkypilotWords:
     secret: tuple[str, ...] = ()  # environment variables
 
 
-def launch_skypilot(words: JobWords, sky: SkypilotWords, destination: Destination) -> int:
+def launch_skypilot(words: JobFileArguments, sky: SkypilotArguments, destination: Destination) -> int:
     """Print, write or submit the task, and return the exit code. Raises UserError, and ConfigError for the job."""
     given = [word for name in sky.secret for word in ("--secret", name)]
     destination = replace(

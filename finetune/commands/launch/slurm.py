@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.commands.launch.contents import INSIST, check_options
-from finetune.commands.launch.job_files import Destination, JobWords, check_job, deliver, require_shared_folder
+from finetune.commands.launch.job_files import Destination, JobFileArguments, check_job, deliver, require_shared_folder
 from finetune.commands.sweep.plan.axes import FORBIDDEN, parse_axes
 from finetune.commands.sweep.plan.grid import SweepRun, check_runs, grid_points, is_within, name_runs
 from finetune.commands.sweep.plan.launch import own_overrides
@@ -26,7 +26,7 @@ _SECRETS = (
 
 
 @dataclass(frozen=True)
-class SlurmWords(Directives):
+class SlurmArguments(Directives):
     """The options that are Slurm's alone."""
 
     module: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class SlurmWords(Directives):
     at_once: int | None = None
 
 
-def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -> int:
+def launch_slurm(words: JobFileArguments, slurm: SlurmArguments, destination: Destination) -> int:
     """Print, write or submit the script, and return the exit code. Raises UserError, and ConfigError for the job."""
     destination = replace(destination, suffix=".sbatch", command=("sbatch",), advice=f"{_SECRETS} {INSIST}")
     check_options((words, slurm), advice=destination.advice, allows_secrets=destination.allow_secrets)
@@ -76,7 +76,7 @@ def launch_slurm(words: JobWords, slurm: SlurmWords, destination: Destination) -
     return deliver(text, destination, name=request.name)
 
 
-def _array_tasks(words: JobWords, slurm: SlurmWords, loaded: LoadedConfig) -> list[ArrayTask]:
+def _array_tasks(words: JobFileArguments, slurm: SlurmArguments, loaded: LoadedConfig) -> list[ArrayTask]:
     """Return the runs that `finetune sweep` would make of these values, in its order and in its folders."""
     if slurm.sweep_folder is None and is_url(loaded.config.run.folder):
         raise UserError("--sweep-folder: run.folder is a URL, and the runs of a sweep are in folders. Name one.")
@@ -103,13 +103,13 @@ def _task(run: SweepRun, loaded: LoadedConfig, *, logs: Path | None) -> ArrayTas
     return ArrayTask(tuple(words), str(run.folder), str(logs / run.name if logs else run.folder / LOGS_FOLDER))
 
 
-def _log_folder(slurm: SlurmWords, run_folder: str) -> Path:
+def _log_folder(slurm: SlurmArguments, run_folder: str) -> Path:
     if slurm.log_folder is not None:
         return slurm.log_folder.absolute()
     return Path.cwd() / LOGS_FOLDER if is_url(run_folder) else Path(run_folder) / LOGS_FOLDER
 
 
-def _activate(slurm: SlurmWords) -> str | None:
+def _activate(slurm: SlurmArguments) -> str | None:
     """Return the activate script: the one named, or that of the environment in which this command runs."""
     named = slurm.activate
     if named is None:
@@ -123,7 +123,7 @@ def _activate(slurm: SlurmWords) -> str | None:
     return str(script.absolute())
 
 
-def _env_file(slurm: SlurmWords) -> str | None:
+def _env_file(slurm: SlurmArguments) -> str | None:
     """Return the file of variables that the script reads. Raises UserError for one that others can read."""
     if slurm.env_file is None:
         return None
@@ -134,7 +134,7 @@ def _env_file(slurm: SlurmWords) -> str | None:
     return str(slurm.env_file.absolute())
 
 
-def _container(slurm: SlurmWords, request: JobRequest, *, folders: Sequence[Path]) -> Container | None:
+def _container(slurm: SlurmArguments, request: JobRequest, *, folders: Sequence[Path]) -> Container | None:
     """Return the container, which sees the folders of the job and those given at the same places. Raises UserError."""
     if slurm.container is None:
         if slurm.mount or slurm.container_runtime != APPTAINER:

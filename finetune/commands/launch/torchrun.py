@@ -29,7 +29,7 @@ SUPERVISORS_FOLDER = "supervisors"
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalHost:
     """What a supervisor is told of its own host; None: found out."""
 
     name: str | None = None
@@ -110,7 +110,7 @@ def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
     write_file_to_stdout(text)
 
 
-def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: Here, timing: Timing) -> int:
+def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: LocalHost, timing: Timing) -> int:
     """Run the job on this host with whichever others are there, and return the exit code."""
     file = read_accelerate_file(job.accelerate_file)
     for count in range(limits.least, limits.most + 1):

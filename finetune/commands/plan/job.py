@@ -13,8 +13,8 @@ from finetune.model.activations import CheckpointingMode
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.memory.step import Shapes, read_shapes
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_run_plan, make_training_data
 from finetune.run.planned import method_of
+from finetune.run.setup.data import make_run_plan, make_training_data
 from finetune.run.symbolic.prediction import Method
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -34,7 +34,7 @@ class DataCounts:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """A job as the cost model sees it."""
 
     config: RunConfig
@@ -73,10 +73,10 @@ class Job:
         return "tf32" if self.train.tf32 is not False and has_tf32 else "fp32"
 
 
-def read_job(loaded: LoadedConfig) -> Job:
+def read_job(loaded: LoadedConfig) -> PlannedJob:
     """Return the job; raises ModelError where its model's config cannot be read, DataError for unusable data."""
     shapes = read_shapes(load_model_config(loaded.config.model))
-    return Job(loaded.config, shapes, count_data(loaded))
+    return PlannedJob(loaded.config, shapes, count_data(loaded))
 
 
 def count_data(loaded: LoadedConfig, *, prepared: Callable[[LoadedConfig], Any] | None = None) -> DataCounts:

@@ -24,7 +24,7 @@ class Fit:
     largest: Prediction | None = None
 
 
-class Memory:
+class PlannedMemory:
     """Predictions of one job, each made once."""
 
     def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:

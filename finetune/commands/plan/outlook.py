@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from finetune.commands.plan.hardware import Hardware
-from finetune.commands.plan.job import Job
+from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.strategies import StrategyPlan
 from finetune.commands.plan.work import checkpoint_bytes
 from finetune.model.size import optimizer_state_bytes
@@ -79,7 +79,7 @@ class Outlook:
 
 
 def make_outlook(
-    job: Job, hardware: Hardware, plan: StrategyPlan, *, prices: tuple[Price, ...], assumed: Assumed
+    job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, prices: tuple[Price, ...], assumed: Assumed
 ) -> Outlook:
     """Return what the plan comes to on this machine."""
     prediction = plan.prediction
@@ -107,7 +107,7 @@ def make_outlook(
     )
 
 
-def plan_saving(job: Job, hardware: Hardware, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
+def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
     """Return how often to save on machines that are taken back, or that only fail."""
     prediction = plan.prediction
     assert prediction is not None and plan.time is not None

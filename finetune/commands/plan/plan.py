@@ -10,8 +10,8 @@ from pathlib import Path
 from finetune.commands.plan.calibration import MeasuredRun, read_measured_run
 from finetune.commands.plan.cost.step_time import TRAINING_SHARE
 from finetune.commands.plan.hardware import USABLE_SHARE, USUAL_HARDWARE, Hardware, own_hardware, parse_hardware
-from finetune.commands.plan.job import Job, read_job
-from finetune.commands.plan.memory import Fit, Memory, Predict
+from finetune.commands.plan.job import PlannedJob, read_job
+from finetune.commands.plan.memory import Fit, PlannedMemory, Predict
 from finetune.commands.plan.outlook import (
     FAILURE_GPU_HOURS,
     SPOT_HOURS_PER_MACHINE,
@@ -86,7 +86,7 @@ def make_plan(
     for hardware in machines:  # an error in a table comes before what takes time
         prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
     job = read_job(loaded)
-    memory = Memory(predict or Predictor(loaded.config).predict, clock=clock)
+    memory = PlannedMemory(predict or Predictor(loaded.config).predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
     planned = [
@@ -131,7 +131,7 @@ def _hardware(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
 
 
 def _plan_hardware(
-    job: Job, hardware: Hardware, memory: Memory, options: PlanOptions, *, is_over: Callable[[], bool]
+    job: PlannedJob, hardware: Hardware, memory: PlannedMemory, options: PlanOptions, *, is_over: Callable[[], bool]
 ) -> HardwarePlan:
     print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
     prices = prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
@@ -151,7 +151,12 @@ def _plan_hardware(
 
 
 def _variants(
-    job: Job, hardware: Hardware, memory: Memory, best: StrategyPlan | None, *, is_over: Callable[[], bool]
+    job: PlannedJob,
+    hardware: Hardware,
+    memory: PlannedMemory,
+    best: StrategyPlan | None,
+    *,
+    is_over: Callable[[], bool],
 ) -> list[StrategyPlan]:
     """Return the chosen strategy with each method, with and without recomputation, until the time is over."""
     strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
@@ -183,7 +188,7 @@ def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
 
 
 def _calibrated(
-    machines: list[Hardware], job: Job, memory: Memory, run: MeasuredRun | None
+    machines: list[Hardware], job: PlannedJob, memory: PlannedMemory, run: MeasuredRun | None
 ) -> tuple[list[Hardware], list[str]]:
     """Return the machines with the pace that an earlier run of the job had on such GPUs, and what was done."""
     expected = None if run is None else _modelled(job, memory, run)
@@ -200,7 +205,7 @@ def _calibrated(
     return [replace(each, slowdown=factor) if each.kind.name == run.kind.name else each for each in machines], [line]
 
 
-def _modelled(job: Job, memory: Memory, run: MeasuredRun) -> float | None:
+def _modelled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float | None:
     """Return the tokens per second of the run by the cost model; None where its layout cannot be modelled."""
     strategy = next((name for name in STRATEGIES if name == run.strategy), None)
     hardware = Hardware(run.kind, run.num_gpus).with_gpus(run.num_gpus)
@@ -218,7 +223,7 @@ def _modelled(job: Job, memory: Memory, run: MeasuredRun) -> float | None:
     return tokens / modelled.time.seconds if modelled.time is not None else None
 
 
-def _emulated(job: Job, machines: Sequence[Hardware]) -> list[str]:
+def _emulated(job: PlannedJob, machines: Sequence[Hardware]) -> list[str]:
     """Return a sentence for each kind of GPU that lacks the data type of the job's matrix products."""
     dtype = job.train.precision
     lacking = dict.fromkeys(each.kind.name for each in machines if dtype not in each.kind.flops)

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.commands.plan.cost.scaling import ScalePoint, amdahl_share, efficiency, most_that_pay
 from finetune.commands.plan.hardware import Hardware
-from finetune.commands.plan.job import Job
+from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.outlook import Offer, Outlook
 from finetune.commands.plan.strategies import StrategyPlan, accelerate_file
 
@@ -31,7 +31,7 @@ class HardwarePlan:
 class Plan:
     """The plan of a job for one or several machines, and what was assumed, in sentences."""
 
-    job: Job
+    job: PlannedJob
     job_file: str
     machines: Sequence[HardwarePlan]
     assumptions: Sequence[str]

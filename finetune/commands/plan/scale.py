@@ -5,16 +5,21 @@ from dataclasses import replace
 
 from finetune.commands.plan.cost.scaling import ScalePoint
 from finetune.commands.plan.hardware import Hardware
-from finetune.commands.plan.job import Job
-from finetune.commands.plan.memory import Fit, Memory, with_ranks
+from finetune.commands.plan.job import PlannedJob
+from finetune.commands.plan.memory import Fit, PlannedMemory, with_ranks
 from finetune.commands.plan.strategies import StrategyPlan, choose, timed, with_microbatch
 from finetune.run.symbolic.prediction import StrategyName
 
-MOST_GPUS = 256
+MAX_GPUS = 256
 
 
 def scale_points(
-    job: Job, hardware: Hardware, plans: Sequence[StrategyPlan], memory: Memory, *, usd_per_gpu_hour: float | None
+    job: PlannedJob,
+    hardware: Hardware,
+    plans: Sequence[StrategyPlan],
+    memory: PlannedMemory,
+    *,
+    usd_per_gpu_hour: float | None,
 ) -> list[ScalePoint]:
     """Return a point for each power of two that can share the global batch and on which the job fits.
 
@@ -32,11 +37,11 @@ def scale_points(
 
 
 def _numbers(global_batch_size: int) -> list[int]:
-    """Return the powers of two that divide the batch, up to MOST_GPUS."""
-    return [1 << power for power in range(MOST_GPUS.bit_length()) if global_batch_size % (1 << power) == 0]
+    """Return the powers of two that divide the batch, up to MAX_GPUS."""
+    return [1 << power for power in range(MAX_GPUS.bit_length()) if global_batch_size % (1 << power) == 0]
 
 
-def _with_gpus(job: Job, hardware: Hardware, plan: StrategyPlan, memory: Memory) -> StrategyPlan | None:
+def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: PlannedMemory) -> StrategyPlan | None:
     """Return the strategy on these GPUs; None where it does not fit or is not meant for so many."""
     num_gpus, fit = hardware.num_gpus, plan.fit
     strategy: StrategyName = "hsdp" if plan.strategy == "fsdp2" and hardware.num_nodes > 1 else plan.strategy

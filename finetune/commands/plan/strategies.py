@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from finetune.commands.plan.cost.step_time import StepTime, step_time
 from finetune.commands.plan.hardware import Hardware
-from finetune.commands.plan.job import Job
-from finetune.commands.plan.memory import Fit, Memory, unpredictable
+from finetune.commands.plan.job import PlannedJob
+from finetune.commands.plan.memory import Fit, PlannedMemory, unpredictable
 from finetune.commands.plan.work import step_work
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
-from finetune.run.build.strategy import job_settings, require_supported_by_strategy
+from finetune.run.setup.strategy import job_settings, require_supported_by_strategy
 from finetune.run.symbolic.prediction import STRATEGIES, Layout, Method, Prediction, StrategyName
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import find_conflicts
@@ -62,7 +62,7 @@ def accelerate_file(strategy: str, hardware: Hardware) -> str:
     return f"accelerate_configs/{strategy}.yaml"
 
 
-def plan_strategies(job: Job, hardware: Hardware, memory: Memory) -> list[StrategyPlan]:
+def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) -> list[StrategyPlan]:
     """Return a plan for every strategy, in their usual order."""
     return [plan_strategy(name, job, hardware, memory) for name in STRATEGIES]
 
@@ -84,9 +84,9 @@ def is_partial(plan: StrategyPlan, plans: Sequence[StrategyPlan]) -> bool:
 
 def plan_strategy(
     strategy: StrategyName,
-    job: Job,
+    job: PlannedJob,
     hardware: Hardware,
-    memory: Memory,
+    memory: PlannedMemory,
     *,
     method: Method | None = None,
     checkpointing: bool | None = None,
@@ -117,7 +117,7 @@ def plan_strategy(
     return timed(job, hardware, layout, fit)
 
 
-def timed(job: Job, hardware: Hardware, layout: Layout, fit: Fit) -> StrategyPlan:
+def timed(job: PlannedJob, hardware: Hardware, layout: Layout, fit: Fit) -> StrategyPlan:
     """Return the plan with the time of a step at the fit's microbatch."""
     assert fit.largest is not None
     ranks = layout.num_ranks

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from finetune.commands.plan.cost.scaling import amdahl_share, efficiency, most_that_pay
 from finetune.commands.plan.hardware import GPUS_PER_NODE, Hardware
-from finetune.commands.plan.job import Job
+from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.outlook import Outlook
 from finetune.commands.plan.result import HardwarePlan, Plan
 from finetune.commands.plan.strategies import MULTI_NODE_FILES, StrategyPlan, accelerate_file
@@ -147,7 +147,7 @@ def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlo
     yield from _hint(plan.job, planned, best)
 
 
-def _hint(job: Job, planned: HardwarePlan, best: StrategyPlan) -> Iterable[tuple[str, str]]:
+def _hint(job: PlannedJob, planned: HardwarePlan, best: StrategyPlan) -> Iterable[tuple[str, str]]:
     """Yield what the job would gain by recomputing less, or with more samples at a time by recomputing."""
     assert best.time is not None
     for each in planned.variants:
@@ -241,7 +241,7 @@ def _tokens_per_second(planned: HardwarePlan, each: StrategyPlan) -> str:
     return f"{outlook.tokens_per_second * best.time.seconds / each.time.seconds:,.0f}"
 
 
-def _variants_table(variants: Sequence[StrategyPlan], job: Job) -> Table:
+def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:
     table = _table("method", "recompute", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
     for each in variants:

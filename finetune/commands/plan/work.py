@@ -1,7 +1,7 @@
 """From a job and a prediction to the work of a step, as the cost model wants it."""
 
 from finetune.commands.plan.cost.step_time import Work
-from finetune.commands.plan.job import Job
+from finetune.commands.plan.job import PlannedJob
 from finetune.run.symbolic.prediction import Layout, Prediction
 
 TRAFFIC_PER_HIDDEN, TRAFFIC_PER_INTERMEDIATE = 363.0, 30.0
@@ -19,7 +19,7 @@ _STORED_BYTES = {4: 0.5, 8: 1.0}
 _UNKNOWN_LAYERS = 24
 
 
-def step_work(job: Job, layout: Layout, prediction: Prediction, *, num_microbatches: int) -> Work:
+def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_microbatches: int) -> Work:
     """Return what one rank computes and what is sent in a step of the job under the layout."""
     parameters, trained = prediction.num_parameters, prediction.num_trained
     recomputes = prediction.recomputed_flops_per_token > 0
@@ -42,13 +42,13 @@ def step_work(job: Job, layout: Layout, prediction: Prediction, *, num_microbatc
     )
 
 
-def checkpoint_bytes(job: Job, prediction: Prediction, *, optimizer_bytes: int) -> int:
+def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes: int) -> int:
     """Return the size of a checkpoint: the trained weights and the optimizer's state."""
     each = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
     return prediction.num_trained * each + optimizer_bytes
 
 
-def _traffic(job: Job, layout: Layout) -> float:
+def _traffic(job: PlannedJob, layout: Layout) -> float:
     shapes = job.shapes
     if shapes is None:
         return 0.0
@@ -58,7 +58,7 @@ def _traffic(job: Job, layout: Layout) -> float:
     return shapes.layers * each * (job.compute_bytes / 2)
 
 
-def _gathered_bytes(job: Job, layout: Layout) -> float:
+def _gathered_bytes(job: PlannedJob, layout: Layout) -> float:
     """Return the bytes per weight that are read and gathered: quantized ones as they are stored."""
     if layout.method != "qlora":
         return float(job.compute_bytes)
@@ -66,7 +66,7 @@ def _gathered_bytes(job: Job, layout: Layout) -> float:
     return _STORED_BYTES[quantization.bits if quantization is not None else 4]
 
 
-def _gradient_bytes(job: Job, layout: Layout) -> float:
+def _gradient_bytes(job: PlannedJob, layout: Layout) -> float:
     """Return the bytes per gradient as it is reduced: FSDP2 and ZeRO do it in float32, DDP in the weight's type."""
     is_half = layout.strategy == "ddp" and layout.method == "full" and job.config.model.dtype != "float32"
     return 2.0 if is_half else 4.0

@@ -22,7 +22,7 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.terminal import format_json
 
-MOST_ROWS = 100_000
+MAX_ROWS = 100_000
 """Rows that are read to the end of their texts: more would take minutes."""
 
 _GUESSED_ROWS = 50
@@ -44,7 +44,7 @@ TASKS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class ReadRows:
-    """What reading the rows to their end, or to MOST_ROWS, has found."""
+    """What reading the rows to their end, or to MAX_ROWS, has found."""
 
     num_rows: int
     is_all: bool
@@ -186,7 +186,7 @@ def _read(source: Source, tokenizer: Any) -> ReadRows:
     lengths: list[int] = []
     rows = source.rows()
     try:
-        for raw in islice(rows, MOST_ROWS):
+        for raw in islice(rows, MAX_ROWS):
             lengths.append(_length(source, raw, tokenizer))
         is_all = next(rows, None) is None
     except DataError as error:

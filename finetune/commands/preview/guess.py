@@ -16,7 +16,7 @@ from finetune.data.sources.files import DataFile, kind_of
 
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_LINES = 50
-_MOST_JSON_BYTES = 256 << 20
+_MAX_JSON_BYTES = 256 << 20
 _NAME_LENGTH = 40
 _LABEL_LENGTH = 40
 _DEFAULTS = {".csv": ",", ".tsv": "\t"}
@@ -96,7 +96,7 @@ def _records(file: DataFile, content: bytes, encoding: str | None) -> str | None
     if not _text(content[:4096], encoding).lstrip().startswith("{"):
         return None
     try:
-        value = json.loads(_text(file.beginning(_MOST_JSON_BYTES), encoding))
+        value = json.loads(_text(file.beginning(_MAX_JSON_BYTES), encoding))
     except (ValueError, RecursionError):
         return None  # JSON lines, damaged, which is told where the rows are read, or too large to look at
     if any(all(column in value for column in required) for required in REQUIRED_COLUMNS.values()):

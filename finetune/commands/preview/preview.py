@@ -20,8 +20,8 @@ from finetune.data.images.decode import image_facts
 from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import UserError
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_training_data
-from finetune.run.build.data_audit import audit_training_data
+from finetune.run.setup.data import make_training_data
+from finetune.run.setup.data_audit import audit_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.library_output import quiet_libraries

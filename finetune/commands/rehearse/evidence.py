@@ -7,15 +7,15 @@ from typing import Any
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import find_problems, read_entry
-from finetune.commands.verify.resume import SHOWN_DIGITS, RunHistory
+from finetune.commands.verify.resume import SHOWN_DIGITS, LossHistory
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
 from finetune.report.jsonl import read_events
-from finetune.run.build.data import TrainingData
+from finetune.run.setup.data import TrainingData
 from finetune.runtime.resources import format_size
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 
-_MOST_LINES = 4
+_MAX_LINES = 4
 
 
 def template_evidence(config: RunConfig, data: TrainingData) -> Iterator[str]:
@@ -42,7 +42,7 @@ def strategy_evidence(run: Path) -> Iterator[str]:
     """Yield what was built on how many processes."""
     started = next(each for each in _events(run) if each["event"] == "RunStarted")
     yield str(started["strategy"])
-    yield from (str(line) for line in islice(started["arithmetic"], _MOST_LINES))
+    yield from (str(line) for line in islice(started["arithmetic"], _MAX_LINES))
 
 
 def steps_evidence(run: Path) -> Iterator[str]:
@@ -71,7 +71,7 @@ def checkpoint_evidence(run: Path) -> Iterator[str]:
     yield f"step {step}: {len(files)} files, {size}, every digest as in its manifest"
 
 
-def resume_evidence(resumed: RunHistory, *, step: int) -> Iterator[str]:
+def resume_evidence(resumed: LossHistory, *, step: int) -> Iterator[str]:
     """Yield what is the same after the kill as without it."""
     after = [each for each in resumed.steps if each.number > step]
     yield (

@@ -13,8 +13,8 @@ from finetune.config.paths import is_url
 from finetune.config.rules.unused_keys import unused_keys
 from finetune.config.run_config import RunConfig, smallest_microbatch_size
 
-MOST_MICROBATCH, MOST_ACCUMULATION = 2, 2
-MOST_PROMPTS, MOST_NEW_TOKENS = 4, 8
+MAX_MICROBATCH, MAX_ACCUMULATION = 2, 2
+MAX_PROMPTS, MAX_NEW_TOKENS = 4, 8
 _FACTORED = ("pissa", "olora", "loftq")
 
 _FEW = "a few steps"
@@ -40,9 +40,9 @@ def plan_schedule(config: RunConfig, *, steps: int, processes: int, real_process
     train = config.train
     is_fixed = isinstance(config.model.batch_norm, int) or train.optimizer.in_backward
     written = smallest_microbatch_size(config)
-    microbatch = written if is_fixed else min(written, MOST_MICROBATCH)
+    microbatch = written if is_fixed else min(written, MAX_MICROBATCH)
     accumulation = max(train.global_batch_size // (real_processes * written), 1)
-    batch = processes * microbatch * min(accumulation, MOST_ACCUMULATION)
+    batch = processes * microbatch * min(accumulation, MAX_ACCUMULATION)
     return Schedule(steps, math.ceil(steps / 2), microbatch, batch)
 
 
@@ -160,10 +160,10 @@ def _evaluation(config: RunConfig, schedule: Schedule) -> Iterator[Change]:
         return
     yield Change("evaluate.every_steps", evaluate.every_steps, schedule.saved_at, _FEW)
     if isinstance(evaluate.microbatch_size, int):
-        size = min(evaluate.microbatch_size, MOST_MICROBATCH)
+        size = min(evaluate.microbatch_size, MAX_MICROBATCH)
         yield Change("evaluate.microbatch_size", evaluate.microbatch_size, size, "to fit a CPU")
     if evaluate.generate is not None:
-        for name, most in (("num_samples", MOST_PROMPTS), ("max_new_tokens", MOST_NEW_TOKENS), ("batch_size", 2)):
+        for name, most in (("num_samples", MAX_PROMPTS), ("max_new_tokens", MAX_NEW_TOKENS), ("batch_size", 2)):
             written = getattr(evaluate.generate, name)
             yield Change(f"evaluate.generate.{name}", written, min(written, most), "to fit a CPU")
 

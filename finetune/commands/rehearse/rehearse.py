@@ -46,8 +46,8 @@ from finetune.config.sections.model import ModelSection
 from finetune.config.sections.train import TrainSection
 from finetune.errors import FinetuneError, UserError
 from finetune.report.run_log import RunLog
-from finetune.run.build.data import make_training_data
-from finetune.run.build.model import require_adaptable, require_buildable, require_routers
+from finetune.run.setup.data import make_training_data
+from finetune.run.setup.model import require_adaptable, require_buildable, require_routers
 from finetune.runtime.files import atomic
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.task.registry import model_head

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.format import layout
-from finetune.commands.verify.resume import RunHistory, differences, read_run_history
+from finetune.commands.verify.resume import LossHistory, differences, read_run_history
 from finetune.errors import FinetuneError, UserError
 from finetune.report.jsonl import read_events
 from finetune.runtime.processes import free_port, process_group
@@ -79,7 +79,7 @@ def run_to_end(launch: Launch, *, step: int, last: int, log: Path) -> None:
         raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
 
 
-def set_aside(run: Path, *, keep: int, folder: Path) -> RunHistory:
+def set_aside(run: Path, *, keep: int, folder: Path) -> LossHistory:
     """Move what came after the step `keep` out of the run into `folder`, and return the uninterrupted history."""
     (folder / CHECKPOINTS_FOLDER).mkdir(parents=True)
     shutil.copyfile(run / "events.jsonl", folder / "events.jsonl")
@@ -90,7 +90,7 @@ def set_aside(run: Path, *, keep: int, folder: Path) -> RunHistory:
     return read_run_history(folder)
 
 
-def compare_resumed(straight: RunHistory, run: Path, *, step: int, log: Path) -> RunHistory:
+def compare_resumed(straight: LossHistory, run: Path, *, step: int, log: Path) -> LossHistory:
     """Return the history of the resumed run; raises PhaseError where it differs from the uninterrupted one."""
     resumed = read_run_history(run)
     found = list(differences(straight, resumed, stop_at=step, tolerance=None))

@@ -22,7 +22,7 @@ _WHY = "layers of the real model, as the small one has them"
 
 
 @dataclass(frozen=True)
-class Targets:
+class ShrinkTargets:
     """Overrides for the small model, what they change, and what was matched with the real one."""
 
     overrides: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Targets:
     matched: tuple[str, ...]
 
 
-def match_targets(config: RunConfig, architecture: Architecture) -> Targets:
+def match_targets(config: RunConfig, architecture: Architecture) -> ShrinkTargets:
     """Return how the job's names are written for the small model; raises ModelError for one that matches nothing."""
     names = _Names(architecture)
     matched = list(_check_real(config, architecture))
@@ -53,7 +53,7 @@ def match_targets(config: RunConfig, architecture: Architecture) -> Targets:
         if layers != list(config.model.lora.layers):
             overrides["model.lora.layers"] = layers
             changes.append(Change("model.lora.layers", list(config.model.lora.layers), layers, _WHY))
-    return Targets(overrides, tuple(changes), tuple(matched))
+    return ShrinkTargets(overrides, tuple(changes), tuple(matched))
 
 
 def _shown(names: Iterable[str]) -> str:

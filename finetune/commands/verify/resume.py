@@ -31,7 +31,7 @@ SHOWN_DIGITS = 12
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """What a run says of one step; `samples` is the rolled digest of everything consumed up to it."""
 
     number: int  # from 1
@@ -40,10 +40,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RunHistory:
+class LossHistory:
     """A run from its first step to its last, over however many starts."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     starts: tuple[int, ...]  # steps that were behind it at each start
     state_sha256: str  # of its last checkpoint
 
@@ -82,7 +82,9 @@ def run_resume(
     return not problems
 
 
-def run_both(one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at: int) -> tuple[RunHistory, RunHistory]:
+def run_both(
+    one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at: int
+) -> tuple[LossHistory, LossHistory]:
     """Return the straight course under `one`, and the one that is stopped there and resumed under the other."""
     changes = _changes(tested.job, keeps_dropout=one == other)
     folders = tested.scratch / "straight", tested.scratch / "resumed"
@@ -95,19 +97,19 @@ def run_both(one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at
     return read_run_history(folders[0]), read_run_history(folders[1])
 
 
-def read_run_history(folder: Path) -> RunHistory:
+def read_run_history(folder: Path) -> LossHistory:
     """Return the course of the run in this folder."""
     taken = read_steps(folder)
     started = [event for event in read_events(folder / "events.jsonl") if event["event"] == "RunStarted"]
     checkpoints = list(layout.steps(folder / CHECKPOINTS_FOLDER).values())
-    return RunHistory(
-        tuple(Step(event["step"], event["samples_sha256"], float(event["loss"])) for event in taken),
+    return LossHistory(
+        tuple(RecordedStep(event["step"], event["samples_sha256"], float(event["loss"])) for event in taken),
         starts=tuple(event["step"] for event in started),
         state_sha256=read_manifest(checkpoints[-1]).state_sha256,
     )
 
 
-def differences(straight: RunHistory, resumed: RunHistory, *, stop_at: int, tolerance: float | None) -> Iterator[str]:
+def differences(straight: LossHistory, resumed: LossHistory, *, stop_at: int, tolerance: float | None) -> Iterator[str]:
     """Yield in words everything in which the courses differ; without a tolerance every bit counts."""
     if resumed.starts[-1] != stop_at:
         yield f"the second start went on from step {resumed.starts[-1]}, not {stop_at}"
@@ -154,7 +156,7 @@ def _title(one: LaunchSetup, other: LaunchSetup, *, stop_at: int, is_dropout_off
     )
 
 
-def _print_table(straight: RunHistory, resumed: RunHistory, *, title: str) -> None:
+def _print_table(straight: LossHistory, resumed: LossHistory, *, title: str) -> None:
     table = Table(title=title)
     table.add_column("step", justify="right", no_wrap=True)
     for column in ("samples\nstraight", "\nresumed"):
@@ -174,7 +176,7 @@ def _print_table(straight: RunHistory, resumed: RunHistory, *, title: str) -> No
 
 
 def _print_verdict(
-    problems: Sequence[str], *, straight: RunHistory, resumed: RunHistory, tolerance: float | None
+    problems: Sequence[str], *, straight: LossHistory, resumed: LossHistory, tolerance: float | None
 ) -> None:
     print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
     print(f"                              resumed  {resumed.state_sha256 or '-'}")

@@ -117,7 +117,7 @@ class ControlTokens:
         pattern = self._normalized_pattern
         return pattern is not None and pattern.search(_normalized(self._tokenizer, text)) is not None
 
-    def with_stand_ins(self, value: Any) -> Any:
+    def with_placeholders(self, value: Any) -> Any:
         """Return the text, or turns or schemas, with a stand-in for every control token's name and for a part of one.
 
         Raises DataError for a row that holds stand-ins itself.
@@ -125,9 +125,9 @@ class ControlTokens:
         if isinstance(value, str):
             return self._stood_in(value)
         if isinstance(value, Mapping):
-            return {self.with_stand_ins(name): self.with_stand_ins(inner) for name, inner in value.items()}
+            return {self.with_placeholders(name): self.with_placeholders(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self.with_stand_ins(inner) for inner in value]
+            return [self.with_placeholders(inner) for inner in value]
         return value
 
     def restored(self, text: str) -> str:

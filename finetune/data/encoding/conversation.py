@@ -84,7 +84,7 @@ class ConversationEncoder:
         if not self._control.held_by(texts):
             chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if row.get(ARGUMENTS) else row, dropped)
         else:
-            stood_in = {**row, **_named(*self._control.with_stand_ins(texts))}
+            stood_in = {**row, **_named(*self._control.with_placeholders(texts))}
             if not self._finder.train_on_reasoning:
                 _require_same_reasoning(row["messages"], stood_in["messages"])
             chat = self._plain_rendered_chat(stood_in, dropped)

@@ -75,7 +75,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[i
     if not control.held_by(asked):
         rendered = render(tokenizer, prompt.turns, tools=prompt.tools, arguments=arguments, add_generation_prompt=True)
         return tokenize(tokenizer, require_valid_unicode(rendered.text))
-    turns, tools, arguments = control.with_stand_ins(asked)
+    turns, tools, arguments = control.with_placeholders(asked)
     rendered = render(tokenizer, [*led, *turns], tools=tools or None, arguments=arguments, add_generation_prompt=True)
     text = control.renamed(rendered.text)
     ids = control.tokens.ids(require_valid_unicode(text))

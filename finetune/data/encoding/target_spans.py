@@ -167,17 +167,18 @@ class _Conversation:
         prompt = self._render(place, generation_prompt=True).text
         if self.whole.text.startswith(prompt):
             return self
-        cue = prompt.removeprefix(self._render(place).text)
+        generation_prompt = prompt.removeprefix(self._render(place).text)
         other = render(
             self.finder.tokenizer,
             [*self.turns[:place], {"role": "assistant", "content": _ANOTHER}],
             tools=self.tools,
             arguments=self.arguments,
         ).text
-        begins = -1 if cue == prompt else self.whole.text.rfind(cue, 0, _num_same(self.whole.text, other))
-        if begins < 0:
+        end = _num_same(self.whole.text, other)
+        start = self.whole.text.rfind(generation_prompt, 0, end)
+        if generation_prompt == prompt or start < 0:
             raise self._difference(prompt, what=f"the prompt of turn {place + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
-        return replace(self, given=Rendering(prompt + self.whole.text[begins + len(cue) :]))
+        return replace(self, given=Rendering(prompt + self.whole.text[start + len(generation_prompt) :]))
 
     def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
         spans = [self._answer(place) for place in targets] if marked is None else marked
@@ -210,11 +211,11 @@ class _Conversation:
             is_answer = turn["role"] == "assistant"
             end = marks.end_in(self.whole.text, turn, start=start, end=span.end) if is_answer else start
             if end is None:
-                begins = self.whole.text[span.start : span.start + 60]
+                beginning = self.whole.text[span.start : span.start + 60]
                 raise DataError(
                     f"the end of the reasoning of turn {place + 1} is not found in what the chat template "
-                    f"({self.finder.template}) writes ({begins!r}...). Set data.train_on_reasoning: true, or give the "
-                    "reasoning as `reasoning_content`."
+                    f"({self.finder.template}) writes ({beginning!r}...). Set data.train_on_reasoning: true, or give "
+                    "the reasoning as `reasoning_content`."
                 )
             found.append(replace(span, start=min(end, span.end)))
         return found

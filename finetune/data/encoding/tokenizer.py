@@ -86,7 +86,7 @@ def _digest(text: str) -> str:
 
 
 _LONGEST_REMEMBERED = 128  # characters
-_MOST_REMEMBERED = 4096
+_MAX_REMEMBERED = 4096
 _PROBES = ("a b", " a", "a ", "\n", "a\n\nb", "  ", "\u00e9\u4f60 1", "a.")
 
 
@@ -131,7 +131,7 @@ class TextTokenizer:
         ids = self._remembered.get(text)
         if ids is None:
             ids = self.ids(text)
-            if len(text) <= _LONGEST_REMEMBERED and len(self._remembered) < _MOST_REMEMBERED:
+            if len(text) <= _LONGEST_REMEMBERED and len(self._remembered) < _MAX_REMEMBERED:
                 self._remembered[text] = ids
         return ids
 

@@ -142,8 +142,8 @@ class Columns:
 def quoted_list(names: Iterable[object]) -> str:
     """Return the names in backticks, separated by commas; of very many the first."""
     known = [str(name) for name in names]
-    more = [f"and {len(known) - _MOST_LISTED:,} more"] if len(known) > _MOST_LISTED else []
-    return ", ".join([*(f"`{shortened(name)}`" for name in known[:_MOST_LISTED]), *more])
+    more = [f"and {len(known) - _MAX_LISTED:,} more"] if len(known) > _MAX_LISTED else []
+    return ", ".join([*(f"`{shortened(name)}`" for name in known[:_MAX_LISTED]), *more])
 
 
-_MOST_LISTED = 40
+_MAX_LISTED = 40

@@ -50,7 +50,7 @@ def read_tagged(columns: Columns) -> Row:
 _LABELS: Mapping[Format, str] = {"labelled": "label", "tagged": "tags", "image_label": "label"}
 """The columns that hold classes."""
 
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 
 
 class RowFormat(Protocol):
@@ -63,7 +63,7 @@ class RowFormat(Protocol):
         """Return, as JSON can hold it, what decides how rows are read."""
 
 
-class AlreadyRead:
+class IdentityFormat:
     """The format of rows that have been read by another one."""
 
     def read(self, raw: RawRow) -> Row:
@@ -75,7 +75,7 @@ class AlreadyRead:
         return None
 
 
-ALREADY_READ = AlreadyRead()
+ALREADY_READ = IdentityFormat()
 
 
 class UnknownFormat(DataError):
@@ -151,7 +151,7 @@ def choose_format(
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
         yours = section.column_names.get(column, column)
-        shown = quoted_list(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        shown = quoted_list(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
     mapped, has_arguments = (section.column_names, dict(section.template)), ARGUMENTS in expected and ARGUMENTS in row
     return ColumnFormat(ColumnNames(name, *mapped, key, classes, image_root, has_arguments))

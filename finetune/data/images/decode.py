@@ -17,7 +17,7 @@ from finetune.errors import DataError
 
 Mode = Literal["RGB", "L"]
 
-MOST_PIXELS = 89_478_485
+MAX_PIXELS = 89_478_485
 """Pixels of the largest image that is decoded (Pillow's own limit): a small file may claim any size."""
 
 _NOT_READ = frozenset({"EPS", "WMF", "GRIB", "BUFR", "HDF5", "MPEG"})
@@ -57,7 +57,7 @@ def decode_image(encoded: bytes, *, mode: Mode = "RGB") -> Image.Image:
     """Return the image (of several frames the first) upright by its EXIF orientation, over white where it has alpha.
 
     16 bits a channel become 8. Raises DataError in plain words for what is no image, is cut off, or has more than
-    MOST_PIXELS.
+    MAX_PIXELS.
     """
     with _opened(encoded) as image:
         upright = ImageOps.exif_transpose(image)
@@ -89,7 +89,7 @@ def _opened(encoded: bytes) -> Iterator[Image.Image]:
             with Image.open(BytesIO(encoded), formats=_formats()) as image:
                 yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"it has more than {MOST_PIXELS:,} pixels. Scale it down") from error
+        raise DataError(f"it has more than {MAX_PIXELS:,} pixels. Scale it down") from error
     except UnidentifiedImageError as error:
         raise DataError("it is not an image of a known format") from error
     except _FAULTS as error:

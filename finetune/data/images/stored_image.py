@@ -14,7 +14,7 @@ from finetune.runtime.files.read import open_regular, require_regular
 
 _SHORTEST_BASE64 = 64
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Bytes of the largest file that is read as an image."""
 
 
@@ -73,7 +73,7 @@ class StoredImage:
             raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def file(self) -> Path:
-        """Return the file; raises DataError for one outside of its root, of no end, or of more than MOST_BYTES."""
+        """Return the file; raises DataError for one outside of its root, of no end, or of more than MAX_BYTES."""
         assert self.path is not None
         try:
             path = self.path if self.root is None else self.root.found(self.path)
@@ -82,8 +82,8 @@ class StoredImage:
             raise DataError(f"{self.path} does not exist") from error
         except (OSError, RuntimeError) as error:  # a link that leads to itself is a RuntimeError of Python 3.11
             raise DataError(f"{self.path} cannot be read: {getattr(error, 'strerror', error)}") from error
-        if size > MOST_BYTES:
-            raise DataError(f"{self.path} has {size:,} bytes, but the limit is {MOST_BYTES:,}")
+        if size > MAX_BYTES:
+            raise DataError(f"{self.path} has {size:,} bytes, but the limit is {MAX_BYTES:,}")
         return path
 
     def digest(self) -> str:

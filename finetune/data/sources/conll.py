@@ -12,7 +12,7 @@ from finetune.data.sources.decoding import decode_line
 from finetune.data.sources.options import ReadOptions
 from finetune.errors import DataError
 
-MOST_SENTENCE_BYTES = 256 << 20
+MAX_SENTENCE_BYTES = 256 << 20
 """Of the longest sentence that is read."""
 
 _DOCUMENT_START = "-DOCSTART-"
@@ -52,17 +52,17 @@ def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str
         if len(fields) != width or width < 2:
             raise DataError(f"{origin}, line {number}: {_ragged(fields, width)}")
         num_bytes += len(text)
-        if num_bytes > MOST_SENTENCE_BYTES:
-            raise DataError(f"{origin}, line {number}: the sentence has more than {MOST_SENTENCE_BYTES >> 20} MB.")
+        if num_bytes > MAX_SENTENCE_BYTES:
+            raise DataError(f"{origin}, line {number}: the sentence has more than {MAX_SENTENCE_BYTES >> 20} MB.")
         sentence.append(fields)
     if sentence:
         yield sentence
 
 
 def _lines(stream: io.BufferedReader, origin: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(iter(partial(stream.readline, MOST_SENTENCE_BYTES + 1), b""), start=1):
-        if len(line) > MOST_SENTENCE_BYTES:
-            raise DataError(f"{origin}, line {number}: has more than {MOST_SENTENCE_BYTES >> 20} MB: this is no word.")
+    for number, line in enumerate(iter(partial(stream.readline, MAX_SENTENCE_BYTES + 1), b""), start=1):
+        if len(line) > MAX_SENTENCE_BYTES:
+            raise DataError(f"{origin}, line {number}: has more than {MAX_SENTENCE_BYTES >> 20} MB: this is no word.")
         text = decode_line(line, origin=origin, number=number)
         yield number, text.removeprefix("\ufeff" if number == 1 else "").strip("\r\n")
 

@@ -12,7 +12,7 @@ from typing import Literal
 from finetune.data.rows import RawRow, shortened
 from finetune.data.sources.decoding import decode_line
 from finetune.data.sources.options import ReadOptions
-from finetune.data.sources.unpacking import MOST_ROW_BYTES
+from finetune.data.sources.unpacking import MAX_ROW_BYTES
 from finetune.errors import DataError
 
 _BYTE_ORDER_MARK = "\ufeff"
@@ -34,11 +34,11 @@ class _Lines:
         self.first, self._num_bytes = self.number + 1, 0
 
     def __iter__(self) -> Iterator[str]:
-        for line in iter(partial(self._stream.readline, MOST_ROW_BYTES + 1), b""):
+        for line in iter(partial(self._stream.readline, MAX_ROW_BYTES + 1), b""):
             self._num_bytes += len(line)
-            if self._num_bytes > MOST_ROW_BYTES:
+            if self._num_bytes > MAX_ROW_BYTES:
                 raise DataError(
-                    f"{self._origin}, line {self.first}: the row has more than {MOST_ROW_BYTES >> 20} MB: a quotation "
+                    f"{self._origin}, line {self.first}: the row has more than {MAX_ROW_BYTES >> 20} MB: a quotation "
                     "mark in it is never closed, or this is not a CSV file. `quotes: false` takes them as they are."
                 )
             text = decode_line(line, origin=self._origin, number=self.number + 1)

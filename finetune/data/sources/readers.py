@@ -14,13 +14,13 @@ from finetune.data.sources.decoding import as_utf8, decode_line
 from finetune.data.sources.delimited import delimited_rows
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
-from finetune.data.sources.unpacking import MOST_ROW_BYTES
+from finetune.data.sources.unpacking import MAX_ROW_BYTES
 from finetune.errors import DataError
 
-MOST_JSON_BYTES = 2 << 30
+MAX_JSON_BYTES = 2 << 30
 """Of a JSON file that is one array or object, which is held in memory; JSON lines have no limit."""
 
-_MOST_BLANK_LINES = 1_000_000
+_MAX_BLANK_LINES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -67,16 +67,16 @@ def _plain_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -
 def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, each with its number; DataError where blank ones do not end."""
     last = 0
-    for number, line in enumerate(iter(partial(stream.readline, MOST_ROW_BYTES + 1), b""), start=1):
-        if len(line) > MOST_ROW_BYTES:
-            raise DataError(f"{origin}, line {number}: has more than {MOST_ROW_BYTES >> 20} MB: this is not a row.")
+    for number, line in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
+        if len(line) > MAX_ROW_BYTES:
+            raise DataError(f"{origin}, line {number}: has more than {MAX_ROW_BYTES >> 20} MB: this is not a row.")
         content = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
         stripped = content.strip()
         if stripped:
             last = number
             yield number, content.rstrip(b"\r\n") if keep_blanks_around else stripped
-        elif number - last > _MOST_BLANK_LINES:
-            raise DataError(f"{origin}, line {last + 1}: more than {_MOST_BLANK_LINES:,} blank lines begin here.")
+        elif number - last > _MAX_BLANK_LINES:
+            raise DataError(f"{origin}, line {last + 1}: more than {_MAX_BLANK_LINES:,} blank lines begin here.")
 
 
 def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
@@ -98,11 +98,9 @@ def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Itera
 
 
 def _whole(stream: io.BufferedReader, origin: str) -> bytes:
-    content = stream.read(MOST_JSON_BYTES + 1)
-    if len(content) > MOST_JSON_BYTES:
-        raise DataError(
-            f"{origin}: has more than {MOST_JSON_BYTES >> 30} GB. Write one object on each line, as .jsonl."
-        )
+    content = stream.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise DataError(f"{origin}: has more than {MAX_JSON_BYTES >> 30} GB. Write one object on each line, as .jsonl.")
     return content
 
 

@@ -7,21 +7,21 @@ from typing import Any, BinaryIO
 from finetune.errors import DataError
 from finetune.runtime.optional import require
 
-MOST_ROW_BYTES = 256 << 20
+MAX_ROW_BYTES = 256 << 20
 """Of the longest row that is read."""
 
-MOST_TIMES, FREE_BYTES = 300, 64 << 20
+MAX_TIMES, FREE_BYTES = 300, 64 << 20
 """How many times its own bytes a file may become, and what every file may; text of people becomes 3 to 30 times."""
 
-_MOST_BATCH_BYTES = 256 << 20
+_MAX_BATCH_BYTES = 256 << 20
 _ROW_BYTES = 16  # that an empty row counts as
 
 
 def require_no_bomb(unpacked: int, *, packed: int, origin: str) -> None:
     """Raise DataError where so many bytes are no data that somebody compressed."""
-    if unpacked > FREE_BYTES + MOST_TIMES * packed:
+    if unpacked > FREE_BYTES + MAX_TIMES * packed:
         raise DataError(
-            f"{origin}: {packed:,} bytes of it unpack to more than {unpacked >> 20:,} MB, over {MOST_TIMES} times as "
+            f"{origin}: {packed:,} bytes of it unpack to more than {unpacked >> 20:,} MB, over {MAX_TIMES} times as "
             "much: it repeats one thing without end. If it is meant, write the rows uncompressed, as .jsonl."
         )
 
@@ -62,7 +62,7 @@ def parquet_batches(stream: BinaryIO, table: Any, groups: list[int], *, origin: 
             length * facts.column(column).num_values * num_rows / max(1, facts.num_rows)
             for column, length in longest.items()
         )
-        if batch_bytes <= _MOST_BATCH_BYTES:
+        if batch_bytes <= _MAX_BATCH_BYTES:
             batches = table.iter_batches(batch_size=num_rows, row_groups=[group])
         else:
             kept = [facts.column(column).path_in_schema for column in longest]
@@ -110,8 +110,8 @@ def _small_slices(batches: Iterator[Any], origin: str) -> Iterator[Any]:
     for batch in batches:
         for begin in range(batch.num_rows):
             row = batch.slice(begin, 1)
-            if sum(map(_unpacked_bytes, row.columns)) > MOST_ROW_BYTES:
-                raise DataError(f"{origin}: a row has more than {MOST_ROW_BYTES >> 20} MB: this is not a row.")
+            if sum(map(_unpacked_bytes, row.columns)) > MAX_ROW_BYTES:
+                raise DataError(f"{origin}: a row has more than {MAX_ROW_BYTES >> 20} MB: this is not a row.")
             yield row
 
 

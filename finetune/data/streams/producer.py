@@ -20,7 +20,7 @@ from finetune.data.token_cache.build import build_set, refuse_counts, refuse_sha
 from finetune.data.token_cache.chunks import EncodingPlan
 from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
-from finetune.data.token_cache.store import Identity, PreparedSet
+from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.processes import ignore_run_signals
@@ -152,9 +152,9 @@ def make_window(job: StreamJob, window: int) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _as_written(folder: Path, *, key: str) -> PreparedSet:
+def _as_written(folder: Path, *, key: str) -> TokenCache:
     try:
-        return PreparedSet(folder)
+        return TokenCache(folder)
     except DamagedSet as damage:
         raise DataError(f"{key}: {damage}, as soon as it was written. Check the disk of data.cache_folder.") from damage
 

@@ -23,7 +23,7 @@ from finetune.data.token_cache.cache import cache_folder, folder_name, identify
 from finetune.data.token_cache.chunks import Encode, make_encoding_plan
 from finetune.data.token_cache.counts import Counts, total_counts
 from finetune.data.token_cache.lengths import LengthLimit
-from finetune.data.token_cache.store import MOST_NAMED
+from finetune.data.token_cache.store import MAX_NAMED
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive_seed
 
@@ -99,7 +99,7 @@ class StreamSamples:
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
         """Return messages on samples that were delivered damaged; their windows are prepared again."""
-        places = "; ".join(self.place(sample_id) for sample_id in damaged[:MOST_NAMED].tolist())
+        places = "; ".join(self.place(sample_id) for sample_id in damaged[:MAX_NAMED].tolist())
         windows = sorted({split_stream_index(sample_id)[0] for sample_id in damaged.tolist()})
         gone = [
             window for window in windows if self.windows.at_hand(window) is None

@@ -15,7 +15,7 @@ from typing import TypeVar
 from finetune.data.streams.folder import NOTHING, StreamReader, WindowRecord
 from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
 from finetune.data.token_cache.integrity import DamagedSet
-from finetune.data.token_cache.store import PreparedSet
+from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
 from finetune.runtime.supervision.heartbeat import keep_alive
 
@@ -55,11 +55,11 @@ class Windows:
         """Return what is remembered of the window; waits until it has been prepared, raises DataError if it cannot."""
         return self._own().record(window)
 
-    def prepared(self, window: int) -> PreparedSet:
+    def prepared(self, window: int) -> TokenCache:
         """Return the window's samples; waits likewise."""
         return self._own().opened(window)
 
-    def at_hand(self, window: int) -> PreparedSet | None:
+    def at_hand(self, window: int) -> TokenCache | None:
         """Return the window's samples if they are at hand; does not wait, and asks for nothing."""
         return _find(self.job, window, log=self._log)
 
@@ -134,7 +134,7 @@ class _ReaderState:
             except DamagedSet as damage:
                 self._log(f"warning: {self._job.key}: {damage}. Its window is prepared again.")
 
-    def _open(self, window: int) -> PreparedSet:
+    def _open(self, window: int) -> TokenCache:
         self.request(window)  # also where it is at hand: those after it are to be prepared
         return self.wait(window, lambda: _find(self._job, window, log=self._log))
 
@@ -191,13 +191,13 @@ class ProducerProcess:
         return self._process.poll()
 
 
-def _find(job: StreamJob, window: int, *, log: Callable[[str], None]) -> PreparedSet | None:
+def _find(job: StreamJob, window: int, *, log: Callable[[str], None]) -> TokenCache | None:
     """Return the window, verified; one that is damaged is set aside, so that it is prepared again."""
     path = job.folder.window(window)
     try:
         if not path.exists():
             return None
-        prepared = PreparedSet(path)
+        prepared = TokenCache(path)
         prepared.verify()
         return prepared
     except DamagedSet as damage:

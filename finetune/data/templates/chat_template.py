@@ -27,7 +27,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 """The marks of each that must be single tokens, or the model would be trained on other tokens than it was made with."""
 
 
-MOST_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 """Of the largest Jinja file that is read as a chat template."""
 
 
@@ -165,11 +165,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Turn]) -> str:
 
 def _read(path: Path) -> str:
     with open_regular(path) as file:
-        content = file.read(MOST_TEMPLATE_BYTES + 1)
-    if len(content) > MOST_TEMPLATE_BYTES:
-        raise DataError(
-            f"data.chat_template: {path} has more than {MOST_TEMPLATE_BYTES >> 20} MB: this is no template."
-        )
+        content = file.read(MAX_TEMPLATE_BYTES + 1)
+    if len(content) > MAX_TEMPLATE_BYTES:
+        raise DataError(f"data.chat_template: {path} has more than {MAX_TEMPLATE_BYTES >> 20} MB: this is no template.")
     return content.decode("utf-8")
 
 

@@ -139,7 +139,7 @@ def open_arrays(
     return arrays
 
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 """Digests are made as fast as memory is read: more threads gain nothing."""
 
 
@@ -182,7 +182,7 @@ class Verification:
 
     def start(self) -> None:
         """Begin, and return at once."""
-        num_threads = max(1, min(MOST_THREADS, usable_cores() - 1))
+        num_threads = max(1, min(MAX_THREADS, usable_cores() - 1))
         self._threads = [threading.Thread(target=self._verify, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()

@@ -17,7 +17,7 @@ from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.journal import AppendableArrays, Journal, JournalState, SyncedArray
 from finetune.data.token_cache.lengths import LengthLimit
-from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, PreparedSet
+from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, TokenCache
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import fsync
 from finetune.runtime.files.digests import write_json_with_digest
@@ -47,7 +47,7 @@ def refuse_counts(
         raise DataError(f"{key}: " + f"\n{key}: ".join(problems))
 
 
-def refuse_shares(prepared: PreparedSet, section: AuditSection, *, key: str) -> None:
+def refuse_shares(prepared: TokenCache, section: AuditSection, *, key: str) -> None:
     """Raise DataError with every share of this source that is above what `data.audit` allows."""
     twice = 0 if section.max_duplicate_samples is None else sum(num_duplicates([prepared.digests]))
     problems = [f"{share} {REMEDY}" for share in exceeded_shares(prepared.counts, twice, section)]
@@ -59,7 +59,7 @@ _OF_EACH_SAMPLE = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "ma
 _BEGUN = {name: SyncedArray(dtype) for name, dtype in _OF_EACH_SAMPLE.items()}
 
 
-class PreparedSetWriter:
+class TokenCacheWriter:
     """Writes chunks as a prepared set into a folder in which it may have been begun."""
 
     def __init__(self, folder: Path, made_of: Identity) -> None:
@@ -197,7 +197,7 @@ def build_set(
             return _whole(folder)
         except DamagedSet as damage:
             lost(damage.reason)
-    writer = PreparedSetWriter(folder, made_of)
+    writer = TokenCacheWriter(folder, made_of)
     if writer.given_up is not None:
         lost(writer.given_up)
     try:
@@ -210,13 +210,13 @@ def build_set(
 
 
 def _whole(folder: Path) -> Counts:
-    prepared = PreparedSet(folder)
+    prepared = TokenCache(folder)
     prepared.verify()
     return prepared.counts
 
 
 def _append_rows(
-    writer: PreparedSetWriter, rows: Iterator[RawRow], encoders: EncoderPool, *, advance: OnProgress
+    writer: TokenCacheWriter, rows: Iterator[RawRow], encoders: EncoderPool, *, advance: OnProgress
 ) -> None:
     advance(writer.counts.rows)
     for number, chunk in enumerate(encoders.encode(rows), start=1):

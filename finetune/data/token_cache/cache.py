@@ -20,7 +20,7 @@ from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set, quarantined_copies
 from finetune.data.token_cache.journal import num_journaled_rows
 from finetune.data.token_cache.lengths import LengthLimit
-from finetune.data.token_cache.store import FORMAT_VERSION, Identity, PreparedSet
+from finetune.data.token_cache.store import FORMAT_VERSION, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import build_once
@@ -37,7 +37,7 @@ Log = Callable[[str], None]
 
 def open_verified(
     folder: Path, make: Callable[[], bool], *, made_of: Identity, key: str, log: Log
-) -> tuple[PreparedSet, bool]:
+) -> tuple[TokenCache, bool]:
     """Return the set, and whether `make` has just built it; raises DataError where it is damaged again and again.
 
     `make` builds the folder unless it exists. A large set is verified in the background from now on.
@@ -65,15 +65,15 @@ def open_verified(
     )
 
 
-def repair(prepared: PreparedSet, *, seconds: float | None) -> None:
+def repair(prepared: TokenCache, *, seconds: float | None) -> None:
     """Wait for the verification, at most so long; what is found to be damaged is made again and read from then on."""
     prepared.verification.wait(seconds)
     if prepared.verification.problem and prepared.remake is not None:
         prepared.reopen(prepared.remake(prepared))
 
 
-def _opened(folder: Path, made_of: Identity) -> PreparedSet:
-    prepared = PreparedSet(folder, shards=made_of.shards)
+def _opened(folder: Path, made_of: Identity) -> TokenCache:
+    prepared = TokenCache(folder, shards=made_of.shards)
     if prepared.fingerprint != made_of.fingerprint:
         raise DamagedSet(folder, "it was made from other data or settings")
     if _is_small(prepared):
@@ -81,7 +81,7 @@ def _opened(folder: Path, made_of: Identity) -> PreparedSet:
     return prepared
 
 
-def _is_small(prepared: PreparedSet) -> bool:
+def _is_small(prepared: TokenCache) -> bool:
     return prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES
 
 
@@ -93,7 +93,7 @@ def _is_damaged(folder: Path, made_of: Identity) -> bool:
     return False
 
 
-def _remade(prepared: PreparedSet, *, make: Callable[[], bool], made_of: Identity, key: str, log: Log) -> PreparedSet:
+def _remade(prepared: TokenCache, *, make: Callable[[], bool], made_of: Identity, key: str, log: Log) -> TokenCache:
     damage = DamagedSet(prepared.folder, prepared.verification.problem or "")
     _quarantine(damage, prepared.is_still_damaged, key=key, log=log)
     return open_verified(prepared.folder, make, made_of=made_of, key=key, log=log)[0]
@@ -141,7 +141,7 @@ def prepare_set(
     length: LengthLimit | None = None,
     on_progress: OnSourceProgress | None = None,
     builds: bool = True,
-) -> PreparedSet:
+) -> TokenCache:
     """Return the source's samples, tokenised now or found in the cache of earlier runs.
 
     `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it

@@ -25,7 +25,7 @@ from finetune.runtime.files.digests import Damaged, read_json_with_digest
 
 FORMAT_VERSION = 3
 MANIFEST = "counts.json"
-MOST_NAMED = 16
+MAX_NAMED = 16
 """Rows that a message names of those that are damaged."""
 
 _VALUES = ".values"
@@ -41,7 +41,7 @@ class Identity:
     shards: tuple[str, ...] = ()  # names of the files in order: they may change while the rows stay the same
 
 
-class PreparedManifest(BaseModel):
+class TokenCacheManifest(BaseModel):
     """What `counts.json` holds."""
 
     model_config = ConfigDict(extra="forbid")
@@ -56,7 +56,7 @@ class PreparedManifest(BaseModel):
     arrays: dict[str, ArrayFacts]
 
 
-class PreparedSet(Dataset[Features]):
+class TokenCache(Dataset[Features]):
     """Samples in the order of their rows, read from disk as they are asked for; safe to share with forked loaders.
 
     `shards` are the names that the files which it was made of have now, for messages. What order and batches follow
@@ -67,7 +67,7 @@ class PreparedSet(Dataset[Features]):
     def __init__(self, folder: Path, *, shards: Sequence[str] = (), is_verified: bool = False) -> None:
         self.folder = folder
         self.shards = tuple(shards)
-        self.remake: Callable[[PreparedSet], PreparedSet] | None = None  # sets the folder aside where it is damaged
+        self.remake: Callable[[TokenCache], TokenCache] | None = None  # sets the folder aside where it is damaged
         try:
             self._open(_read_manifest(folder), is_verified=is_verified)
         except Damaged as damage:
@@ -127,21 +127,21 @@ class PreparedSet(Dataset[Features]):
         """
         what = self.problem() or ""
         if len(damaged):
-            places = [self.place(index) for index in damaged[:MOST_NAMED].tolist()]
-            more = f" and {len(damaged) - MOST_NAMED:,} more" if len(damaged) > MOST_NAMED else ""
+            places = [self.place(index) for index in damaged[:MAX_NAMED].tolist()]
+            more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
             what = f"{'; '.join(places)}{more}: not what was prepared in {self.folder}"
         return format_damage(what, self._stores(damaged))
 
     def is_still_damaged(self) -> bool:
         """Tell whether the files that stand there now have the damage that the verification of these has found."""
         try:
-            now = PreparedSet(self.folder)
+            now = TokenCache(self.folder)
             now.verification.verify_only(self.verification.number)
         except (DamagedSet, Damaged):
             return True
         return False
 
-    def reopen(self, other: "PreparedSet") -> None:
+    def reopen(self, other: "TokenCache") -> None:
         """Read from another copy's files from now on; raises DataError where that one holds other samples."""
         if other.facts != self.facts:
             raise DataError(f"the prepared set {self.folder} was rebuilt with other content. Start the run again.")
@@ -162,7 +162,7 @@ class PreparedSet(Dataset[Features]):
             return [(self.folder, self.is_still_damaged)]
         return [(self.folder, partial(_has_damaged, self.folder, damaged))]
 
-    def _open(self, manifest: PreparedManifest, *, is_verified: bool) -> None:
+    def _open(self, manifest: TokenCacheManifest, *, is_verified: bool) -> None:
         self.fingerprint = manifest.fingerprint
         self._now = dict(zip(manifest.shards, self.shards, strict=False))  # from the name then to the name now
         self.counts = self._counts(manifest.counts)
@@ -198,26 +198,26 @@ class PreparedSet(Dataset[Features]):
 def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
     """Tell whether one of these samples is damaged in the files that stand there now."""
     try:
-        now = PreparedSet(folder)
+        now = TokenCache(folder)
     except DamagedSet:
         return True
     marks = [sample_checksum(now[index].arrays) for index in sample_ids.tolist()]
     return bool((np.array(marks, np.uint64) != now.checksums_of(sample_ids)).any())
 
 
-def _opened(folder: Path, shards: Sequence[str]) -> PreparedSet:
-    return PreparedSet(folder, shards=shards, is_verified=True)
+def _opened(folder: Path, shards: Sequence[str]) -> TokenCache:
+    return TokenCache(folder, shards=shards, is_verified=True)
 
 
-def _read_manifest(folder: Path) -> PreparedManifest:
+def _read_manifest(folder: Path) -> TokenCacheManifest:
     try:
-        return PreparedManifest.model_validate(read_json_with_digest(folder / MANIFEST))
+        return TokenCacheManifest.model_validate(read_json_with_digest(folder / MANIFEST))
     except ValidationError as error:
         first = error.errors()[0]
         raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def dataset_view(prepared: PreparedSet, section: DataSection, *, seed: int, key: str) -> DatasetView:
+def dataset_view(prepared: TokenCache, section: DataSection, *, seed: int, key: str) -> DatasetView:
     """Return the set's samples in an order drawn from the seed; `key` is the source's place in the job YAML."""
     batching, max_length = section.batching, section.longest
     order = set_order(prepared.lengths, seed=seed, shuffle=section.shuffle, batching=batching, max_length=max_length)
@@ -230,7 +230,7 @@ def dataset_view(prepared: PreparedSet, section: DataSection, *, seed: int, key:
     return DatasetView(prepared, order, fingerprint, epoch_tokens, lines)
 
 
-def _content(prepared: PreparedSet) -> str:
+def _content(prepared: TokenCache) -> str:
     """Return the fingerprint of the samples: another one where names of control tokens in rows were made plain text.
 
     Sets from before that was done have none of these rows, or other samples; a checkpoint is refused for those alone.

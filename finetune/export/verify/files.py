@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_MOST_NAMED = 3
-_MOST_SHOWN = 80
+_MAX_NAMED = 3
+_MAX_SHOWN = 80
 _NOT_COMPARED = {"architectures", "dtype", "transformers_version", "tie_word_embeddings", "truncation", "padding"}
 """Settings that saving, a merge or the tokenizer's last call changes; that ties are right, the tensors show."""
 
@@ -20,7 +20,7 @@ def file_problems(folder: Path, written: Mapping[str, str | None], settings: Map
         (found.keys() - written.keys(), "in the folder, although the export did not write it"),
         (other, "not as the export wrote it"),
     ):
-        yield from (f"{name} is {what}." for name in sorted(names)[:_MOST_NAMED])
+        yield from (f"{name} is {what}." for name in sorted(names)[:_MAX_NAMED])
     for name in settings.keys() & found.keys():
         try:
             loaded, expected = _values(found[name].read_text(encoding="utf-8")), _values(settings[name])
@@ -33,7 +33,7 @@ def file_problems(folder: Path, written: Mapping[str, str | None], settings: Map
             if loaded.get(key) != expected.get(key)
         ]
         if wrong:
-            yield f"{name}: {', '.join(wrong[:_MOST_NAMED])}."
+            yield f"{name}: {', '.join(wrong[:_MAX_NAMED])}."
 
 
 def file_digest(path: Path) -> str | None:
@@ -50,5 +50,5 @@ def _values(text: str) -> dict[str, str]:
             if _NOT_COMPARED.isdisjoint(name.split(".")):
                 written = json.dumps(each, sort_keys=True)
                 digest = hashlib.sha256(written.encode()).hexdigest()[:8]
-                values[name] = written if len(written) <= _MOST_SHOWN else f"{len(each)} entries with digest {digest}"
+                values[name] = written if len(written) <= _MAX_SHOWN else f"{len(each)} entries with digest {digest}"
     return values

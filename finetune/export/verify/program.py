@@ -29,7 +29,7 @@ if __name__ == "__main__":  # what it will need is imported while the folder is 
             getattr(transformers, _name, None)
 
 ANSWER = "answer.json"
-MOST_NAMED = 3
+MAX_NAMED = 3
 
 Json = dict[str, Any]
 
@@ -115,7 +115,7 @@ class _Proof:
             name = type(tokenizer).__name__
             self.problems.append(
                 f"AutoTokenizer loads it as {name}, which differs from the training's "
-                f"{expected['class']} in {count}:\n    " + "\n    ".join(wrong[:MOST_NAMED])
+                f"{expected['class']} in {count}:\n    " + "\n    ".join(wrong[:MAX_NAMED])
             )
 
     # Tensors.
@@ -148,7 +148,7 @@ class _Proof:
             if names:
                 self.problems.append(
                     f"transformers finds {len(names)} {key.replace('_keys', '')} tensors: "
-                    f"{', '.join(names[:MOST_NAMED])}."
+                    f"{', '.join(names[:MAX_NAMED])}."
                 )
         return model
 
@@ -168,7 +168,7 @@ class _Proof:
         if wrong:
             self.problems.append(
                 f"{len(wrong)} of {len(expected)} tensors are not those that were to be written: "
-                f"{', '.join(wrong[:MOST_NAMED])}."
+                f"{', '.join(wrong[:MAX_NAMED])}."
             )
 
     def _compare_adapter(self, model: Any) -> None:
@@ -195,7 +195,7 @@ class _Proof:
                         wrong.append(f"{name} ({why})")
         self.notes.append(f"{num_compared} of {len(expected)} tensors were compared in their files")
         if wrong:
-            self.problems.append(f"{len(wrong)} tensors differ in the files: {', '.join(wrong[:MOST_NAMED])}.")
+            self.problems.append(f"{len(wrong)} tensors differ in the files: {', '.join(wrong[:MAX_NAMED])}.")
 
     # Logits.
 
@@ -256,7 +256,7 @@ class _Proof:
             names = sorted(wrong, key=lambda name: -wrong[name])
             self.problems.append(
                 f"{len(names)} merged tensors differ from peft's own merge by more than rounding: "
-                f"{', '.join(names[:MOST_NAMED])}."
+                f"{', '.join(names[:MAX_NAMED])}."
             )
 
 

@@ -14,7 +14,7 @@ NUM_ROWS = 4
 LONGEST_ROW = 256
 """Tokens of a row: its forward pass must be cheap on a CPU."""
 
-MOST_POSITIONS = 32
+MAX_POSITIONS = 32
 """Of a row whose logits are compared: one of them may have 200,000 classes."""
 
 TOKEN_HEADS = frozenset({"causal_lm", "seq2seq_lm", "masked_lm", "token_classification", "image_text_to_text"})
@@ -46,7 +46,7 @@ def held_row(inputs: Mapping[str, Tensor], *, head: str) -> HeldRow:
     if mask is None or mask.shape != ids.shape or "decoder_input_ids" in inputs:
         mask = torch.ones_like(ids)
     places = mask.reshape(-1).nonzero().squeeze(-1)
-    count = min(len(places), MOST_POSITIONS)
+    count = min(len(places), MAX_POSITIONS)
     chosen = torch.linspace(0, len(places) - 1, count).round().long()
     return HeldRow(inputs, places[chosen])
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS
 
 NUM_TEXTS = 200
-MOST_CHARACTERS = 2_000
+MAX_CHARACTERS = 2_000
 
 CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "What is 12 x 12?"}, {"role": "assistant", "content": "144."}],
@@ -45,7 +45,7 @@ def expected_tokens(
     joined = (one + other for one, other in pairwise(reversed(HOSTILE_TEXTS)))
     ids = range(len(tokenizer))
     decoded = (tokenizer.decode(ids[start : start + 8]) for start in ids[:: max(1, len(ids) // NUM_TEXTS)])
-    candidates = chain(own, (text[:MOST_CHARACTERS] for text in texts), joined, decoded)
+    candidates = chain(own, (text[:MAX_CHARACTERS] for text in texts), joined, decoded)
     listed = list(islice(dict.fromkeys(text for text in candidates if _is_valid(text)), NUM_TEXTS))
     return {
         "class": type(tokenizer).__name__,

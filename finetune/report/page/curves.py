@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_BUCKETS = 1024
+MAX_BUCKETS = 1024
 """From half as many up to this many are kept; a page draws two points and a mean of each."""
 
 _FLUSH_POINTS = 4096
@@ -36,7 +36,7 @@ class Curve:
     Buckets are merged in pairs when there are too many. Values that are not finite are counted apart.
     """
 
-    def __init__(self, *, most_buckets: int = MOST_BUCKETS) -> None:
+    def __init__(self, *, most_buckets: int = MAX_BUCKETS) -> None:
         self.num_not_finite = 0
         self._most_buckets = most_buckets
         self._buckets = np.empty(0, _BUCKET)

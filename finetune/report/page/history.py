@@ -16,7 +16,7 @@ from finetune.report.page.restarts import RestartHistory
 
 EventFields = Mapping[str, Any]
 
-MOST_MESSAGES, MOST_ROWS, MOST_PROMPTS, MOST_ANSWERS, MOST_CHARACTERS = 300, 100, 50, 40, 4000
+MAX_MESSAGES, MAX_ROWS, MAX_PROMPTS, MAX_ANSWERS, MAX_CHARACTERS = 300, 100, 50, 40, 4000
 _RECENT_STEPS = 50
 _PLAIN_COLUMNS = ("loss", "gradient_norm", "learning_rate", "data_share", "memory_bytes", "epoch")
 _WORLD = re.compile(r"\b(\d+) process(?:es)?\b")
@@ -58,10 +58,10 @@ class RunHistory:
         self.num_processes = 1
         self.recent: deque[EventFields] = deque(maxlen=_RECENT_STEPS)
         self.messages: dict[str, Message] = {}
-        self.skipped: deque[EventFields] = deque(maxlen=MOST_ROWS)
+        self.skipped: deque[EventFields] = deque(maxlen=MAX_ROWS)
         self.num_skipped = 0
-        self.checkpoints: deque[EventFields] = deque(maxlen=MOST_ROWS)
-        self.profiles: deque[EventFields] = deque(maxlen=MOST_ROWS)
+        self.checkpoints: deque[EventFields] = deque(maxlen=MAX_ROWS)
+        self.profiles: deque[EventFields] = deque(maxlen=MAX_ROWS)
         self.answers: dict[tuple[str, str], Answers] = {}
         self.num_prompts_left_out = 0
         self.tokens = self.seconds = self.device_seconds = 0.0
@@ -124,7 +124,7 @@ class RunHistory:
         }
 
     def _start(self, event: EventFields) -> None:
-        if len(self.starts) >= MOST_ROWS:
+        if len(self.starts) >= MAX_ROWS:
             del self.starts[1]
         self.starts.append(event)
         self.ended = None
@@ -230,22 +230,22 @@ class RunHistory:
         self.device_seconds += _number(seconds) * self.num_processes
 
     def _add_answer(self, event: EventFields) -> None:
-        prompt, reference, answer = (str(event[name])[:MOST_CHARACTERS] for name in ("prompt", "reference", "answer"))
-        if (prompt, reference) not in self.answers and len(self.answers) >= MOST_PROMPTS:
+        prompt, reference, answer = (str(event[name])[:MAX_CHARACTERS] for name in ("prompt", "reference", "answer"))
+        if (prompt, reference) not in self.answers and len(self.answers) >= MAX_PROMPTS:
             self.num_prompts_left_out += 1
             return
         answers = self.answers.setdefault((prompt, reference), Answers(prompt, reference))
         answers.by_step[event["step"]] = answer
-        if len(answers.by_step) > MOST_ANSWERS:  # the first and the newest stay
+        if len(answers.by_step) > MAX_ANSWERS:  # the first and the newest stay
             steps = list(answers.by_step)
             answers.by_step = {step: answers.by_step[step] for step in (*steps[:-1:2], steps[-1])}
 
     def _add_message(self, event: EventFields) -> None:
-        text = str(event["message"])[:MOST_CHARACTERS]
+        text = str(event["message"])[:MAX_CHARACTERS]
         if text in self.messages:
             self.messages[text].count += 1
             return
-        if len(self.messages) >= MOST_MESSAGES:
+        if len(self.messages) >= MAX_MESSAGES:
             del self.messages[next(iter(self.messages))]
         self.messages[text] = Message(text, event["event"] == "Warned", event["step"])
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_STARTS = 100
+MAX_STARTS = 100
 KILLED = "killed"
 FIRST_STEP = "first step"
 """The last phase of a start."""
@@ -159,7 +159,7 @@ class RestartHistory:
         usd = price.get("usd_per_hour")
         self.price_source = str(price.get("source") or self.price_source)
         reason = self._reason or str(previous.get("reason") or KILLED)
-        if len(self.recent) >= MOST_STARTS:
+        if len(self.recent) >= MAX_STARTS:
             self._older.add(self.recent.pop(0))
         self.recent.append(
             Restart(

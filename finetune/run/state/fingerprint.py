@@ -7,10 +7,10 @@ from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
-from finetune.run.build.data import TrainingData, input_identity
-from finetune.run.build.padding_free import recorded_layout
-from finetune.run.build.teacher import teacher_identity
 from finetune.run.context import RunContext
+from finetune.run.setup.data import TrainingData, input_identity
+from finetune.run.setup.padding_free import recorded_layout
+from finetune.run.setup.teacher import teacher_identity
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 

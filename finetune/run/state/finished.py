@@ -36,7 +36,7 @@ from finetune.train.early_stopping import EARLY_STOPPING, FINISHED, EarlyStoppin
 Stamps = dict[str, list[int]]
 """Of each file, by its path: inode, size, and the times in nanoseconds when it was written and changed."""
 
-_MOST_FILES = 1_000
+_MAX_FILES = 1_000
 _WITH_IMAGES = ("image_classification", "vision_language_sft")
 """Tasks whose rows name other files."""
 
@@ -53,7 +53,7 @@ def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
     try:
         for path in (each for place in places if place is not None for each in _files(place)):
             found = path.stat()
-            if max(found.st_mtime, found.st_ctime) >= before or len(stamps) >= _MOST_FILES:
+            if max(found.st_mtime, found.st_ctime) >= before or len(stamps) >= _MAX_FILES:
                 return None
             stamps[str(path)] = [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
     except OSError:

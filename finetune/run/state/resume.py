@@ -11,10 +11,10 @@ from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
-from finetune.run.build.data import PreparedData
-from finetune.run.build.prepared_model import BuiltRun
 from finetune.run.context import RunContext
 from finetune.run.samples import require_same_samples
+from finetune.run.setup.data import PreparedData
+from finetune.run.setup.prepared_model import BuiltRun
 from finetune.run.state.fingerprint import fingerprint_with, make_fingerprint
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime.distributed import run_on_rank_0

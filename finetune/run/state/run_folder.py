@@ -21,11 +21,11 @@ from finetune.model.processing import Processing, load_saved_processing
 from finetune.report.build import build_reporter
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import Reporter
-from finetune.run.build.data_audit import write_audit
-from finetune.run.build.padding_free import resolve_padding_free
-from finetune.run.build.prepared_model import BuiltRun
 from finetune.run.context import RunContext
 from finetune.run.remote.download import download_run
+from finetune.run.setup.data_audit import write_audit
+from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.prepared_model import BuiltRun
 from finetune.run.state.finished import read_record
 from finetune.run.state.preflight import prefetch_checksums
 from finetune.runtime import distributed

@@ -22,7 +22,7 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.model.processing import load_processing
-from finetune.run.build.padding_free import resolve_padding_free
+from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.preference.dpo import REFERENCE
 from finetune.task.protocol import Task, TaskContext

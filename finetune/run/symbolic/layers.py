@@ -29,31 +29,31 @@ Chosen = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Stack:
+class LayerStack:
     """A list of layers, one after the other."""
 
     name: str
     types: tuple[int, ...]  # of each layer: the place of the first that is like it
 
 
-def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
+def find_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     """Return the model's outermost lists of layers; experts and the like are parts of a layer."""
-    found: list[Stack] = []
+    found: list[LayerStack] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{each.name}.") for each in found)
         if is_inside or not isinstance(module, nn.ModuleList) or len(module) < MIN_LAYERS:
             continue
         if all(any(True for _ in layer.parameters()) for layer in module):
-            found.append(Stack(name, _layer_types(_owner(model, name), module)))
+            found.append(LayerStack(name, _layer_types(_owner(model, name), module)))
     return tuple(found)
 
 
-def smallest(stacks: Sequence[Stack]) -> Chosen:
+def smallest(stacks: Sequence[LayerStack]) -> Chosen:
     """Return the fewest layers in which each kind is, in their order, and no stack is a single layer."""
     return {each.name: _with_more(each, set(each.types), least=min(MIN_LAYERS, len(each.types))) for each in stacks}
 
 
-def enlarged(stacks: Sequence[Stack], chosen: Chosen) -> Iterator[tuple[int, Chosen]]:
+def enlarged(stacks: Sequence[LayerStack], chosen: Chosen) -> Iterator[tuple[int, Chosen]]:
     """Yield for each kind that has more layers: how many more, and the chosen layers with one of them more."""
     for stack in stacks:
         own = chosen[stack.name]
@@ -65,7 +65,7 @@ def enlarged(stacks: Sequence[Stack], chosen: Chosen) -> Iterator[tuple[int, Cho
                 yield rest, {**chosen, stack.name: sorted([*own, another])}
 
 
-def can_be_extrapolated(stacks: Sequence[Stack]) -> bool:
+def can_be_extrapolated(stacks: Sequence[LayerStack]) -> bool:
     """Tell whether few types of layers make up the model."""
     return 0 < sum(len(set(each.types)) for each in stacks) <= _MAX_KINDS
 
@@ -91,7 +91,7 @@ def with_layers(model: Any, chosen: Chosen) -> Any:
     return small
 
 
-def _with_more(stack: Stack, types: set[int], *, least: int) -> list[int]:
+def _with_more(stack: LayerStack, types: set[int], *, least: int) -> list[int]:
     places = sorted(types)
     others = [place for place in range(len(stack.types)) if place not in types]
     return sorted([*places, *others[: max(0, least - len(places))]])

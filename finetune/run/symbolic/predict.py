@@ -19,7 +19,7 @@ from finetune.run.symbolic.inputs import is_token_task, largest_batch, symbolic_
 from finetune.run.symbolic.layers import Chosen, can_be_extrapolated, enlarged, find_stacks, smallest, with_layers
 from finetune.run.symbolic.model import empty_model, make_trainable, with_method
 from finetune.run.symbolic.prediction import Layout, Prediction
-from finetune.run.symbolic.step import Step, traced_parts
+from finetune.run.symbolic.step import SymbolicStep, traced_parts
 from finetune.run.symbolic.trace import BETWEEN, Sharding, Values, trace_step
 from finetune.run.symbolic.zero import zero_parts
 from finetune.task.model_inputs import is_padding_free, unwrap_model
@@ -45,7 +45,7 @@ class Predictor:
         self._config = config
         self._task, self._data = symbolic_task(config)
         self._models: dict[Key, Any] = {}
-        self._steps: dict[Key, Step] = {}
+        self._steps: dict[Key, SymbolicStep] = {}
 
     def predict(self, layout: Layout) -> Prediction:
         """Return what one rank takes under this layout; raises ModelError."""
@@ -78,7 +78,7 @@ class Predictor:
         )
         return {"checkpoint copies": (trained + state) / layout.num_ranks}
 
-    def _step(self, layout: Layout, sharding: Sharding) -> Step:
+    def _step(self, layout: Layout, sharding: Sharding) -> SymbolicStep:
         how = (layout.method, layout.gradient_checkpointing)
         key = (*how, layout.microbatch_size, layout.device, sharding)
         if key not in self._steps:
@@ -92,7 +92,7 @@ class Predictor:
                 ) from error
         return self._steps[key]
 
-    def _trace(self, layout: Layout, sharding: Sharding) -> Step:
+    def _trace(self, layout: Layout, sharding: Sharding) -> SymbolicStep:
         section = with_method(self._config.model, layout.method, gradient_checkpointing=layout.gradient_checkpointing)
         key = (layout.method, layout.gradient_checkpointing)
         if key not in self._models:
@@ -118,7 +118,7 @@ class Predictor:
 
         # a row of several samples was computed as one: its attention is that many times theirs
         num_merged = layout.microbatch_size if is_merged else 1
-        return Step(_extrapolated(whole, trace), tokens_of(batch), num_merged, unwrap_model(whole).config)
+        return SymbolicStep(_extrapolated(whole, trace), tokens_of(batch), num_merged, unwrap_model(whole).config)
 
 
 def _layers(model: Any, name: str) -> Sequence[nn.Module]:

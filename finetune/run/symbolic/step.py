@@ -15,7 +15,7 @@ _PASSES = {"forward": FORWARD_PASS, "backward": BACKWARD, "recomputation": (RECO
 
 
 @dataclass(frozen=True)
-class Step:
+class SymbolicStep:
     """A step of the whole model, without values."""
 
     values: Values
@@ -50,7 +50,7 @@ class Step:
         return tuple(name[1] for name in self.values if name[0] == "peak" and name[1] != "start")
 
 
-def traced_parts(layout: Layout, step: Step) -> dict[str, float]:
+def traced_parts(layout: Layout, step: SymbolicStep) -> dict[str, float]:
     """Return what a rank holds at the peak of the step, by name."""
     if layout.strategy == "ddp":  # whose buckets hold every gradient from its construction on
         held = {kind: step.bytes_of(kind) for kind in (WEIGHTS, GRADIENTS, OPTIMIZER)}

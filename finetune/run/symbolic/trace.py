@@ -22,7 +22,7 @@ from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.run.symbolic.model import QuantizedLinear, materialize_fake
 from finetune.run.symbolic.tracer import ACTIVATIONS, GRADIENTS, OPTIMIZER, Tracer
 from finetune.strategy.experts import keep_experts_in_graph
-from finetune.task.lm_loss.chunked_loss import chunks_of
+from finetune.task.lm_loss.chunked_loss import assume_device
 from finetune.task.lm_loss.head import find_lm_head
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
@@ -82,7 +82,7 @@ def trace_step(
     `layers` are those of the model that phases are told by.
     """
     tracer, half = Tracer(), COMPUTE.get(config.train.precision)
-    with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, chunks_of(device):
+    with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
         num_parameters, num_trained, largest = _count(model)
         keep_experts_in_graph(model)
         materialize_fake(model, dtype=half if sharding.is_half else None)

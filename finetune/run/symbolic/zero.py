@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from finetune.config.run_config import RunConfig
 from finetune.model.size import AVERAGE_BYTES, optimizer_state_bytes
 from finetune.run.symbolic.prediction import Layout
-from finetune.run.symbolic.step import BACKWARD, FORWARD_PASS, Step
+from finetune.run.symbolic.step import BACKWARD, FORWARD_PASS, SymbolicStep
 from finetune.run.symbolic.trace import COMPUTE, LAST, UPDATE
 from finetune.run.symbolic.tracer import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from finetune.strategy.upstream import zero_bucket_sizes
@@ -30,7 +30,7 @@ class _Engine:
     offloads: bool
 
 
-def zero_parts(config: RunConfig, layout: Layout, step: Step) -> dict[str, float]:
+def zero_parts(config: RunConfig, layout: Layout, step: SymbolicStep) -> dict[str, float]:
     """Return what a rank holds at the peak of a step under ZeRO, by name.
 
     The trace has the weights in the precision of training, as DeepSpeed converts them.
@@ -58,7 +58,7 @@ def zero_parts(config: RunConfig, layout: Layout, step: Step) -> dict[str, float
     return {**found, ACTIVATIONS: forward} if forward > update else {**found, GRADIENTS: update}
 
 
-def _stage_3(engine: _Engine, step: Step, *, weights: float, optimizer: float) -> dict[str, float]:
+def _stage_3(engine: _Engine, step: SymbolicStep, *, weights: float, optimizer: float) -> dict[str, float]:
     """Return the parts where parameters are sharded, too: whole layers exist while they compute, and some longer."""
     share = engine.num_trained / engine.num_ranks
     largest = step.values["largest",] * engine.item
@@ -75,7 +75,7 @@ def _stage_3(engine: _Engine, step: Step, *, weights: float, optimizer: float) -
     return {**found, ACTIVATIONS: computing, GATHERED: whole + engine.bucket}
 
 
-def _engine(config: RunConfig, layout: Layout, step: Step) -> _Engine:
+def _engine(config: RunConfig, layout: Layout, step: SymbolicStep) -> _Engine:
     stage, item = int(layout.strategy[4]), 2 if config.train.precision in COMPUTE else 4
     num_trained = step.values["num_trained",]
     width = getattr(step.config.get_text_config(), "hidden_size", 0) or 0

@@ -42,7 +42,7 @@ STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED = 3600.0, 86_400.0
 
 _LONGEST_BYTES = 150  # of 255 that a name may have
 _TICK_SECONDS = 2.0  # by which a file may seem older than the process that made it
-_MOST_FOLDERS = 1000
+_MAX_FOLDERS = 1000
 _NAME = re.compile(
     rf"\.(?P<name>.+)\.(?P<host>[0-9a-f]{{8}})-(?P<pid>[0-9]{{1,10}})-[0-9a-f]{{8}}{re.escape(SUFFIX)}"
     rf"(?P<older>{re.escape(REPLACED_SUFFIX)})?"
@@ -74,7 +74,7 @@ def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[P
 def _folders(folder: Path) -> Iterator[Path]:
     with suppress(OSError):
         inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-        yield from (path for path in inner[:_MOST_FOLDERS] if not path.name.endswith((SUFFIX, REPLACED_SUFFIX)))
+        yield from (path for path in inner[:_MAX_FOLDERS] if not path.name.endswith((SUFFIX, REPLACED_SUFFIX)))
 
 
 def _is_stale(path: Path, match: re.Match[str], seconds: float) -> bool:

@@ -26,7 +26,7 @@ _QUIET_SECONDS = 3.0  # without progress for so long, the other ranks are checke
 _LAST_WORDS_SECONDS = 8.0  # for the main thread to end by itself after an error
 _REPORT_SECONDS = 6.0  # for the other ranks to write their reports
 _PAUSE_SECONDS = 30.0  # between two looks
-_MOST_FAILURES = 60  # failed checks in a row, after which the run counts as unwatched
+_MAX_FAILURES = 60  # failed checks in a row, after which the run counts as unwatched
 _BACKSTOP_SECONDS = 120.0  # after the limit, where not even this thread can run
 
 
@@ -86,7 +86,7 @@ class Watchdog:
                 f"warning: the watchdog of rank {self._rank} failed to check the run and tries again: {text}",
                 file=sys.stderr,
             )
-        if num_failures >= _MOST_FAILURES:
+        if num_failures >= _MAX_FAILURES:
             self._ending.after(exit_from_error(error, rank=self._rank))
 
     def stop(self) -> None:

@@ -14,7 +14,7 @@ from finetune.errors import ModelError
 from finetune.runtime import distributed
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
-from finetune.task.upstream import asking_rarely, through_wrappers
+from finetune.task.upstream import throttle_generate_sync, through_wrappers
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def generate(
     with (
         _without_own_settings(inner),
         through_wrappers(model, inner, dropped=dropped),
-        asking_rarely(inner, max_new_tokens=max_new_tokens),
+        throttle_generate_sync(inner, max_new_tokens=max_new_tokens),
     ):
         sequences = inner.generate(
             **inputs,

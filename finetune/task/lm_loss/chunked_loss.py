@@ -66,7 +66,7 @@ _ASSUMED_KIND: ContextVar[str | None] = ContextVar("assumed kind of device", def
 
 
 @contextmanager
-def chunks_of(kind: str) -> Iterator[None]:
+def assume_device(kind: str) -> Iterator[None]:
     """Compute chunks meanwhile as large as this kind of device has them, to see what they take there."""
     token = _ASSUMED_KIND.set(kind)
     try:

@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.launch import jobs
-from finetune.commands.launch.job_files import Destination, JobWords
-from finetune.commands.launch.kubernetes import KubernetesWords
-from finetune.commands.launch.skypilot import SkypilotWords
-from finetune.commands.launch.slurm import SlurmWords
+from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.kubernetes import KubernetesArguments
+from finetune.commands.launch.skypilot import SkypilotArguments
+from finetune.commands.launch.slurm import SlurmArguments
 
 ACCELERATE = Path(__file__).parents[3] / "accelerate_configs" / "ddp.yaml"
 COMMANDS = {
-    jobs.slurm: SlurmWords,
-    jobs.kubernetes: KubernetesWords,
-    jobs.skypilot: SkypilotWords,
+    jobs.slurm: SlurmArguments,
+    jobs.kubernetes: KubernetesArguments,
+    jobs.skypilot: SkypilotArguments,
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_taken_by_one_record_and_none_is_ignored(command):
-    shared = {field.name for record in (JobWords, Destination) for field in fields(record)}
+    shared = {field.name for record in (JobFileArguments, Destination) for field in fields(record)}
     own = {field.name for field in fields(COMMANDS[command])}
     options = inspect.signature(command).parameters
     assert not shared & own and own <= options.keys() <= shared | own

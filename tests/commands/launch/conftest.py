@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.launch import job_files
-from finetune.commands.launch.job_files import JobWords
+from finetune.commands.launch.job_files import JobFileArguments
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -27,12 +27,12 @@ def project(job: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def words(project: Path) -> Callable[..., JobWords]:
+def words(project: Path) -> Callable[..., JobFileArguments]:
     """Return a function that makes the words of a job on two hosts with two ranks each."""
 
-    def make(strategy: str = "ddp", *, nodes: int = 2, gpus_per_node: int = 2, **others: object) -> JobWords:
+    def make(strategy: str = "ddp", *, nodes: int = 2, gpus_per_node: int = 2, **others: object) -> JobFileArguments:
         accelerate = project / "accelerate_configs" / f"{strategy}.yaml"
-        return JobWords(project / "job.yaml", accelerate, nodes=nodes, gpus_per_node=gpus_per_node, **others)  # type: ignore[arg-type]
+        return JobFileArguments(project / "job.yaml", accelerate, nodes=nodes, gpus_per_node=gpus_per_node, **others)  # type: ignore[arg-type]
 
     return make
 

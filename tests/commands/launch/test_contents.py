@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from finetune.commands.launch.job_files import Destination, JobWords
-from finetune.commands.launch.kubernetes import KubernetesWords, launch_kubernetes
-from finetune.commands.launch.skypilot import SkypilotWords, launch_skypilot
-from finetune.commands.launch.slurm import SlurmWords, launch_slurm
+from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
+from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
+from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.commands.launch.torchrun import make_job, print_commands, read_limits
 from finetune.errors import UserError
 
@@ -24,24 +24,26 @@ Launch = Callable[..., str]
 
 
 @pytest.fixture
-def launch(words: Callable[..., JobWords], project: Path) -> Launch:
+def launch(words: Callable[..., JobFileArguments], project: Path) -> Launch:
     """Return a function that writes the job file of a scheduler with further options, and returns its text."""
 
     def write(scheduler: str, *, destination: Destination | None = None, **options: Any) -> str:
         target = destination or Destination(output=Path("out"))
-        shared = {name: value for name, value in options.items() if name in {field.name for field in fields(JobWords)}}
+        shared = {
+            name: value for name, value in options.items() if name in {field.name for field in fields(JobFileArguments)}
+        }
         own = {name: value for name, value in options.items() if name not in shared}
         made = words("ddp", **{name: value for name, value in shared.items() if name in ("env", "override")})
         made = replace(made, **shared)
         if scheduler == "slurm":
-            launch_slurm(made, SlurmWords(**own), target)
+            launch_slurm(made, SlurmArguments(**own), target)
         elif scheduler == "kubernetes":
             at_data = replace(made, override=(*made.override, "run.folder=/data/run"))
             there = {"image": "registry/x:1", "claim": ("data:/data",), "in_image": (project,), **own}
-            launch_kubernetes(at_data, KubernetesWords(**there), target)
+            launch_kubernetes(at_data, KubernetesArguments(**there), target)
         else:
             at_data = replace(made, override=(*made.override, "run.folder=/data/run"))
-            launch_skypilot(at_data, SkypilotWords(**{"gpu": "H100", "volume": ("/data=v",), **own}), target)
+            launch_skypilot(at_data, SkypilotArguments(**{"gpu": "H100", "volume": ("/data=v",), **own}), target)
         return Path("out").read_text() if target.output else ""
 
     return write

@@ -9,8 +9,8 @@ import pytest
 from kubeflow_trainer_api import models
 from ruamel.yaml import YAML
 
-from finetune.commands.launch.job_files import Destination, JobWords
-from finetune.commands.launch.kubernetes import KubernetesWords, launch_kubernetes
+from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch.jobs.checkers import shellcheck
@@ -37,12 +37,12 @@ MORE = {
 }
 
 
-def objects(words: JobWords, **kubernetes: Any) -> list[dict[str, Any]]:
+def objects(words: JobFileArguments, **kubernetes: Any) -> list[dict[str, Any]]:
     """Return the objects of the file, each checked."""
     file = Path("job.yaml.out")
     there = {"in_image": (Path.cwd(),), "claim": ("data:/data",), **kubernetes}
     at_data = replace(words, override=(*words.override, "run.folder=/data/run"))
-    assert launch_kubernetes(at_data, KubernetesWords("registry/image:1", **there), Destination(output=file)) == 0
+    assert launch_kubernetes(at_data, KubernetesArguments("registry/image:1", **there), Destination(output=file)) == 0
     found = list(YAML(typ="safe").load_all(file.read_bytes()))
     for each in found:
         require_valid(each)
@@ -197,7 +197,7 @@ def test_mistakes_are_named(words, override, kubernetes, message):
 
 def test_a_run_that_is_lost_with_its_pod_is_refused(words, project):
     def launch(*override: str, nodes: int = 2) -> int:
-        kubernetes = KubernetesWords("image", claim=("data:/data",), in_image=(project,))
+        kubernetes = KubernetesArguments("image", claim=("data:/data",), in_image=(project,))
         wanted = words("ddp", nodes=nodes, override=override)
         return launch_kubernetes(wanted, kubernetes, Destination(output=Path("out.yaml")))
 
@@ -213,7 +213,7 @@ def test_an_image_and_a_file_that_cannot_be_are_refused(words, project):
     with pytest.raises(UserError, match="--image"):
         launch_kubernetes(
             words("ddp", override=("run.folder=/d/x",)),
-            KubernetesWords("a b", claim=("d:/d",), in_image=(project,)),
+            KubernetesArguments("a b", claim=("d:/d",), in_image=(project,)),
             Destination(),
         )
     (project / "job.yaml").write_text((project / "job.yaml").read_text() + "# long\n" * 40_000)

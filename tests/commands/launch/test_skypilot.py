@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from finetune.commands.launch.job_files import Destination, JobWords
-from finetune.commands.launch.skypilot import SkypilotWords, launch_skypilot
+from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch.jobs.checkers import shellcheck
@@ -45,11 +45,11 @@ print(json.dumps(found))
 """
 
 
-def task(words: JobWords, file: Path = Path("task.out.yaml"), **sky: Any) -> dict[str, Any]:
+def task(words: JobFileArguments, file: Path = Path("task.out.yaml"), **sky: Any) -> dict[str, Any]:
     at_url = replace(words, override=(*words.override, "run.folder=s3://bucket/run"))
     if words.nodes > 1:
         at_url = replace(at_url, override=(*at_url.override, "run.local_folder=/shared/run"))
-    chosen = SkypilotWords(**{"gpu": "H100", "volume": ("/shared=runs",), **sky})
+    chosen = SkypilotArguments(**{"gpu": "H100", "volume": ("/shared=runs",), **sky})
     assert launch_skypilot(at_url, chosen, Destination(output=file)) == 0
     return dict(YAML(typ="safe").load(file.read_bytes()))
 

@@ -9,8 +9,8 @@ import pytest
 import submitit.slurm.slurm as submitit
 
 from finetune.commands.launch import job_files
-from finetune.commands.launch.job_files import Destination, JobWords
-from finetune.commands.launch.slurm import SlurmWords, launch_slurm
+from finetune.commands.launch.job_files import Destination, JobFileArguments
+from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.errors import UserError
 from tests.commands.launch.conftest import CONFIGS, fits
 from tests.launch import fake_slurm
@@ -27,9 +27,9 @@ RUNS = {"job": {}, "array": {"sweep": ("train.learning_rate=1e-4,2e-4", "data.ma
 RANKS = ("accelerate", "srun")
 
 
-def script(words: JobWords, **slurm: object) -> str:
+def script(words: JobFileArguments, **slurm: object) -> str:
     file = Path("job.sbatch")
-    assert launch_slurm(words, SlurmWords(**slurm), Destination(output=file)) == 0  # type: ignore[arg-type]
+    assert launch_slurm(words, SlurmArguments(**slurm), Destination(output=file)) == 0  # type: ignore[arg-type]
     return file.read_bytes().decode()
 
 
@@ -187,14 +187,14 @@ def test_a_folder_that_each_host_has_alone_is_refused(words, monkeypatch):
 
 
 def test_it_is_printed_written_or_submitted(words, tmp_path, monkeypatch, capsys):
-    printed = launch_slurm(words("ddp"), SlurmWords(), Destination())
+    printed = launch_slurm(words("ddp"), SlurmArguments(), Destination())
     text = capsys.readouterr().out
     assert printed == 0 and text == script(words("ddp"))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"`sbatch` is not on the PATH .* sbatch FILE"):
-        launch_slurm(words("ddp"), SlurmWords(), Destination(submit=True))
+        launch_slurm(words("ddp"), SlurmArguments(), Destination(submit=True))
     fake = tmp_path / "fake"
     monkeypatch.setenv("PATH", f"{fake_slurm.install(fake)}:/usr/bin:/bin")
     monkeypatch.setenv("FAKE", str(fake))
-    assert launch_slurm(words("ddp", name="a-job"), SlurmWords(), Destination(submit=True)) == 0
+    assert launch_slurm(words("ddp", name="a-job"), SlurmArguments(), Destination(submit=True)) == 0
     assert (fake / "submitted").read_text() == Path("a-job.sbatch").read_text()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.commands.plan.memory import Memory, with_ranks
+from finetune.commands.plan.memory import PlannedMemory, with_ranks
 from finetune.run.symbolic.prediction import Layout, Prediction
 
 LAYOUT = Layout("fsdp2", 8, "full", False, 1)
@@ -27,14 +27,14 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 def test_the_line_between_what_fits_and_what_does_not_says_where_to_look():
     """10 + 3 n <= 40: 10 samples, of the sizes 8; one step above it is tried, too."""
     predict = Counted(each=3)
-    fit = Memory(predict).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
+    fit = PlannedMemory(predict).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
     assert fit.microbatch_size == 8 and fit.largest is not None and fit.largest.peak_bytes == 34
     assert predict.asked == [1, 64, 8, 16]
 
 
 def test_what_grows_faster_than_a_line_is_found_too():
     """10 + n + n^2 / 4 <= 40: 9 samples, of the sizes 8."""
-    fit = Memory(Counted(each=1, bend=0.25)).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
+    fit = PlannedMemory(Counted(each=1, bend=0.25)).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
     assert fit.microbatch_size == 8
 
 
@@ -44,7 +44,7 @@ def test_what_grows_faster_than_a_line_is_found_too():
 )
 def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], size: int, asked: list[int]):
     predict = Counted(each=3)
-    assert Memory(predict).largest_fit(LAYOUT, usable_bytes=usable, sizes=sizes).microbatch_size == size
+    assert PlannedMemory(predict).largest_fit(LAYOUT, usable_bytes=usable, sizes=sizes).microbatch_size == size
     assert predict.asked == asked
 
 

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.verify.resume import RunHistory, Step, differences, run_resume
+from finetune.commands.verify.resume import LossHistory, RecordedStep, differences, run_resume
 from finetune.commands.verify.runs import LaunchSetup, parse_launch_setup
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
-STRAIGHT = RunHistory((Step(1, "a", 4.0), Step(2, "b", 3.0), Step(3, "c", 2.0)), starts=(0,), state_sha256="f0")
+STRAIGHT = LossHistory(
+    (RecordedStep(1, "a", 4.0), RecordedStep(2, "b", 3.0), RecordedStep(3, "c", 2.0)), starts=(0,), state_sha256="f0"
+)
 RESUMED = replace(STRAIGHT, starts=(0, 2))
 
 

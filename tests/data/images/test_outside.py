@@ -12,7 +12,7 @@ from finetune.config.sections.data import DataSection
 from finetune.data.classes import Classes
 from finetune.data.encoding.labelled_images import LabelledImageEncoder
 from finetune.data.images.decode import decode_image
-from finetune.data.images.stored_image import MOST_BYTES
+from finetune.data.images.stored_image import MAX_BYTES
 from finetune.data.sources.source import open_sources
 from finetune.errors import DataError
 
@@ -99,7 +99,7 @@ def test_only_regular_files_are_read_and_none_is_waited_for(photos):
 
 def test_a_file_larger_than_images_are_is_not_read(photos):
     with (photos / "huge.png").open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
+        file.truncate(MAX_BYTES + 1)
     with pytest.raises(DataError, match="the limit is"):
         read(photos, "huge.png")
 

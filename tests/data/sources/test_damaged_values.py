@@ -106,7 +106,7 @@ def test_a_row_that_cannot_be_encoded_among_others_is_named(tmp_path, tokenizer)
 
 @pytest.mark.parametrize("ending", [".jsonl", ".txt", ".jsonl.gz"])
 def test_a_line_without_end_is_not_read_whole(tmp_path, tokenizer, monkeypatch, ending):
-    monkeypatch.setattr(readers, "MOST_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1 << 20)
     content = b'{"text": "a"}\n{"text": "' + b"a" * (2 << 20) + b'"}\n'
     path = tmp_path / f"rows{ending}"
     path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)

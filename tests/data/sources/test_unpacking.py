@@ -49,9 +49,9 @@ def test_a_parquet_whose_rows_share_one_long_text_is_refused_before_its_rows_are
 def test_texts_that_stay_in_their_dictionary_are_the_same_rows(tmp_path, monkeypatch, is_nested):
     path = write_table(tmp_path / "rows.parquet", repeated(7, is_nested=is_nested, longest="abc"))
     expected = rows_of(path)
-    monkeypatch.setattr(unpacking, "_MOST_BATCH_BYTES", 0)
+    monkeypatch.setattr(unpacking, "_MAX_BATCH_BYTES", 0)
     assert rows_of(path) == expected and len(expected) == 7
-    monkeypatch.setattr(unpacking, "MOST_ROW_BYTES", 2)
+    monkeypatch.setattr(unpacking, "MAX_ROW_BYTES", 2)
     with pytest.raises(DataError, match="a row has more than 0 MB"):
         rows_of(path)
 
@@ -79,7 +79,7 @@ def test_blank_lines_without_end_and_arrays_too_large_for_memory_are_refused(tmp
     path.write_bytes(b'{"text": "a"}\n' + b"\n" * 1_000_002)
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: more than 1,000,000 blank lines begin here"):
         rows_of(path)
-    monkeypatch.setattr(readers, "MOST_JSON_BYTES", 10)
+    monkeypatch.setattr(readers, "MAX_JSON_BYTES", 10)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "a"}]))
     with pytest.raises(DataError, match="Write one object on each line"):

@@ -11,7 +11,7 @@ from finetune.config.sections.data import DataSection
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.sources.source import open_sources
 from finetune.data.templates import sandbox as limits
-from finetune.data.templates.chat_template import BUILT_IN, MOST_TEMPLATE_BYTES, set_chat_template
+from finetune.data.templates.chat_template import BUILT_IN, MAX_TEMPLATE_BYTES, set_chat_template
 from finetune.data.templates.row_template import check_row_template
 from finetune.data.token_cache.chunks import encode_chunk, make_encoding_plan
 from finetune.errors import DataError
@@ -120,7 +120,7 @@ def test_a_fault_in_a_wild_row_template_names_its_line():
 def test_a_file_that_is_no_template_is_not_read(tmp_path):
     tokenizer = tokenizer_for("<|im_start|><|im_end|>")
     large, fifo = tmp_path / "large.jinja", tmp_path / "fifo.jinja"
-    large.write_text("a" * (MOST_TEMPLATE_BYTES + 1))
+    large.write_text("a" * (MAX_TEMPLATE_BYTES + 1))
     os.mkfifo(fifo)
     for file, reason in ((large, "has more than 1 MB"), (fifo, "it is a FIFO")):
         with pytest.raises(DataError, match=reason):

@@ -14,7 +14,7 @@ from finetune.data.token_cache.build import build_set
 from finetune.data.token_cache.chunks import make_encoding_plan
 from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.journal import NAME, num_journaled_rows
-from finetune.data.token_cache.store import Identity, PreparedSet
+from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.errors import DataError
 from finetune.runtime.supervision.faults import VARIABLE
 from tests.data.byte_encoding import encode_bytes
@@ -157,7 +157,7 @@ def test_what_was_begun_of_something_else_is_begun_anew(build_here, tmp_path, mo
     cut_off_after(30, tmp_path / "set", build_here, monkeypatch)
     build_here(tmp_path / "set", made_of=Identity("f2", {}))
     assert build_here.encoded == NUM_ROWS
-    assert PreparedSet(tmp_path / "set").fingerprint == "f2"
+    assert TokenCache(tmp_path / "set").fingerprint == "f2"
 
 
 def test_rows_that_have_become_fewer_are_told(build_here, tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_rows_that_have_become_fewer_are_told(build_here, tmp_path, monkeypatch)
 def test_a_sample_knows_where_its_row_stands(build_here, tmp_path):
     folder = tmp_path / "set"
     build_here(folder)
-    prepared = PreparedSet(folder)
+    prepared = TokenCache(folder)
     file = build_here.source.section.path
     assert prepared.place(0) == f"{file}, row 1"
     assert prepared.place(len(prepared) - 1) == f"{file}, row {NUM_ROWS}"
@@ -181,7 +181,7 @@ def test_a_set_without_a_sample_can_be_opened(write_rows, make_section, tmp_path
     source = write_rows([{"text": ""}], format="text")
     section = make_section(source, no_target="drop")
     counts = Build(open_source(source, key="data.train", log=print), section)(tmp_path / "set")
-    prepared = PreparedSet(tmp_path / "set")
+    prepared = TokenCache(tmp_path / "set")
     assert len(prepared) == counts.samples == 0
     assert (counts.rows_without_target, counts.empty_rows) == (1, 1)
     assert prepared.lengths_of(np.zeros(0, np.int64)).tolist() == []

@@ -23,7 +23,7 @@ def recipe(encode):
     return EncodingPlan(AsWritten(), encode, SampleLengthLimit(100, "refuse"))
 
 
-def chunks_of(rows, encode, *, num_workers):
+def assume_device(rows, encode, *, num_workers):
     with EncoderPool(recipe(encode), num_workers=num_workers) as encoders:
         return list(encoders.encode(rows))
 
@@ -45,14 +45,14 @@ def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
 
 def test_a_small_set_starts_no_process(monkeypatch):
     monkeypatch.setattr(encoder_pool, "ProcessPoolExecutor", None)  # calling it would raise
-    chunks = chunks_of(rows(500), encode_bytes, num_workers=4)
+    chunks = assume_device(rows(500), encode_bytes, num_workers=4)
     assert sum(chunk.counts.samples for chunk in chunks) == 500
 
 
 def test_the_main_process_encodes_until_a_worker_is_ready(monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
     monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 1)
-    chunks = chunks_of(rows(5), encode_in_the_main_process_only, num_workers=1)
+    chunks = assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
     assert [chunk.row_numbers.tolist() for chunk in chunks] == [[1], [2], [3], [4], [5]]
     assert active_children() == []
 
@@ -69,7 +69,7 @@ def test_workers_are_kept_from_call_to_call(only_workers):
 
 def test_a_worker_that_ends_abruptly_is_told_with_the_remedy(only_workers):
     with pytest.raises(WorkersLost, match=r"ended abruptly.* Lower data\.prepare_workers"):
-        chunks_of(rows(5), encode_in_the_main_process_only, num_workers=1)
+        assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
 
 
 def test_a_worker_ends_when_its_parent_is_killed(only_workers, tmp_path):
@@ -78,7 +78,7 @@ def test_a_worker_ends_when_its_parent_is_killed(only_workers, tmp_path):
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     encode = EncodeForever(str(pipe))
     fork = multiprocessing.get_context("fork")
-    parent = fork.Process(target=lambda: chunks_of(rows(5), encode, num_workers=1))
+    parent = fork.Process(target=lambda: assume_device(rows(5), encode, num_workers=1))
     parent.start()
     assert read_when_ready(reading) == b"begun\n"
     parent.kill()

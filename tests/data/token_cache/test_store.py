@@ -8,10 +8,10 @@ import pytest
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
 from finetune.data.order.grouping import LengthGroupedOrder
-from finetune.data.token_cache.build import PreparedSetWriter
+from finetune.data.token_cache.build import TokenCacheWriter
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import Counts
-from finetune.data.token_cache.store import Identity, PreparedSet, dataset_view, grouped_by_length
+from finetune.data.token_cache.store import Identity, TokenCache, dataset_view, grouped_by_length
 
 
 def chunk_of(num_samples, *, length, origins):
@@ -33,7 +33,7 @@ def write(tmp_path):
     def write(chunks, *, shards=()):
         folder = tmp_path / f"set{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        writer = PreparedSetWriter(folder, Identity("f", {}, shards))
+        writer = TokenCacheWriter(folder, Identity("f", {}, shards))
         for chunk in chunks:
             writer.append(chunk)
         writer.finish()
@@ -44,7 +44,7 @@ def write(tmp_path):
 
 
 def test_samples_are_found_by_position(write):
-    prepared = PreparedSet(write([chunk_of(100, length=3, origins=((0, "a.jsonl"),))] * 2))
+    prepared = TokenCache(write([chunk_of(100, length=3, origins=((0, "a.jsonl"),))] * 2))
     assert len(prepared) == 200
     assert prepared[57].arrays["input_ids"].tolist() == prepared[157].arrays["input_ids"].tolist() == [171, 172, 173]
     assert prepared[157].sample_id == 157
@@ -54,7 +54,7 @@ def test_samples_are_found_by_position(write):
 def test_places_are_those_of_the_files_as_they_are_named_now(write):
     origins = ((0, "a.jsonl"), (2, "b, row 3.jsonl"))
     folder = write([chunk_of(4, length=3, origins=origins)], shards=("a.jsonl", "b, row 3.jsonl"))
-    as_made, moved = PreparedSet(folder), PreparedSet(folder, shards=("new/a.jsonl", "new/b.jsonl"))
+    as_made, moved = TokenCache(folder), TokenCache(folder, shards=("new/a.jsonl", "new/b.jsonl"))
     assert [as_made.place(i) for i in (1, 2)] == ["a.jsonl, row 2", "b, row 3.jsonl, row 3"]
     assert [moved.place(i) for i in (1, 2)] == ["new/a.jsonl, row 2", "new/b.jsonl, row 3"]
     assert moved.counts.longest_place == "new/a.jsonl, row 1"
@@ -63,7 +63,7 @@ def test_places_are_those_of_the_files_as_they_are_named_now(write):
 
 def test_an_origin_that_goes_on_in_the_next_chunk_is_kept_once(write):
     folder = write([chunk_of(4, length=3, origins=((0, "a.jsonl"),))] * 3)
-    prepared = PreparedSet(folder)
+    prepared = TokenCache(folder)
     assert (folder / "counts.json").read_text().count('"a.jsonl"') == 1
     assert prepared.place(11) == "a.jsonl, row 4"
 
@@ -77,7 +77,7 @@ def test_opening_takes_no_memory_that_grows_with_the_set(write):
 
 def memory_of_opening(folder):
     tracemalloc.start()
-    prepared = PreparedSet(folder)
+    prepared = TokenCache(folder)
     prepared[len(prepared) - 1]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -91,7 +91,7 @@ def test_memory_of_making_a_set_does_not_grow_with_it(tmp_path):
         folder = tmp_path / str(num_chunks)
         folder.mkdir()
         tracemalloc.start()
-        writer = PreparedSetWriter(folder, Identity("f", {}))
+        writer = TokenCacheWriter(folder, Identity("f", {}))
         for _ in range(num_chunks):
             writer.append(chunk)
         writer.note()

@@ -14,7 +14,7 @@ from finetune.model.adapters.context import AdapterContext
 from finetune.model.adapters.lora import adapter_summary
 from finetune.model.adapters.targets import find_experts, find_routers, shortest_names, target_problems
 from finetune.model.loading.dry_run import meta_model
-from finetune.run.build.model import require_adaptable
+from finetune.run.setup.model import require_adaptable
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
 MODELS = {**MOE_MODELS, **HYBRID_MODELS}

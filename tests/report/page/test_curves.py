@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from finetune.report.page.curves import MOST_BUCKETS, Curve
+from finetune.report.page.curves import MAX_BUCKETS, Curve
 
 
 def test_a_short_curve_is_drawn_point_by_point():
@@ -37,7 +37,7 @@ def filled(values: np.ndarray, *, seed: int) -> Curve:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_long_curve_keeps_its_spikes_and_its_mean(long_values: np.ndarray, seed: int):
     points = filled(long_values, seed=seed).points()
-    assert len(points.means) <= MOST_BUCKETS + 1
+    assert len(points.means) <= MAX_BUCKETS + 1
     assert points.steps[points.values.argmax()] == 12_345
     assert points.steps[points.values.argmin()] == 299_999
     assert (np.diff(points.steps) > 0).all()
@@ -64,7 +64,7 @@ def test_a_cut_bucket_loses_less_than_a_thousandth_of_the_curve(long_values: np.
     curve = filled(long_values, seed=2)
     curve.cut_after(200_000)
     steps = curve.points().steps
-    assert 200_000 - 2 * len(long_values) / MOST_BUCKETS < steps[-1] <= 200_000
+    assert 200_000 - 2 * len(long_values) / MAX_BUCKETS < steps[-1] <= 200_000
 
 
 def test_values_that_are_not_finite_are_counted_and_not_drawn():

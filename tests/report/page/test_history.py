@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.report.page.history import MOST_ANSWERS, MOST_PROMPTS, RunHistory
+from finetune.report.page.history import MAX_ANSWERS, MAX_PROMPTS, RunHistory
 from tests.report.page.events import answered, ended, evaluated, started, taken
 
 
@@ -64,13 +64,13 @@ def test_losses_that_are_not_finite_are_written_as_strings():
 
 def test_answers_are_kept_by_prompt_and_bounded():
     many = [answered(step, f"answer {step}") for step in range(500)]
-    others = [answered(0, "?", prompt=f"prompt {number}") for number in range(2 * MOST_PROMPTS)]
+    others = [answered(0, "?", prompt=f"prompt {number}") for number in range(2 * MAX_PROMPTS)]
     history = history_of(*many, *others)
     (by_step,) = [each.by_step for each in history.answers.values() if each.prompt == "2 + 2"]
     assert {0, 499} <= by_step.keys()
-    assert len(by_step) <= MOST_ANSWERS
-    assert len(history.answers) == MOST_PROMPTS
-    assert history.num_prompts_left_out == MOST_PROMPTS + 1
+    assert len(by_step) <= MAX_ANSWERS
+    assert len(history.answers) == MAX_PROMPTS
+    assert history.num_prompts_left_out == MAX_PROMPTS + 1
 
 
 def test_a_repeated_warning_is_kept_once():

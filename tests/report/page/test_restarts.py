@@ -12,7 +12,7 @@ from finetune.report.page.interruptions import (
     restart_rows,
 )
 from finetune.report.page.page import report_page
-from finetune.report.page.restarts import MOST_STARTS
+from finetune.report.page.restarts import MAX_STARTS
 from tests.report.page.events import ended, started, taken
 
 KILLED = {"state": "failed", "reason": "killed", "step": 10, "time": 1012.0}
@@ -103,11 +103,11 @@ def test_events_in_pieces_give_the_same():
 
 
 def test_many_restarts_are_summed_in_bounded_memory():
-    lives = [event for at in range(3 * MOST_STARTS) for event in (started(0, **PRICED), taken(1, 1.0, seconds=1.0))]
+    lives = [event for at in range(3 * MAX_STARTS) for event in (started(0, **PRICED), taken(1, 1.0, seconds=1.0))]
     history = history_of(*lives)
-    assert len(history.restarts.recent) == MOST_STARTS
+    assert len(history.restarts.recent) == MAX_STARTS
     facts = restart_facts(history)
-    assert (facts["restarts"], facts["steps_redone"]) == (3 * MOST_STARTS - 1, 3 * MOST_STARTS - 1)
+    assert (facts["restarts"], facts["steps_redone"]) == (3 * MAX_STARTS - 1, 3 * MAX_STARTS - 1)
     assert facts["usd"] == pytest.approx(299 / 3600 * 2.0, abs=1e-4)
 
 

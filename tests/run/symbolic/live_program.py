@@ -24,7 +24,7 @@ class LiveRun:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{os.environ.get('RANK', '0')}.json"
-        self._build, self._take_step = run.build, loop.take_step
+        self._build, self._take_step = run.setup, loop.take_step
         self._live, self._peaks = LiveBytes(), []
 
     def build(self, *values: Any, **named: Any) -> Any:

@@ -11,7 +11,7 @@ with lazily():  # it draws: only where there is something to draw
     from finetune.commands.compare import compare
 
 PAGE = "sweep.html"
-_FEWEST_RUNS, MOST_RUNS = 2, 20
+_FEWEST_RUNS, MAX_RUNS = 2, 20
 """Runs on the page, the best of them: more curves cannot be told apart."""
 
 
@@ -20,7 +20,7 @@ def write_page(results: Sequence[RunResult], folder: Path) -> Path | None:
 
     A page that cannot be drawn is a warning: it must not end a sweep.
     """
-    runs = [each.folder for each in results if each.step > 0][:MOST_RUNS]
+    runs = [each.folder for each in results if each.step > 0][:MAX_RUNS]
     if len(runs) < _FEWEST_RUNS:
         return None
     try:

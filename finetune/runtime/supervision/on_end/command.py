@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune.runtime.text.terminal import printable
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
 
 TIMED_OUT = 124
@@ -75,7 +75,7 @@ def _follow(process: "subprocess.Popen[bytes]", *, log: Callable[[str], None], d
     assert process.stdout is not None
     output = process.stdout.fileno()
     os.set_blocking(output, False)
-    rest, left, code = b"", _MOST_BYTES, None
+    rest, left, code = b"", _MAX_BYTES, None
     while code is None:
         select.select([output], [], [], 0.1)
         code = process.poll()
@@ -105,7 +105,7 @@ def _read(output: int) -> tuple[bytes, bool]:
     with suppress(BlockingIOError):
         while chunk := os.read(output, _CHUNK_BYTES):
             found += chunk
-            if len(found) > _MOST_BYTES:
+            if len(found) > _MAX_BYTES:
                 return found, False
         return found, True
     return found, False

@@ -17,7 +17,7 @@ Process = tuple[int, float]
 
 
 @dataclass(frozen=True)
-class Order:
+class EndHook:
     """What is to be done, of which run; durations in seconds."""
 
     command: str
@@ -36,7 +36,7 @@ class Order:
     has_trained: bool = False  # this start, or one that it replaces
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> "Order":
+    def from_plain(cls, values: Mapping[str, Any]) -> "EndHook":
         """Return the order of JSON values."""
         pairs = {name: tuple((int(pid), float(at)) for pid, at in values[name]) for name in ("processes", "launchers")}
         return cls(**{**values, "when": tuple(values["when"]), **pairs})
@@ -53,7 +53,7 @@ class RunEnd:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What the sentinel sees at a moment."""
 
     is_alive: bool  # a process of the run on this machine, or a launcher that may start it again
@@ -66,7 +66,7 @@ class Seen:
 WAIT, LEAVE = "wait", "leave"
 
 
-def next_action(seen: Seen, order: Order) -> str | RunEnd:
+def next_action(seen: Observation, order: EndHook) -> str | RunEnd:
     """Return WAIT, LEAVE where nothing is to be done any more, or the end for which the command is due now."""
     if seen.is_replaced:
         return LEAVE
@@ -79,7 +79,7 @@ def next_action(seen: Seen, order: Order) -> str | RunEnd:
     return seen.end if seen.ended_seconds >= wait else WAIT
 
 
-def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *, order: Order) -> RunEnd:
+def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *, order: EndHook) -> RunEnd:
     """Return how the run has ended: as its process has announced at its very end, else as status.json says.
 
     A status of another launch says nothing of this machine. One that shows no end was left by a killed run.
@@ -100,7 +100,7 @@ def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *
     return RunEnd(failed, KILLED, 1, step)
 
 
-def describe_end(end: RunEnd, order: Order) -> dict[str, str]:
+def describe_end(end: RunEnd, order: EndHook) -> dict[str, str]:
     """Return the environment variables that tell the command what has happened."""
     return {
         "FINETUNE_OUTCOME": end.outcome,

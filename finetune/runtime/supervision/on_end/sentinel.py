@@ -22,10 +22,10 @@ import psutil
 from finetune.runtime.supervision.on_end.command import TIMED_OUT, EndLog, command_environment, run_command
 from finetune.runtime.supervision.on_end.outcome import (
     LEAVE,
-    Order,
+    EndHook,
+    Observation,
     Process,
     RunEnd,
-    Seen,
     describe_end,
     end_of_run,
     next_action,
@@ -38,13 +38,13 @@ REPLACED = signal.SIGUSR1
 _TICK_SECONDS = 1.0
 _SUSPENDED_SECONDS = 30.0  # between two ticks: the machine or this process slept, and nobody was idle
 _EXIT_SECONDS = 60.0  # after a process has announced its end: one that lives on is not the run's alone
-_MOST_STATUS_BYTES = 4 << 20
+_MAX_STATUS_BYTES = 4 << 20
 
 
 class Sentinel:
     """Waits for the end of one run on this machine."""
 
-    def __init__(self, order: Order, *, source: int = 0) -> None:
+    def __init__(self, order: EndHook, *, source: int = 0) -> None:
         self._order = order
         self._source: int | None = source
         self._rest = b""
@@ -114,7 +114,7 @@ class Sentinel:
     def _give_way(self, number: int, frame: object) -> None:
         self._is_replaced = True
 
-    def _look(self) -> Seen:
+    def _look(self) -> Observation:
         now = time.monotonic()
         if now - self._last_tick > _SUSPENDED_SECONDS:
             self._last_beat = now
@@ -124,7 +124,7 @@ class Sentinel:
             self._read()  # the last words of a process that has just ended
         self._ended_at = float("inf") if is_alive else min(self._ended_at, now)
         status = _read_object(Path(self._order.run_folder) / "status.json")
-        return Seen(
+        return Observation(
             is_alive=is_alive,
             quiet_seconds=now - self._last_beat,
             ended_seconds=now - self._ended_at,
@@ -199,14 +199,14 @@ def main() -> NoReturn:
         os._exit(code)
 
 
-def _first_order(source: int) -> Order:
+def _first_order(source: int) -> EndHook:
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(source, 1)
         if not byte:
             raise EOFError("the run has ended before it said what to do")
         line += byte
-    return Order.from_plain(json.loads(line)["order"])
+    return EndHook.from_plain(json.loads(line)["order"])
 
 
 def _pass(number: int, frame: object) -> None:
@@ -229,7 +229,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(_MOST_STATUS_BYTES) or b"null")
+            found = json.loads(file.read(_MAX_STATUS_BYTES) or b"null")
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

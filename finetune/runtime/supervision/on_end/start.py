@@ -19,7 +19,7 @@ from finetune.errors import UserError
 from finetune.runtime.processes import ELASTIC_VARIABLE, is_launcher
 from finetune.runtime.supervision import heartbeat
 from finetune.runtime.supervision.activity import OwnActivity
-from finetune.runtime.supervision.on_end.outcome import Order, Process
+from finetune.runtime.supervision.on_end.outcome import EndHook, Process
 from finetune.runtime.supervision.status import Peer
 from finetune.runtime.text.terminal import format_json
 
@@ -35,7 +35,7 @@ _PREPARING, _TRAINING, _ENDING = "preparing", "training", "ending"
 class RunSentinel:
     """The sentinel of this machine; without an order, or before it is started, everything does nothing."""
 
-    def __init__(self, order: Order | None) -> None:
+    def __init__(self, order: EndHook | None) -> None:
         self._order = order
         self._pipe: int | None = None
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ def _identity(process: psutil.Process) -> Process:
     return process.pid, process.create_time()
 
 
-def _start_process(order: Order) -> tuple[int, int]:
+def _start_process(order: EndHook) -> tuple[int, int]:
     """Return the sentinel's process number and the pipe to it; raises OSError or ValueError."""
     reading, writing = os.pipe()
     try:

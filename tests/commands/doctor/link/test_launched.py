@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from finetune.commands.doctor.link.meeting import time_limit
+from finetune.commands.doctor.link.rendezvous import time_limit
 from finetune.runtime.processes import free_port
 from tests.launching import accelerate_command, begin, run
 

@@ -11,15 +11,15 @@ from finetune.runtime.supervision.on_end.outcome import (
     LEAVE,
     OUTCOMES,
     WAIT,
-    Order,
+    EndHook,
+    Observation,
     RunEnd,
-    Seen,
     describe_end,
     end_of_run,
     next_action,
 )
 
-ORDER = Order(
+ORDER = EndHook(
     command="true",
     shown="true",
     when=("finished", "failed", "idle"),
@@ -41,7 +41,7 @@ def test_the_outcomes_are_those_of_the_key():
 
 def test_an_order_survives_json():
     plain = {**asdict(ORDER), "when": list(ORDER.when), "processes": [[1, 2]], "launchers": []}
-    assert Order.from_plain(plain) == ORDER
+    assert EndHook.from_plain(plain) == ORDER
 
 
 def status(state: str, **fields) -> dict:
@@ -114,28 +114,30 @@ def test_nothing_is_due_while_something_lives_and_moves():
     """Over the whole space: alive, not replaced and not quiet is always waiting."""
     ends = [RunEnd(outcome, "", 1) for outcome in OUTCOMES]
     quiet = (0.0, 3600.0)
-    assert {next_action(Seen(True, seconds, 1e9, False, end), ORDER) for seconds, end in product(quiet, ends)} == {WAIT}
+    assert {
+        next_action(Observation(True, seconds, 1e9, False, end), ORDER) for seconds, end in product(quiet, ends)
+    } == {WAIT}
 
 
 def test_a_run_without_progress_is_idle_whatever_lives():
-    action = next_action(Seen(is_alive=True, quiet_seconds=3601.0), ORDER)
+    action = next_action(Observation(is_alive=True, quiet_seconds=3601.0), ORDER)
     assert isinstance(action, RunEnd) and action.outcome == "idle"
-    assert next_action(Seen(is_alive=True, quiet_seconds=1e9), replace(ORDER, when=("failed",))) == WAIT
+    assert next_action(Observation(is_alive=True, quiet_seconds=1e9), replace(ORDER, when=("failed",))) == WAIT
 
 
 def test_a_run_that_was_started_again_is_left_to_its_own_sentinel():
     for is_alive, seconds in product((True, False), (0.0, 1e9)):
-        assert next_action(Seen(is_alive, seconds, seconds, is_replaced=True), ORDER) == LEAVE
+        assert next_action(Observation(is_alive, seconds, seconds, is_replaced=True), ORDER) == LEAVE
 
 
 def test_only_a_finished_run_is_not_waited_for():
     for outcome in ("failed", "stopped", "failed_start", "interrupted"):
         order, end = replace(ORDER, when=(outcome,)), RunEnd(outcome, "", 1)
-        assert next_action(Seen(False, 0.0, 59.0, end=end), order) == WAIT
-        assert next_action(Seen(False, 0.0, 60.0, end=end), order) == end
+        assert next_action(Observation(False, 0.0, 59.0, end=end), order) == WAIT
+        assert next_action(Observation(False, 0.0, 60.0, end=end), order) == end
     finished = RunEnd("finished", "", 0)
-    assert next_action(Seen(False, 0.0, 0.0, end=finished), ORDER) == finished
+    assert next_action(Observation(False, 0.0, 0.0, end=finished), ORDER) == finished
 
 
 def test_an_outcome_that_is_not_listed_does_nothing():
-    assert next_action(Seen(False, 0.0, 0.0, end=RunEnd("interrupted", "", 130)), ORDER) == LEAVE
+    assert next_action(Observation(False, 0.0, 0.0, end=RunEnd("interrupted", "", 130)), ORDER) == LEAVE

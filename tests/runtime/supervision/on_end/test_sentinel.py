@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.runtime.supervision.on_end.outcome import Order
+from finetune.runtime.supervision.on_end.outcome import EndHook
 from finetune.runtime.supervision.on_end.start import RunSentinel, find_launchers, is_supervisor
 from finetune.runtime.supervision.status import Peer
 
@@ -155,4 +155,4 @@ def test_a_shell_is_no_launcher_and_ours_is_one(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_order_of_another_kind_is_refused():
     with pytest.raises(TypeError):
-        Order.from_plain({**order_of(Path("/tmp")), "other": 1})
+        EndHook.from_plain({**order_of(Path("/tmp")), "other": 1})

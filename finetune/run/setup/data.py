@@ -1,0 +1,221 @@
+"""The training data of a run: tokenizer, task and tokenised samples, made without any process group."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from finetune.config.run_config import RunConfig
+from finetune.config.section import KeyLocations
+from finetune.config.sections.data import DataSection
+from finetune.data.audit.audit import Prepared, Streamed, refuse_exceeded
+from finetune.data.encoding.tokenizer import drops_unknown_text, tokenizer_identity, unknown_ids
+from finetune.data.features import Features
+from finetune.data.order.dataset_view import DatasetView, fingerprint_of
+from finetune.data.order.mixing import mixed_view
+from finetune.data.order.order import steps_for_tokens
+from finetune.data.sources.source import OpenedSources, Source, open_sources, rows_read, stream_of, texts
+from finetune.data.streams.stream import stream_view
+from finetune.data.templates.arguments import arguments_of, use_arguments
+from finetune.data.templates.chat_template import set_chat_template
+from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set, repair
+from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by_length
+from finetune.model.processing import Processing, load_processing
+from finetune.report.run_log import RunLog
+from finetune.run.context import RunContext
+from finetune.run.setup.padding_free import format_padding_free, resolve_padding_free
+from finetune.runtime import distributed
+from finetune.runtime.seeds import derive_seed
+from finetune.task.generation.evaluation import Metric, load_metrics
+from finetune.task.lm_loss.target_loss import resolve_kernel
+from finetune.task.protocol import Task, TaskContext
+from finetune.task.registry import build_task, input_kind
+from finetune.train.plan import StepPlan, make_plan
+
+_DROPS_UNKNOWN_TEXT = (
+    "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know vanish "
+    "uncounted. Look at `finetune preview`, or choose another tokenizer."
+)
+
+_BROUGHT_ARGUMENTS = (
+    "the tokenizer brings arguments of its chat template, which are used: {}. `data.chat_template_arguments` replaces "
+    "them."
+)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What there is to learn, the same on every rank."""
+
+    processing: Processing
+    task: Task
+    training: DatasetView
+    sources: Mapping[str, Prepared | Streamed]  # what the pool is made of, by place in the job YAML: for the audit
+    validation_set: TokenCache | None
+    answer_metrics: dict[str, Metric]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer; None where there are only images."""
+        return self.processing.tokenizer
+
+    def sample_at(self, position: int) -> Features:
+        """Return the first sample at the position: of a stream, one that is needed soon."""
+        return self.training.samples[int(self.training.order.samples(position, position + 1)[0])]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What `prepare_data` returns: the training data, and the plan of the steps over it."""
+
+    training_data: TrainingData
+    plan: StepPlan
+
+
+def prepare_data(context: RunContext) -> PreparedData:
+    """Return the training data and the plan, made without any process group."""
+    training_data = make_training_data(context.config, context.log, locations=context.loaded.sources)
+    size = context.strategy.expected().sequence_size
+    return PreparedData(training_data, make_run_plan(context.config, training_data, sequence_size=size))
+
+
+def make_training_data(
+    config: RunConfig,
+    log: RunLog,
+    *,
+    on_progress: OnSourceProgress | None = None,
+    locations: KeyLocations = MappingProxyType({}),
+    builds: bool = True,
+) -> TrainingData:
+    """Return what there is to learn; one process tokenises, others wait on a file. NotPrepared without `builds`."""
+    data = config.data
+    generate = config.evaluate.generate if config.evaluate else None
+    answer_metrics = load_metrics(generate.metrics if generate else ())
+    sources = open_sources(data, seed=config.run.seed, log=log)
+    processing = _load_processing(config, sources, log, locations)
+    rows = partial(rows_read, sources.train)
+    kernel, warnings = resolve_kernel(config.train.loss_kernel)
+    layout = resolve_padding_free(config)
+    materials = TaskContext(
+        config.task, layout, processing.tokenizer, processing.processor, rows=rows, loss_kernel=kernel
+    )
+    task = build_task(materials)
+    for line in (*warnings, *task.data_facts.lines, *format_padding_free(config, layout)):
+        log(line)
+    how: dict[str, Any] = {
+        "encode": task.samples.encode,
+        "section": data,
+        "identity": input_identity(processing, task),
+        "unknown_ids": unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset(),
+        "length": task.samples.length_limit,
+        "log": log,
+    }
+    prepare: Callable[[Source], TokenCache] = partial(prepare_set, **how, on_progress=on_progress, builds=builds)
+    stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)
+    audited: dict[str, Prepared | Streamed] = {}
+    pools = [_open_dataset(source, config, prepare=prepare, stream=stream, audited=audited) for source in sources.train]
+    refuse_exceeded(audited, data.audit)
+    validation_set = prepare(sources.validation) if sources.validation else None
+    return TrainingData(processing, task, _mix(pools, config, layout), audited, validation_set, answer_metrics)
+
+
+def input_identity(processing: Processing, task: Task) -> dict[str, str]:
+    """Return all that decides what becomes of a row beside `data:`, by name: part of a prepared set's key."""
+    identity = dict(processing.identity)
+    if processing.tokenizer is not None:
+        identity |= tokenizer_identity(processing.tokenizer)
+    if task.samples.identity:
+        identity["task"] = fingerprint_of(json.dumps(task.samples.identity, sort_keys=True))
+    return identity
+
+
+def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, locations: KeyLocations) -> Processing:
+    """Return what the model's inputs are made with, the chat template set."""
+    processing = load_processing(
+        config.model,
+        reads=input_kind(config.task.name),
+        texts=partial(texts, sources.train),
+        cache_folder=cache_folder(config.data),
+        log=log,
+        image_size=config.data.images.size,
+    )
+    if processing.tokenizer is not None:
+        set_chat_template(processing.tokenizer, config.data.chat_template)
+        use_arguments(processing.tokenizer, config.data.chat_template_arguments, locations)
+        if config.data.chat_template_arguments is None and (brought := arguments_of(processing.tokenizer)):
+            log(_BROUGHT_ARGUMENTS.format(json.dumps(dict(brought))))
+        if drops_unknown_text(processing.tokenizer):
+            log(_DROPS_UNKNOWN_TEXT)
+    return processing
+
+
+def _open_dataset(
+    source: Source,
+    config: RunConfig,
+    *,
+    prepare: Callable[[Source], TokenCache],
+    stream: Callable[..., tuple[DatasetView, Streamed]],
+    audited: dict[str, Prepared | Streamed],
+) -> DatasetView:
+    """Return the source as a pool, and put into `audited` what an audit can tell of it."""
+    seed = derive_seed(config.run.seed, source.key) if config.data.train.mix else config.run.seed
+    if stream_of(source.section) is not None:
+        pool, audited[source.key] = stream(source, seed=seed)
+        return pool
+    audited[source.key] = prepared = prepare(source)
+    return dataset_view(prepared, config.data, seed=seed, key=source.key)
+
+
+def _mix(pools: Sequence[DatasetView], config: RunConfig, data: DataSection) -> DatasetView:
+    """Return the pools mixed as the job says, sorted by length where it says so; `data` is its resolved section."""
+    seed = config.run.seed
+    pool = mixed_view(pools, data.train, seed=seed, unit=data.batching.unit) if data.train.mix else pools[0]
+    return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
+
+
+def make_run_plan(config: RunConfig, training_data: TrainingData, *, sequence_size: int = 1) -> StepPlan:
+    """Return the number of steps and the shape of each, and what there is to say of the data that they see.
+
+    So many ranks as `sequence_size` share each microbatch.
+    """
+    training, batch = training_data.training, config.train.global_batch_size
+    plan = make_plan(
+        config.train,
+        num_positions=training.order.num_positions,
+        unit=config.data.batching.unit,
+        world=distributed.world(),
+        steps_for_tokens=partial(_steps_for_tokens, training, batch),
+        sequence_size=sequence_size,
+    )
+    return replace(plan, arithmetic=(*plan.arithmetic, *training.lines(plan.num_steps * batch)))
+
+
+def _steps_for_tokens(training: DatasetView, global_batch_size: int, tokens: int) -> int:
+    return steps_for_tokens(
+        training.order,
+        training.samples.lengths_of,
+        epoch_tokens=training.epoch_tokens,
+        global_batch_size=global_batch_size,
+        tokens=tokens,
+    )
+
+
+VERIFY_TIMEOUT_SECONDS = 10.0
+"""For a large set; what is verified later is compared sample by sample, too, before a step learns from it."""
+
+
+def verify_before_training(training_data: TrainingData) -> None:
+    """Have sets made again in which damage has been found by now; no collective: each rank sees to what it reads.
+
+    Where something is worked out of all samples beforehand, all of them are verified first.
+    """
+    verify_sets(training_data, seconds=VERIFY_TIMEOUT_SECONDS if training_data.task.precomputed is None else None)
+
+
+def verify_sets(training_data: TrainingData, *, seconds: float | None = None) -> None:
+    """Wait until all sets are verified, at most so long for each; those found to be damaged are made again."""
+    for prepared in (*training_data.sources.values(), training_data.validation_set):
+        if isinstance(prepared, TokenCache):
+            repair(prepared, seconds=seconds)

@@ -1,0 +1,101 @@
+"""The audit of the training data, and its file in the run folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from finetune.config.rules.task import TASKS_WITHOUT_TOKENS
+from finetune.config.run_config import RunConfig
+from finetune.data.audit.audit import Audit, audit_sources
+from finetune.data.audit.padding import Padding, measure_padding
+from finetune.data.audit.template_check import TemplateCheck, check_template
+from finetune.data.encoding.labelled_images import LABEL
+from finetune.data.features import LENGTHS_OF_SEQUENCES
+from finetune.data.order.grouping import tokens_per_position
+from finetune.data.token_cache.store import TokenCache
+from finetune.report.run_log import RunLog
+from finetune.run.setup.data import TrainingData
+from finetune.runtime.files import atomic
+
+AUDIT_FILE = "audit.json"
+
+CHAT_TASKS = ("sft", "distillation")
+"""Tasks that train on conversations as the chat template renders them."""
+
+
+def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit:
+    """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
+    return audit_sources(
+        training_data.sources,
+        validation=training_data.validation_set,
+        limits=config.data.audit,
+        padding=_padding(config, training_data),
+        template=check_template(training_data.tokenizer, config.data) if config.task.name in CHAT_TASKS else None,
+        classes=_classes(training_data) if config.task.name == "image_classification" else None,
+        num_sequences=_num_sequences(training_data) if config.task.name in ("embedding", "reranking") else 0,
+    )
+
+
+def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *, log: RunLog) -> None:
+    """Write the audit into the run folder and say what no count of a single source tells."""
+    audit = audit_training_data(config, training_data)
+    atomic.write_json(folder / AUDIT_FILE, audit.as_json())
+    for line in _notices(audit):
+        log(line)
+
+
+def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
+    if training_data.training.order.num_positions is None:
+        return None  # a stream: its samples are not there yet
+    if config.task.name in TASKS_WITHOUT_TOKENS:
+        return None
+    batching, train = config.data.batching, config.train
+    budget = tokens_per_position(batching, max_length=config.data.longest)
+    return measure_padding(
+        training_data.training,
+        training_data.task.collate,
+        global_batch_size=train.global_batch_size,
+        microbatch_size=train.known_microbatch_size,
+        budget=None if batching.by == "samples" else budget,
+    )
+
+
+def _classes(training_data: TrainingData) -> dict[str, int]:
+    """Return the training images of each class; those of streams are not there yet."""
+    names = list(training_data.task.data_facts.values["labels"])
+    prepared = [each for each in training_data.sources.values() if isinstance(each, TokenCache)]
+    counts = sum((np.bincount(each.values(LABEL), minlength=len(names)) for each in prepared), np.zeros(len(names)))
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def _num_sequences(training_data: TrainingData) -> int:
+    """Return the texts of all training samples; those of streams are not there yet."""
+    prepared = [each for each in training_data.sources.values() if isinstance(each, TokenCache)]
+    return sum(len(each.values(LENGTHS_OF_SEQUENCES)) for each in prepared)
+
+
+def _notices(audit: Audit) -> Iterator[str]:
+    if audit.padding is not None and audit.padding.share > 0:
+        share, plain = audit.padding.share, audit.padding.plain_share
+        yield f"padding: {share:.1%} of the computed positions (plain batches: {plain:.1%})"
+    if audit.total.duplicates:
+        yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples equal an earlier one"
+    for source in audit.sources:
+        if source.in_validation:
+            yield (
+                f"warning: {source.key}: {source.in_validation:,} samples are among the validation samples, too. "
+                "`data.validation.exclude_from_train: true` leaves such rows out."
+            )
+    if audit.template is not None:
+        yield from _template_notices(audit.template)
+
+
+def _template_notices(check: TemplateCheck) -> Iterator[str]:
+    if check.learnt and not check.is_end_learnt:
+        yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
+    for each in check.differences[:1]:  # the others differ likewise
+        yield (
+            f"warning: chat template: {each.case}: the model will be asked with {each.prompt} and is trained on "
+            f"{each.trained}"
+        )

@@ -1,0 +1,207 @@
+"""The parts that the training loop is handed: batches, update, evaluation, stop sources, and times of the start."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from torch import nn
+
+from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
+from finetune.data.device_prefetch import prefetch_to_device
+from finetune.data.loader import groups, train_loader
+from finetune.data.sample_checks import SampleVerifier
+from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
+from finetune.report.events import Noted, StartedUp
+from finetune.report.gpu import DeviceColumns
+from finetune.report.reporter import Reporter
+from finetune.report.timing import StartupTimer
+from finetune.run.context import RunContext
+from finetune.run.samples import record_samples
+from finetune.run.setup.evaluator import make_evaluator
+from finetune.run.setup.memory import peak_line
+from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
+from finetune.runtime import distributed
+from finetune.runtime.progress import Cadence, NeverDue
+from finetune.runtime.supervision.signals import ReceivedSignals
+from finetune.runtime.supervision.spot import SpotNotice
+from finetune.train.accelerator import own_batches
+from finetune.train.early_stopping import EarlyStopping, NeverStop
+from finetune.train.evaluate import EvaluationWithWeights, NoEvaluation
+from finetune.train.meters import Meters
+from finetune.train.parts import CheckpointSaving, Evaluation, TrainingComponents
+from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE, STOP_FILE, TIME_LIMIT, StopFile, StopSources, TimeLimit
+from finetune.train.update import Update, UpdateInBackward
+
+
+@dataclass(frozen=True)
+class SyncedBatchNormEvaluation:
+    """An evaluation before which batch norms are synchronised over all ranks."""
+
+    model: nn.Module
+    inner: Evaluation
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the metrics, equal on every rank. Collective."""
+        sync_batch_norm(self.model)
+        return self.inner(step)
+
+
+def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
+    """Yield the groups; asking for the next one ends the step of the one before, for batch norms."""
+    if not _has_ghost_norms(model):
+        yield from groups
+        return
+    for group in groups:
+        yield group
+        update_running_statistics(model)
+
+
+def _has_ghost_norms(model: nn.Module) -> bool:
+    """Tell whether a recomputed forward pass would count again in a norm's statistics."""
+    return any(isinstance(module, GhostBatchNorm) for module in model.modules())
+
+
+def make_parts(
+    context: RunContext,
+    built: BuiltRun,
+    *,
+    reporter: Reporter,
+    save: CheckpointSaving,
+    signals: ReceivedSignals,
+    startup: StartupTimer,
+    gpu: DeviceColumns,
+) -> TrainingComponents:
+    """Return the record that the loop works with; its first step reports what the start took."""
+    config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
+    stopping = config.train.early_stopping
+    return TrainingComponents(
+        accelerator=prepared.accelerator,
+        model=prepared.model,
+        optimizer=prepared.optimizer,
+        task=built.step_task,
+        groups=partial(_timed_groups, context, built, startup=startup, report=reporter),
+        plan=plan,
+        deliveries=SampleVerifier(training_data.training, plan.global_batch_size),
+        place=training_data.training.samples.place,
+        seed=config.run.seed,
+        update=make_update(config, prepared),
+        nonfinite=config.train.nonfinite,
+        scales_loss=config.train.precision == "fp16",
+        meters=Meters(built.step_task.step_metrics, device=gpu),
+        reporter=reporter,
+        evaluate=_evaluation(context, built, reporter=reporter),
+        save=save,
+        log_due=Cadence(config.report.log_every_steps, plan.num_steps),
+        evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
+        save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
+        stop_sources=make_stop_sources(context, signals=signals, save=save, started=startup.started_at),
+        stop_after_steps=config.train.stop_after_steps,
+        early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
+        before_batch=prepared.before_batch,
+        reduces_every_microbatch=prepared.reduces_every_microbatch,
+        counts_ahead=not _has_ghost_norms(prepared.model),
+    )
+
+
+def make_update(config: RunConfig, prepared: PreparedModel) -> Update:
+    """Return what clips the gradients and updates the weights."""
+    if config.train.optimizer.in_backward:
+        return UpdateInBackward(prepared.accelerator, prepared.model, prepared.optimizer)
+    limit = config.train.max_gradient_norm
+    return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
+
+
+def _groups(context: RunContext, built: BuiltRun, *, first_step: int) -> Iterator[tuple[Batch, ...]]:
+    config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
+    loader = train_loader(
+        training_data.training,
+        training_data.task.collate,
+        global_batch_size=plan.global_batch_size,
+        microbatch_size=plan.microbatch_size,
+        first_step=first_step,
+        num_steps=plan.num_steps,
+        section=config.data,
+        seed=config.run.seed,
+        cost=training_data.task.samples.loading_cost,
+        has_partners=training_data.task.samples.has_partners,
+    )
+    own = own_batches(prepared.accelerator, loader, on_device=False)
+    placed = prefetch_to_device(groups(own, plan.num_batches), prepared.accelerator.device)
+    handed = end_batch_norm_steps(placed, prepared.model)
+    if not config.report.sample_ids:
+        return handed
+    return record_samples(handed, run_folder=context.paths.folder, first_step=first_step)
+
+
+def _evaluation(context: RunContext, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
+    config, training_data, prepared = context.config, built.training_data, built.prepared
+    if config.evaluate is None or training_data.validation_set is None:
+        return NoEvaluation()
+    evaluator = make_evaluator(
+        config,
+        training_data.task,
+        rows=training_data.validation_set,
+        model=prepared.model,
+        accelerator=prepared.accelerator,
+        tokenizer=training_data.tokenizer,
+        answer_metrics=training_data.answer_metrics,
+        reporter=reporter,
+    )
+    return SyncedBatchNormEvaluation(prepared.model, EvaluationWithWeights(make_weights(context, prepared), evaluator))
+
+
+def make_stop_sources(
+    context: RunContext, *, signals: ReceivedSignals, save: CheckpointSaving, started: float
+) -> StopSources:
+    """Return everything that can request a stop of this rank.
+
+    Only rank 0 looks for the file `STOP` in the run folder, and one process of a machine for the spot notice.
+    """
+    config = context.config
+    found: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
+    if config.train.time_limit_minutes:
+        found[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
+    if distributed.is_main():
+        found[STOP_FILE] = StopFile(context.paths.stop_file)
+    if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
+        found[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=context.log).start()
+    return StopSources(signals, found)
+
+
+def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
+    """Remove the stop file, so that the same command resumes; log where that fails."""
+    try:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    except OSError as error:
+        log(f"{path} cannot be removed ({error.strerror}). Remove it, or the next start stops at once.")
+
+
+def _timed_groups(
+    context: RunContext, built: BuiltRun, *, startup: StartupTimer, report: Reporter, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
+    """Yield the groups; report the start at the second request, when a step is over, and the memory at the third.
+
+    The second step is the first with activations and optimizer state at the same time.
+    """
+    startup.end("run folder")
+    coming = _groups(context, built, first_step=first_step)
+    for group in islice(coming, 1):
+        yield group
+        startup.end("first step")
+        report(
+            StartedUp(
+                step=first_step + 1,
+                seconds={phase.name: phase.seconds for phase in startup.phases},
+                cpu_seconds={phase.name: phase.cpu_seconds for phase in startup.phases},
+                memory_bytes={phase.name: phase.memory_bytes for phase in startup.phases},
+            )
+        )
+    for group in islice(coming, 1):
+        yield group
+        if built.prepared.memory is not None:
+            report(Noted(first_step + 2, peak_line(built.prepared.memory.of(built.plan))))
+    yield from coming

@@ -1,0 +1,273 @@
+"""Values precomputed for each sample by a frozen model: reference log-probabilities, a teacher's top-k.
+
+They are computed once and cached by content. The frozen model is a teacher, or the prepared model as the run starts
+from it, so nothing is held twice; a resumed run must precompute before its checkpoint is loaded.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from finetune.data.audit.audit import Prepared, Streamed
+from finetune.data.order.dataset_view import fingerprint_of
+from finetune.data.order.mixing import MixedSamples
+from finetune.data.precomputed import (
+    FORMAT_VERSION,
+    PrecomputedArrays,
+    PrecomputedSet,
+    PrecomputedWriter,
+    with_precomputed,
+)
+from finetune.data.token_cache.cache import cache_folder
+from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
+from finetune.data.token_cache.store import TokenCache
+from finetune.errors import DataError
+from finetune.model.frozen_models import reference_identity, reference_mode
+from finetune.run.context import RunContext
+from finetune.run.setup.data import TrainingData
+from finetune.run.setup.prepared_model import PreparedModel
+from finetune.run.setup.teacher import attach_teacher, load_unsharded_teacher, teacher_identity
+from finetune.runtime import distributed
+from finetune.runtime.distributed import run_on_rank_0
+from finetune.runtime.files.atomic import temporary_path
+from finetune.runtime.supervision.heartbeat import keep_alive
+from finetune.task.protocol import Precomputed, Task
+
+_SECONDS_BETWEEN_LOG_LINES = 30.0
+_SHARED_FOLDER_TIMEOUT_SECONDS = 20.0
+_MAX_POSITIONS = 1 << 14
+"""Of a forward pass whose size is not written: about 1 GB of a 7B model's widest layer."""
+_MAX_SAMPLES = 64
+
+SampleValues = Sequence[Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A frozen model that scores samples."""
+
+    model: Callable[[], nn.Module]  # the prepared one, or a teacher, which is loaded on its first use
+    identity: Mapping[str, Any]  # JSON: what its scores depend on
+    scoring_context: Callable[[], AbstractContextManager[None]]  # entered while it scores
+
+
+def add_frozen_models(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> TrainingData:
+    """Return the data with everything that its task precomputes, and its task with a live teacher where it has one.
+
+    Raises ModelError for the teacher, DataError as `precompute` does. Collective.
+    """
+    data = precompute(context, training_data, prepared)
+    return replace(data, task=attach_teacher(context, data.task, prepared.accelerator))
+
+
+def precompute(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> TrainingData:
+    """Return the data with what the task precomputes for each sample, of training and of validation.
+
+    The prepared model must have the weights that the run started from. Raises DataError for streams, whose samples are
+    not known yet, and where the cache cannot be written. Collective.
+    """
+    task = training_data.task
+    if task.precomputed is None:
+        return training_data
+    work = _Precomputation(context, task.precomputed, make_scorer(context, task, prepared), task, prepared)
+    sets = [work.load_or_compute(key, source) for key, source in training_data.sources.items()]
+    is_mix = isinstance(training_data.training.samples, MixedSamples)
+    training = replace(training_data.training, samples=MixedSamples(tuple(sets)) if is_mix else sets[0])
+    validation = training_data.validation_set
+    if validation is not None:
+        validation = work.load_or_compute("data.validation", validation)
+    return replace(training_data, training=training, validation_set=validation)
+
+
+def precompute_set(
+    context: RunContext, task: Task, rows: TokenCache, *, key: str, prepared: PreparedModel
+) -> TokenCache | PrecomputedSet:
+    """Return one set with what the task precomputes for its samples, by the model as it starts. Collective."""
+    if task.precomputed is None:
+        return rows
+    scorer = make_scorer(context, task, prepared)
+    return _Precomputation(context, task.precomputed, scorer, task, prepared).load_or_compute(key, rows)
+
+
+def make_scorer(context: RunContext, task: Task, prepared: PreparedModel) -> Scorer:
+    """Return the model that scores the task's samples, identified by a digest. Collective."""
+    config, log = context.config, context.log
+    section, distillation = config.model, config.task.distillation
+    if task.precomputed is not None and task.precomputed.scorer == "teacher" and distillation is not None:
+        load = cache(partial(load_unsharded_teacher, context, task, prepared.accelerator))
+        teacher = {"teacher": teacher_identity(context), "dtype": distillation.teacher_dtype}
+        return Scorer(load, teacher, nullcontext)
+    describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.unwrapped_model, log=log)
+    identity = run_on_rank_0(describe)
+    return Scorer(lambda: prepared.model, identity, partial(reference_mode, prepared.unwrapped_model, section))
+
+
+@dataclass(frozen=True)
+class _Precomputation:
+    """Computes the values of one set after the other, or finds them in the cache."""
+
+    context: RunContext
+    precomputed: Precomputed
+    scorer: Scorer
+    task: Task
+    prepared: PreparedModel
+
+    def load_or_compute(self, key: str, source: Prepared | Streamed) -> PrecomputedSet:
+        """Return the set of the source with the precomputed values of its samples. Collective."""
+        config, log = self.context.config, self.context.log
+        if not isinstance(source, TokenCache):
+            raise DataError(f"{key}: {self.precomputed.title} cannot be precomputed for a stream. Remove `stream`.")
+        made_of = {
+            "set": source.fingerprint,
+            "model": dict(self.scorer.identity),
+            "precision": config.train.precision,
+            "prior": {"title": self.precomputed.title, **self.precomputed.identity},
+        }
+        folder = cache_folder(config.data) / "known" / fingerprint_of(FORMAT_VERSION, made_of)
+        if run_on_rank_0(lambda: self._is_cached(key, folder)):
+            log(f"{key}: {self.precomputed.title} found in {folder}")
+        else:
+            seconds = self._compute(key, source, folder, made_of=made_of)
+            log(f"{key}: {self.precomputed.title} computed in {seconds:.1f} s, cached in {folder}")
+        _require_on_all_ranks(folder)
+        return with_precomputed(source, folder)
+
+    def _is_cached(self, key: str, folder: Path) -> bool:
+        """Tell whether the folder exists and is as it was written; a damaged one is moved aside."""
+        if not os.path.lexists(folder):
+            return False
+        damage = _damage(folder)
+        if damage is None:
+            return True
+        aside = quarantine_set(folder, lambda: _damage(folder) is not None, log=self.context.log)
+        if aside is not None:
+            self.context.log(f"warning: {key}: {damage}. It was moved aside to {aside.name} and is computed again.")
+        return folder.is_dir()
+
+    def _compute(self, key: str, source: TokenCache, folder: Path, *, made_of: Mapping[str, Any]) -> float:
+        """Write the folder, completely or not at all, and return how many seconds it took. Collective."""
+        started = time.monotonic()
+        writing = _StagedWriter(folder)
+        model = self.scorer.model()
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self.scorer.scoring_context():
+                self._score_samples(key, source, writing=writing)
+        finally:
+            model.train(was_training)
+        run_on_rank_0(partial(writing.finish, made_of))
+        return time.monotonic() - started
+
+    def _score_samples(self, key: str, source: TokenCache, *, writing: "_StagedWriter") -> None:
+        """Share the samples among the ranks, round by round, and have rank 0 write their values. Collective."""
+        size, logged_at = self._microbatch_size(source), time.monotonic()
+        for start in range(0, len(source), size * distributed.world()):
+            first = start + distributed.rank() * size
+            features = [source.intact(index) for index in range(first, min(first + size, len(source)))]
+            batch = self.task.collate(features) if features else self.task.dummy_batch(source[0])
+            values = self.precomputed.compute(self.scorer.model(), batch.to(self.prepared.accelerator.device))
+            gathered = distributed.gather_objects(list(values[: len(features)]))
+            writing.append([each for of_rank in gathered for each in of_rank])
+            keep_alive()
+            if time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
+                logged_at = time.monotonic()
+                done = min(start + size * distributed.world(), len(source))
+                self.context.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
+
+    def _microbatch_size(self, source: TokenCache) -> int:
+        """Return the samples of a forward pass: as many as in an evaluation, at least two.
+
+        What `train.microbatch_size: auto` comes to is found later, when the weights may be those of a checkpoint.
+        """
+        evaluate, train = self.context.config.evaluate, self.context.config.train
+        written = evaluate.microbatch_size if evaluate is not None else None
+        if written is None and train.microbatch_size == "auto":
+            return samples_of_positions(int(source.lengths.max()))
+        return max(2, written or train.known_microbatch_size)
+
+
+def samples_of_positions(longest: int) -> int:
+    """Return the samples of a forward pass where nothing is known of memory but that it keeps no activations."""
+    return min(_MAX_SAMPLES, max(2, _MAX_POSITIONS // max(1, longest)))
+
+
+def _damage(folder: Path) -> DamagedSet | None:
+    try:
+        PrecomputedArrays(folder).verify()
+    except DamagedSet as damage:
+        return damage
+    return None
+
+
+class _StagedWriter:
+    """Writes on rank 0; a failure is raised in `finish`, where all ranks learn of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._staging: Path | None = None
+        self._writer: PrecomputedWriter | None = None
+        self._failure: OSError | None = None
+        if distributed.is_main():
+            self._attempt(self._begin)
+
+    def append(self, arrays: SampleValues) -> None:
+        """Write the values of the next samples, on rank 0."""
+        if self._writer is not None and self._failure is None:
+            self._attempt(partial(self._writer.append, arrays))
+
+    def finish(self, made_of: Mapping[str, Any]) -> None:
+        """Move the folder into place, unless another job has written the same one. Raises DataError. On rank 0."""
+        if self._failure is None:
+            self._attempt(partial(self._complete, made_of))
+        if self._writer is not None:
+            self._writer.close()
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        if self._failure is not None:
+            raise DataError(
+                f"data.cache_folder: {self._folder.parent} cannot be written: {self._failure}. Free some space, "
+                "or set another folder."
+            )
+
+    def _begin(self) -> None:
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._staging = temporary_path(self._folder)
+        self._staging.mkdir(mode=0o700)
+        self._writer = PrecomputedWriter(self._staging)
+
+    def _complete(self, made_of: Mapping[str, Any]) -> None:
+        assert self._writer is not None and self._staging is not None
+        self._writer.finish(made_of)
+        self._staging.chmod(0o755)
+        if not self._folder.is_dir():
+            self._staging.rename(self._folder)
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            self._failure = error
+
+
+def _require_on_all_ranks(folder: Path) -> None:
+    """Raise DataError unless every rank sees the folder, which may take a moment on shared storage. Collective."""
+    deadline = time.monotonic() + _SHARED_FOLDER_TIMEOUT_SECONDS
+    while not (is_there := folder.is_dir()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    missing = [rank for rank, sees in enumerate(distributed.gather_objects(is_there)) if not sees]
+    if missing:
+        raise DataError(
+            f"data.cache_folder: {folder} does not exist on ranks {', '.join(map(str, missing))}. Set it to a folder "
+            "that all machines share."
+        )

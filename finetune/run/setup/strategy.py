@@ -1,0 +1,225 @@
+"""The strategy that was launched, and what it does not support: refused before anything is loaded."""
+
+import os
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from finetune.config.load import LoadedConfig, require_divisible_batch
+from finetune.config.rules.model import adapter_of, trained_dtypes
+from finetune.config.run_config import RunConfig
+from finetune.data.features import Features
+from finetune.data.sequence_slices import slice_batch
+from finetune.errors import StrategyError
+from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
+from finetune.model.loading.architecture import load_model_config
+from finetune.run.setup.padding_free import resolve_padding_free, why_padded
+from finetune.runtime import distributed
+from finetune.runtime.sequence_parallel import sequence_group
+from finetune.strategy.choose import choose_strategy
+from finetune.strategy.environment import read_environment
+from finetune.strategy.launch_file import require_parallelism_fits
+from finetune.strategy.protocol import Strategy
+from finetune.strategy.reconcile import JobSettings
+from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free
+from finetune.train.optim.optimizers import uses_low_bit_adamw
+
+
+def launched_strategy(loaded: LoadedConfig) -> Strategy:
+    """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
+    config = loaded.config
+    environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
+    require_parallelism_fits(os.environ)
+    strategy = choose_strategy(environment, job_settings(config))
+    require_divisible_batch(loaded, num_processes=environment.world // environment.sequence_size)
+    if environment.sequence_size > 1:
+        _require_sliceable_job(config)
+    return strategy
+
+
+def job_settings(config: RunConfig) -> JobSettings:
+    """Return what a strategy has to know of the job."""
+    return JobSettings(
+        strategy=config.run.strategy,
+        precision=config.train.precision,
+        microbatch_size=config.train.known_microbatch_size,
+        max_gradient_norm=config.train.max_gradient_norm,
+        optimizer=config.train.optimizer.name,
+        averages_weights=config.train.average is not None,
+        unfreezes_later=bool(config.train.unfreeze),
+        pins_memory=config.data.pin_memory is True,
+        offloads_activations=config.model.activation_offload,
+        updates_in_backward=config.train.optimizer.in_backward,
+        rounds_by_position=any(
+            uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in trained_dtypes(config)
+        ),
+        has_mixed_dtypes=adapter_of(config) is not None and config.model.dtype != "float32",
+    )
+
+
+def require_sliceable_model(config: RunConfig, *, size: int) -> None:
+    """Raise StrategyError where so many ranks as `size` cannot share the rows of this job's model exactly."""
+    if size == 1:
+        return
+    model = load_model_config(config.model)
+    if (problem := slicing_problem(model, size)) is not None:
+        raise StrategyError(f"{SETTING}: {size}: {problem}. Launch without it.")
+    if not is_padding_free(resolve_padding_free(config).batching):
+        reason = why_padded(config) or "the job writes so"
+        raise StrategyError(
+            f"{SETTING}: {size}: ranks share rows without padding, and samples are padded here: {reason}. Write "
+            "`data.batching.padding_free: auto`, or `by: packs`, or launch without it."
+        )
+
+
+@torch.no_grad()
+def require_exact_slices(model: nn.Module, *, config: Any, tokenizer: Sized | None, device: torch.device) -> None:
+    """Raise StrategyError unless the ranks of a group give the logits of a whole row; nothing for one rank. Collective.
+
+    Two tiny forward passes; `config` is that of the model inside all wrappers.
+    """
+    group = sequence_group()
+    if group.size == 1 or tokenizer is None:  # a task of images alone shares no rows
+        return
+    was_training = model.training
+    model.eval()
+    ids = [np.arange(7 * place, 7 * place + length) % len(tokenizer) for place, length in enumerate((5, 9, 4, 1))]
+    samples, labels = [Features({"input_ids": each}) for each in ids], np.zeros(sum(map(len, ids)), np.int64)
+    row = collate_row(samples, {"input_ids": ids}, token_labels=labels)
+    whole = forward_logits(model, row.to(device))[0]
+    own = forward_logits(model, slice_batch(row, group).to(device))[0]
+    parts = distributed.gather_rows(own, [len(own)] * distributed.world())
+    model.train(was_training)
+    together = torch.cat(parts[: group.size])[: len(whole)]
+    require_equal_logits(whole, together, config=config, size=group.size)
+
+
+def _require_sliceable_job(config: RunConfig) -> None:
+    """Raise StrategyError with everything in the job that would not be exact where ranks share rows."""
+    found = [f"{key}: {reason}" for key, holds, reason in _NOT_IN_SLICES if holds(config)]
+    if found:
+        lines = "\n".join(f"  {line}" for line in found)
+        raise StrategyError(f"{SETTING} shares the tokens of a row over ranks, which this job does not allow\n{lines}")
+
+
+_NOT_IN_SLICES: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
+    (
+        "task.name",
+        lambda config: config.task.name not in ("pretrain", "sft"),
+        "only `pretrain` and `sft` are sums over tokens; others read or compare whole samples, of which a rank has a "
+        "part. Launch without it.",
+    ),
+    (
+        "model.attention",
+        lambda config: config.model.attention != "auto",
+        "ranks exchange tokens in our own attention. Write `auto`, which calls flash attention's kernel where there "
+        "is one.",
+    ),
+    (
+        "model.compile",
+        lambda config: config.model.compile != "off",
+        "what ranks exchange within a layer breaks its graph. Write `off`.",
+    ),
+    (
+        "train.embedding_noise",
+        lambda config: bool(config.train.embedding_noise),
+        "the noise is drawn for whole samples. Remove it.",
+    ),
+    (
+        "train.router_aux_loss",
+        lambda config: config.train.router_aux_loss is not None,
+        "the tokens that even out the slices would be counted. Remove it.",
+    ),
+    (
+        "report.expert_load",
+        lambda config: config.report.expert_load,
+        "the tokens that even out the slices would be counted. Remove it.",
+    ),
+)
+"""What of a job is not exact in slices: key, where it holds, and why."""
+
+
+def require_supported_by_strategy(config: RunConfig, strategy: str) -> None:
+    """Raise StrategyError with upstream's reason where what the job trains cannot be trained under the strategy."""
+    for limit in _LIMITS:
+        if strategy in limit.strategies and limit.holds(config):
+            raise StrategyError(f"{limit.key} does not work under {strategy}: {limit.reason}")
+
+
+def require_tied_weights_supported(model: Any, strategy: str) -> None:
+    """Raise StrategyError where adapters stand on one of two tied weights, which Accelerate cannot tie anew under FSDP.
+
+    `fsdp2_prepare_model` of accelerate 1.15 calls `tie_weights` after peft has wrapped the module: KeyError.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for tied in getattr(base, "all_tied_weights_keys", {}):
+        module, _, own = tied.rpartition(".")
+        if strategy in _FSDP and own not in base.get_submodule(module)._parameters:
+            raise StrategyError(
+                f"an adapter, or a copy that is trained in full, on the tied weight `{module}` does not work under "
+                f"{strategy}: Accelerate ties weights anew by the base's names, and peft's wrapper has changed them "
+                "(fsdp2_prepare_model of accelerate 1.15). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or "
+                f"leave `{module}` out of `model.lora.target_modules` and `modules_to_save`."
+            )
+
+
+@dataclass(frozen=True)
+class _Limit:
+    key: str
+    strategies: tuple[str, ...]
+    holds: Callable[[RunConfig], bool]
+    reason: str  # with what to write instead
+
+
+def _trains_new_tokens(config: RunConfig) -> bool:
+    """Tell whether peft trains the rows of new tokens beside adapters; rows of modules trained in full are theirs."""
+    return config.model.new_tokens is not None and config.model.lora is not None
+
+
+def _is_quantized(config: RunConfig) -> bool:
+    return config.model.quantization is not None
+
+
+def _is_not_4bit_bitsandbytes(config: RunConfig) -> bool:
+    quantization = config.model.quantization
+    return quantization is not None and (quantization.method, quantization.bits) != ("bitsandbytes", 4)
+
+
+_FSDP = ("fsdp1", "fsdp2", "hsdp")
+
+_LIMITS = (
+    _Limit(
+        "model.new_tokens with model.lora",
+        ("zero3",),
+        _trains_new_tokens,
+        "peft trains rows of an embedding by reading its whole weight, which ZeRO-3 has split (TrainableTokensLayer of "
+        "peft 0.21). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or train all weights.",
+    ),
+    _Limit(
+        "model.new_tokens with model.lora",
+        _FSDP,
+        _trains_new_tokens,
+        "Accelerate ties weights anew by the base's names, and peft's wrapper around the embedding has changed them "
+        "(fsdp2_prepare_model of accelerate 1.15). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or train all "
+        "weights.",
+    ),
+    _Limit(
+        "model.quantization",
+        ("zero3",),
+        _is_quantized,
+        "its partitioning at birth does not support quantised weights, so every rank would hold the whole base first "
+        "(https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1249). Launch with "
+        "accelerate_configs/zero2.yaml or fsdp2.yaml.",
+    ),
+    _Limit(
+        "model.quantization other than 4-bit bitsandbytes",
+        _FSDP,
+        _is_not_4bit_bitsandbytes,
+        "FSDP splits nothing but floating-point numbers, and only 4-bit weights of bitsandbytes can be stored as such "
+        "(https://huggingface.co/docs/bitsandbytes/main/fsdp_qlora). Write `bits: 4`, or launch with ddp.yaml.",
+    ),
+)

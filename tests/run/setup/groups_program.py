@@ -1,0 +1,48 @@
+"""Prepares a job's model as a run does, and writes the timeout of every process group of this rank to a file.
+
+python groups_program.py JOB.yaml FILE [KEY=VALUE ...]
+"""
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from finetune.config.load import load_config
+from finetune.run.setup.data import prepare_data
+from finetune.run.setup.prepared_model import make_accelerator, prepare_model
+from finetune.run.validate import validate
+from finetune.runtime import distributed
+from finetune.runtime.files import atomic
+
+
+def group_timeouts() -> list[dict]:
+    """Return name, backends and shortest timeout in seconds of each group that this rank is in."""
+    found = []
+    for group, (backend, _) in dist.distributed_c10d._world.pg_map.items():
+        options = [group._get_backend(device).options for device in group._device_types]
+        found.append(
+            {
+                "name": group.group_desc,
+                "backend": backend,
+                "seconds": min(each._timeout.total_seconds() for each in options),
+                "is_own": group in distributed._groups.values(),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    job, file, *overrides = sys.argv[1:]
+    context = validate(load_config(Path(job), overrides))
+    data = prepare_data(context)
+    accelerator = make_accelerator(context)
+    rate = data.plan.schedule.peak
+    prepare_model(context, data.training_data, accelerator=accelerator, learning_rate=rate)
+    if distributed.is_main():
+        atomic.write_json(Path(file), group_timeouts())
+    distributed.shut_down(0)
+
+
+if __name__ == "__main__":
+    main()

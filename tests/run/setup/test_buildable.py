@@ -1,0 +1,62 @@
+"""Values of a model's config that give no model are told with their line before any row is read."""
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from finetune.config.load import load_config
+from finetune.errors import ConfigError
+from finetune.run.setup.model import require_buildable
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+JOB = """\
+run: {folder: run}
+model:
+  name: ./base
+  config:
+    attention_dropout: 0.1
+    CHANGE
+data: {train: {path: rows.jsonl}, max_length: 16}
+task: {name: sft}
+train: {global_batch_size: 1, microbatch_size: 1, steps: 1, learning_rate: 1e-3}
+"""
+WRONG = {
+    "atention_dropout: 0.2": ("model.config.atention_dropout", "Did you mean `attention_dropout`?"),
+    "num_hidden_layers: 2": ("model.config.num_hidden_layers", "changes the number or the shapes"),
+    "rope_scaling: {rope_type: yarn}": ("model.config.rope_scaling", "Missing required keys"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("job")
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(made / "base")
+    (made / "rows.jsonl").write_text("{}\n")
+    return made
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_the_line_is_told(folder, change):
+    key, message = WRONG[change]
+    (folder / "job.yaml").write_text(JOB.replace("CHANGE", change))
+    with pytest.raises(ConfigError) as error:
+        require_buildable(load_config(folder / "job.yaml"))
+    (problem,) = error.value.problems
+    assert (problem.key, problem.line) == (key, 6)
+    assert message in problem.message
+
+
+def test_what_fits_is_built(folder):
+    (folder / "job.yaml").write_text(JOB.replace("CHANGE", "rope_scaling: {rope_type: yarn, factor: 2.0}"))
+    require_buildable(load_config(folder / "job.yaml"))
+
+
+def test_a_value_of_a_new_model_is_told_with_its_line_too(folder):
+    text = JOB.replace("name: ./base\n  config:", "tokenizer: {train: {}}\n  from_config: {model_type: llama, values:")
+    values = "{attention_dropout: 0.1, hiden_size: 8}}"
+    text = text.replace(" values:\n    attention_dropout: 0.1\n    CHANGE", f" values: {values}")
+    (folder / "job.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        require_buildable(load_config(folder / "job.yaml"))
+    (problem,) = error.value.problems
+    assert (problem.key, problem.line) == ("model.from_config.values.hiden_size", 4)
+    assert "Did you mean `hidden_size`?" in problem.message

@@ -1,0 +1,146 @@
+"""What is known of samples beforehand is worked out once, by the model as it starts, whatever a run goes on from."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from finetune.config.load import load_config
+from finetune.errors import ConfigError, DataError
+from finetune.report.jsonl import read_events
+from finetune.run.setup.precompute import _StagedWriter
+from finetune.run.train import train_from_config
+from finetune.runtime import distributed
+from tests.run.trained import forget, stay
+
+WORDS = ["red", "green", "blue", "amber", "violet", "white"]
+
+JOB = """
+run: {folder: runs/job, seed: 7}
+model:
+  from_config:
+    model_type: llama
+    values: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,
+             num_key_value_heads: 2}
+  tokenizer: {train: {vocabulary_size: 300}}
+data:
+  train: {path: train.jsonl, format: preference}
+  validation: {path: held_out.jsonl, format: preference}
+  max_length: 96
+  chat_template: chatml
+  cache_folder: cache
+task: {name: preference, preference: {beta: 0.5}}
+train: {global_batch_size: 4, microbatch_size: 2, steps: 4, learning_rate: 1e-2}
+evaluate: {}
+checkpoint: {every_steps: 2}
+report: {console: plain, log_every_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("priors")
+    chance = random.Random(1)
+    for name, count in (("train.jsonl", 9), ("held_out.jsonl", 3), ("more.jsonl", 5)):
+        rows = [
+            {
+                "prompt": " ".join(chance.choices(WORDS, k=3)),
+                "chosen": " ".join(chance.choices(WORDS, k=chance.randint(1, 5))),
+                "rejected": f"no {chance.choice(WORDS)}",
+            }
+            for _ in range(count)
+        ]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "job.yaml").write_text(JOB)
+    return folder / "job.yaml"
+
+
+@pytest.fixture
+def run(job, capsys):
+    """Train with overrides; return the losses of all steps and what was said."""
+
+    def start(name: str, *overrides: str) -> tuple[list[float], str]:
+        folder = job.parent / "runs" / name
+        with patch.object(distributed, "shut_down", stay):
+            train_from_config(load_config(job, [f"run.folder={folder}", *overrides]))
+        forget()
+        losses = [each["loss"] for each in read_events(folder / "events.jsonl") if each["event"] == "StepTaken"]
+        return losses, capsys.readouterr().out
+
+    yield start
+    forget()
+
+
+def known(job: Path) -> set[str]:
+    folder = job.parent / "cache" / "known"
+    return {path.name for path in folder.glob("[!.]*")}
+
+
+def test_it_is_worked_out_once_and_found_again_even_by_adapters(job, run):
+    losses, said = run("first")
+    assert losses[0] == pytest.approx(0.693147, abs=1e-5)  # the model is its own reference yet
+    assert said.count("reference log-probabilities computed in") == 2  # training and validation
+    folders = known(job)
+    assert len(folders) == 2
+    _, said = run("second", "model.lora={rank: 2, alpha: 4.0, dropout: 0.2}", "train.learning_rate=1e-3")
+    assert said.count("reference log-probabilities found") == 2
+    assert known(job) == folders
+
+
+def test_a_resume_without_the_cache_works_it_out_from_the_model_as_it_started(job, run):
+    whole, _ = run("whole")
+    run("resumed", "train.stop_after_steps=2")
+    shutil.rmtree(job.parent / "cache" / "known")
+    losses, said = run("resumed")
+    assert "resumes from" in said
+    assert "computed in" in said
+    assert losses == whole
+
+
+def test_what_is_damaged_on_the_disk_is_worked_out_again(job, run):
+    whole, _ = run("undamaged")
+    for name in known(job):
+        file = next((job.parent / "cache" / "known" / name).glob("*.values.npy"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 64
+        file.write_bytes(content)
+    losses, said = run("damaged")
+    assert said.count("has changed between its bytes") == 2
+    assert said.count("is computed again") == 2
+    assert losses == whole
+
+
+def test_another_seed_is_another_reference(job, run):
+    run("one")
+    before = known(job)
+    run("other", "run.seed=8")
+    assert len(known(job) - before) == 2
+
+
+def test_each_source_of_a_mix_has_its_own(job, run):
+    mix = "data.train={mix: [{path: train.jsonl, format: preference}, {path: more.jsonl, format: preference}]}"
+    counted = mix.replace("preference}", "preference, epochs: 1}")
+    losses, said = run("mix", counted)
+    assert losses[0] == pytest.approx(0.693147, abs=1e-5)
+    assert "data.train.mix.1: reference log-probabilities computed in" in said
+
+
+def test_a_loss_without_a_reference_works_nothing_out(job, run):
+    _, said = run("simpo", "task.preference.loss=simpo")
+    assert "reference log-probabilities" not in said
+
+
+def test_streams_are_refused_before_anything_is_built(job):
+    with pytest.raises(ConfigError, match=r"data\.train\.stream.*computed before the first step"):
+        load_config(job, ["data.train={path: train.jsonl, format: preference, stream: {}}"])
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    writing = _StagedWriter(tmp_path / "file" / "known" / "key")
+    writing.append([])
+    with pytest.raises(DataError, match=r"data\.cache_folder: .* cannot be written"):
+        writing.finish({})

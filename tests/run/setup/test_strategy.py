@@ -1,0 +1,129 @@
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import equal
+
+from finetune.commands.export import export_checkpoint
+from finetune.config.load import load_config
+from finetune.errors import CheckpointError, StrategyError
+from finetune.report.jsonl import read_events
+from finetune.run.setup.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
+from finetune.run.train import train_from_config
+from tests.run.trained import forget
+
+TOKENS = "model.new_tokens={tokens: [quokka]}"
+LORA = "model.lora={}"
+FOUR, EIGHT = (f"model={{name: org/base, lora: {{}}, quantization: {{bits: {bits}}}}}" for bits in (4, 8))
+
+
+@pytest.mark.parametrize(
+    ("written", "strategy", "reason"),
+    [
+        ([TOKENS, LORA], "zero3", "model.new_tokens with model.lora does not work under zero3: peft trains rows"),
+        ([TOKENS, LORA], "fsdp2", "Accelerate ties weights anew by the base's names"),
+        ([FOUR], "zero3", r"bitsandbytes/issues/1249\). Launch with"),
+        ([EIGHT], "fsdp2", "FSDP splits nothing but floating-point numbers"),
+    ],
+)
+def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, strategy, reason):
+    with pytest.raises(StrategyError, match=reason):
+        require_supported_by_strategy(load_config(job, written).config, strategy)
+
+
+@pytest.mark.parametrize(
+    ("written", "strategy"),
+    [
+        ([TOKENS], "zero3"),
+        ([TOKENS], "fsdp2"),
+        ([TOKENS, LORA], "zero2"),
+        ([FOUR], "fsdp2"),
+        ([EIGHT], "ddp"),
+        ([LORA], "zero3"),
+    ],
+)
+def test_what_it_can_serve_is_let_through(job, written, strategy):
+    require_supported_by_strategy(load_config(job, written).config, strategy)
+
+
+def test_what_is_not_exact_where_ranks_share_rows_is_refused_all_at_once(job, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    assert launched_strategy(load_config(job)).expected().data_parallel_size == 2
+    written = ["model.attention=sdpa", "train.embedding_noise=5.0", "model.compile=regional"]
+    with pytest.raises(StrategyError) as refused:
+        launched_strategy(load_config(job, written))
+    with pytest.raises(StrategyError, match=r"task\.name: only `pretrain` and `sft`"):
+        launched_strategy(load_config(job, ["task.name=reward"]))
+    for key in ("model.attention:", "model.compile:", "train.embedding_noise:"):
+        assert f"\n  {key}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("data.batching.padding_free=false", "samples are padded here: the job writes so"),
+        ("model.from_config.model_type=lfm2", "`lfm2` has layers that mix the tokens of a row"),
+        ("model.from_config.values.num_attention_heads=2", "4 ranks cannot share 2 attention heads"),
+    ],
+)
+def test_models_and_batches_that_ranks_cannot_share_are_refused(job, written, message):
+    config = load_config(job, [written]).config
+    require_sliceable_model(config, size=1)
+    with pytest.raises(StrategyError, match=message):
+        require_sliceable_model(config, size=4)
+
+
+@pytest.fixture
+def train(trained, job, tmp_path):
+    """Return a function that trains on the model of a finished run, in this process, and returns the run's folder."""
+    base = trained("full") / "final"
+
+    def run(name: str, *written: str) -> Path:
+        quick = ["train.steps=4", "checkpoint.every_steps=2", "evaluate=null", "data.validation=null"]
+        model = "model={name: " + str(base) + "}"
+        train_from_config(load_config(job, [model, *quick, *written, f"run.folder={tmp_path / name}"]))
+        forget()
+        return tmp_path / name
+
+    return run
+
+
+def adapter_in(folder: Path) -> dict:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+
+
+KINDS = {
+    "pissa": ["model.lora={rank: 4, init: pissa}"],
+    "new rows": ["model.lora={rank: 2}", "model.new_tokens={special: ['<|tool|>']}"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_stopped_goes_on_to_the_same_adapter_and_so_does_its_checkpoint(train, tmp_path, kind):
+    written = KINDS[kind]
+    straight = train("straight", *written)
+    parted = train("parted", *written, "train.stop_after_steps=2")
+    assert not (parted / "final").exists()
+    assert train("parted", *written) == parted
+    taken = [event["step"] for event in read_events(parted / "events.jsonl") if event["event"] == "StepTaken"]
+    assert taken == [1, 2, 3, 4]
+    assert same(adapter_in(parted / "final"), adapter_in(straight / "final"))
+    export_checkpoint(straight, step=None, to=tmp_path / "out", dtype=None)
+    assert same(adapter_in(tmp_path / "out"), adapter_in(straight / "final"))
+
+
+def test_a_run_goes_on_from_the_adapter_of_another_and_not_from_one_that_has_changed(train, tmp_path):
+    first = train("first", "model.lora={rank: 2}") / "final"
+    again = f"model.adapter={first}"
+    second = train("second", again, "train.stop_after_steps=2", "train.learning_rate=1e-9")
+    export_checkpoint(second, step=None, to=tmp_path / "out", dtype=None)
+    learnt = adapter_in(tmp_path / "out")
+    assert all((learnt[name] - tensor).abs().max() < 1e-6 for name, tensor in adapter_in(first).items())
+    save_file({name: 2 * tensor for name, tensor in adapter_in(first).items()}, first / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="first adapter cannot be changed"):
+        train("second", again, "train.learning_rate=1e-9")

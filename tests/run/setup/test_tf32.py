@@ -1,0 +1,90 @@
+"""TF32 is a choice that is made and said once."""
+
+import warnings
+
+import pytest
+import torch
+
+from finetune.errors import UserError
+from finetune.run.setup import tf32
+from finetune.run.setup.tf32 import has_tf32, set_tf32
+from tests.devices import ON_GPU
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def switches():
+    """Leave torch's switches as they were."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def state():
+    """Return what everyone who looks at the switches sees: torch's compiler, the autotuner, other libraries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        readers = (
+            torch.get_float32_matmul_precision() == "high",
+            torch.backends.cuda.matmul.fp32_precision == "tf32",
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cudnn.conv.fp32_precision == "tf32",
+        )
+    assert len(set(readers)) == 1, readers
+    return readers[0]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_deterministic", "is_on"),
+    [(None, False, True), (None, True, False), (True, True, True), (True, False, True), (False, False, False)],
+)
+def test_it_is_on_where_the_gpu_has_it_unless_the_run_is_deterministic(monkeypatch, wanted, is_deterministic, is_on):
+    monkeypatch.setattr(tf32, "has_tf32", lambda device: True)
+    lines = list(set_tf32(wanted, CPU, is_deterministic=is_deterministic, is_float32=True))
+    assert state() is is_on
+    assert len(lines) == 1
+    assert lines[0].startswith(f"tf32: {'on' if is_on else 'off'}")
+    if not is_on:
+        assert f"({'run.deterministic' if wanted is None else 'train.tf32'})" in lines[0]
+        assert "a sixth of the speed" in lines[0]
+
+
+def test_a_run_in_half_precision_is_not_told_what_it_does_not_pay(monkeypatch):
+    monkeypatch.setattr(tf32, "has_tf32", lambda device: True)
+    assert list(set_tf32(False, CPU, is_deterministic=False, is_float32=False)) == []
+
+
+def test_a_machine_without_it_is_left_alone_and_cannot_be_asked_for_it():
+    before = torch.get_float32_matmul_precision()
+    assert not has_tf32(CPU)
+    for wanted in (None, False):
+        assert list(set_tf32(wanted, CPU, is_deterministic=False, is_float32=True)) == []
+    with pytest.raises(UserError, match=r"train.tf32: `true` needs an NVIDIA GPU .* `cpu`.* Write `auto`"):
+        list(set_tf32(True, CPU, is_deterministic=False, is_float32=True))
+    assert torch.get_float32_matmul_precision() == before
+
+
+class TestOnGpu:
+    """What the switch does."""
+
+    pytestmark = ON_GPU
+
+    def test_products_are_faster_and_rounded(self, figure):
+        device = torch.device("cuda")
+        one, other = (torch.randn(8192, 8192, device=device) for _ in range(2))
+        seconds, results = {}, {}
+        for wanted in (False, True):
+            list(set_tf32(wanted, device, is_deterministic=False, is_float32=True))
+            one @ other
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(5):
+                results[wanted] = one @ other
+            end.record()
+            end.synchronize()
+            seconds[wanted] = start.elapsed_time(end)
+        assert not torch.equal(results[True], results[False])
+        figure("float32 products with TF32 over without, speed", seconds[False] / seconds[True], at_least=3)
