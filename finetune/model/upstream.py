@@ -23,7 +23,7 @@ from finetune.runtime.optional import lazily
 with lazily():
     from peft.tuners import lora as peft_lora
 
-CHECKED = {"transformers": (5, 23), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 13)}
+CHECKED = {"transformers": (5, 24), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 13)}
 
 Patch = tuple[Any, str, Any]
 """A module or class, the name of an attribute that it defines, and what replaces it."""

@@ -30,7 +30,7 @@ CHECKED_WITH: Mapping[str, str] = {
     "accelerate": "1.15",
     "deepspeed": "0.19",
     "torch": "2.13",
-    "transformers": "5.23",
+    "transformers": "5.24",
 }
 
 # --- Accelerate: FSDP and DeepSpeed on a machine without an accelerator

@@ -15,7 +15,15 @@ from finetune.data.batch import Batch
 from finetune.task.model_inputs import forward_inputs, unwrap_model
 from finetune.task.upstream import replaced_forward
 
-_INPUTS_OF_BODY = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "past_key_values")
+_INPUTS_OF_BODY = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "inputs_embeds",
+    "past_key_values",
+    "cache",  # its name from transformers 5.24 on
+)
 
 
 def sample_logits(model: nn.Module, batch: Batch) -> Tensor:

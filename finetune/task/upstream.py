@@ -19,7 +19,7 @@ def throttle_generate_sync(inner: nn.Module, *, max_new_tokens: int) -> Iterator
     """Have the ranks on which `generate` runs meanwhile ask every few tokens, and not after each, whether all are done.
 
     transformers sums a flag over the ranks before each token, on the device, and waits for it
-    (`_has_unfinished_sequences` in generation/utils.py, 5.17 to 5.23). Between two questions a rank that is done runs
+    (`_has_unfinished_sequences` in generation/utils.py, 5.17 to 5.24). Between two questions a rank that is done runs
     up to 7 more forward passes whose tokens it drops; all stop together after `max_new_tokens`.
     """
     num_passes = 0

@@ -22,7 +22,7 @@ from finetune.model.attention.packed_scans import ScanInputs, convolve_samples, 
 from finetune.runtime.optional import require
 from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
-CHECKED = {"transformers": (5, 23)}
+CHECKED = {"transformers": (5, 24)}
 
 _DELTA_RULE = ScanInputs(frozenset({0, 1, 2, "g", "beta"}), dimension=1, chunk_size="chunk_size")
 _MAMBA_2 = ScanInputs(frozenset({0, 1, 3, 4, "z"}), dimension=1, chunk_size="chunk_size", default_chunk_size=256)
@@ -99,7 +99,7 @@ def patch_row_functions(config: Any) -> None:
 def _separating(original: Callable[..., Any], function: RowFunction) -> Callable[..., Any]:
     """Return the function; where sample lengths are among its arguments, it keeps samples apart.
 
-    Only a function that transformers decorates calls a kernel: LFM3's convolution is always torch's.
+    Only a function that transformers decorates calls a kernel: LFM3's convolution is torch's up to transformers 5.23.
     """
     calls_kernel = hasattr(original, "__wrapped__")
 

@@ -16,6 +16,9 @@ from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import GenerationPrompt
 from finetune.task.upstream import throttle_generate_sync, through_wrappers
 
+_COMPUTED_BY_PEFT = frozenset({"position_ids", "cache", "past_key_values"})
+"""Arguments that peft computes for prompt learning: of two caches, transformers 5.24 would ignore peft's prefix."""
+
 
 @torch.no_grad()
 def generate(
@@ -41,7 +44,7 @@ def generate(
     settings.use_cache = not is_prompt_learning
     if is_encoder_decoder:
         inputs["encoder_outputs"] = _encode(model, inputs, start_id=settings.decoder_start_token_id)
-    dropped = {"position_ids"} if is_prompt_learning else set()  # peft computes its own and warns of others
+    dropped = _COMPUTED_BY_PEFT if is_prompt_learning else frozenset()
     with (
         _without_own_settings(inner),
         through_wrappers(model, inner, dropped=dropped),
