@@ -21,7 +21,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen before
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.runtime.processes import free_port
 
 ROOT = Path(__file__).parents[1]

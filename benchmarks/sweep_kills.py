@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from finetune.commands.verify.resume import read_run_history
-from finetune.report.jsonl import read_events
+from finetune.commands.verify.resume import differences, read_completed_run
+from finetune.report.history import read_events
 from finetune.runtime.supervision.writer_lock import is_locked
 
 JOB = """
@@ -103,12 +103,12 @@ def disturb(folder, name, kill, reference, words):
     before = {run.name: last_step(run) for run in runs(sweep)}
     assert start(folder, sweep, words).wait() == 0, f"{name}: see {folder / f'{name}.log'}"
     for run in sorted(runs(reference)):
-        same, other = read_run_history(run), read_run_history(sweep / "runs" / run.name)
+        same, other = read_completed_run(run), read_completed_run(sweep / "runs" / run.name)
         taken = [event["step"] for event in events(sweep / "runs" / run.name, "StepTaken")]
         repeated = len(taken) - len(set(taken))
         digest = other.state_sha256[:12]
         print(f"  {run.name}: {len(other.steps)} steps, starts {other.starts}, {repeated} repeated, state {digest}")
-        if other.steps != same.steps or other.state_sha256 != same.state_sha256:
+        if any(differences(same, other, stop_at=other.starts[-1], tolerance=None)):
             yield f"{name}: {run.name} differs"
         if repeated and name != "run-killed":
             yield f"{name}: {run.name} took {repeated} steps twice"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 
 from comparison.results import Log, PartResults, Result, Spread, Table
 

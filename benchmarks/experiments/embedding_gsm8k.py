@@ -18,7 +18,7 @@ from pathlib import Path
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 
 HELD_OUT = 5  # every fifth
 NAMES = {"recall_at_1": "cosine_recall@1", "ndcg_at_10": "cosine_ndcg@10", "mrr_at_10": "cosine_mrr@10"}

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from tests import launching
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")

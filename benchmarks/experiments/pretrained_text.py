@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.load import load_config
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 
 PACKAGE = "vaderSentiment==3.3.2"
 INNER, RATED = "hutto_ICWSM_2014.tar.gz", "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"

@@ -6,15 +6,13 @@ from typing import Any
 
 from finetune.config.sections.report import ReportSection
 from finetune.report.console import ConsoleReporter, choose_screen
+from finetune.report.history import EVENTS_FILE, RunHistory
 from finetune.report.jsonl import JsonlReporter
-from finetune.report.page.history import RunHistory
 from finetune.report.page.reporter import PageReporter
 from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, NullReporter, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers
 from finetune.runtime import distributed
-
-EVENTS_FILE = "events.jsonl"
 
 
 def build_reporter(

@@ -1,8 +1,20 @@
 """What happens in a run, as frozen facts. The class names are the `event` of events.jsonl."""
 
+import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+Step = Annotated[int, Field(ge=0, lt=1 << 53, strict=True)]
+UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
+
+_MAX_DEPTH = 32
+_MAX_INTEGER = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -137,3 +149,51 @@ class RunEnded(Event):
     metrics: Mapping[str, float]  # of the last evaluation; empty without one
     final_folder: str | None  # where the exported model is
     talks: bool = True  # whether that model generates text
+
+
+def is_event(value: Any) -> bool:
+    """Return whether the value of a line is an event: by the fields and types of its class, where it has one here."""
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str) or not _is_bounded(value):
+        return False
+    try:
+        _schemas().get(value["event"], _AnyEvent).model_validate(value)
+    except (ValidationError, OverflowError):
+        return False
+    return True
+
+
+class _AnyEvent(BaseModel):
+    """The fields of every event, whatever version wrote it."""
+
+    model_config = ConfigDict(extra="ignore")
+    step: Step
+    time: UnixTime = 0.0
+
+
+@functools.cache
+def _schemas() -> Mapping[str, type[BaseModel]]:
+    """Return a model for each class of event. Fields may be missing, since older versions wrote fewer.
+
+    NaN and infinities are written as strings, which floats may be.
+    """
+    schemas = {}
+    for event in Event.__subclasses__():
+        fields: dict[str, Any] = {field.name: (field.type, None) for field in dataclasses.fields(event)}
+        fields["step"] = (Step, ...)
+        if "samples_sha256" in fields:
+            fields["samples_sha256"] = (Digest, "")
+        schemas[event.__name__] = create_model(event.__name__, __base__=_AnyEvent, **fields)
+    return schemas
+
+
+def _is_bounded(value: Any, depth: int = 0) -> bool:
+    """Return whether all numbers and the depth of nesting are within the limits."""
+    if depth > _MAX_DEPTH:
+        return False
+    if isinstance(value, Mapping):
+        return all(_is_bounded(item, depth + 1) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_bounded(item, depth + 1) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or abs(value) < _MAX_INTEGER

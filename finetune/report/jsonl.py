@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.report.event_lines import parse_event_lines
 from finetune.report.events import Event, Noted, Warned
-from finetune.runtime.files.read import read_regular
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
@@ -53,11 +51,6 @@ def event_fields(event: Event, *, time: float) -> dict[str, Any]:
     """Return the event as plain JSON values, its name and time first; values that look secret are left out."""
     fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
     return {"event": type(event).__name__, "time": round(time, 3), **redacted_config(fields)}
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the file's events in the order written; torn and damaged lines are left out."""
-    return parse_event_lines(read_regular(path)).events
 
 
 def _note_event(note: str, *, step: int) -> Event:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.runtime.supervision import faults
 from tests import launching
 from tests.launch.cluster import Host, orphans, read_status, until

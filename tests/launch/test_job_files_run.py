@@ -23,7 +23,7 @@ from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kube
 from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
 from finetune.launch.jobs.decision import AGAIN
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.runtime.supervision import faults
 from tests.launch import fake_slurm
 from tests.launch.cluster import read_status, until

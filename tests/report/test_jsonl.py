@@ -6,7 +6,8 @@ import pytest
 
 from finetune.report import events
 from finetune.report.events import Evaluated, Event, StepSkipped, StepTaken
-from finetune.report.jsonl import JsonlReporter, event_fields, read_events
+from finetune.report.history import read_events
+from finetune.report.jsonl import JsonlReporter, event_fields
 
 EXAMPLES = {int: 3, float: 0.5, str: "text", tuple[str, ...]: ("a",), tuple[int, ...]: (7,), str | None: None}
 

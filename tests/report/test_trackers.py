@@ -6,7 +6,7 @@ from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage, UserError
 from finetune.report.build import build_reporter
 from finetune.report.events import Evaluated, RunEnded
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.report.reporter import FanOut, NullReporter
 from finetune.report.trackers import TrackersReporter, check_trackers, flatten_config
 

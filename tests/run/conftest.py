@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finetune.export.verify import proof
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.runtime.supervision.faults import VARIABLE
 from tests import launching
 from tests.proof_server import use_server

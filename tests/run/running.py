@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from tests import launching
 
 WAIT_SECONDS = 300.0  # the first DeepSpeed run on a machine compiles

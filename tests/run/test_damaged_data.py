@@ -10,7 +10,7 @@ import pytest
 from finetune.config.load import load_config
 from finetune.data.token_cache import cache, chunks
 from finetune.errors import CheckpointError, TrainingError
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.train import loop

@@ -10,7 +10,7 @@ from finetune.commands.evaluate.evaluate import evaluate
 from finetune.commands.evaluate.target import EvaluationTarget
 from finetune.commands.export import export
 from finetune.errors import ConfigError, ModelError, UserError
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 
 
 def told(folder):

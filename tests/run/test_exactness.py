@@ -14,7 +14,7 @@ import pytest
 
 from finetune.checkpoint.format.layout import steps
 from finetune.checkpoint.format.manifest import read_manifest
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.run.samples import read_samples
 
 ROOT = Path(__file__).parents[2]

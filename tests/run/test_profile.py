@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from finetune.config.load import load_config
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.report.profile.phases import PHASES
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from tests import launching
 from tests.devices import EVERY_DEVICE
 from tests.run.measured_program import ONLY_PREPARES

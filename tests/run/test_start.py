@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 
 PROGRAM = """
 import json, sys

@@ -17,7 +17,7 @@ from finetune.config.load import load_config
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids
 from finetune.data.templates.arguments import arguments_of
 from finetune.errors import CheckpointError, DataError, UserError
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from tests.run.trained import forget, stay

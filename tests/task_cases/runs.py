@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from tests.launching import accelerate_command, run
 from tests.task_cases.case import Case
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from finetune.commands.compare.runs import Steps
+from finetune.report.history import Steps
 
 ROUNDING = 1e-4
 """The largest relative difference that counts as rounding: what strategies may differ by (`finetune verify parity`)."""
@@ -48,8 +48,8 @@ def compare_losses(reference: Steps, other: Steps) -> Agreement:
     if not len(steps):
         return Agreement("unknown", "the runs have no step in common", 0, None, None, None, False)
     first, second = reference.losses[ours], other.losses[theirs]
-    order = _first_other_order(steps, reference.orders[ours], other.orders[theirs])
-    is_known = bool(np.all(reference.orders[ours]) and np.all(other.orders[theirs]))
+    order = _first_other_order(steps, reference.samples[ours], other.samples[theirs])
+    is_known = bool(np.all(reference.samples[ours]) and np.all(other.samples[theirs]))
     verdict, sentence, largest, start = _judge(steps, first, second)
     return Agreement(verdict, sentence, len(steps), largest, start, order, is_known and order is None)
 

@@ -91,7 +91,7 @@ def build_comparison(
     return Comparison(
         runs=tuple(found),
         results=tuple(_result(run, price=price) for run in found),
-        agreements=tuple(compare_losses(first.steps, other.steps) for other in others),
+        agreements=tuple(compare_losses(first.history.steps, other.history.steps) for other in others),
         levels=find_levels(found, choose_metric(found, metric), level=level, price=price),
         config=tuple(config_differences(found)),
         environment=tuple(environment_differences(found)),

@@ -16,7 +16,7 @@ from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.data.loader import train_loader
 from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
-from finetune.report.jsonl import read_events
+from finetune.report.history import EVENTS_FILE, read_history
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData, make_training_data
 from finetune.runtime.files.read import read_json
@@ -56,14 +56,10 @@ def choose_settings(found: Sequence[LoaderMeasurement], consumed_per_second: flo
 
 def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
     """Return the tokens that one rank of the run has consumed per second of computing; None where no run tells."""
-    events = run_folder / "events.jsonl"
-    if not events.is_file():
+    if not (run_folder / EVENTS_FILE).is_file():
         return None
-    steps = [event for event in read_events(events) if event["event"] == "StepTaken"][WARM_UP_STEPS:]
-    rates = [
-        event["num_tokens"] / computed for event in steps if (computed := event["seconds"] - event["data_seconds"]) > 0
-    ]
-    return median(rates) / _world(run_folder) if rates else None
+    rates = read_history(run_folder).steps.compute_rates(num_warm_up=WARM_UP_STEPS)
+    return median(rates.tolist()) / _world(run_folder) if len(rates) else None
 
 
 def _fastest_of(sufficient: Sequence[LoaderMeasurement]) -> LoaderMeasurement:

@@ -5,12 +5,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import find_problems, read_entry
-from finetune.commands.verify.resume import SHOWN_DIGITS, LossHistory
+from finetune.commands.verify.resume import CompletedRun, short_digest
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.run.setup.data import TrainingData
 from finetune.runtime.resources import format_size
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
@@ -71,16 +73,18 @@ def checkpoint_evidence(run: Path) -> Iterator[str]:
     yield f"step {step}: {len(files)} files, {size}, every digest as in its manifest"
 
 
-def resume_evidence(resumed: LossHistory, *, step: int) -> Iterator[str]:
+def resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
     """Yield what is the same after the kill as without it."""
-    after = [each for each in resumed.steps if each.number > step]
+    steps = resumed.steps
+    first = int(np.searchsorted(steps.numbers, step, side="right"))
     yield (
         f"killed, resumed from step {step}: samples, losses and the last checkpoint are bitwise those of the "
         "uninterrupted run"
     )
-    yield f"samples of step {after[0].number}: {after[0].samples[:SHOWN_DIGITS]}, loss {after[0].loss:.6f}"
+    samples = short_digest(steps.samples[first])
+    yield f"samples of step {steps.numbers[first]}: {samples}, loss {steps.losses[first]:.6f}"
     if resumed.state_sha256:
-        yield f"state after step {after[-1].number}: {resumed.state_sha256[:SHOWN_DIGITS]}"
+        yield f"state after step {steps.numbers[-1]}: {resumed.state_sha256[: len(samples)]}"
 
 
 def export_evidence(config: RunConfig, run: Path) -> Iterator[str]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.format import layout
-from finetune.commands.verify.resume import LossHistory, differences, read_run_history
+from finetune.commands.verify.resume import CompletedRun, differences, read_completed_run
 from finetune.errors import FinetuneError, UserError
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.runtime.processes import free_port, process_group
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.status import STATUS_FILE
@@ -79,7 +79,7 @@ def run_to_end(launch: Launch, *, step: int, last: int, log: Path) -> None:
         raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
 
 
-def set_aside(run: Path, *, keep: int, folder: Path) -> LossHistory:
+def set_aside(run: Path, *, keep: int, folder: Path) -> CompletedRun:
     """Move what came after the step `keep` out of the run into `folder`, and return the uninterrupted history."""
     (folder / CHECKPOINTS_FOLDER).mkdir(parents=True)
     shutil.copyfile(run / "events.jsonl", folder / "events.jsonl")
@@ -87,12 +87,12 @@ def set_aside(run: Path, *, keep: int, folder: Path) -> LossHistory:
         if step > keep:
             shutil.move(path, folder / CHECKPOINTS_FOLDER / path.name)
     shutil.rmtree(run / FINAL_FOLDER, ignore_errors=True)
-    return read_run_history(folder)
+    return read_completed_run(folder)
 
 
-def compare_resumed(straight: LossHistory, run: Path, *, step: int, log: Path) -> LossHistory:
+def compare_resumed(straight: CompletedRun, run: Path, *, step: int, log: Path) -> CompletedRun:
     """Return the history of the resumed run; raises PhaseError where it differs from the uninterrupted one."""
-    resumed = read_run_history(run)
+    resumed = read_completed_run(run)
     found = list(differences(straight, resumed, stop_at=step, tolerance=None))
     if found:
         raise PhaseError("resume", f"the resumed run differs: {'; '.join(found)}.", exit_code=1, log=log)

@@ -3,17 +3,16 @@
 from pathlib import Path
 
 from finetune.errors import UserError
-from finetune.report.build import EVENTS_FILE
+from finetune.report.history import EVENTS_FILE, HistoryReader
 from finetune.report.page.charts import charts_of
 from finetune.report.page.page import write_report
 from finetune.report.page.png import write_pngs
-from finetune.report.page.reader import EventsReader
 
 
 def report(run: Path, *, png: Path | None = None, price: float | None = None) -> None:
     """Write the page of the run, and its charts as PNG files where a folder for them is named."""
     require_events(run)
-    reader = EventsReader(run / EVENTS_FILE)
+    reader = HistoryReader(run / EVENTS_FILE)
     reader.read_new()
     print(f"wrote {write_report(run, reader.history, price=price)}")
     if png is not None:

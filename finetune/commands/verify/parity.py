@@ -14,11 +14,11 @@ from finetune.commands.verify.runs import (
     TestedJob,
     comparable_overrides,
     parse_launch_setup,
-    read_steps,
     relative_differences,
     run_job,
 )
 from finetune.config.load import load_config
+from finetune.report.history import read_history
 from finetune.runtime.text.rich_console import SafeConsole
 
 
@@ -100,11 +100,9 @@ def _trace(each: LaunchSetup, tested: TestedJob) -> Trace:
     folder = tested.scratch / each.label
     changes = {**comparable_overrides(tested.job), "train.stop_after_steps": str(tested.steps)}
     run_job(each, tested, folder=folder, changes=changes)
-    taken = read_steps(folder)
+    steps = read_history(folder).steps
     shutil.rmtree(folder)  # its checkpoint may be large
-    return Trace(
-        tuple(float(event["loss"]) for event in taken), tuple(float(event["gradient_norm"]) for event in taken)
-    )
+    return Trace(tuple(steps.losses.tolist()), tuple(steps.values("gradient_norm").tolist()))
 
 
 def _verdict(comparison: Comparison) -> str:

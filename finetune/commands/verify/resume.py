@@ -15,36 +15,26 @@ from finetune.commands.verify.runs import (
     TestedJob,
     comparable_overrides,
     parse_launch_setup,
-    read_steps,
     relative_differences,
     run_job,
 )
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
-from finetune.report.jsonl import read_events
+from finetune.report.history import Steps, read_history
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.text.rich_console import SafeConsole
 
 STEPS_AFTER_THE_STOP = 5
-SHOWN_DIGITS = 12
+_SHOWN_DIGITS = 12
 
 
 @dataclass(frozen=True)
-class RecordedStep:
-    """What a run says of one step; `samples` is the rolled digest of everything consumed up to it."""
+class CompletedRun:
+    """A run from its first step to its last, over any number of starts."""
 
-    number: int  # from 1
-    samples: str
-    loss: float
-
-
-@dataclass(frozen=True)
-class LossHistory:
-    """A run from its first step to its last, over however many starts."""
-
-    steps: tuple[RecordedStep, ...]
-    starts: tuple[int, ...]  # steps that were behind it at each start
+    steps: Steps
+    starts: tuple[int, ...]  # the steps that had been taken at each start
     state_sha256: str  # of its last checkpoint
 
 
@@ -84,7 +74,7 @@ def run_resume(
 
 def run_both(
     one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at: int
-) -> tuple[LossHistory, LossHistory]:
+) -> tuple[CompletedRun, CompletedRun]:
     """Return the straight course under `one`, and the one that is stopped there and resumed under the other."""
     changes = _changes(tested.job, keeps_dropout=one == other)
     folders = tested.scratch / "straight", tested.scratch / "resumed"
@@ -92,41 +82,48 @@ def run_both(
     for each, folder, stop in runs:
         print(f"running under {each.title} to step {stop}, in {folder.name}", file=sys.stderr, flush=True)
         run_job(each, tested, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
-        if len(read_steps(folders[0])) <= stop_at:
-            raise _stop_after_end(stop_at, num_steps=len(read_steps(folders[0])))
-    return read_run_history(folders[0]), read_run_history(folders[1])
+        num_steps = len(read_history(folders[0]).steps)
+        if num_steps <= stop_at:
+            raise _stop_after_end(stop_at, num_steps=num_steps)
+    return read_completed_run(folders[0]), read_completed_run(folders[1])
 
 
-def read_run_history(folder: Path) -> LossHistory:
-    """Return the course of the run in this folder."""
-    taken = read_steps(folder)
-    started = [event for event in read_events(folder / "events.jsonl") if event["event"] == "RunStarted"]
+def read_completed_run(folder: Path) -> CompletedRun:
+    """Return the run in this folder."""
+    history = read_history(folder)
     checkpoints = list(layout.steps(folder / CHECKPOINTS_FOLDER).values())
-    return LossHistory(
-        tuple(RecordedStep(event["step"], event["samples_sha256"], float(event["loss"])) for event in taken),
-        starts=tuple(event["step"] for event in started),
+    return CompletedRun(
+        history.steps,
+        starts=tuple(event["step"] for event in history.starts),
         state_sha256=read_manifest(checkpoints[-1]).state_sha256,
     )
 
 
-def differences(straight: LossHistory, resumed: LossHistory, *, stop_at: int, tolerance: float | None) -> Iterator[str]:
-    """Yield in words everything in which the courses differ; without a tolerance every bit counts."""
+def differences(
+    straight: CompletedRun, resumed: CompletedRun, *, stop_at: int, tolerance: float | None
+) -> Iterator[str]:
+    """Yield a phrase for every difference between the runs; without a tolerance every bit counts."""
     if resumed.starts[-1] != stop_at:
-        yield f"the second start went on from step {resumed.starts[-1]}, not {stop_at}"
+        yield f"the second start resumed from step {resumed.starts[-1]}, not {stop_at}"
     if len(straight.steps) != len(resumed.steps):
         yield f"straight took {len(straight.steps)} steps, resumed {len(resumed.steps)}"
-    both = list(zip(straight.steps, resumed.steps, strict=False))
-    other_samples = [one.number for one, other in both if one.samples != other.samples]
-    if other_samples:
+    num_common = min(len(straight.steps), len(resumed.steps))
+    numbers = straight.steps.numbers[:num_common]
+    other_samples = numbers[straight.steps.samples[:num_common] != resumed.steps.samples[:num_common]]
+    if len(other_samples):
         yield f"other samples from step {other_samples[0]} on"
-    relative = relative_differences([one.loss for one, _ in both], [other.loss for _, other in both])
-    other_losses = [one.number for (one, _), each in zip(both, relative, strict=True) if not each <= (tolerance or 0.0)]
-    if other_losses:
-        yield f"another loss at step {other_losses[0]}" + (
-            f" and {len(other_losses) - 1} more" * (len(other_losses) > 1)
-        )
+    relative = relative_differences(straight.steps.losses.tolist(), resumed.steps.losses.tolist())
+    other_losses = [number for number, size in zip(numbers, relative, strict=True) if not size <= (tolerance or 0.0)]
+    if len(other_losses):
+        more = f" and {len(other_losses) - 1} more" if len(other_losses) > 1 else ""
+        yield f"another loss at step {other_losses[0]}{more}"
     if tolerance is None and straight.state_sha256 != resumed.state_sha256:
         yield "another state in the last checkpoint"
+
+
+def short_digest(samples: int) -> str:
+    """Return the digits of a digest that are shown, as in events.jsonl."""
+    return f"{samples:016x}"[:_SHOWN_DIGITS]
 
 
 def _refuse_too_short(job: RunConfig, *, stop_at: int, last: int) -> None:
@@ -156,27 +153,29 @@ def _title(one: LaunchSetup, other: LaunchSetup, *, stop_at: int, is_dropout_off
     )
 
 
-def _print_table(straight: LossHistory, resumed: LossHistory, *, title: str) -> None:
+def _print_table(straight: CompletedRun, resumed: CompletedRun, *, title: str) -> None:
     table = Table(title=title)
     table.add_column("step", justify="right", no_wrap=True)
     for column in ("samples\nstraight", "\nresumed"):
         table.add_column(column, no_wrap=True)
     for column in ("loss\nstraight", "\nresumed", "\ndifference"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one, other in zip(straight.steps, resumed.steps, strict=False):
+    losses, resumed_losses = straight.steps.losses.tolist(), resumed.steps.losses.tolist()
+    samples, resumed_samples = straight.steps.samples, resumed.steps.samples
+    for index, difference in enumerate(relative_differences(losses, resumed_losses)):
         table.add_row(
-            str(one.number),
-            one.samples[:SHOWN_DIGITS],
-            other.samples[:SHOWN_DIGITS],
-            f"{one.loss:.8f}",
-            f"{other.loss:.8f}",
-            f"{relative_differences([one.loss], [other.loss])[0]:.1e}",
+            str(straight.steps.numbers[index]),
+            short_digest(samples[index]),
+            short_digest(resumed_samples[index]),
+            f"{losses[index]:.8f}",
+            f"{resumed_losses[index]:.8f}",
+            f"{difference:.1e}",
         )
     SafeConsole().print(table)
 
 
 def _print_verdict(
-    problems: Sequence[str], *, straight: LossHistory, resumed: LossHistory, tolerance: float | None
+    problems: Sequence[str], *, straight: CompletedRun, resumed: CompletedRun, tolerance: float | None
 ) -> None:
     print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
     print(f"                              resumed  {resumed.state_sha256 or '-'}")

@@ -4,11 +4,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
-from finetune.report.jsonl import read_events
 from finetune.runtime.processes import free_port, run_process_group
 
 TIMEOUT_SECONDS = 1800.0
@@ -80,12 +78,6 @@ def run_job(each: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Mapp
     if code != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
         raise UserError(f"the run under {each.title} ended with exit code {code}. Its last lines:\n{tail}")
-
-
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the StepTaken events of the run, one per step in order; of a step that was taken again, the last."""
-    taken = [event for event in read_events(folder / "events.jsonl") if event["event"] == "StepTaken"]
-    return [event for _, event in sorted({event["step"]: event for event in taken}.items())]
 
 
 def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict[str, str]:

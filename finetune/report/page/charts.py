@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune.report.page.curves import Curve
-from finetune.report.page.history import RunHistory
+from finetune.report.curves import Curve
+from finetune.report.history import RunHistory
 
 GB = 1e9
 """As in every size that the page writes."""

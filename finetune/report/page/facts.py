@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.report.page.history import RunHistory
+from finetune.report.history import RunHistory
 from finetune.runtime.files.read import read_json, read_regular
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.redact import redacted_text

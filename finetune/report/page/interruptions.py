@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-from finetune.report.page.history import RunHistory
-from finetune.report.page.restarts import Restart
+from finetune.report.history import RunHistory
+from finetune.report.restarts import Restart
 from finetune.runtime.supervision.checkpoint_interval import IntervalAdvice, advise_interval
 
 _LONGEST_REASON = 60

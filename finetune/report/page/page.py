@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from finetune.report.history import RunHistory
 from finetune.report.page.charts import charts_of, step_scales
 from finetune.report.page.facts import (
     audit_rows,
@@ -16,7 +17,6 @@ from finetune.report.page.facts import (
     run_state,
     tiles,
 )
-from finetune.report.page.history import RunHistory
 from finetune.report.page.html import TEMPLATES, render_page
 from finetune.report.page.interruptions import advice_line, interval_advice, restart_rows, stated_hours
 from finetune.runtime.files import atomic

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.report.events import Event
-from finetune.report.page.history import RunHistory
+from finetune.report.history import HistoryReader, RunHistory
 from finetune.report.page.page import write_report
-from finetune.report.page.reader import EventsReader
 
 MIN_SECONDS = 10.0
 """Between two pages."""
@@ -34,7 +33,7 @@ class PageReporter:
     ) -> None:
         """`on_read` is called in the thread, with the history as of each page, before the page is written."""
         self._folder = events.parent
-        self._reader = EventsReader(events)
+        self._reader = HistoryReader(events)
         self._min_seconds, self._max_share = min_seconds, max_share
         self._on_read = on_read
         self._news, self._ending = threading.Event(), threading.Event()
@@ -77,12 +76,12 @@ class PageReporter:
         """Write the page, and return for how many seconds there is to be no other one."""
         self._news.clear()
         self._began = time.thread_time()
-        self._reader.read_new(rest=self._rest)
+        self._reader.read_new(after_chunk=self._pause)
         self._on_read(self._reader.history)
         write_report(self._folder, self._reader.history)
         return max(self._min_seconds, self._seconds_due())
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         """Pause while the file of a long run is read; not at the end."""
         self._ending.wait(self._seconds_due())
         self._began = time.thread_time()

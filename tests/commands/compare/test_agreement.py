@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 
 from finetune.commands.compare.agreement import compare_losses, first_different_window
-from finetune.commands.compare.runs import Steps
+from finetune.report.history import Steps
 
 COUNT = 600
 
 
-def steps_of(losses: np.ndarray, *, first: int = 1, order: int = 1) -> Steps:
-    numbers = np.arange(first, first + len(losses))
-    return Steps(numbers, np.asarray(losses, float), (numbers * 10 + order).astype(np.uint64))
+def steps_of(losses: np.ndarray, *, first: int = 1, order: int = 1, reordered_from: int | None = None) -> Steps:
+    steps = Steps()
+    for number, loss in enumerate(losses.tolist(), start=first):
+        is_reordered = reordered_from is not None and number >= reordered_from
+        steps.add({"step": number, "loss": loss, "samples_sha256": f"{number * 10 + order + is_reordered:016x}"})
+    return steps
 
 
 def curve(count: int = COUNT) -> np.ndarray:
@@ -87,9 +90,7 @@ def test_few_steps_say_little():
 
 
 def test_the_first_step_with_other_samples_is_named():
-    first, second = steps_of(curve()), steps_of(curve())
-    second.orders[41:] += np.uint64(1)
-    found = compare_losses(first, second)
+    found = compare_losses(steps_of(curve()), steps_of(curve(), reordered_from=42))
     assert (found.order_differs_at, found.has_same_samples) == (42, False)
 
 

@@ -52,7 +52,8 @@ def test_what_a_rank_consumes_is_read_from_the_events_of_a_run(tmp_path):
     numbers = {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 0.1, "num_targets": 9, "samples_sha256": "aa"}
     times = {"num_tokens": 4000, "seconds": 2.5, "data_seconds": 0.5, "data_share": 0.2, "epoch": 0.1}
     warm = {"event": "StepTaken", "step": 1, "time": 9.0, **numbers, **times, "memory_bytes": 9}
-    steps = [{**warm, "seconds": 90.0}, {**warm, "seconds": 90.0}, warm, warm, warm]
+    seconds = (90.0, 90.0, 2.5, 2.5, 2.5)
+    steps = [{**warm, "step": step, "seconds": taken} for step, taken in enumerate(seconds, start=1)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (tmp_path / "environment.json").write_text(json.dumps({"launcher": {"WORLD_SIZE": "2"}}))
     assert tokens_per_second_of_a_rank(tmp_path) == pytest.approx(1000.0)  # of two ranks, each half of 4000 in 2 s

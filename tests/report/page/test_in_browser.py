@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from finetune.commands.compare.compare import write_comparison
+from finetune.report.history import HistoryReader, RunHistory
 from finetune.report.page.charts import charts_of
-from finetune.report.page.history import RunHistory
 from finetune.report.page.page import write_report
-from finetune.report.page.reader import EventsReader
 from tests.browser import Browser
 from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
 from tests.report.page.test_page import HOSTILE
@@ -24,7 +23,7 @@ OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = t
 
 
 def report_of(folder: Path) -> Path:
-    reader = EventsReader(folder / "events.jsonl")
+    reader = HistoryReader(folder / "events.jsonl")
     reader.read_new()
     return write_report(folder, reader.history)
 

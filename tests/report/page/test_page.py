@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from finetune.report.history import HistoryReader
 from finetune.report.page.facts import audit_rows, config_lines, format_count, format_duration, phase_rows
 from finetune.report.page.html import script_json
 from finetune.report.page.page import report_page, write_report
-from finetune.report.page.reader import EventsReader
 from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
 
 HOSTILE = "</script><script>window.hurt=1</script><img src=x onerror=hurt()>\u2028]]>{{ 7*7 }}' \" &lt;"
@@ -35,7 +35,7 @@ class Tags(HTMLParser):
 
 
 def page_of(folder: Path, *, now: float = 2000.0, price: float | None = None) -> str:
-    reader = EventsReader(folder / "events.jsonl")
+    reader = HistoryReader(folder / "events.jsonl")
     reader.read_new()
     return report_page(folder, reader.history, now=now, price=price)
 
@@ -189,7 +189,7 @@ def test_a_run_that_has_taken_no_step_has_a_page(tmp_path: Path):
 
 def test_the_page_replaces_the_one_before(tmp_path: Path):
     folder = write_run(tmp_path, list(whole_run(5)))
-    reader = EventsReader(folder / "events.jsonl")
+    reader = HistoryReader(folder / "events.jsonl")
     reader.read_new()
     assert write_report(folder, reader.history) == write_report(folder, reader.history) == folder / "report.html"
     assert {path.name for path in folder.iterdir()} == {"events.jsonl", "report.html"}

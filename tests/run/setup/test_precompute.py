@@ -10,7 +10,7 @@ import pytest
 
 from finetune.config.load import load_config
 from finetune.errors import ConfigError, DataError
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.run.setup.precompute import _StagedWriter
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed

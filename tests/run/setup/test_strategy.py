@@ -7,7 +7,7 @@ from torch import equal
 from finetune.commands.export import export_checkpoint
 from finetune.config.load import load_config
 from finetune.errors import CheckpointError, StrategyError
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from finetune.run.setup.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.run.train import train_from_config
 from tests.run.trained import forget

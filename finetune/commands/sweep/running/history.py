@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.report.event_lines import parse_event_lines
+from finetune.report.history import parse_events
 from finetune.runtime.files.read import open_regular
 
 TRAIN_LOSS = "train_loss"
@@ -46,7 +46,7 @@ class RunHistory:
             return
         self._offset += len(content)
         whole, _, self._rest = (self._rest + content).rpartition(b"\n")
-        for event in parse_event_lines(whole).events:
+        for event in parse_events(whole).events:
             with suppress(KeyError):  # a field is missing
                 self._add(event)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.report.jsonl import read_events
+from finetune.report.history import read_events
 from tests import launching
 
 pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(900)]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from finetune.report.page.curves import MAX_BUCKETS, Curve
+from finetune.report.curves import MAX_BUCKETS, Curve
 
 
 def test_a_short_curve_is_drawn_point_by_point():

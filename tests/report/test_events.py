@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.compare.compare import compare_runs
-from finetune.report.event_lines import parse_event_lines
+from finetune.report.history import HistoryReader, parse_events
 from finetune.report.page.page import report_page
-from finetune.report.page.reader import EventsReader
 from tests.report.page import events as made
 
 STEP = {"event": "StepTaken", "time": 1.0, "step": 1, "loss": 2.5, "seconds": 0.1, "num_tokens": 10}
@@ -51,15 +50,15 @@ def line(**changes: object) -> bytes:
     ],
 )
 def test_a_damaged_line_is_counted_and_costs_only_itself(damaged: bytes):
-    parsed = parse_event_lines(b"\n".join([line(), damaged, line(step=2), b""]))
+    parsed = parse_events(b"\n".join([line(), damaged, line(step=2), b""]))
     assert [event["step"] for event in parsed.events] == [1, 2]
     assert parsed.num_damaged == 1
 
 
 @pytest.mark.parametrize("loss", [2, "nan", "-inf", 0.5])
 def test_what_a_run_writes_is_an_event(loss: object):
-    assert parse_event_lines(line(loss=loss)).num_damaged == 0
-    assert parse_event_lines(b'{"event": "OfALaterVersion", "step": 3, "what": [1]}').num_damaged == 0
+    assert parse_events(line(loss=loss)).num_damaged == 0
+    assert parse_events(b'{"event": "OfALaterVersion", "step": 3, "what": [1]}').num_damaged == 0
 
 
 def _each_kind() -> list[dict]:
@@ -98,7 +97,7 @@ def test_report_and_compare_get_through_lines_in_which_any_field_is_anything(tmp
             for value in HOSTILE:
                 lines.append(json.dumps({**event, name: value}))
     (run / "events.jsonl").write_text("\n".join(lines) + "\n")
-    reader = EventsReader(run / "events.jsonl")
+    reader = HistoryReader(run / "events.jsonl")
     reader.read_new()
     page = report_page(run, reader.history)
     assert reader.history.num_damaged_lines > len(healthy)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.report.page.history import RunHistory
+from finetune.report.history import RunHistory
 from finetune.report.page.interruptions import (
     InterruptionCosts,
     advice_line,
@@ -12,7 +12,7 @@ from finetune.report.page.interruptions import (
     restart_rows,
 )
 from finetune.report.page.page import report_page
-from finetune.report.page.restarts import MAX_STARTS
+from finetune.report.restarts import MAX_STARTS
 from tests.report.page.events import ended, started, taken
 
 KILLED = {"state": "failed", "reason": "killed", "step": 10, "time": 1012.0}

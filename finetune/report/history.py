@@ -1,25 +1,127 @@
-"""What events.jsonl says of a run, in bounded memory however long it is."""
+"""The one reader of events.jsonl: its events, checked by the classes of events.py, and the history of a run.
 
+The file of a run that was killed may end in a torn line, and a disk or a person may have changed any other: a line that
+is not an event is skipped and counted.
+"""
+
+import json
 import math
 import re
+from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from finetune.report.console import throughput_unit
-from finetune.report.page.curves import Curve
-from finetune.report.page.restarts import RestartHistory
+from finetune.report.curves import Curve
+from finetune.report.events import is_event
+from finetune.report.restarts import RestartHistory
+from finetune.runtime.files.read import open_regular, parse_json, read_regular, require_regular
+
+EVENTS_FILE = "events.jsonl"
 
 EventFields = Mapping[str, Any]
-
 MAX_MESSAGES, MAX_ROWS, MAX_PROMPTS, MAX_ANSWERS, MAX_CHARACTERS = 300, 100, 50, 40, 4000
 _RECENT_STEPS = 50
-_PLAIN_COLUMNS = ("loss", "gradient_norm", "learning_rate", "data_share", "memory_bytes", "epoch")
+_CURVES = ("loss", "gradient_norm", "learning_rate", "data_share", "memory_bytes", "epoch")
 _WORLD = re.compile(r"\b(\d+) process(?:es)?\b")
+_STEP_VALUES = ("loss", "gradient_norm", "num_targets", "num_tokens", "seconds", "data_seconds")
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class ParsedEvents:
+    """The events of some lines in their order, and the number of lines that are not events."""
+
+    events: list[dict[str, Any]]
+    num_damaged: int
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the file's events in the order written; torn and damaged lines are left out."""
+    return parse_events(read_regular(path)).events
+
+
+def parse_events(content: bytes) -> ParsedEvents:
+    """Return the events of these lines; blank lines count as nothing."""
+    lines = [line for line in content.split(b"\n") if line.strip()]
+    try:
+        values: Sequence[Any] = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) != len(lines):
+        values = [_parse_line(line) for line in lines]
+    events = [value for value in values if is_event(value)]
+    return ParsedEvents(events, len(lines) - len(events))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of one evaluation."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+class Steps:
+    """Every step of a run once, in order; of a step that was taken again, the last time."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._samples = array("Q")
+        self._values = {name: array("d") for name in _STEP_VALUES}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def numbers(self) -> np.ndarray:  # [steps], int64
+        """Return the number of each step."""
+        return np.array(self._numbers, np.int64)
+
+    @property
+    def samples(self) -> np.ndarray:  # [steps], uint64
+        """Return the start of the digest of all samples consumed up to each step; 0 where it is unknown."""
+        return np.array(self._samples, np.uint64)
+
+    @property
+    def losses(self) -> np.ndarray:
+        """Return the training loss of each step."""
+        return self.values("loss")
+
+    def values(self, name: str) -> np.ndarray:  # [steps], float64
+        """Return a field of StepTaken at each step; NaN where it is missing."""
+        return np.array(self._values[name], float)
+
+    def compute_rates(self, *, num_warm_up: int) -> np.ndarray:
+        """Return the tokens per second of each step but the first few, the wait for data not counted."""
+        seconds = (self.values("seconds") - self.values("data_seconds"))[num_warm_up:]
+        is_known = seconds > 0
+        rates: np.ndarray = self.values("num_tokens")[num_warm_up:][is_known] / seconds[is_known]
+        return rates
+
+    def add(self, event: EventFields) -> None:
+        """Add a step; those from its number on are forgotten."""
+        if self._numbers and event["step"] <= self._numbers[-1]:
+            self.cut_after(event["step"] - 1)
+        self._numbers.append(event["step"])
+        self._samples.append(int((event.get("samples_sha256") or "0")[:16], 16))
+        for name, values in self._values.items():
+            values.append(_number(event.get(name)))
+
+    def cut_after(self, step: int) -> None:
+        """Forget the steps after this one: they will be taken again."""
+        count = bisect_right(self._numbers, step)
+        del self._numbers[count:], self._samples[count:]
+        for values in self._values.values():
+            del values[count:]
 
 
 @dataclass
@@ -42,13 +144,17 @@ class Answers:
 
 
 class RunHistory:
-    """Curves and lists of a run; a step that is taken again counts as taken the last time.
+    """What the events of a run say; a step that is taken again counts as taken the last time.
 
     `seconds` is the time in steps, evaluations and waiting for saves, with steps that were lost in a crash, without
     start-up and the time between two starts. `device_seconds` is the same times the number of processes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_steps: bool = False) -> None:
+        """Without `keep_steps` the memory is bounded, and `steps` and `evaluations` stay empty."""
+        self.steps = Steps()
+        self.evaluations: list[Evaluation] = []
+        self._keep_steps = keep_steps
         self.curves: dict[str, Curve] = {}
         self.starts: list[EventFields] = []
         self.ended: EventFields | None = None  # RunEnded of the last start
@@ -131,6 +237,8 @@ class RunHistory:
         if found := _WORLD.search(" ".join([*map(str, event.get("arithmetic", ())), str(event.get("strategy", ""))])):
             self.num_processes = int(found[1])
         self.restarts.start(event, num_devices=self.num_processes)
+        self.steps.cut_after(event["step"])
+        self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.step <= event["step"]]
         if self.step > event["step"]:
             self._go_back(event["step"])
 
@@ -156,6 +264,9 @@ class RunHistory:
 
     def _add_steps(self, batch: Sequence[EventFields]) -> None:
         self.restarts.steps_taken(batch)
+        if self._keep_steps:
+            for event in batch:
+                self.steps.add(event)
         while batch:
             if batch[0]["step"] <= self.step and self.last_step:
                 self._go_back(batch[0]["step"] - 1)
@@ -165,7 +276,7 @@ class RunHistory:
 
     def _add_rising(self, batch: Sequence[EventFields]) -> None:
         steps = [event["step"] for event in batch]
-        for name in _PLAIN_COLUMNS:
+        for name in _CURVES:
             self._extend(name, steps, [event.get(name) for event in batch])
         seconds, tokens = _numbers(batch, "seconds"), _numbers(batch, "num_tokens")
         rates = np.divide(tokens, seconds, out=np.full(len(batch), np.nan), where=seconds > 0)
@@ -210,6 +321,9 @@ class RunHistory:
 
     def _add_evaluation(self, event: EventFields) -> None:
         self._spend(event["seconds"])
+        if self._keep_steps:
+            metrics = {name: _number(value) for name, value in event["metrics"].items()}
+            self.evaluations.append(Evaluation(event["step"], metrics))
         for name, value in event["metrics"].items():
             self._set(f"evaluation/{name}", event["step"], value)
 
@@ -250,6 +364,44 @@ class RunHistory:
         self.messages[text] = Message(text, event["event"] == "Warned", event["step"])
 
 
+class HistoryReader:
+    """Adds what is new in an events.jsonl to a history; each line is parsed once, however often the file is read."""
+
+    def __init__(self, path: Path, *, keep_steps: bool = False) -> None:
+        self.history = RunHistory(keep_steps=keep_steps)
+        self._path = path
+        self._keep_steps = keep_steps
+        self._offset = 0
+
+    def read_new(self, *, after_chunk: Callable[[], object] = lambda: None) -> None:
+        """Read the lines that are complete by now; nothing where there is no file.
+
+        A file that is shorter than before is another one: it is read from its start. `after_chunk` is called after
+        each chunk of some MB.
+        """
+        with suppress(FileNotFoundError), open_regular(self._path) as file:
+            if file.seek(0, 2) < self._offset:
+                self.history, self._offset = RunHistory(keep_steps=self._keep_steps), 0
+            file.seek(self._offset)
+            rest = b""
+            while chunk := file.read(_CHUNK_BYTES):
+                whole, end, rest = (rest + chunk).rpartition(b"\n")
+                if end:
+                    parsed = parse_events(whole)
+                    self.history.add(parsed.events, num_damaged=parsed.num_damaged)
+                    self._offset += len(whole) + 1
+                    after_chunk()
+
+
+def read_history(run_folder: Path) -> RunHistory:
+    """Return the history of the run in the folder, every step included; raises OSError without an events.jsonl."""
+    path = run_folder / EVENTS_FILE
+    require_regular(path)
+    reader = HistoryReader(path, keep_steps=True)
+    reader.read_new()
+    return reader.history
+
+
 def _numbers(batch: Sequence[EventFields], name: str) -> np.ndarray:
     return np.array([_number(event.get(name)) for event in batch], float)
 
@@ -262,3 +414,10 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
+
+
+def _parse_line(line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except (ValueError, RecursionError):
+        return None

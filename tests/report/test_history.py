@@ -1,9 +1,13 @@
 """What a run's events add up to, restarts and odd ones included."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 
-from finetune.report.page.history import MAX_ANSWERS, MAX_PROMPTS, RunHistory
-from tests.report.page.events import answered, ended, evaluated, started, taken
+from finetune.report.history import MAX_ANSWERS, MAX_PROMPTS, HistoryReader, RunHistory, Steps, read_history
+from tests.report.page.events import answered, ended, evaluated, started, taken, write_run
 
 
 def history_of(*events: dict) -> RunHistory:
@@ -83,3 +87,67 @@ def test_a_repeated_warning_is_kept_once():
 def test_a_resumed_run_has_not_ended():
     assert history_of(started(), ended(5, "time limit", None)).ended is not None
     assert history_of(started(), ended(5, "time limit", None), started(5)).ended is None
+
+
+def test_only_new_lines_are_read(tmp_path: Path):
+    path = write_run(tmp_path, [started(), taken(1, 1.0)]) / "events.jsonl"
+    reader = HistoryReader(path)
+    reader.read_new()
+    with path.open("a") as file:
+        file.write(json.dumps(taken(2, 1.0)) + "\n" + json.dumps(taken(3, 1.0))[:40])
+    reader.read_new()
+    assert reader.history.step == 2
+    with path.open("a") as file:
+        file.write(json.dumps(taken(3, 1.0))[40:] + "\n")
+    reader.read_new()
+    assert reader.history.step == 3
+    assert reader.history.tokens == 1200
+
+
+def test_damaged_lines_are_left_out(tmp_path: Path):
+    path = write_run(tmp_path, [started()]) / "events.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"event": "StepTaken", "st\n\xff\xfe\n[1]\n7\n' + json.dumps(taken(1, 1.0)).encode() + b"\n")
+    reader = HistoryReader(path)
+    reader.read_new()
+    assert reader.history.step == 1
+
+
+def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path):
+    path = write_run(tmp_path, [started(), *(taken(step, 1.0) for step in range(1, 9))]) / "events.jsonl"
+    reader = HistoryReader(path)
+    reader.read_new()
+    write_run(tmp_path, [started(), taken(1, 1.0)])
+    reader.read_new()
+    assert reader.history.step == 1
+
+
+def test_a_run_without_events_has_an_empty_history(tmp_path: Path):
+    reader = HistoryReader(tmp_path / "events.jsonl")
+    reader.read_new()
+    assert reader.history.step == 0
+
+
+def test_every_step_and_evaluation_is_kept_on_request(tmp_path: Path):
+    folder = write_run(tmp_path, [started(), taken(1, 3.0), taken(2, 2.5)])
+    with (folder / "events.jsonl").open("a") as file:
+        file.write("not JSON\n")
+        for event in (started(step=1), taken(2, 2.0), evaluated(2, accuracy="nan"), taken(3, 1.5)):
+            file.write(json.dumps(event) + "\n")
+    history = read_history(folder)
+    assert history.steps.numbers.tolist() == [1, 2, 3] and history.steps.losses.tolist() == [3.0, 2.0, 1.5]
+    (evaluation,) = history.evaluations
+    assert evaluation.step == 2 and math.isnan(evaluation.metrics["accuracy"])
+    assert history.num_damaged_lines == 1
+
+
+def test_rates_leave_out_the_first_steps_and_the_wait_for_data():
+    steps = Steps()
+    for number, seconds in enumerate((90.0, 2.5, 2.5, 0.5), start=1):
+        steps.add({"step": number, "num_tokens": 4000, "seconds": seconds, "data_seconds": 0.5})
+    assert steps.compute_rates(num_warm_up=1).tolist() == [2000.0, 2000.0]  # nothing was computed in the last one
+
+
+def test_a_history_without_steps_needs_an_events_file(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        read_history(tmp_path)
