@@ -77,12 +77,12 @@ def grow(strategy: str, *, steps: int, tree: Path = ROOT, minilm: str | None = N
         job = write_job(Path(folder), steps=steps, minilm=minilm)
         launch = [sys.executable]
         if (processes := NUM_PROCESSES[strategy]) > 1:
-            launch += ["-m", "accelerate.commands.launch", "--num_processes", str(processes), "--use_cpu"]
+            launch += ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]
             launch += ["--config_file", f"{tree}/accelerate_configs/{strategy}.yaml"]
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [*launch, "-m", "finetune", "--config", str(job)]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

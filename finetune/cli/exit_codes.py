@@ -66,7 +66,9 @@ def guarded_command_line() -> Iterator[None]:
             sys.argv[1:] = redacted_command(sys.argv[1:])
             yield
         except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int | None) else _print_exit_message(str(ended.code))
+            code = ended.code if isinstance(ended.code, int | None) else 1  # as Python does with a message
+            if code is not ended.code:
+                print(ended.code, file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             code = _end_by_interrupt()
         except OSError as error:
@@ -138,12 +140,6 @@ def _print_error(error: FinetuneError) -> None:
         print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
         if isinstance(error, UserError) and any(name in os.environ for name in _LAUNCHED):
             print("Ignore the launcher's traceback below: it only reports this exit.", file=sys.stderr, flush=True)
-
-
-def _print_exit_message(text: str) -> int:
-    """Print the message of a SystemExit, and return the exit code that Python gives it."""
-    print(text, file=sys.stderr, flush=True)
-    return 1
 
 
 def _rank() -> int:

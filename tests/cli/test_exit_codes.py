@@ -67,3 +67,12 @@ def test_a_failure_of_training_is_printed_at_once_by_every_rank(monkeypatch, cap
     monkeypatch.setenv("RANK", "3")
     assert ended(TrainingError("a shard is missing")) == 1
     assert capsys.readouterr().err == "[rank 3] error: a shard is missing\n"
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"])
+def test_under_a_launcher_the_message_says_to_ignore_the_launchers_traceback(monkeypatch, capsys, variable):
+    monkeypatch.setenv(variable, "1")
+    assert ended(CheckpointError("no checkpoint in runs/first")) == 2
+    assert capsys.readouterr().err.endswith("Ignore the launcher's traceback below: it only reports this exit.\n")
+    assert ended(TrainingError("a shard is missing")) == 1
+    assert "Ignore" not in capsys.readouterr().err

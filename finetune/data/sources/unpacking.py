@@ -58,11 +58,8 @@ def parquet_batches(stream: BinaryIO, table: Any, groups: list[int], *, origin: 
         facts = table.metadata.row_group(group)
         require_no_bomb(facts.total_byte_size, packed=packed, origin=origin)
         longest = _longest_texts(parquet, stream, table.metadata, group)
-        batch_bytes = sum(
-            length * facts.column(column).num_values * num_rows / max(1, facts.num_rows)
-            for column, length in longest.items()
-        )
-        if batch_bytes <= _MAX_BATCH_BYTES:
+        group_bytes = sum(length * facts.column(column).num_values for column, length in longest.items())
+        if group_bytes * num_rows / max(1, facts.num_rows) <= _MAX_BATCH_BYTES:
             batches = table.iter_batches(batch_size=num_rows, row_groups=[group])
         else:
             kept = [facts.column(column).path_in_schema for column in longest]
@@ -96,13 +93,11 @@ def _first_dictionary(array: Any) -> Any:
 
 
 def _inner(array: Any) -> list[Any]:
-    """Return what a column of lists or objects holds."""
-    types = require("pyarrow.types", extra="dev", purpose="Reading Parquet")
-    if types.is_struct(array.type):
-        return list(array.flatten())
-    if types.is_map(array.type):
+    """Return the columns within a column of lists, objects or maps."""
+    if hasattr(array, "keys"):
         return [array.keys, array.items]
-    return [array.flatten()] if types.is_nested(array.type) and hasattr(array, "flatten") else []
+    values = array.flatten() if hasattr(array, "flatten") else []
+    return values if isinstance(values, list) else [values]
 
 
 def _small_slices(batches: Iterator[Any], origin: str) -> Iterator[Any]:

@@ -278,40 +278,49 @@ def check_tokenizer(loaded: Any, place: str) -> None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or backend is None:
         return
-    problem = None
-    if backend.num_special_tokens_to_add(False) > MAX_ADDED_TOKENS:
-        problem = f"its post-processor adds more than {MAX_ADDED_TOKENS:,} special tokens to each text"
-    for part in ("normalizer", "pre_tokenizer"):
-        if problem is None and getattr(backend, part) is not None:
-            problem = _rule_problem(json.loads(getattr(backend, part).__getstate__()), part=part)
-    if problem is None and backend.normalizer is not None:
-        problem = _growth_problem(backend.normalizer)
-    if problem is None:
-        try:
-            backend.encode(_PROBE)
-        except BaseException as error:
-            if not is_panic(error) and not isinstance(error, Exception):
-                raise
-            problem = f"it cannot encode plain text ({str(error)[:200]})"
+    try:
+        problem = _tokenizer_problem(backend)
+    except BaseException as error:
+        if not is_panic(error) and not isinstance(error, Exception):
+            raise
+        problem = f"it cannot encode plain text ({_first_line(error)})"
     if problem is not None:
         raise ModelError(f"{place}: tokenizer.json is damaged: {problem}. Copy it again from its source.")
+
+
+def _tokenizer_problem(backend: Any) -> str | None:
+    """Return why the tokenizer must not be used; raises what encoding plain text with it raises.
+
+    Each rule is checked, then those of the normalizer are applied one by one to a text with all patterns, so that no
+    step can take long.
+    """
+    if backend.num_special_tokens_to_add(False) > MAX_ADDED_TOKENS:
+        return f"its post-processor adds more than {MAX_ADDED_TOKENS:,} special tokens to each text"
+    text = _PROBE
+    for part in ("normalizer", "pre_tokenizer"):
+        for rule in _rules(json.loads(getattr(backend, part).__getstate__()) if getattr(backend, part) else None):
+            pattern = rule.get("pattern")
+            if rule.get("type") == "Replace" and _matches_nothing(pattern):
+                return f"a rule of its {part} matches the empty text"
+            for key in ("content", "prepend", "replacement"):
+                if isinstance(rule.get(key), str) and len(rule[key]) > MAX_INSERTED:
+                    return f"a rule of its {part} inserts {len(rule[key]):,} characters for each match"
+            text += str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
+    text = text[:10_000]
+    allowed = MAX_GROWTH * len(text)
+    for step in _steps(backend.normalizer):
+        text = step.normalize_str(text)
+        if len(text) > allowed:
+            return f"its normalizer makes texts more than {MAX_GROWTH} times as long"
+    backend.encode(_PROBE)
+    return None
 
 
 def _rules(state: Any) -> Iterator[dict[str, Any]]:
     if isinstance(state, dict):
         yield state
-    for part in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+    for part in _children(state):
         yield from _rules(part)
-
-
-def _rule_problem(state: Any, *, part: str) -> str | None:
-    for rule in _rules(state):
-        if rule.get("type") == "Replace" and _matches_nothing(rule.get("pattern")):
-            return f"a rule of its {part} matches the empty text"
-        for key in ("content", "prepend", "replacement"):
-            if isinstance(rule.get(key), str) and len(rule[key]) > MAX_INSERTED:
-                return f"a rule of its {part} inserts {len(rule[key]):,} characters for each match"
-    return None
 
 
 def _matches_nothing(pattern: Any) -> bool:
@@ -323,27 +332,9 @@ def _matches_nothing(pattern: Any) -> bool:
     return False
 
 
-def _growth_problem(normalizer: Any) -> str | None:
-    """Apply one rule after the other to a text with all their patterns, so that no step can take long."""
-    steps = list(_flat(normalizer))
-    rules = [rule for rule in _rules(json.loads(normalizer.__getstate__())) if isinstance(rule.get("pattern"), dict)]
-    text = (_PROBE + "".join(str(rule["pattern"].get("String", "")) for rule in rules))[:10_000]
-    allowed = MAX_GROWTH * len(text)
-    for step in steps:
-        try:
-            text = step.normalize_str(text)
-        except BaseException as error:
-            if not is_panic(error) and not isinstance(error, Exception):
-                raise
-            return f"its normalizer fails on plain text ({str(error)[:200]})"
-        if len(text) > allowed:
-            return f"its normalizer makes texts more than {MAX_GROWTH} times as long"
-    return None
-
-
-def _flat(normalizer: Any) -> Iterator[Any]:
+def _steps(normalizer: Any) -> Iterator[Any]:
     if isinstance(normalizer, normalizers.Sequence):
         for index in range(len(normalizer)):
-            yield from _flat(normalizer[index])
-    else:
+            yield from _steps(normalizer[index])
+    elif normalizer is not None:
         yield normalizer

@@ -52,6 +52,16 @@ def test_under_nohup_the_end_of_the_shell_is_not_heard():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_sigterm_stops_a_run_that_was_started_with_sigint_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a job in the background of a script
+    try:
+        with record_signals() as note:
+            signal.raise_signal(signal.SIGTERM)
+        assert note.received is signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_is_heard_even_if_the_main_thread_cannot_handle_it():
     with record_signals() as note:
         signal.raise_signal(signal.SIGTERM)
