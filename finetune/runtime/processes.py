@@ -1,4 +1,4 @@
-"""How processes end: a worker with the process that it serves, a rank with its launcher, a command with its group.
+"""How processes end: a worker with the process that it serves, a rank with its launcher.
 
 A process exits without the interpreter's teardown, in which libraries' threads now and then abort. What comes before
 that in a teardown still happens: threads that are no daemons end, and what was registered with `atexit` runs, so that
@@ -6,18 +6,16 @@ profiles and coverage are written, trackers send what they hold, temporary folde
 """
 
 import atexit
-import contextlib
 import ctypes
 import logging
 import multiprocessing.context
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import NoReturn
@@ -183,68 +181,8 @@ def _give_up(code: int, seconds: float) -> None:
         os._exit(code)
 
 
-def run_process_group(
-    command: Sequence[str],
-    *,
-    log: Path,
-    timeout_seconds: float,
-    environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-) -> int:
-    """Run the command in `folder`, its output in `log`; return its exit code, or 124 when it took too long.
-
-    No process of the group survives this call.
-    """
-    with process_group(command, log=log, environment=environment, folder=folder) as process:
-        try:
-            return process.wait(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return 124
-
-
-@contextlib.contextmanager
-def process_group(
-    command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None, folder: Path | None = None
-) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start the command in a group of its own, its output in `log`; no process of it is left at the end.
-
-    Nor one that a launcher has started in a group of its own, as torchelastic does with ranks.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            list(command),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
-            cwd=folder,
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            _kill_group(process)
-
-
 def free_port() -> int:
     """Return a TCP port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    started = _descendants(process.pid) if process.poll() is None else []
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for each in started:
-        with contextlib.suppress(psutil.Error):
-            each.kill()
-    process.wait()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.Error:
-        return []

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any
 from finetune.checkpoint.format import layout
 from finetune.commands.verify.resume import CompletedRun, differences, read_completed_run
 from finetune.errors import FinetuneError, UserError
+from finetune.launch.child import child_process, train_command
 from finetune.report.history import read_events
-from finetune.runtime.processes import free_port, process_group
+from finetune.runtime.processes import free_port
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.status import STATUS_FILE
 
@@ -48,15 +48,18 @@ class Launch:
     @property
     def command(self) -> list[str]:
         """Return the command, with a free port."""
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.accelerate)]
-        count = ["--num_processes", str(self.processes), "--main_process_port", str(free_port())]
-        overrides = [word for override in self.overrides for word in ("--set", override)]
-        return [*launcher, *count, "-m", "finetune", "train", "--config", str(self.config), *overrides]
+        return train_command(
+            self.config,
+            overrides=self.overrides,
+            accelerate_config=self.accelerate,
+            num_processes=self.processes,
+            port=free_port(),
+        )
 
 
 def run_until_saved(launch: Launch, *, step: int, log: Path) -> None:
     """Run the job until the checkpoint of this step is complete, then kill all its processes; raises PhaseError."""
-    with process_group(launch.command, log=log, environment=ENVIRONMENT) as process:
+    with child_process(launch.command, log=log, environment=ENVIRONMENT) as process:
         while process.poll() is None:
             if step in _saved_steps(launch.run):
                 return
@@ -68,7 +71,7 @@ def run_until_saved(launch: Launch, *, step: int, log: Path) -> None:
 def run_to_end(launch: Launch, *, step: int, last: int, log: Path) -> None:
     """Run the job to its end, resuming from this step; raises PhaseError."""
     known = len(_events(launch.run))
-    with process_group(launch.command, log=log, environment=ENVIRONMENT) as process:
+    with child_process(launch.command, log=log, environment=ENVIRONMENT) as process:
         while process.poll() is None:
             _wait(launch, log)
     events = _events(launch.run)[known:]

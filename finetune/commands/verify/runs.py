@@ -1,13 +1,13 @@
 """Runs of one job under several launches whose results are compared."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
-from finetune.runtime.processes import free_port, run_process_group
+from finetune.launch.child import run_child, train_command
+from finetune.runtime.processes import free_port
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -70,11 +70,15 @@ def parse_launch_setup(
 def run_job(each: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Mapping[str, str]) -> None:
     """Run the job in the run folder with these keys changed; raises UserError with the log's end where it fails."""
     log = folder.with_suffix(".log")
-    command = [*_launcher(each), "-m", "finetune", "--config", str(tested.config)]
     own = {"run.folder": str(folder), "train.microbatch_size": str(_microbatch_size(each, tested.job)), **changes}
-    for override in [*tested.overrides, *(f"{key}={value}" for key, value in own.items())]:
-        command += ["--set", override]
-    code = run_process_group(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
+    command = train_command(
+        tested.config,
+        overrides=[*tested.overrides, *(f"{key}={value}" for key, value in own.items())],
+        accelerate_config=each.accelerate_config,
+        num_processes=each.processes,
+        port=free_port(),
+    )
+    code = run_child(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
         raise UserError(f"the run under {each.title} ended with exit code {code}. Its last lines:\n{tail}")
@@ -111,14 +115,3 @@ def _accumulation(job: RunConfig, *, share: int) -> int:
 
 def _microbatch_size(each: LaunchSetup, job: RunConfig) -> int:
     return job.train.global_batch_size // (each.processes * each.accumulation)
-
-
-def _launcher(each: LaunchSetup) -> list[str]:
-    if each.accelerate_config is None:
-        return [sys.executable]
-    return [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(each.accelerate_config)),
-        *("--num_processes", str(each.processes)),
-        *("--main_process_port", str(free_port())),
-    ]

@@ -1,22 +1,14 @@
 """The launch of one attempt on this host: `accelerate launch`, which starts this host's ranks."""
 
-import ctypes
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from finetune.launch.child import kill_child, start_child
 from finetune.launch.supervisor.members import Attempt
-
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-
-_KILLED_SECONDS = 10.0  # until a killed process is gone; one in the hands of a dead disk stays longer
 
 
 @dataclass(frozen=True)
@@ -57,9 +49,7 @@ class Agent:
     """The launcher of this host, as a process of its own; it ends with this process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command, env={**os.environ, **environment}, start_new_session=True, preexec_fn=_stop_with_parent
-        )
+        self._process = start_child(command, environment=environment)
 
     def exit_code(self) -> int | None:
         """Return how it ended; None while it runs."""
@@ -72,14 +62,7 @@ class Agent:
 
     def kill(self) -> None:
         """End it and all its ranks now; each rank is the leader of a group of its own."""
-        with suppress(psutil.NoSuchProcess):
-            launcher = psutil.Process(self._process.pid)
-            ranks = launcher.children(recursive=True)
-            for process in [*ranks, launcher]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(ranks, timeout=_KILLED_SECONDS)
-        self._process.wait()
+        kill_child(self._process)
 
 
 def network_environment(interface: str, *, stop_seconds: float) -> dict[str, str]:
@@ -91,9 +74,3 @@ def network_environment(interface: str, *, stop_seconds: float) -> dict[str, str
     wanted = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
     wanted["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(stop_seconds) - 5))
     return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def _stop_with_parent() -> None:
-    """Have the kernel end the launcher when its supervisor dies; the ranks save then, and end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
