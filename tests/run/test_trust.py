@@ -29,7 +29,7 @@ def given(trained, tmp_path, monkeypatch):
     record["model"]["trust_remote_code"] = True
     (run / "resolved.yaml").write_text(json.dumps(record))  # which is YAML
     for folder in (run / "inputs", run / "final"):
-        (folder / "seal.json").unlink(missing_ok=True)  # whoever hands it over can leave them out
+        (folder / "digests.json").unlink(missing_ok=True)  # whoever hands it over can leave them out
         (folder / "evil.py").write_text(CODE.format(canary=str(tmp_path / "canary")))
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings |= {"auto_map": {"AutoTokenizer": [None, "evil.Tokens"]}, "tokenizer_class": "Evil"}

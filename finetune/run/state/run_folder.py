@@ -38,7 +38,7 @@ from finetune.runtime.files.atomic import (
     replace_folder,
     temporary_path,
 )
-from finetune.runtime.files.digests import DIGESTS_FILE, find_folder_damage, write_folder_digests
+from finetune.runtime.files.digests import digests_file, find_folder_damage, write_folder_digests
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import format_json
@@ -133,11 +133,14 @@ def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
 
 def _require_undamaged(folder: Path) -> None:
     """Raise UserError where a file is not as it was written; folders without recorded digests are accepted."""
-    damage = find_folder_damage(folder) if (folder / DIGESTS_FILE).is_file() else None
+    digests = digests_file(folder)
+    if digests is None:
+        return
+    damage = find_folder_damage(folder)
     if damage is not None:
         raise UserError(
             f"{folder}: {damage}: damaged, or changed since the run wrote it. Start the job again, which writes it "
-            f"again, or delete {DIGESTS_FILE} to use the files as they are."
+            f"again, or delete {digests.name} to use the files as they are."
         )
 
 

@@ -95,7 +95,10 @@ def _read(path: Path) -> str:
         return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
-DIGESTS_FILE = "seal.json"
+DIGESTS_FILE = "digests.json"
+_EARLIER_DIGESTS_FILE = "seal.json"
+"""The name of the same file in folders that were written before December 2026."""
+
 _DIGEST = "digest"
 
 
@@ -109,7 +112,7 @@ def with_digest(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_digest(value: Any) -> dict[str, Any]:
-    """Return what `sealed` was given; raises Damaged where it is something else."""
+    """Return the value that `with_digest` was given; raises Damaged where it has another digest."""
     if not isinstance(value, dict) or _DIGEST not in value:
         raise Damaged("it has no digest of itself")
     content = {name: each for name, each in value.items() if name != _DIGEST}
@@ -141,24 +144,33 @@ def require_undamaged_file(path: Path) -> None:
 
 def write_folder_digests(folder: Path) -> None:
     """Write a digest of every file in the folder into it."""
+    (folder / _EARLIER_DIGESTS_FILE).unlink(missing_ok=True)
     write_json_with_digest(folder / DIGESTS_FILE, {"files": _digests(folder)})
 
 
+def digests_file(folder: Path) -> Path | None:
+    """Return the file that holds the folder's digests, also that of an earlier version; None without one."""
+    paths = (folder / DIGESTS_FILE, folder / _EARLIER_DIGESTS_FILE)
+    return next((path for path in paths if path.is_file()), None)
+
+
 def find_folder_damage(folder: Path) -> str | None:
-    """Return what is not as `write_folder_digests` has left it; None where all is."""
+    """Return the files that are not as their digests say, and why digests cannot be read; None where all is well."""
+    digests = digests_file(folder) or folder / DIGESTS_FILE
     try:
-        files = read_json_with_digest(folder / DIGESTS_FILE).get("files")
+        files = read_json_with_digest(digests).get("files")
         now = _digests(folder)
     except (OSError, ValueError) as error:
         return str(error)
     if not isinstance(files, dict):
-        return f"{DIGESTS_FILE} names no files"
+        return f"{digests.name} names no files"
     other = sorted(name for name in {*files, *now} if files.get(name) != now.get(name))
     return f"{', '.join(other)}: not as written" if other else None
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob("*") if path.name != DIGESTS_FILE and not path.is_dir())
+    names = (DIGESTS_FILE, _EARLIER_DIGESTS_FILE)
+    paths = sorted(path for path in folder.rglob("*") if path.name not in names and not path.is_dir())
     for path in paths:
         require_undamaged_file(path)
     return {path.relative_to(folder).as_posix(): xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}

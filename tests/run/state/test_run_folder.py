@@ -29,12 +29,23 @@ def test_a_file_that_is_not_as_it_was_written_is_named(inputs):
     (inputs / "task_facts.json").unlink()
     (inputs / "additional_chat_templates" / "tools.jinja").write_text("{{ evil }}")
     names = r"additional_chat_templates/tools\.jinja, task_facts\.json, tokenizer\.json: not as written"
-    with pytest.raises(UserError, match=rf"{names}.*seal\.json"):
+    with pytest.raises(UserError, match=rf"{names}.*digests\.json"):
         _require_undamaged(inputs)
+
+
+def test_a_folder_with_the_digests_of_an_earlier_version_is_checked(inputs):
+    (inputs / DIGESTS_FILE).rename(inputs / "seal.json")
+    _require_undamaged(inputs)
+    (inputs / "tokenizer.json").write_text('{"model": "bqe"}')
+    with pytest.raises(UserError, match=r"tokenizer\.json: not as written.*seal\.json"):
+        _require_undamaged(inputs)
+    write_folder_digests(inputs)
+    assert not (inputs / "seal.json").exists()
+    _require_undamaged(inputs)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"tokenizer.json": 3}', "[" * 100_000])
 def test_digests_that_are_damaged_are_named(inputs, content):
     (inputs / DIGESTS_FILE).write_text(content)
-    with pytest.raises(UserError, match=r"seal\.json cannot be trusted"):
+    with pytest.raises(UserError, match=r"digests\.json cannot be trusted"):
         _require_undamaged(inputs)
