@@ -48,15 +48,12 @@ def compare_losses(reference: Steps, other: Steps) -> Agreement:
     if not len(steps):
         return Agreement("unknown", "the runs have no step in common", 0, None, None, None, False)
     first, second = reference.losses[ours], other.losses[theirs]
-    order = _first_other_order(steps, reference.samples[ours], other.samples[theirs])
-    is_known = bool(np.all(reference.samples[ours]) and np.all(other.samples[theirs]))
+    samples, other_samples = reference.samples[ours], other.samples[theirs]
+    is_other = (samples != other_samples) & (samples != 0) & (other_samples != 0)
+    order = int(steps[is_other.argmax()]) if is_other.any() else None
+    is_known = bool(np.all(samples) and np.all(other_samples))
     verdict, sentence, largest, start = _judge(steps, first, second)
     return Agreement(verdict, sentence, len(steps), largest, start, order, is_known and order is None)
-
-
-def _first_other_order(steps: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> int | None:
-    is_other = (ours != theirs) & (ours != 0) & (theirs != 0)
-    return int(steps[is_other.argmax()]) if is_other.any() else None
 
 
 def _judge(steps: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[Verdict, str, float | None, int | None]:
@@ -74,11 +71,11 @@ def _judge(steps: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[Ve
     if len(steps) < MIN_STEPS:
         text = f"losses differ by up to {largest:.1e} (relative), and {len(steps)} steps are too few to know the noise"
         return "unknown", text, largest, None
-    place, window, deviation = first_different_window(second - first)
-    if place is None:
+    index, window, deviation = first_different_window(second - first)
+    if index is None:
         text = f"no mean of {window} steps differs by more than noise explains (95%, bootstrap); "
         return "same within noise", text + f"the largest single difference is {largest:.1e} (relative)", largest, None
-    start = int(steps[place])
+    start = int(steps[index])
     text = f"from step {start:,} on: over {window} steps the loss is {abs(deviation):.4f} "
     return "different", text + ("higher" if deviation > 0 else "lower") + ", more than noise explains", largest, start
 
@@ -95,8 +92,8 @@ def first_different_window(differences: np.ndarray) -> tuple[int | None, int, fl
     is_outside = np.abs(means) / deviations > _critical_value((windows - means[:, None]) / deviations[:, None])
     if not is_outside.any():
         return None, window * width, 0.0
-    place = int(is_outside.argmax())
-    return (left_over + place * window) * width, window * width, float(means[place])
+    index = int(is_outside.argmax())
+    return (left_over + index * window) * width, window * width, float(means[index])
 
 
 def _critical_value(noise: np.ndarray) -> float:

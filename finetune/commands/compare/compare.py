@@ -20,9 +20,9 @@ def compare_runs(
     level: float | None = None,
     price: float | None = None,
 ) -> None:
-    """Print the comparison and write what was asked for; with `json`, nothing but JSON is printed.
+    """Print the comparison, and write the page and PNG files on request; with `json`, print only JSON.
 
-    Raises UserError for a folder that is no run, and for a metric that no run has.
+    Raises UserError for a folder that is not that of a run, and for a metric that no run has.
     """
     comparison = build_comparison(runs, metric=metric, level=level, price=price)
     written = []
@@ -41,5 +41,5 @@ def compare_runs(
 
 
 def write_comparison(runs: Sequence[Path], target: Path) -> None:
-    """Write the page that compares the runs, whole or not at all; raises UserError likewise."""
+    """Write the page that compares the runs, whole or not at all; raises UserError as `compare_runs` does."""
     write_page(build_comparison(runs), target)

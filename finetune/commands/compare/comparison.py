@@ -2,15 +2,15 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.commands.compare.agreement import Agreement, compare_losses
 from finetune.commands.compare.differences import Difference, config_differences, environment_differences
-from finetune.commands.compare.levels import Levels, choose_metric, find_levels
 from finetune.commands.compare.runs import ComparedRun, is_lower_better, read_runs
+from finetune.commands.compare.time_to_metric import TimeToMetric, choose_metric, measure_time_to_metric
 from finetune.commands.report.report import require_events
 from finetune.errors import UserError
 from finetune.report.page.charts import chart_kinds, format_chart, in_unit
@@ -38,12 +38,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that is known of several runs; `agreements` are those of the second run on with the first."""
+    """The results of several runs; `agreements` compare the second and later runs with the first."""
 
     runs: tuple[ComparedRun, ...]
     results: tuple[Result, ...]
     agreements: tuple[Agreement, ...]
-    levels: Levels | None
+    time_to_metric: TimeToMetric | None
     config: tuple[Difference, ...]
     environment: tuple[Difference, ...]
     price: float | None
@@ -56,14 +56,16 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as plain values, without curves."""
         names = [run.name for run in self.runs]
-        found = {
+        values = {
             "runs": [asdict(result) for result in self.results],
-            "agreement_with_first": {name: asdict(each) for name, each in zip(names[1:], self.agreements, strict=True)},
-            "time_to_level": asdict(self.levels) if self.levels else None,
+            "agreement_with_first": {
+                name: asdict(agreement) for name, agreement in zip(names[1:], self.agreements, strict=True)
+            },
+            "time_to_level": asdict(self.time_to_metric) if self.time_to_metric else None,
         }
         tables = {"config_differences": self.config, "environment_differences": self.environment}
-        return found | {
-            title: {each.key: dict(zip(names, each.values, strict=True)) for each in rows}
+        return values | {
+            title: {row.key: dict(zip(names, row.values, strict=True)) for row in rows}
             for title, rows in tables.items()
         }
 
@@ -78,23 +80,23 @@ class Comparison:
 def build_comparison(
     runs: Sequence[Path], *, metric: str | None = None, level: float | None = None, price: float | None = None
 ) -> Comparison:
-    """Return the runs compared; the first is what the others are measured against.
+    """Return the runs compared with the first one.
 
-    Raises UserError for a folder that is no run, and for a metric that no run has.
+    Raises UserError for a folder that is not that of a run, and for a metric that no run has.
     """
     if len(runs) < 2:
         raise UserError("compare: name two or more run folders. `finetune report RUN` shows a single one.")
     for run in runs:
         require_events(run)
-    found = read_runs(runs)
-    first, *others = found
+    compared = read_runs(runs)
+    first, *others = compared
     return Comparison(
-        runs=tuple(found),
-        results=tuple(_result(run, price=price) for run in found),
+        runs=tuple(compared),
+        results=tuple(_result(run, price=price) for run in compared),
         agreements=tuple(compare_losses(first.history.steps, other.history.steps) for other in others),
-        levels=find_levels(found, choose_metric(found, metric), level=level, price=price),
-        config=tuple(config_differences(found)),
-        environment=tuple(environment_differences(found)),
+        time_to_metric=measure_time_to_metric(compared, choose_metric(compared, metric), level=level, price=price),
+        config=tuple(config_differences(compared)),
+        environment=tuple(environment_differences(compared)),
         price=price,
     )
 
@@ -105,8 +107,11 @@ def _result(run: ComparedRun, *, price: float | None) -> Result:
     _, losses = run.metric_points("loss")
     hours = history.device_seconds / 3600
     last, best = {}, {}
-    for name, values in _evaluations(run):
-        last[name], best[name] = values[-1], min(values) if is_lower_better(name) else max(values)
+    for curve_name, curve in history.curves.items():
+        values = curve.points().values.tolist()
+        if curve_name.startswith("evaluation/") and values:
+            name = curve_name.partition("/")[2]
+            last[name], best[name] = values[-1], min(values) if is_lower_better(name) else max(values)
     return Result(
         run=run.name,
         folder=str(run.folder),
@@ -122,9 +127,3 @@ def _result(run: ComparedRun, *, price: float | None) -> Result:
         best=best,
         missing=(*run.files.missing, *run.history.damaged),
     )
-
-
-def _evaluations(run: ComparedRun) -> Iterator[tuple[str, list[float]]]:
-    for name, curve in run.history.curves.items():
-        if name.startswith("evaluation/") and len(values := curve.points().values):
-            yield name.partition("/")[2], values.tolist()

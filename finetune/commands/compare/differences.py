@@ -1,4 +1,4 @@
-"""What differs in configs and environments of runs, and only that."""
+"""The differences between the configs and environments of runs."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ _OF_A_PROCESS = re.compile(r"launcher\.((LOCAL_|GROUP_|ROLE_)?RANK|MASTER_\w+|TO
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose value is not the same in all runs: a text for each run, with its source where there is one."""
+    """A key whose value is not the same in all runs: a text for each run, with its source where one is known."""
 
     key: str
     values: tuple[str, ...]
@@ -23,10 +23,10 @@ class Difference:
 
 def config_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the keys of resolved.yaml that differ, each value with its source; the run's own folder is left out."""
-    found = [dict(_config_values(run.files.config)) for run in runs]
-    plain = [{key: value for key, (value, _) in each.items()} for each in found]
+    configs = [dict(_config_values(run.files.config)) for run in runs]
+    plain = [{key: value for key, (value, _) in config.items()} for config in configs]
     return [
-        Difference(key, tuple(_with_source(each.get(key)) for each in found))
+        Difference(key, tuple(_with_source(config.get(key)) for config in configs))
         for key in _differing(plain)
         if key != "run.folder"
     ]
@@ -34,34 +34,37 @@ def config_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
 
 def environment_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the facts of environment.json that differ."""
-    found = [dict(_flat(run.files.environment)) for run in runs]
-    return [Difference(key, tuple(each.get(key, ABSENT) for each in found)) for key in _differing(found)]
+    environments = [dict(_flat(run.files.environment)) for run in runs]
+    return [
+        Difference(key, tuple(environment.get(key, ABSENT) for environment in environments))
+        for key in _differing(environments)
+    ]
 
 
 def _differing(values: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the keys, in their order, whose values differ; a run without any (its file is missing) does not count."""
-    known = [each for each in values if each]
-    keys = dict.fromkeys(key for each in known for key in each)
-    return [key for key in keys if len({each.get(key) for each in known}) > 1]
+    known = [run for run in values if run]
+    keys = dict.fromkeys(key for run in known for key in run)
+    return [key for key in keys if len({run.get(key) for run in known}) > 1]
 
 
 def _config_values(text: str) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield dotted keys with value and source; keys without effect are comments and left out."""
-    place: list[str] = []
+    path: list[str] = []
     for line in config_lines(text):
         name, colon, value = line.text.strip().partition(":")
         if not colon or name.startswith("#"):
             continue
         depth = (len(line.text) - len(line.text.lstrip())) // 2
-        place = [*place[:depth], name]
+        path = [*path[:depth], name]
         if value.strip():
-            yield ".".join(place), (value.strip(), line.source)
+            yield ".".join(path), (value.strip(), line.source)
 
 
-def _with_source(found: tuple[str, str] | None) -> str:
-    if found is None:
+def _with_source(setting: tuple[str, str] | None) -> str:
+    if setting is None:
         return ABSENT
-    value, source = found
+    value, source = setting
     return f"{value}  ({source})" if source else value
 
 

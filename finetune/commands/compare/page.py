@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from finetune.commands.compare.comparison import Comparison
-from finetune.commands.compare.tables import LEVEL_HEAD, level_rows, result_rows
+from finetune.commands.compare.tables import TIME_HEAD, result_rows, time_rows
 from finetune.report.page.charts import step_scales
 from finetune.report.page.facts import format_time, format_value
 from finetune.report.page.html import render_page
@@ -23,7 +23,7 @@ def write_page(comparison: Comparison, target: Path) -> None:
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the page."""
-    runs, levels = comparison.runs, comparison.levels
+    runs, times = comparison.runs, comparison.time_to_metric
     results = [("run", *(run.name for run in runs)), *result_rows(comparison)]
     return render_page(
         "compare.html.jinja",
@@ -42,14 +42,14 @@ def comparison_page(comparison: Comparison) -> str:
         comparison=comparison,
         results=results if len(runs) <= MAX_COLUMNS else list(zip(*results, strict=True)),
         missing=[
-            f"{each.run}: not found or damaged: {', '.join(each.missing)}"
-            for each in comparison.results
-            if each.missing
+            f"{result.run}: not found or damaged: {', '.join(result.missing)}"
+            for result in comparison.results
+            if result.missing
         ],
         others=list(zip(runs[1:], comparison.agreements, strict=True)),
-        levels=[LEVEL_HEAD, *level_rows(levels)] if levels else [],
-        metric=levels.metric if levels else "",
-        level=format_value(levels.level) if levels else "",
+        times=[TIME_HEAD, *time_rows(times)] if times else [],
+        metric=times.metric if times else "",
+        level=format_value(times.level) if times else "",
         price=comparison.price,
         smoothing=SMOOTHING,
         reload_seconds=None,

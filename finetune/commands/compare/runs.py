@@ -41,7 +41,10 @@ class ComparedRun:
 
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """Return the runs, each named by the shortest end of its path that is unique among them."""
-    return [_read_run(folder, name=name) for folder, name in zip(folders, short_names(folders), strict=True)]
+    return [
+        ComparedRun(name, folder, read_history(folder), read_run_files(folder))
+        for folder, name in zip(folders, short_names(folders), strict=True)
+    ]
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -61,10 +64,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 def is_lower_better(metric: str) -> bool:
     """Return whether smaller values of the metric are better, by its name."""
     return any(word in metric for word in LOWER_IS_BETTER)
-
-
-def _read_run(folder: Path, *, name: str) -> ComparedRun:
-    return ComparedRun(name, folder, read_history(folder), read_run_files(folder))
 
 
 def _trailing_means(values: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from finetune.commands.compare.comparison import Comparison
 from finetune.commands.compare.differences import Difference
-from finetune.commands.compare.levels import Levels, Reached
+from finetune.commands.compare.time_to_metric import TimeToMetric
 from finetune.commands.printing import print_facts, print_table
 from finetune.report.page.facts import format_count, format_duration, format_value
 
@@ -14,59 +14,58 @@ from finetune.report.page.facts import format_count, format_duration, format_val
 def print_comparison(comparison: Comparison) -> None:
     """Print results, agreement, the time to the level, and what differs."""
     names = [run.name for run in comparison.runs]
-    missing = ("missing files", *(", ".join(each.missing) for each in comparison.results))
+    missing = ("missing files", *(", ".join(result.missing) for result in comparison.results))
     _print_table(["", *names], [*result_rows(comparison), *([missing] if any(missing[1:]) else [])])
-    for name, each in zip(names[1:], comparison.agreements, strict=True):
-        order = "the same" if each.has_same_samples else "not known in full"
-        if each.order_differs_at is not None:
-            order = f"differs from step {each.order_differs_at:,} on"
-        print_facts([(f"{name}", f"{each.verdict}: {each.sentence}. Sample order: {order}.")], indent=len(name) + 2)
-    if comparison.levels is not None:
-        print(f"\nfirst at {comparison.levels.metric} {format_value(comparison.levels.level)} or better")
-        _print_table(LEVEL_HEAD, level_rows(comparison.levels))
+    for name, agreement in zip(names[1:], comparison.agreements, strict=True):
+        order = "the same" if agreement.has_same_samples else "not known in full"
+        if agreement.order_differs_at is not None:
+            order = f"differs from step {agreement.order_differs_at:,} on"
+        text = f"{agreement.verdict}: {agreement.sentence}. Sample order: {order}."
+        print_facts([(name, text)], indent=len(name) + 2)
+    times = comparison.time_to_metric
+    if times is not None:
+        print(f"\nfirst at {times.metric} {format_value(times.level)} or better")
+        _print_table(TIME_HEAD, time_rows(times))
     for title, rows in (("config", comparison.config), ("environment", comparison.environment)):
         _print_differences(title, rows, names)
 
 
-LEVEL_HEAD = ("run", "processes", "step", "tokens", "time", "cost", "speed-up", "efficiency")
+TIME_HEAD = ("run", "processes", "step", "tokens", "time", "cost", "speed-up", "efficiency")
 
 
-def level_rows(levels: Levels) -> Iterator[tuple[str, ...]]:
+def time_rows(times: TimeToMetric) -> Iterator[tuple[str, ...]]:
     """Yield a row of texts for each run."""
-    for each in levels.reached:
-        yield each.run, str(each.num_processes), *_reached_cells(each)
+    for time in times.reached:
+        cells = ("never", "", "", "", "", "")
+        if time.step is not None:
+            cells = (
+                f"{time.step:,}",
+                format_count(time.tokens or 0),
+                format_duration(time.seconds or 0),
+                _cost(time.cost),
+                "" if time.speedup is None else f"{time.speedup:.2f}x",
+                "" if time.efficiency is None else f"{time.efficiency:.0%}",
+            )
+        yield time.run, str(time.num_processes), *cells
 
 
 def result_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return the results as rows: what it is, then a text for each run."""
+    """Return the results as rows: a name, then a text for each run."""
     results = comparison.results
     rows = [
-        ("state", *(each.state for each in results)),
-        ("processes", *(str(each.num_processes) for each in results)),
-        ("steps", *(f"{each.steps:,}" for each in results)),
-        ("tokens", *(format_count(each.tokens) for each in results)),
-        ("training time", *(format_duration(each.seconds) for each in results)),
-        ("training loss", *(_value(each.training_loss) for each in results)),
+        ("state", *(result.state for result in results)),
+        ("processes", *(str(result.num_processes) for result in results)),
+        ("steps", *(f"{result.steps:,}" for result in results)),
+        ("tokens", *(format_count(result.tokens) for result in results)),
+        ("training time", *(format_duration(result.seconds) for result in results)),
+        ("training loss", *(_value(result.training_loss) for result in results)),
     ]
     if comparison.price is not None:
-        rows.append(("cost", *(_cost(each.cost) for each in results)))
+        rows.append(("cost", *(_cost(result.cost) for result in results)))
     for metric in comparison.metrics:
-        rows.append((f"{metric}, last", *(_value(each.last.get(metric)) for each in results)))
-        rows.append((f"{metric}, best", *(_value(each.best.get(metric)) for each in results)))
+        rows.append((f"{metric}, last", *(_value(result.last.get(metric)) for result in results)))
+        rows.append((f"{metric}, best", *(_value(result.best.get(metric)) for result in results)))
     return rows
-
-
-def _reached_cells(each: Reached) -> tuple[str, ...]:
-    if each.step is None:
-        return ("never", "", "", "", "", "")
-    return (
-        f"{each.step:,}",
-        format_count(each.tokens or 0),
-        format_duration(each.seconds or 0),
-        _cost(each.cost),
-        "" if each.speedup is None else f"{each.speedup:.2f}x",
-        "" if each.efficiency is None else f"{each.efficiency:.0%}",
-    )
 
 
 def _print_differences(title: str, rows: Sequence[Difference], names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""When each run first reaches a level of a metric: in steps, tokens, seconds and money, and by what speed-up."""
+"""When each run first reaches a value of a metric: in steps, tokens, seconds and money, and how much faster it is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from finetune.errors import UserError
 
 
 @dataclass(frozen=True)
-class Reached:
-    """When a run is first at the level or better; None throughout for one that never is."""
+class RunTime:
+    """When a run first reaches the value or a better one; None throughout for a run that never does."""
 
     run: str
     num_processes: int
@@ -20,60 +20,67 @@ class Reached:
     seconds: float | None = None
     device_hours: float | None = None
     cost: float | None = None  # USD; None without a price
-    speedup: float | None = None  # the first run's seconds by this one's
-    efficiency: float | None = None  # the speed-up by how many times the first run's processes this one has
+    speedup: float | None = None  # the first run's seconds divided by this one's
+    efficiency: float | None = None  # the speed-up divided by the ratio of this run's processes to the first's
 
 
 @dataclass(frozen=True)
-class Levels:
-    """The level of a metric that is looked for, and when each run reaches it."""
+class TimeToMetric:
+    """A value of a metric, and when each run reaches it."""
 
     metric: str
     level: float
-    reached: tuple[Reached, ...]
+    reached: tuple[RunTime, ...]
 
 
-def choose_metric(runs: Sequence[ComparedRun], wanted: str | None) -> str:
-    """Return the curve to compare by: the wanted one, else the evaluation loss where all have it, else the training's.
+def choose_metric(runs: Sequence[ComparedRun], requested: str | None) -> str:
+    """Return the curve to compare by: the requested one, else the evaluation loss where all have it, else the loss.
 
-    Raises UserError for one that no run has.
+    Raises UserError for a metric that no run has.
     """
     evaluated = sorted({name for run in runs for name in run.history.curves if name.startswith("evaluation/")})
     metrics = {TRAINING_LOSS: TRAINING_LOSS} | {name.partition("/")[2]: name for name in evaluated}
-    if wanted is not None and wanted not in metrics:
-        raise UserError(f"--metric {wanted}: no run was evaluated by it. They have: {', '.join(metrics)}.")
-    if wanted is not None:
-        return metrics[wanted]
+    if requested is not None and requested not in metrics:
+        raise UserError(f"--metric {requested}: no run was evaluated by it. The runs have: {', '.join(metrics)}.")
+    if requested is not None:
+        return metrics[requested]
     has_all = all("evaluation/loss" in run.history.curves for run in runs)
     return "evaluation/loss" if has_all else TRAINING_LOSS
 
 
-def find_levels(
+def measure_time_to_metric(
     runs: Sequence[ComparedRun], metric: str, *, level: float | None = None, price: float | None = None
-) -> Levels | None:
+) -> TimeToMetric | None:
     """Return when each run reaches the level; without one, the best value that all of them reach.
 
-    None where some run has no value of the metric. Time counts steps, evaluations and waiting for saves; not start-up.
+    None where some run has no value of the metric. Time is that of steps, evaluations and waiting for saves, without
+    start-up.
     """
     sign = 1 if is_lower_better(metric) else -1
     points = [run.metric_points(metric) for run in runs]
     if any(not np.isfinite(values).any() for _, values in points):
         return None
-    common = sign * max(float(np.nanmin(sign * values)) for _, values in points)
-    wanted = common if level is None else level
-    found = [
-        _reached(run, steps[sign * values <= sign * wanted], price=price)
-        for run, (steps, values) in zip(runs, points, strict=True)
-    ]
-    return Levels(metric, wanted, tuple(_with_speedup(each, found[0]) for each in found))
+    if level is None:
+        level = sign * max(float(np.nanmin(sign * values)) for _, values in points)
+    times: list[RunTime] = []
+    for run, (steps, values) in zip(runs, points, strict=True):
+        time = _time_of(run, steps[sign * values <= sign * level], price=price)
+        first = times[0] if times else time
+        if time.seconds and first.seconds:
+            speedup = first.seconds / time.seconds
+            efficiency = speedup * first.num_processes / time.num_processes
+            time = replace(time, speedup=speedup, efficiency=efficiency)
+        times.append(time)
+    return TimeToMetric(metric, level, tuple(times))
 
 
-def _reached(run: ComparedRun, steps: np.ndarray, *, price: float | None) -> Reached:
+def _time_of(run: ComparedRun, steps: np.ndarray, *, price: float | None) -> RunTime:
+    """Return the time of the first of these steps."""
     if not len(steps):
-        return Reached(run.name, run.history.num_processes)
+        return RunTime(run.name, run.history.num_processes)
     step = float(steps[0])
     hours = run.scale_at("device_seconds", step) / 3600
-    return Reached(
+    return RunTime(
         run.name,
         run.history.num_processes,
         step=int(step),
@@ -82,11 +89,3 @@ def _reached(run: ComparedRun, steps: np.ndarray, *, price: float | None) -> Rea
         device_hours=hours,
         cost=None if price is None else price * hours,
     )
-
-
-def _with_speedup(each: Reached, first: Reached) -> Reached:
-    if not each.seconds or not first.seconds:
-        return each
-    speedup = first.seconds / each.seconds
-    efficiency = speedup * first.num_processes / each.num_processes
-    return Reached(**{**vars(each), "speedup": speedup, "efficiency": efficiency})

@@ -19,8 +19,8 @@ def runs(tmp_path: Path) -> list[Path]:
     second = write_run(
         tmp_path / "four",
         [
-            {**each, "seconds": each["seconds"] / 2} if each["event"] == "StepTaken" else each
-            for each in whole_run(100, processes=4)
+            {**event, "seconds": event["seconds"] / 2} if event["event"] == "StepTaken" else event
+            for event in whole_run(100, processes=4)
         ],
     )
     (first / "resolved.yaml").write_text("# x\ntrain:\n  seed: 1  # job.yaml line 2\n  steps: 100  # job.yaml line 3\n")
@@ -32,10 +32,10 @@ def runs(tmp_path: Path) -> list[Path]:
     return [first, second]
 
 
-def test_one_gpu_against_four(runs: list[Path]):
+def test_speed_up_efficiency_and_cost_of_four_processes_compared_with_one(runs: list[Path]):
     comparison = build_comparison(runs, price=2.0)
-    one, four = comparison.levels.reached
-    assert comparison.levels.metric == "evaluation/loss"
+    one, four = comparison.time_to_metric.reached
+    assert comparison.time_to_metric.metric == "evaluation/loss"
     assert one.step == four.step
     assert one.seconds == one.step * 0.5 + 2.0 * (one.step // 20 - 1)  # its own evaluation comes after it
     assert four.speedup == pytest.approx(one.seconds / four.seconds)
@@ -43,27 +43,27 @@ def test_one_gpu_against_four(runs: list[Path]):
     assert four.cost == pytest.approx(2.0 * 4 * four.seconds / 3600)
 
 
-def test_the_level_is_the_first_time_at_or_better(runs: list[Path]):
-    one, _ = build_comparison(runs, metric="exact_match", level=0.5).levels.reached
+def test_the_first_step_at_the_level_or_better_counts(runs: list[Path]):
+    one, _ = build_comparison(runs, metric="exact_match", level=0.5).time_to_metric.reached
     assert one.step == 60  # 0.2, 0.4, 0.6
-    never, _ = build_comparison(runs, metric="exact_match", level=1.5).levels.reached
+    never, _ = build_comparison(runs, metric="exact_match", level=1.5).time_to_metric.reached
     assert never.step is None
 
 
-def test_only_what_differs_is_shown(runs: list[Path]):
+def test_only_differing_settings_are_listed(runs: list[Path]):
     comparison = build_comparison(runs)
-    assert [(each.key, each.values) for each in comparison.config] == [
+    assert [(difference.key, difference.values) for difference in comparison.config] == [
         ("train.seed", ("1  (job.yaml line 2)", "2  (--set)"))
     ]
-    assert [each.key for each in comparison.environment] == ["packages.torch"]
+    assert [difference.key for difference in comparison.environment] == ["packages.torch"]
 
 
-def test_json_is_all_that_is_printed(runs: list[Path], capsys: pytest.CaptureFixture):
+def test_with_json_nothing_else_is_printed(runs: list[Path], capsys: pytest.CaptureFixture):
     compare_runs(runs, json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["agreement_with_first"]["four"]["verdict"] == "bitwise equal"
-    assert found["runs"][1]["num_processes"] == 4
-    assert found["config_differences"] == {"train.seed": {"one": "1  (job.yaml line 2)", "four": "2  (--set)"}}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["agreement_with_first"]["four"]["verdict"] == "bitwise equal"
+    assert printed["runs"][1]["num_processes"] == 4
+    assert printed["config_differences"] == {"train.seed": {"one": "1  (job.yaml line 2)", "four": "2  (--set)"}}
 
 
 def test_the_terminal_shows_results_and_verdict(runs: list[Path], capsys: pytest.CaptureFixture):
@@ -100,7 +100,7 @@ def test_unfinished_and_short_runs_are_compared(tmp_path: Path):
     assert "empty: not found or damaged: status.json" in page
 
 
-def test_restarts_count_as_taken_last(tmp_path: Path):
+def test_steps_taken_again_after_a_restart_replace_the_earlier_ones(tmp_path: Path):
     straight = write_run(tmp_path / "straight", [started(), *(taken(step, 1.0) for step in range(1, 61))])
     lost = [started(), *(taken(step, 9.0 if step > 20 else 1.0) for step in range(1, 31)), evaluated(30, loss=9.0)]
     resumed = write_run(tmp_path / "resumed", [*lost, started(20), *(taken(step, 1.0) for step in range(21, 61))])
@@ -110,29 +110,29 @@ def test_restarts_count_as_taken_last(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "metric, message", [("bleu", "They have: loss, exact_match."), (None, "name two or more run folders")]
+    "metric, message", [("bleu", "The runs have: loss, exact_match."), (None, "name two or more run folders")]
 )
-def test_a_users_mistake_is_one_message(runs: list[Path], metric: str | None, message: str):
+def test_wrong_options_are_a_user_error(runs: list[Path], metric: str | None, message: str):
     with pytest.raises(UserError, match=message):
         compare_runs(runs if metric else runs[:1], metric=metric)
 
 
-def test_a_run_that_diverged_reaches_nothing_by_it(tmp_path: Path):
+def test_a_diverged_run_does_not_reach_a_level_by_nan_losses(tmp_path: Path):
     good = write_run(tmp_path / "good", [started(), *(taken(step, 3 - step / 50) for step in range(1, 101))])
     losses = [3 - step / 50 if step < 50 else "nan" for step in range(1, 101)]
     bad = write_run(tmp_path / "bad", [started(), *(taken(step, loss) for step, loss in enumerate(losses, start=1))])
     comparison = build_comparison([good, bad])
     assert comparison.results[1].training_loss is None
-    assert [each.step for each in comparison.levels.reached] == [49, 49]
-    assert build_comparison([good, bad], level=1.5).levels.reached[1].step is None
+    assert [time.step for time in comparison.time_to_metric.reached] == [49, 49]
+    assert build_comparison([good, bad], level=1.5).time_to_metric.reached[1].step is None
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
+def test_a_folder_without_events_is_a_user_error(tmp_path: Path):
     with pytest.raises(UserError, match=r"has no events.jsonl"):
         write_comparison([tmp_path, tmp_path], tmp_path / "page.html")
 
 
-def test_names_are_as_short_as_they_can_be():
+def test_runs_are_named_by_the_shortest_unique_end_of_their_path():
     assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
     assert short_names([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
     assert short_names([Path("/a/x"), Path("/a/x")]) == ["x (1)", "x (2)"]
