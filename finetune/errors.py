@@ -7,7 +7,8 @@ FinetuneError
 │   ├── ModelError         the model, tokenizer or adapter asked for cannot be loaded
 │   ├── StrategyError      Accelerate did not build what its YAML asked for
 │   ├── CheckpointError    a checkpoint cannot be written, trusted or resumed
-│   └── MissingPackage     an optional package is needed; names the extra that brings it
+│   ├── MissingPackage     an optional package is needed; names the extra that brings it
+│   └── RegistryError      a name is not in the registry's table, or an entry cannot be added to it
 ├── HubError               the hub rejected an upload: exit code 1
 └── TrainingError          the run itself went wrong: exit code 1
     ├── DiskError          what the run writes cannot be written: the disk is full, read-only or gone
@@ -98,6 +99,10 @@ class CheckpointError(UserError):
 
 class MissingPackage(UserError):
     """An optional package is needed here and is not installed."""
+
+
+class RegistryError(UserError):
+    """A name that is not in a table of the registry, or an entry that cannot be added to one."""
 
 
 class HubError(FinetuneError):

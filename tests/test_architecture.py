@@ -77,6 +77,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "de
 
 IMPORTS_BY_NAME = {
     "finetune/runtime/optional.py": "packages that may be missing, modules that a job may not need",
+    "finetune/registry/table.py": "the implementation of an entry of a table",
     "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
 }
 """The only files that import by name while they run, and what."""

@@ -1,9 +1,11 @@
 """The steps of CONTRIBUTING.md are taken: its code runs, its files are there."""
 
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
-from typing import get_args
+from types import ModuleType
 
 import pytest
 from accelerate import Accelerator
@@ -13,9 +15,10 @@ from finetune.config.sections.data import DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.sources import readers
 from finetune.model.tokenizer import train_or_load_tokenizer
+from finetune.registry.tasks import TASKS
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackersReporter
-from finetune.task import registry
+from finetune.task.build import build_task
 from finetune.task.protocol import TaskContext
 
 ROOT = Path(__file__).parents[1]
@@ -39,12 +42,16 @@ def test_every_file_and_folder_that_is_named_is_there():
 
 def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypatch):
     task_class = python_of("Add a task")["LastSentenceTask"]
-    monkeypatch.setitem(registry.TASKS, "last_sentence", task_class)
+    module = ModuleType("contributed")
+    module.LastSentenceTask = task_class
+    monkeypatch.setitem(sys.modules, "contributed", module)
+    monkeypatch.setattr(TASKS, "_entries", dict(TASKS._entries))
+    TASKS.register(replace(TASKS["pretrain"], name="last_sentence", implementation="contributed:LastSentenceTask"))
     tokenizer = train_or_load_tokenizer(
         lambda: ["a. b."], vocabulary_size=300, cache_folder=tmp_path, log=lambda _: None
     )
     data = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64)
-    task = registry.build_task(TaskContext(TaskSection.model_construct(name="last_sentence"), data, tokenizer))
+    task = build_task(TaskContext(TaskSection(name="last_sentence"), data, tokenizer))
     features = task.encode_row({"text": "A star. The moon."})
     ids, is_target = (features.arrays[name] for name in ("input_ids", "is_target"))
     assert tokenizer.decode(ids[is_target].tolist(), skip_special_tokens=True).strip(" .") == "The moon"
@@ -52,8 +59,8 @@ def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypa
     assert task.encode_row({"text": ""}) is None
 
 
-def test_the_registry_and_the_schema_name_the_same_tasks():
-    assert set(get_args(TaskSection.model_fields["name"].annotation)) == set(registry.TASKS)
+def test_the_schema_names_the_tasks_of_the_registry():
+    assert tuple(TaskSection.model_json_schema()["properties"]["name"]["enum"]) == TASKS.choices
 
 
 def test_the_source_that_is_added_gives_rows_that_know_their_place(tmp_path, monkeypatch):

@@ -192,6 +192,7 @@ def test_answers_worked_out_beforehand_are_found_again_by_their_title():
 def test_the_status_of_a_failed_run_names_its_error_as_ever():
     names = {each.__name__ for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)}
     expected = "FinetuneError UserError ConfigError DataError ModelError StrategyError CheckpointError MissingPackage "
+    expected += "RegistryError "
     assert names == set(
         (expected + "HubError TrainingError ExportError DiskError NonFiniteError LostContact Hang").split()
     )

@@ -25,7 +25,7 @@ from finetune.data.features import Features
 from finetune.data.order.grouping import LengthGroupedOrder, set_order
 from finetune.data.order.order import Order
 from finetune.model.attention.implementation import register_per_sample
-from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION
+from finetune.registry.attention import PER_SAMPLE_ATTENTION
 from finetune.task.lm_loss.token_loss import cross_entropy_sum
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits, is_padding_free
 

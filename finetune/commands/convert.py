@@ -27,6 +27,7 @@ from finetune.commands.source import with_trust
 from finetune.config.load import LoadedConfig, load_resolved
 from finetune.data.sample_checks import digest_of_steps
 from finetune.errors import CheckpointError, FinetuneError, UserError
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.context import RunContext, make_context
 from finetune.run.samples import matches_data_order
 from finetune.run.setup.data import TrainingData, prepare_data
@@ -171,7 +172,7 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
         ) from error
     distributed.barrier()  # no rank requests tensors of others while they are still loading
     access = conversion.access()
-    counts_updates = conversion.context.config.train.optimizer.name != "sgd"
+    counts_updates = OPTIMIZERS[conversion.context.config.train.optimizer.name].counts_updates
     _require_step(access, counts_updates=counts_updates, step=step, folder=folder)
     progress = _progress(folder, conversion, step=step)
     manifest = write_checkpoint(

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from finetune.errors import Problem
+from finetune.registry.table import Table
 
 
 class Section(BaseModel):
@@ -61,6 +63,26 @@ class RelativeToConfig:
         schema = handler(core_schema)
         schema["format"] = "name or path" if self.only_marked else "path"
         return schema
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a text that names an entry of a table; entries that are registered later are allowed, too."""
+
+    table: Table[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Accept the names in the table at the time of the validation."""
+        return core_schema.no_info_plain_validator_function(self._validate)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """List the names."""
+        return {"enum": list(self.table.choices), "type": "string"}
+
+    def _validate(self, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.table.choices:
+            raise PydanticKnownError("literal_error", {"expected": ", ".join(self.table.choices)})
+        return value
 
 
 Name = Annotated[str, Field(min_length=1, pattern=r"\S")]

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import transformers
 from PIL import Image
@@ -17,6 +17,7 @@ from finetune.model.loading.hub import is_local_path, loading_errors, resolve_na
 from finetune.model.loading.pretrained import load_auto_class, without_warnings
 from finetune.model.new_tokens import add_tokens
 from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
+from finetune.registry.tasks import InputKind
 from finetune.runtime.hub import is_offline
 from finetune.runtime.upstream import without_hub_retries
 
@@ -114,7 +115,7 @@ class Processing:
 def load_processing(
     model: ModelSection,
     *,
-    reads: Literal["text", "images", "both"],
+    reads: InputKind,
     texts: Callable[[], Iterable[str]],
     cache_folder: Path,
     log: Callable[[str], None],
@@ -140,9 +141,7 @@ def load_processing(
     return Processing(processor.tokenizer, processor)
 
 
-def load_saved_processing(
-    place: str | Path, *, reads: Literal["text", "images", "both"], key: str, trust_remote_code: bool
-) -> Processing:
+def load_saved_processing(place: str | Path, *, reads: InputKind, key: str, trust_remote_code: bool) -> Processing:
     """Return what `save` wrote into the folder, or what the local cache has for a hub name.
 
     Raises ModelError, which names `key`, if it cannot be read.
@@ -155,7 +154,7 @@ def load_saved_processing(
         return Processing(None if reads == "images" else found.tokenizer, found)
 
 
-def has_processing(folder: Path, *, reads: Literal["text", "images", "both"]) -> bool:
+def has_processing(folder: Path, *, reads: InputKind) -> bool:
     """Tell whether the folder contains files of a tokenizer or processor, valid or not."""
     names = TOKENIZER_FILES if reads == "text" else PROCESSOR_FILES
     return any((folder / name).is_file() for name in names)

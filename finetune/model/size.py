@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from finetune.registry.optimizers import INT8_BYTES, OPTIMIZERS
 from finetune.runtime.parameters import full_numel, num_values
 from finetune.runtime.resources import format_size
 
@@ -72,28 +73,17 @@ class MemoryEstimate:
         return self.total_bytes + self.step_bytes
 
 
-NUM_MOMENTS = {"adamw": 2, "muon": 2, "schedule_free_adamw": 2, "sgd": 1, "adafactor": 0}
-"""Values of optimizer state per trained parameter; Adafactor's, a row and a column per matrix, are negligible.
-
-Muon keeps 1 for a hidden matrix and 2 for anything else.
-"""
-
 AVERAGE_BYTES = 4
 """Bytes of `train.average` per trained parameter."""
 
-_BYTES_PER_STATE = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "int8": 1.0 + 4 / 256,
-}  # the last with one float32 scale per 256 values
+_BYTES_PER_STATE = {"float32": 4.0, "bfloat16": 2.0, "int8": INT8_BYTES}
 
 
 def optimizer_state_bytes(optimizer: str, state_dtype: str | None, *, num_trained: int, trained_bytes: int) -> int:
     """Return the bytes of optimizer state: in `state_dtype`, or in the dtype of the trained parameters."""
-    if optimizer == "adamw_8bit":
-        return round(2 * _BYTES_PER_STATE["int8"] * num_trained)
+    entry = OPTIMIZERS[optimizer]
     bytes_each = _BYTES_PER_STATE[state_dtype] if state_dtype else trained_bytes / max(1, num_trained)
-    return round(NUM_MOMENTS[optimizer] * bytes_each * num_trained)
+    return round(entry.num_moments * (entry.moment_bytes or bytes_each) * num_trained)
 
 
 def estimate_memory(

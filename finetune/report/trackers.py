@@ -10,6 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
 from finetune.errors import MissingPackage, UserError
+from finetune.registry.trackers import TRACKERS
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
 from finetune.report.timing import ThroughputMeter
 from finetune.runtime.progress import Cadence
@@ -125,9 +126,8 @@ def flatten_config(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, 
 
 
 def _tracker_options(tracker: str, run_folder: Path) -> dict[str, Any]:
-    names: dict[str, dict[str, Any]] = {
-        "wandb": {"name": run_folder.name, "dir": str(run_folder)},
-        "mlflow": {"run_name": run_folder.name},
-        "trackio": {"name": run_folder.name},
-    }
-    return names.get(tracker, {})
+    if tracker not in TRACKERS:  # one that a session has registered with Accelerate
+        return {}
+    entry = TRACKERS[tracker]
+    options = {entry.name_argument: run_folder.name, entry.folder_argument: str(run_folder)}
+    return {name: value for name, value in options.items() if name is not None}

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
+from finetune.registry.tasks import TASKS
 from finetune.report.events import RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import Reporter
@@ -27,9 +28,6 @@ from finetune.strategy.choose import describe_strategy
 from finetune.train.loop import report_steps, train
 from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import STOP_FILE
-
-CHAT_HEADS = ("causal_lm", "image_text_to_text")
-"""Heads of models that `finetune chat` can talk to."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def finish(
             seconds=time.monotonic() - fitted.started,
             metrics=progress.last_metrics,
             final_folder=str(context.paths.final) if is_final else None,
-            talks=built.training_data.task.head in CHAT_HEADS,
+            talks=TASKS[context.config.task.name].can_chat,
         )
     )
     return code

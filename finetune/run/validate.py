@@ -7,6 +7,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.sentence_modules import pooling_warning
+from finetune.registry.tasks import TASKS
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
 from finetune.run.remote.download import with_local_folder
@@ -65,7 +66,7 @@ def _require_vector_sizes(config: RunConfig) -> None:
 
 def _warn_of_other_pooling(context: RunContext) -> None:
     """Log a warning where the model of an embedding job was trained with another pooling."""
-    if context.config.task.name == "embedding" and distributed.is_main():
+    if TASKS[context.config.task.name].head == "embedding" and distributed.is_main():
         warning = pooling_warning(context.config.model, context.config.task.embedding.pooling)
         if warning is not None:
             context.log(warning)

@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 
-PER_SAMPLE_ATTENTION = "per_sample"
-"""The name by which transformers knows our attention."""
-
 SAMPLE_LENGTHS = "sample_lengths"
 """The argument of a model's forward that holds them."""
 

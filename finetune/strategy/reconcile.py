@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import StrategyError
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.strategy.environment import LaunchEnvironment
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -86,12 +87,13 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
             "train.optimizer.in_backward: true works on one process only: on several, a gradient is complete only "
             "after it has been reduced. Remove it, or start one process without FSDP and DeepSpeed."
         )
-    if job.optimizer == "muon" and (environment.fsdp_version == 1 or environment.zero_stage is not None):
+    flattens = environment.fsdp_version == 1 or environment.zero_stage is not None
+    if flattens and OPTIMIZERS[job.optimizer].needs_matrices:
         found.append(
-            "train.optimizer.name: muon needs whole matrices, and FSDP1 and ZeRO give the optimizer flattened parts of "
-            "them. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
+            f"train.optimizer.name: {job.optimizer} needs whole matrices, and FSDP1 and ZeRO give the optimizer "
+            "flattened parts of them. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
         )
-    if job.rounds_by_position and (environment.fsdp_version == 1 or environment.zero_stage is not None):
+    if flattens and job.rounds_by_position:
         found.append(
             "train.optimizer.state_dtype and stochastic_rounding need a parameter's rows, and FSDP1 and ZeRO give the "
             "optimizer flattened parts. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
@@ -124,7 +126,7 @@ def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
         for kind in ("bf16", "fp16")
         if environment.deepspeed.get(kind, {}).get("enabled") is True and job.precision != kind
     ]
-    if offloads_optimizer(environment.deepspeed) and job.optimizer != "adamw":
+    if offloads_optimizer(environment.deepspeed) and not OPTIMIZERS[job.optimizer].may_be_offloaded:
         found.append(
             f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam), but the job sets {job.optimizer}. Set adamw."
         )

@@ -11,7 +11,8 @@ from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.features import Features
 from finetune.errors import StrategyError
-from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
+from finetune.registry.attention import PER_SAMPLE_ATTENTION, takes_boundaries
+from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 
 def is_padding_free(batching: BatchingSection) -> bool:
@@ -95,10 +96,6 @@ def _labels(features: Features) -> np.ndarray:
     return np.append(np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED), IGNORED)
 
 
-ATTENTION_WITH_BOUNDARIES = ("flash_attention_2", "flash_attention_3", PER_SAMPLE_ATTENTION)
-"""Attention implementations that are given the boundaries of samples; others find them in the positions."""
-
-
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits as the model gives them, e.g. [batch, length, vocabulary]."""
     logits: Tensor = model(**forward_inputs(model, batch)).logits
@@ -134,7 +131,7 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
             f"sequence parallelism needs our attention of whole samples, and this model has `{attention}`. Write "
             "`model.attention: auto`, or launch without parallelism_config_sp_size."
         )
-    if ends is None or attention not in ATTENTION_WITH_BOUNDARIES:
+    if ends is None or not takes_boundaries(attention):
         return {}
     longest = batch.longest
     edges = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

@@ -19,6 +19,7 @@ from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.workers import LoadingCost
+from finetune.registry.tasks import ModelHead
 
 
 def no_rows() -> Iterable[Row]:
@@ -38,18 +39,6 @@ class TaskContext:
     facts: Mapping[str, Any] | None = None  # `DataFacts.values` of an earlier start of the run
     loss_kernel: LossKernel = "auto"
 
-
-ModelHead = Literal[
-    "causal_lm",
-    "seq2seq_lm",
-    "masked_lm",
-    "sequence_classification",
-    "token_classification",
-    "image_classification",
-    "image_text_to_text",
-    "embedding",
-]
-"""Which head the model gets; the model wing maps it to an Auto class of transformers."""
 
 __all__ = ["EvaluationOutput", "GenerationPrompt", "ModelHead", "Precomputed", "Row", "Task", "TaskContext"]
 

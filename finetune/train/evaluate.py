@@ -19,6 +19,7 @@ from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.data.sample_checks import require_intact
 from finetune.data.token_cache.store import TokenCache
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.report.events import Answered, Evaluated
 from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
@@ -27,7 +28,7 @@ from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.generation.evaluation import Answer, GenerationEvaluator
 from finetune.task.protocol import Task
 from finetune.train.meters import sum_over_ranks
-from finetune.train.optim.averages import FAST_SEQUENCE, average_from_fast
+from finetune.train.optim.averages import average_from_fast
 from finetune.train.parts import Evaluation
 
 Formula = Callable[[Tensor, Tensor], Tensor]
@@ -100,9 +101,10 @@ class EvaluationWithWeights:
 
 def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
     """Return what the average is read from and how; None where the trained weights themselves count."""
-    if section.optimizer.name == "schedule_free_adamw":
+    fast_key = OPTIMIZERS[section.optimizer.name].fast_key
+    if fast_key is not None:
         beta = section.optimizer.betas[0]
-        return FAST_SEQUENCE, lambda weights, fast: average_from_fast(weights, fast, beta=beta)
+        return fast_key, lambda weights, fast: average_from_fast(weights, fast, beta=beta)
     if section.average is not None:
         return AVERAGE, lambda _, average: average
     return None

@@ -15,9 +15,9 @@ from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.errors import DataError
+from finetune.task.build import build_task
 from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
 from finetune.task.protocol import TaskContext
-from finetune.task.registry import build_task
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 

@@ -23,14 +23,7 @@ from finetune.checkpoint.sharding.state_layout import (
 )
 from finetune.checkpoint.sharding.zero import zero3_layout, zero12_layout
 from finetune.errors import CheckpointError
-
-_ELEMENTWISE_OPTIMIZERS = frozenset(
-    {"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Lion"}
-    | {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"}
-    | {"ScheduleFreeAdamW", "MuonAndAdamW"}
-    | {"LowBitAdamW"}  # plus a few per row: it is refused where rows are split
-)
-"""Optimizers with one state element per parameter element: only their state may be split at any element."""
+from finetune.registry.optimizers import state_of_class
 
 
 def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> StateAccess:
@@ -45,7 +38,7 @@ def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> 
     if not trained:
         raise CheckpointError("no parameter is trained, so there is nothing to save")
     is_sharded = not all(shard.is_replicated for shard in trained)
-    if is_sharded and type(inner).__name__ not in _ELEMENTWISE_OPTIMIZERS:
+    if is_sharded and not state_of_class(type(inner).__name__).is_elementwise:
         raise CheckpointError(
             f"train.optimizer.name: the state of {type(inner).__name__} cannot be saved while parameters are sharded. "
             "Write `adamw` or `sgd`, or launch with accelerate_configs/ddp.yaml."

@@ -7,16 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.registry.optimizers import state_of_class
 from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATE_KEYS = {
-    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "DeepSpeedCPUAdam", "FusedAdam"), _MOMENTS),
-    **dict.fromkeys(("Lion", "DeepSpeedCPULion", "FusedLion"), ("exp_avg",)),
-    **dict.fromkeys(("Adagrad", "DeepSpeedCPUAdagrad"), ("sum",)),
-    **{"RMSprop": ("square_avg",), "Adadelta": ("acc_delta", "square_avg")},
-    **{"MuonAndAdamW": _MOMENTS, "ScheduleFreeAdamW": ("exp_avg_sq", "z")},  # Muon keeps one tensor per matrix, not two
-}
 
 _ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 """Exactly these classes: their state is numbers and tensors laid out like the parameter, the same for each."""
@@ -60,7 +52,7 @@ def expected_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     Empty for unknown optimizers, and for those that keep less per element (Adafactor, 8-bit AdamW).
     """
     average = (AVERAGE,) if any(AVERAGE_DECAY in group for group in optimizer.param_groups) else ()
-    return (*_own_state_keys(optimizer), *average)
+    return (*state_of_class(type(optimizer).__name__).keys_for(optimizer.defaults), *average)
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -80,15 +72,6 @@ def _example_state(
         example.step()
     state: dict[str, Tensor] = example.state[single]
     return state
-
-
-def _own_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    settings, name = optimizer.defaults, type(optimizer).__name__
-    if name in ("SGD", "RMSprop") and settings.get("momentum"):
-        return ("momentum_buffer", *_STATE_KEYS.get(name, ()))
-    if settings.get("amsgrad"):
-        return (*_STATE_KEYS.get(name, ()), "max_exp_avg_sq")
-    return _STATE_KEYS.get(name, ())
 
 
 @contextmanager

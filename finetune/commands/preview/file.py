@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from finetune.commands.preview.guess import Keys, guess_columns, guess_keys, looks_like_conll, nested_records
 from finetune.commands.printing import print_facts
 from finetune.config.paths import is_url
-from finetune.config.sections.data import REQUIRED_COLUMNS, TrainingSourceSection
+from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
 from finetune.data.formats.columns import quoted_list
 from finetune.data.rows import RawRow, Row, shortened
@@ -19,6 +19,7 @@ from finetune.data.sources.files import DataFile, Files, Origin, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.model.tokenizer import load_tokenizer
+from finetune.registry.formats import FORMATS
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.terminal import format_json
 
@@ -29,17 +30,6 @@ _GUESSED_ROWS = 50
 _SHOWN_CHARACTERS = 300
 _KEY = "data.train"
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-
-TASKS: Mapping[str, str] = {
-    **dict.fromkeys(("messages", "conversations", "prompt_completion", "instruction"), "sft"),
-    "preference": "preference",
-    "judged": "preference",
-    "labelled": "text_classification",
-    "tagged": "token_classification",
-    "image_label": "image_classification",
-    "text": "pretrain",
-}
-"""The task that is most often trained on rows of a format."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,7 @@ def job_lines(keys: Keys, form: str, *, longest: int | None) -> str:
         length = ["  max_length: 512  # `--tokenizer NAME` counts the tokens of each row"]
     else:
         length = [f"  max_length: {known}  # the longest row has {longest:,} tokens, without a chat template"]
-    task = f"task: {{name: {TASKS[form]}}}  # one that reads this format"
+    task = f"task: {{name: {FORMATS[form].usual_task}}}  # one that reads this format"
     return "\n".join(["Write in a job:", "", "data:", "  train:", *lines, *length, task])
 
 
@@ -202,7 +192,7 @@ def _length(source: Source, raw: RawRow, tokenizer: Any) -> int:
 
 
 def _facts_of_rows(read: ReadRows, form: str, *, is_tokens: bool) -> Iterator[tuple[str, str]]:
-    yield "format", f"`{form}`: {quoted_list(REQUIRED_COLUMNS[form])}"  # type: ignore[index]
+    yield "format", f"`{form}`: {quoted_list(FORMATS[form].required)}"
     stopped = "" if read.error is None else ", until one that cannot be read"
     yield "rows", f"{read.num_rows:,}" + (stopped or ("" if read.is_all else ": more were not read"))
     if read.lengths and form != "image_label":
@@ -217,7 +207,7 @@ def _quantile(lengths: Sequence[int], share: float) -> int:
 
 
 def _no_format(keys: Keys, row: Row) -> str:
-    formats = "\n".join(f"  {name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
+    formats = "\n".join(f"  {form.name}: {quoted_list(form.required)}" for form in FORMATS)
     block = "\n".join(f"    {name}: {_yaml(value)}" for name, value in keys.items())
     inner = nested_records(row)
     place = ".".join([keys["records"], *inner]) if "records" in keys and inner else None

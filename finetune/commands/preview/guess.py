@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from finetune.config.section import CONLL_KINDS, DELIMITED_KINDS, TEXT_KINDS
-from finetune.config.sections.data import REQUIRED_COLUMNS
 from finetune.data.formats.hints import DELIMITERS
 from finetune.data.rows import Row, record_places
 from finetune.data.sources.files import DataFile, kind_of
+from finetune.registry.formats import FORMATS
 
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_LINES = 50
@@ -99,7 +99,7 @@ def _records(file: DataFile, content: bytes, encoding: str | None) -> str | None
         value = json.loads(_text(file.beginning(_MAX_JSON_BYTES), encoding))
     except (ValueError, RecursionError):
         return None  # JSON lines, damaged, which is told where the rows are read, or too large to look at
-    if any(all(column in value for column in required) for required in REQUIRED_COLUMNS.values()):
+    if any(all(column in value for column in form.required) for form in FORMATS):
         return None  # it is a row itself
     places = record_places(value)
     return places[0] if places else None
@@ -135,7 +135,7 @@ def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
     yield {}
     names = {str(name).strip().lower(): str(name) for name in reversed(list(rows[0]))}
     for form in _FORMATS_BY_NAMES:
-        found = {column: _named(column, names) for column in REQUIRED_COLUMNS[form]}  # type: ignore[index]
+        found = {column: _named(column, names) for column in FORMATS[form].required}
         if all(found.values()) and len(set(found.values())) == len(found):
             yield {"format": form, "columns": {name: yours for name, yours in found.items() if name != yours}}
     if kind in DELIMITED_KINDS and is_data(rows):

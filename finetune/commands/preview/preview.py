@@ -19,6 +19,7 @@ from finetune.data.features import Features
 from finetune.data.images.decode import image_facts
 from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import UserError
+from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.data_audit import audit_training_data
@@ -27,7 +28,6 @@ from finetune.runtime.resources import format_size
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.terminal import printable
 from finetune.task.protocol import Task
-from finetune.task.registry import input_kind
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
     config = loaded.config
     if html is not None and html.is_dir():
         raise UserError(f"--html: {html} is a folder. Name a file: {html / 'preview.html'}.")
-    if input_kind(config.task.name) == "images":
+    if not TASKS[config.task.name].has_tokens:
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
     log = RunLog(is_main=True)

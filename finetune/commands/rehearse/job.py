@@ -12,6 +12,8 @@ from finetune.commands.rehearse.shrink import Change, Sizes
 from finetune.config.paths import is_url
 from finetune.config.rules.unused_keys import unused_keys
 from finetune.config.run_config import RunConfig, smallest_microbatch_size
+from finetune.registry.losses import LOSS_KERNELS
+from finetune.registry.tasks import TASKS
 
 MAX_MICROBATCH, MAX_ACCUMULATION = 2, 2
 MAX_PROMPTS, MAX_NEW_TOKENS = 4, 8
@@ -52,7 +54,7 @@ def wanted_sizes(config: RunConfig) -> Sizes:
     lora, oft = config.model.lora, config.model.oft
     if lora is not None and lora.init in _FACTORED:
         width = max(width, *(2 * rank for rank in (lora.rank, *lora.rank_pattern.values())))
-    if config.task.name == "embedding":
+    if TASKS[config.task.name].head == "embedding":
         width = max([width, *config.task.embedding.matryoshka_dims])
     return Sizes(width, math.lcm(multiple, oft.block_size) if oft is not None else multiple)
 
@@ -138,7 +140,7 @@ def _train(config: RunConfig, schedule: Schedule) -> Iterator[Change]:
     if train.precision == "fp16":
         yield Change("train.precision", "fp16", "bf16", "a CPU does not train in fp16")
     yield Change("train.tf32", train.tf32, "auto", _CPU)
-    if train.loss_kernel in ("liger", "cce"):
+    if LOSS_KERNELS[train.loss_kernel].module is not None:
         yield Change("train.loss_kernel", train.loss_kernel, "auto", _CPU)
 
 

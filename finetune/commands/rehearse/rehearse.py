@@ -45,12 +45,12 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
 from finetune.config.sections.train import TrainSection
 from finetune.errors import FinetuneError, UserError
+from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.model import require_adaptable, require_buildable, require_routers
 from finetune.runtime.files import atomic
 from finetune.runtime.text.library_output import quiet_libraries
-from finetune.task.registry import model_head
 
 _CHARACTERS_PER_TOKEN = 4
 _MIN_FIRST_ROWS = 32
@@ -166,7 +166,7 @@ class _Phases:
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:
         """Try the job's names on the real architecture, and write the small one."""
-        config, head = loaded.config, model_head(loaded.config.task.name)
+        config, head = loaded.config, TASKS[loaded.config.task.name].head
         require_buildable(loaded)
         require_adaptable(loaded)
         require_routers(loaded)

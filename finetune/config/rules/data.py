@@ -7,11 +7,12 @@ from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.paths import is_path
 from finetune.config.rules.model import adapter_of
 from finetune.config.rules.sources import row_sources, source_sections
-from finetune.config.rules.task import FORMATS_OF_TASK, TURN_TASKS
 from finetune.config.run_config import RunConfig
 from finetune.config.section import is_written
-from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, TrainedSourceSection
+from finetune.config.sections.data import TrainedSourceSection
 from finetune.errors import Problem
+from finetune.registry.formats import FORMATS
+from finetune.registry.tasks import TASKS, tasks_where
 from finetune.runtime.optional import lazily
 
 with lazily():
@@ -50,8 +51,9 @@ def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
     key, data = "data.train_on_reasoning", config.data
     if data.train_on_reasoning:
         return
-    if config.task.name not in TURN_TASKS:
-        yield Problem(key, f"only {format_list(TURN_TASKS, last='and')} choose their targets among turns. Remove it.")
+    if not TASKS[config.task.name].chooses_turns:
+        names = format_list(tasks_where("chooses_turns"))
+        yield Problem(key, f"only {names} choose their targets among turns. Remove it.")
     elif data.train_on == "all":
         yield Problem(key, "with `data.train_on: all` every token is a target. Write `train_on: assistant`.")
 
@@ -59,15 +61,10 @@ def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
 DATA_RULES = (template_is_known, template_arguments_are_free, reasoning_is_a_choice)
 
 
-COLUMNS: Mapping[Format, tuple[str, ...]] = {
-    form: columns + OPTIONAL_COLUMNS.get(form, ()) for form, columns in REQUIRED_COLUMNS.items()
-}
-"""The columns of each format that can be renamed."""
-
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The columns whose template may be a list of turns."""
 
-_FORMAT_ADVICE: Mapping[Format, str] = {
+_FORMAT_ADVICE: Mapping[str, str] = {
     "preference": "To train on the chosen answer: `prompt_completion`, `columns: {completion: chosen}`",
     "labelled": "To train the model to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', "
     "completion: "
@@ -78,12 +75,12 @@ _FORMAT_ADVICE: Mapping[Format, str] = {
 def format_fits_task(config: RunConfig) -> Iterator[Problem]:
     """Each task reads the formats that fit it."""
     task = config.task.name
-    fitting = FORMATS_OF_TASK[task]
+    fitting = TASKS[task].formats
     for key, source in row_sources(config):
         form = source.format
         if form is None or form in fitting:
             continue
-        others = [name for name, formats in FORMATS_OF_TASK.items() if form in formats]
+        others = [entry.name for entry in TASKS if form in entry.formats]
         what = "`text` has no turns for" if form == "text" else f"`{form}` does not fit"
         instead = [f"Write {format_list(fitting, last='or')}", *(f"`task.name: {name}`" for name in others)]
         hint = _FORMAT_ADVICE.get(form) if task == "sft" else None
@@ -93,7 +90,7 @@ def format_fits_task(config: RunConfig) -> Iterator[Problem]:
 def columns_are_known(config: RunConfig) -> Iterator[Problem]:
     """`columns` and `template` map from columns of the format, or of any format where none is set."""
     for key, source in row_sources(config):
-        known = [name for form, names in COLUMNS.items() if source.format in (None, form) for name in names]
+        known = [column for form in FORMATS if source.format in (None, form.name) for column in form.columns]
         for where, columns in (("columns", source.columns), ("template", source.template)):
             for column, yours in columns.items():
                 is_position = where == "columns" and column.isdecimal()

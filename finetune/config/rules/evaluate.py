@@ -6,56 +6,30 @@ from collections.abc import Iterator, Mapping
 from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
-
-GOALS: Mapping[str, str] = {
-    **dict.fromkeys(("loss", "perplexity", "mse"), "minimize"),
-    **dict.fromkeys(("token_accuracy", "exact_match", "accuracy", "subset_accuracy", "top5_accuracy"), "maximize"),
-    **dict.fromkeys(("macro_f1", "micro_f1", "mcc", "pearson", "spearman"), "maximize"),
-    **dict.fromkeys(("entity_f1", "entity_precision", "entity_recall"), "maximize"),
-    **dict.fromkeys(("cross_entropy", "divergence"), "minimize"),
-    "masked_accuracy": "maximize",
-    **dict.fromkeys(("preference_accuracy", "reward_margin"), "maximize"),
-    **dict.fromkeys(("recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10"), "maximize"),
-}
-"""The goal of each built-in metric."""
-
-TOKEN_METRICS = ("loss", "perplexity", "token_accuracy")
-
-_PAIR_METRICS = ("loss", "preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
-
-METRICS_OF_TASK: Mapping[str, tuple[str, ...]] = {
-    "reward": _PAIR_METRICS,
-    "masked_lm": ("loss", "perplexity", "masked_accuracy"),
-    "distillation": (*TOKEN_METRICS, "cross_entropy", "divergence"),
-    "image_classification": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
-    "token_classification": ("loss", "accuracy", "macro_f1", "entity_f1", "entity_precision", "entity_recall"),
-}
-"""Metrics of each task, apart from those of generated answers; TOKEN_METRICS for tasks that are not listed."""
-
-_RANKING_METRICS = ("loss", "recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "mrr_at_10")
+from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, RERANKING_LOSSES
+from finetune.registry.metrics import METRICS
+from finetune.registry.tasks import TASKS
 
 _SCORE_METRICS = ("loss", "mse", "pearson", "spearman")
 
-METRICS_OF_CLASSIFICATION: Mapping[str, tuple[str, ...]] = {
-    "single_label": ("loss", "accuracy", "macro_f1", "micro_f1", "mcc"),
+_METRICS_OF_OTHER_KINDS: Mapping[str, tuple[str, ...]] = {
     "multi_label": ("loss", "subset_accuracy", "macro_f1", "micro_f1"),
-    "regression": ("loss", "mse", "pearson", "spearman"),
+    "regression": _SCORE_METRICS,
 }
-"""What `text_classification` measures, by `task.classification.kind`."""
+"""Metrics of `text_classification` where `task.classification.kind` is not `single_label`."""
 
 
 def metrics_of(config: RunConfig) -> tuple[str, ...]:
     """Return the metrics of every evaluation of this job, apart from those of generated answers."""
-    if config.task.name == "text_classification":
-        return METRICS_OF_CLASSIFICATION[config.task.classification.kind]
-    if config.task.name == "preference":
-        is_kto = config.task.preference.loss == "kto"
-        more = ("reference_point",) if is_kto else ("log_probability_chosen", "log_probability_rejected")
-        return (*_PAIR_METRICS, *more)
-    if config.task.name in ("embedding", "reranking"):
-        is_ranking = config.task.embedding.loss == "infonce" and config.task.reranking.loss in ("listwise", "pairwise")
-        return _RANKING_METRICS if is_ranking else _SCORE_METRICS
-    return METRICS_OF_TASK.get(config.task.name, TOKEN_METRICS)
+    task, section = TASKS[config.task.name], config.task
+    if task.sample == "tokens_and_label":
+        return _METRICS_OF_OTHER_KINDS.get(section.classification.kind, task.metrics)
+    if task.name == "preference":
+        return (*task.metrics, *PREFERENCE_LOSSES[section.preference.loss].metrics)
+    if task.name in ("embedding", "reranking"):
+        losses = (EMBEDDING_LOSSES[section.embedding.loss], RERANKING_LOSSES[section.reranking.loss])
+        return _SCORE_METRICS if any(each.scores is not None for each in losses) else task.metrics
+    return task.metrics
 
 
 def evaluation_has_rows(config: RunConfig) -> Iterator[Problem]:
@@ -72,8 +46,9 @@ def generation_metrics_are_known(config: RunConfig) -> Iterator[Problem]:
     """A generation metric is built in or a function."""
     generate = config.evaluate.generate if config.evaluate else None
     for index, name in enumerate(generate.metrics if generate else ()):
-        if name != "exact_match" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-            hint = did_you_mean(name, ["exact_match"]) or "Write `exact_match` or `package.module:function`."
+        known = [entry.name for entry in METRICS if entry.is_of_answers]
+        if name not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+            hint = did_you_mean(name, known) or f"Write {format_list(known)} or `package.module:function`."
             yield Problem(f"evaluate.generate.metrics.{index}", f"the metric `{name}` does not exist. {hint}")
 
 
@@ -102,8 +77,8 @@ def metric_problems(config: RunConfig, metric: str, *, goal: str, key: str, does
         if metric == "exact_match":
             hint = "Add `evaluate.generate`, which generates answers."
         yield Problem(f"{key}.metric", f"the evaluation does not compute `{metric}`. {hint}")
-    better = GOALS.get(metric)
-    if better is not None and goal != better:
+    better = METRICS[metric].goal if metric in METRICS else goal
+    if goal != better:
         message = f"`{goal}` {does} when `{metric}` improves. Write `goal: {better}`."
         yield Problem(f"{key}.goal", message)
 

@@ -6,14 +6,11 @@ from itertools import chain
 from typing import Any
 
 from finetune.config.formatting import did_you_mean, format_list
-from finetune.config.rules.task import TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
-from finetune.config.sections.task import TaskName
 from finetune.errors import Problem
-
-TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-
+from finetune.registry.tasks import TASKS, tasks_where
+from finetune.registry.trackers import TRACKERS
 
 MAX_LAYERS = 2_000
 """Building one takes a few milliseconds."""
@@ -100,7 +97,7 @@ def tokenizer_is_one(config: RunConfig) -> Iterator[Problem]:
     """A tokenizer has exactly one origin, and a model built from a config has none."""
     tokenizer = config.model.tokenizer
     if tokenizer is None:
-        if config.model.from_config is not None and config.task.name not in TASKS_WITHOUT_TOKENS:
+        if config.model.from_config is not None and TASKS[config.task.name].has_tokens:
             message = "a model built from its config has no tokenizer. Add `model.tokenizer` with `name` or `train`."
             yield Problem("model.from_config", message)
     elif tokenizer.name is not None and tokenizer.train is not None:
@@ -114,7 +111,7 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
     """Trackers are supported by Accelerate."""
     for index, name in enumerate(config.report.trackers):
         if name not in TRACKERS:
-            hint = did_you_mean(name, TRACKERS) or f"Supported: {format_list(TRACKERS)}."
+            hint = did_you_mean(name, TRACKERS.choices) or f"Supported: {format_list(TRACKERS.choices)}."
             yield Problem(f"report.trackers.{index}", f"the tracker `{name}` is not supported. {hint}")
 
 
@@ -156,9 +153,6 @@ MODEL_RULES = (
 PROMPT_ADAPTERS = ("prompt_tuning", "prefix_tuning")
 """Adapters that prepend learned tokens or keys to the text."""
 
-PROMPT_TASKS: tuple[TaskName, ...] = ("sft", "pretrain", "preference", "seq2seq")
-"""Tasks whose heads read every position: others pick one position, which would be a wrong one."""
-
 INITS_FROM_BASE = ("pissa", "olora")
 
 
@@ -167,8 +161,8 @@ def prompt_adapters_fit(config: RunConfig) -> Iterator[Problem]:
     kind, batching = adapter_of(config), config.data.batching
     if kind not in PROMPT_ADAPTERS:
         return
-    if config.task.name not in PROMPT_TASKS:
-        message = f"only {format_list(PROMPT_TASKS)} support it. Use `model.lora`."
+    if not TASKS[config.task.name].takes_prompt_adapters:
+        message = f"only {format_list(tasks_where('takes_prompt_adapters'))} support it. Use `model.lora`."
         yield Problem(f"model.{kind}", message)
     if batching.by == "packs" or batching.padding_free is True:
         key = "by" if batching.by == "packs" else "padding_free"

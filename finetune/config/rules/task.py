@@ -1,70 +1,19 @@
-"""Rules of `task:` - which data each task is trained on, and what it and its losses require."""
+"""Rules of `task:` - what each task and its losses require."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
+from finetune.config.formatting import format_list
 from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
-from finetune.config.sections.data import Format
-from finetune.config.sections.task import TaskName
 from finetune.errors import Problem
-
-_CHAT_FORMATS: tuple[Format, ...] = ("messages", "conversations", "prompt_completion", "instruction")
-
-FORMATS_OF_TASK: Mapping[TaskName, tuple[Format, ...]] = {
-    "sft": _CHAT_FORMATS,
-    "pretrain": ("text",),
-    "seq2seq": ("prompt_completion", "instruction"),
-    "masked_lm": ("text",),
-    "preference": ("preference", "judged"),
-    "reward": ("preference",),
-    "distillation": _CHAT_FORMATS,
-    "text_classification": ("labelled",),
-    "token_classification": ("tagged",),
-    "image_classification": ("image_label",),
-    "vision_language_sft": _CHAT_FORMATS,
-    "embedding": ("pairs", "retrieval", "scored_pairs"),
-    "reranking": ("retrieval", "pairs", "scored_pairs"),
-}
-"""The formats that each task reads."""
-
-CHAT_TASKS: tuple[TaskName, ...] = ("sft", "preference", "reward", "distillation", "vision_language_sft")
-"""Tasks whose rows are rendered by a chat template."""
-
-TURN_TASKS: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft")
-"""Tasks whose targets are turns that `data.train_on` chooses."""
-
-GENERATION_TASKS: tuple[TaskName, ...] = ("sft", "distillation", "vision_language_sft", "seq2seq")
-"""Tasks that can generate answers."""
-
-CLASSIFICATION_TASKS: tuple[TaskName, ...] = ("text_classification", "token_classification", "image_classification")
-
-PACKED_TASKS: tuple[TaskName, ...] = ("sft", "pretrain")
-"""Tasks of which a position of the data order may be a pack."""
-
-PADDING_FREE_TASKS: tuple[TaskName, ...] = (
-    *PACKED_TASKS,
-    *("distillation", "masked_lm", "preference", "reward", "text_classification", "token_classification"),
-)
-"""Tasks whose samples may stand end to end in a forward pass."""
-
-PADDED_TASKS: tuple[TaskName, ...] = tuple(name for name in FORMATS_OF_TASK if name not in PADDING_FREE_TASKS)
-"""Tasks whose samples are always padded."""
-
-WHOLE_ROW_TASKS: tuple[TaskName, ...] = (
-    *("seq2seq", "text_classification", "preference", "reward"),
-    *("embedding", "reranking"),
-)
-"""Tasks that need whole rows: windows of a row would each have its label, or no answer to compare."""
-
-TASKS_OF_SEVERAL_TEXTS: tuple[TaskName, ...] = ("preference", "reward", "embedding", "reranking")
-"""Tasks whose samples have several texts, which are padded to the same length."""
-
-TASKS_WITHOUT_TOKENS: tuple[TaskName, ...] = ("image_classification",)
+from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, RERANKING_LOSSES, PairLossEntry
+from finetune.registry.table import Table
+from finetune.registry.tasks import TASKS
 
 
 def max_length_is_written(config: RunConfig) -> Iterator[Problem]:
     """`data.max_length` is an explicit choice for every task that reads tokens."""
-    if config.data.max_length is None and config.task.name not in TASKS_WITHOUT_TOKENS:
+    if config.data.max_length is None and TASKS[config.task.name].has_tokens:
         message = (
             "the key is missing: the maximum length of a sample in tokens; `data.over_length` handles longer rows."
         )
@@ -88,7 +37,7 @@ def class_weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
     section = config.task.classification
     if len(set(section.labels)) < len(section.labels):
         yield Problem("task.classification.labels", "a class is listed twice. List each class once.")
-    if len(section.labels) == 1 and section.kind == "single_label" and config.task.name in CLASSIFICATION_TASKS:
+    if len(section.labels) == 1 and section.kind == "single_label" and TASKS[config.task.name].classifies:
         message = "a single class cannot be classified. List at least two, or use `kind: multi_label`."
         yield Problem("task.classification.labels", message)
     weights = section.class_weights
@@ -104,28 +53,30 @@ def class_weights_fit_labels(config: RunConfig) -> Iterator[Problem]:
 
 def task_allows_packing(config: RunConfig) -> Iterator[Problem]:
     """Some tasks pad their samples, and only causal language models train on packs."""
-    batching, task = config.data.batching, config.task.name
-    if batching.padding_free is True and task in PADDED_TASKS:
-        message = f"`task.name: {task}` pads its samples. Remove the key: they are sorted by length within each step."
+    batching, task = config.data.batching, TASKS[config.task.name]
+    if batching.padding_free is True and not task.may_share_rows:
+        message = (
+            f"`task.name: {task.name}` pads its samples. Remove the key: they are sorted by length within each step."
+        )
         yield Problem("data.batching.padding_free", message)
-    if batching.by == "packs" and task not in PACKED_TASKS:
-        message = f"`task.name: {task}` is not trained on packs. Write `by: samples`"
-        is_free = task in PADDING_FREE_TASKS
-        yield Problem("data.batching.by", f"{message}; `padding_free` avoids padding." if is_free else f"{message}.")
-    if batching.by == "tokens" and task in TASKS_WITHOUT_TOKENS:
-        yield Problem("data.batching.by", f"`task.name: {task}` has no tokens. Write `by: samples`.")
+    if batching.by == "packs" and not task.may_be_packed:
+        message = f"`task.name: {task.name}` is not trained on packs. Write `by: samples`"
+        instead = "; `padding_free` avoids padding." if task.may_share_rows else "."
+        yield Problem("data.batching.by", f"{message}{instead}")
+    if batching.by == "tokens" and not task.has_tokens:
+        yield Problem("data.batching.by", f"`task.name: {task.name}` has no tokens. Write `by: samples`.")
 
 
 def task_allows_split_rows(config: RunConfig) -> Iterator[Problem]:
     """Tasks that need whole rows do not split them."""
-    if config.data.over_length == "split" and config.task.name in WHOLE_ROW_TASKS:
+    if config.data.over_length == "split" and not TASKS[config.task.name].may_be_split:
         message = f"`task.name: {config.task.name}` needs whole rows. Write `truncate` or `drop`."
         yield Problem("data.over_length", message)
 
 
 def task_allows_cut_rows(config: RunConfig) -> Iterator[Problem]:
     """A row with images is not truncated: it could cut through the tokens of an image."""
-    if config.task.name == "vision_language_sft" and config.data.over_length in ("truncate", "split"):
+    if TASKS[config.task.name].reads == "both" and config.data.over_length in ("truncate", "split"):
         message = "truncation could cut through an image. Write `drop`, or a larger `data.max_length`."
         yield Problem("data.over_length", message)
 
@@ -133,7 +84,7 @@ def task_allows_cut_rows(config: RunConfig) -> Iterator[Problem]:
 def source_and_target_fit_the_batch(config: RunConfig) -> Iterator[Problem]:
     """A batch by tokens can hold a source and its target."""
     tokens, source = config.data.batching.tokens, config.data.max_length
-    if config.task.name != "seq2seq" or config.data.batching.by != "tokens" or source is None:
+    if TASKS[config.task.name].sample != "source_and_target" or config.data.batching.by != "tokens" or source is None:
         return
     longest = source + (config.task.seq2seq.max_target_length or source)
     if (tokens or 0) < longest:
@@ -152,7 +103,7 @@ def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
 def vision_language_has_a_processor(config: RunConfig) -> Iterator[Problem]:
     """A processor of images and text comes with a model."""
     tokenizer = config.model.tokenizer
-    if config.task.name == "vision_language_sft" and tokenizer is not None and tokenizer.train is not None:
+    if TASKS[config.task.name].reads == "both" and tokenizer is not None and tokenizer.train is not None:
         message = "a tokenizer alone cannot process images. Write `name`: a model, or a folder with its processor."
         yield Problem("model.tokenizer.train", message)
 
@@ -170,10 +121,6 @@ TASK_RULES = (
 )
 
 
-REFERENCE_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto")
-"""Losses that need a reference model."""
-
-
 def robust_loss_has_label_smoothing(config: RunConfig) -> Iterator[Problem]:
     """The robust loss needs the fraction of wrong pairs."""
     section = config.task.preference
@@ -183,19 +130,21 @@ def robust_loss_has_label_smoothing(config: RunConfig) -> Iterator[Problem]:
 
 
 def judged_format_needs_kto(config: RunConfig) -> Iterator[Problem]:
-    """Only KTO trains on answers that are judged one by one."""
-    if config.task.name != "preference" or config.task.preference.loss == "kto":
+    """Not every loss trains on answers that are judged one by one."""
+    if config.task.name != "preference":
         return
+    formats = PREFERENCE_LOSSES[config.task.preference.loss].formats
+    able = _written("preference", [each.name for each in PREFERENCE_LOSSES if "judged" in each.formats])
     for key, source in row_sources(config):
-        if source.format == "judged":
-            message = "only `task.preference.loss: kto` trains on single answers. Write that, or `format: preference`."
+        if source.format == "judged" and "judged" not in formats:
+            message = f"only {able} trains on single answers. Write that, or `format: preference`."
             yield Problem(f"{key}.format", message)
 
 
 def precomputed_needs_stored_rows(config: RunConfig) -> Iterator[Problem]:
     """What is precomputed for every sample before the first step cannot use a stream."""
     distillation = config.task.distillation
-    if config.task.name == "preference" and config.task.preference.loss in REFERENCE_LOSSES:
+    if config.task.name == "preference" and PREFERENCE_LOSSES[config.task.preference.loss].has_reference:
         what = "the reference model's log-probabilities are"
     elif config.task.name == "distillation" and distillation is not None and distillation.cache:
         what = "the teacher's probabilities (`task.distillation.cache`) are"
@@ -209,28 +158,30 @@ def precomputed_needs_stored_rows(config: RunConfig) -> Iterator[Problem]:
 PREFERENCE_RULES = (robust_loss_has_label_smoothing, judged_format_needs_kto, precomputed_needs_stored_rows)
 
 
-_SCORED_LOSSES = ("cosent", "cosine_mse", "bce", "mse")
-"""Losses of pairs with a score."""
-
-_SCORED_LOSSES_OF_TASK: Mapping[TaskName, str] = {
-    "embedding": "`task.embedding.loss: cosent` or `cosine_mse`",
-    "reranking": "`task.reranking.loss: bce` or `mse`",
-}
+_PAIR_LOSSES: dict[str, Table[PairLossEntry]] = {"embedding": EMBEDDING_LOSSES, "reranking": RERANKING_LOSSES}
+"""The losses of each task on pairs of texts; both sections have a key `loss`."""
 
 
 def pair_format_fits_the_loss(config: RunConfig) -> Iterator[Problem]:
     """Losses of scored pairs have rows with scores, all others rows with a positive."""
     task = config.task.name
-    if task not in _SCORED_LOSSES_OF_TASK:
+    if task not in _PAIR_LOSSES:
         return
-    loss = config.task.embedding.loss if task == "embedding" else config.task.reranking.loss
+    losses, loss = _PAIR_LOSSES[task], getattr(config.task, task).loss
+    reads_scores = losses[loss].scores is not None
     for key, source in row_sources(config):
-        if source.format == "scored_pairs" and loss not in _SCORED_LOSSES:
-            instead = f"Write {_SCORED_LOSSES_OF_TASK[task]}, or another format."
+        if source.format == "scored_pairs" and not reads_scores:
+            scored = _written(task, [each.name for each in losses if each.scores is not None])
+            instead = f"Write {scored}, or another format."
             yield Problem(f"{key}.format", f"`task.{task}.loss: {loss}` reads no scores. {instead}")
-        if source.format in ("pairs", "retrieval") and loss in _SCORED_LOSSES:
+        if source.format in ("pairs", "retrieval") and reads_scores:
             message = f"`task.{task}.loss: {loss}` needs a score for each pair. Write `scored_pairs`, or another loss."
             yield Problem(f"{key}.format", message)
+
+
+def _written(section: str, losses: Sequence[str]) -> str:
+    """Return the losses as they are written in the job."""
+    return format_list([f"task.{section}.loss: {losses[0]}", *losses[1:]], last="or")
 
 
 def matryoshka_dims_differ(config: RunConfig) -> Iterator[Problem]:
@@ -243,7 +194,8 @@ def matryoshka_dims_differ(config: RunConfig) -> Iterator[Problem]:
 def scored_pairs_are_compared_by_cosine(config: RunConfig) -> Iterator[Problem]:
     """Losses of scored pairs are those of cosines."""
     section = config.task.embedding
-    if config.task.name == "embedding" and section.loss != "infonce" and not section.normalize:
+    has_scores = EMBEDDING_LOSSES[section.loss].scores is not None
+    if config.task.name == "embedding" and has_scores and not section.normalize:
         yield Problem(
             "task.embedding.normalize", f"`loss: {section.loss}` compares cosines. Remove it, or write `true`."
         )
@@ -251,7 +203,7 @@ def scored_pairs_are_compared_by_cosine(config: RunConfig) -> Iterator[Problem]:
 
 def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem]:
     """Vectors of texts are not taken from learned prompts, which sentence-transformers does not load."""
-    if config.task.name not in ("embedding", "reranking"):
+    if config.task.name not in _PAIR_LOSSES:
         return
     for name in ("prompt_tuning", "prefix_tuning"):
         if getattr(config.model, name) is not None:
@@ -261,7 +213,7 @@ def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem
 
 def step_has_rows_to_compare(config: RunConfig) -> Iterator[Problem]:
     """A loss over the whole global batch has something to compare."""
-    if config.task.name != "embedding" or config.task.embedding.loss == "cosine_mse":
+    if config.task.name != "embedding" or not EMBEDDING_LOSSES[config.task.embedding.loss].compares_rows:
         return
     if config.train.global_batch_size < 2:
         message = "the loss compares the rows of a step with each other, and there is one. Write at least 2."

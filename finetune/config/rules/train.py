@@ -6,6 +6,9 @@ from finetune.config.formatting import closest_multiples, format_list
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.errors import Problem
+from finetune.registry.losses import LOSS_KERNELS
+from finetune.registry.optimizers import OPTIMIZERS
+from finetune.registry.schedules import SCHEDULES
 
 BUDGETS = ("steps", "epochs", "tokens")
 
@@ -49,7 +52,7 @@ def schedule_fits_its_steps(config: RunConfig) -> Iterator[Problem]:
     if fraction >= 1.0:
         message = "a warmup over all steps leaves no step at the full learning rate. Write a smaller fraction."
         yield Problem("train.schedule.warmup_fraction", message)
-    elif schedule.name == "warmup_stable_decay" and fraction + schedule.decay_fraction > 1.0:
+    elif SCHEDULES[schedule.name].has_decay_phase and fraction + schedule.decay_fraction > 1.0:
         message = f"with `warmup_fraction: {fraction:g}` at most {1 - fraction:g} is left. Write a smaller fraction."
         yield Problem("train.schedule.decay_fraction", message)
 
@@ -90,17 +93,17 @@ BATCH_RULES = (
 
 def schedule_free_needs_a_constant_schedule(config: RunConfig) -> Iterator[Problem]:
     """A schedule-free optimizer has a constant rate after the warmup; its average replaces a decay."""
-    train = config.train
-    if train.optimizer.name != "schedule_free_adamw":
+    train, name = config.train, config.train.optimizer.name
+    if not OPTIMIZERS[name].needs_constant_schedule:
         return
-    if train.schedule.name != "constant":
-        message = f"`optimizer.name: schedule_free_adamw` needs a constant schedule, not `{train.schedule.name}`."
+    if SCHEDULES[train.schedule.name].decays:
+        message = f"`optimizer.name: {name}` needs a constant schedule, not `{train.schedule.name}`."
         yield Problem("train.schedule.name", f"{message} Write `schedule: {{name: constant}}`, with a warmup.")
     if train.average is not None:
-        message = "`optimizer.name: schedule_free_adamw` already evaluates and exports an average. Remove it."
+        message = f"`optimizer.name: {name}` already evaluates and exports an average. Remove it."
         yield Problem("train.average", message)
     if train.optimizer.betas[0] == 0.0:
-        message = "`schedule_free_adamw` interpolates with the first beta, so it cannot be 0. Write `[0.9, 0.999]`."
+        message = f"`{name}` interpolates with the first beta, so it cannot be 0. Write `[0.9, 0.999]`."
         yield Problem("train.optimizer.betas", message)
 
 
@@ -155,7 +158,7 @@ def loss_kernel_supports_the_loss(config: RunConfig) -> Iterator[Problem]:
     """Third-party loss kernels compute the plain cross-entropy only."""
     kernel, task = config.train.loss_kernel, config.task
     for name in ("label_smoothing", "z_loss"):
-        if kernel in ("liger", "cce") and getattr(task, name):
+        if not LOSS_KERNELS[kernel].adapts_loss and getattr(task, name):
             yield Problem(
                 "train.loss_kernel", f"`{kernel}` does not support `task.{name}`. Write `chunked`, or remove that."
             )

@@ -10,6 +10,8 @@ from finetune.config.rules.unused_task_keys import ConditionalKey, conditional_s
 from finetune.config.run_config import RunConfig
 from finetune.config.section import has_key, is_written
 from finetune.errors import Problem
+from finetune.registry.optimizers import OPTIMIZERS, optimizers_that_read
+from finetune.registry.schedules import SCHEDULES
 
 
 def no_unused_keys(config: RunConfig) -> Iterator[Problem]:
@@ -34,31 +36,41 @@ def unused_keys(config: RunConfig) -> frozenset[str]:
 
 def _conditional_keys(config: RunConfig) -> Iterator[ConditionalKey]:
     yield from CONDITIONAL_KEYS
+    yield from optimizer_keys()
     yield from conditional_task_keys()
     yield from conditional_source_keys(config)
 
 
-def _optimizer(config: RunConfig, *, names: tuple[str, ...]) -> bool:
-    return config.train.optimizer.name in names
+def optimizer_keys() -> Iterator[ConditionalKey]:
+    """Yield the keys that only some optimizers read."""
+    wordings = {"momentum": "momentum", "betas": "betas", "eps": "eps", "state_dtype": "a choice of state dtype"}
+    for key, text in wordings.items():
+        names = optimizers_that_read(key)
+        needs = f"only {format_list(names)} {'has' if len(names) == 1 else 'have'} {text}"
+        yield ConditionalKey(f"train.optimizer.{key}", partial(_reads, key=key), needs)
+
+
+def _reads(config: RunConfig, *, key: str) -> bool:
+    return key in OPTIMIZERS[config.train.optimizer.name].reads
 
 
 def _updates_in_one_kernel(config: RunConfig) -> bool:
     section = config.train.optimizer
     is_plain = {section.state_dtype or dtype for dtype in trained_dtypes(config)} == trained_dtypes(config)
-    is_plain = is_plain and not section.stochastic_rounding
-    return section.name == "muon" or (section.name == "adamw" and is_plain)
+    is_low_bit = _reads(config, key="state_dtype") and (section.stochastic_rounding or not is_plain)
+    return _reads(config, key="fused") and not is_low_bit
 
 
 def _trains_in_bfloat16(config: RunConfig) -> bool:
-    return trained_dtypes(config) == {"bfloat16"} and config.train.optimizer.name == "adamw"
+    return trained_dtypes(config) == {"bfloat16"} and _reads(config, key="stochastic_rounding")
 
 
-def _schedule_is_not(config: RunConfig, *, name: str) -> bool:
-    return config.train.schedule.name != name
+def _decays(config: RunConfig) -> bool:
+    return SCHEDULES[config.train.schedule.name].decays
 
 
-def _decays_late(config: RunConfig) -> bool:
-    return config.train.schedule.name == "warmup_stable_decay"
+def _has_decay_phase(config: RunConfig) -> bool:
+    return SCHEDULES[config.train.schedule.name].has_decay_phase
 
 
 def _skips(config: RunConfig) -> bool:
@@ -141,19 +153,9 @@ def _runs_when(config: RunConfig, *, outcomes: frozenset[str]) -> bool:
     return section is not None and not outcomes.isdisjoint(section.when)
 
 
-_ADAM = ("adamw", "adamw_8bit", "muon", "schedule_free_adamw")
-
 CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey(
-        "train.optimizer.momentum", partial(_optimizer, names=("sgd", "muon")), "only `sgd` and `muon` have momentum"
-    ),
-    ConditionalKey("train.optimizer.betas", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have betas"),
-    ConditionalKey("train.optimizer.eps", partial(_optimizer, names=_ADAM), f"only {format_list(_ADAM)} have eps"),
-    ConditionalKey(
         "train.optimizer.fused", _updates_in_one_kernel, "only AdamW has a fused kernel, without stochastic rounding"
-    ),
-    ConditionalKey(
-        "train.optimizer.state_dtype", partial(_optimizer, names=("adamw",)), "only `adamw` has a choice of state dtype"
     ),
     ConditionalKey(
         "train.optimizer.stochastic_rounding",
@@ -161,11 +163,9 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
         "it applies to `adamw` on weights trained in bfloat16 (`model.dtype`)",
     ),
     ConditionalKey(
-        "train.schedule.decay_fraction", _decays_late, "only `name: warmup_stable_decay` has a separate decay phase"
+        "train.schedule.decay_fraction", _has_decay_phase, "only `name: warmup_stable_decay` has a separate decay phase"
     ),
-    ConditionalKey(
-        "train.schedule.final_fraction", partial(_schedule_is_not, name="constant"), "a constant rate never decays"
-    ),
+    ConditionalKey("train.schedule.final_fraction", _decays, "a constant rate never decays"),
     ConditionalKey("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
     ConditionalKey("data.truncate_side", _truncates, "only `over_length: truncate` truncates"),
     ConditionalKey("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),

@@ -1,21 +1,15 @@
 """Keys that have an effect only for some tasks, or only for some kinds of sources."""
 
 import glob
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from finetune.config.paths import is_url
 from finetune.config.rules.sources import is_split_of_training_rows, source_sections
-from finetune.config.rules.task import (
-    CHAT_TASKS,
-    CLASSIFICATION_TASKS,
-    GENERATION_TASKS,
-    TASKS_WITHOUT_TOKENS,
-    TURN_TASKS,
-)
 from finetune.config.run_config import RunConfig
+from finetune.config.section import Section
 from finetune.config.sections.data import ImagesSection, SourceSection, TrainedSourceSection
 from finetune.config.sections.task import (
     ClassificationSection,
@@ -27,10 +21,11 @@ from finetune.config.sections.task import (
     RewardSection,
     Seq2SeqSection,
 )
+from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, PairLossEntry, PreferenceLossEntry
+from finetune.registry.tasks import TASKS, tasks_where
 
 _HUB_KEYS = ("config", "revision", "split")
 _ADDRESS_KEYS = ("path", "name")
-_IMAGE_TASKS = ("image_classification", "vision_language_sft")
 _SPLIT_KEYS = tuple(name for name in SourceSection.model_fields if name not in _ADDRESS_KEYS)
 _MIXED_KEYS = tuple(name for name in TrainedSourceSection.model_fields if name not in _ADDRESS_KEYS)
 
@@ -59,7 +54,9 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
             yield ConditionalKey(f"{key}.{name}", partial(_is_hub_dataset, source=source), needs)
         needs = "only a local folder or glob can contain links to other places"
         yield ConditionalKey(f"{key}.follow_links", partial(_may_meet_links, source=source), needs)
-        yield ConditionalKey(f"{key}.image_root", _reads_images, f"only {' and '.join(_IMAGE_TASKS)} read images")
+        yield ConditionalKey(
+            f"{key}.image_root", _reads_images, f"only {' and '.join(tasks_where('has_images'))} read images"
+        )
     needs = "with `hash_fraction`, equal rows are never in both splits"
     yield ConditionalKey("data.validation.exclude_from_train", _can_share_rows, needs)
 
@@ -73,7 +70,7 @@ def _is_hub_dataset(config: RunConfig, *, source: SourceSection) -> bool:
 
 
 def _reads_images(config: RunConfig) -> bool:
-    return config.task.name in _IMAGE_TASKS
+    return TASKS[config.task.name].has_images
 
 
 def _may_meet_links(config: RunConfig, *, source: SourceSection) -> bool:
@@ -104,26 +101,15 @@ _TOKEN_KEYS = (
 _SECTIONS = ("prompts",)
 """Sections in a section of a task, whose keys are named one by one."""
 
-_SMOOTHED_LOSSES = ("sigmoid", "robust", "cpo")
-_TASKS_WITH_EMBEDDINGS = (
-    *("sft", "pretrain", "seq2seq", "masked_lm", "distillation"),
-    *("text_classification", "token_classification"),
-)
-_TASKS_WITH_ROUTERS = (
-    *("sft", "pretrain", "distillation", "preference", "reward", "text_classification", "token_classification"),
-)
-_SMOOTHED_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft", *CLASSIFICATION_TASKS)
-_TOKEN_LOSS_TASKS = ("sft", "pretrain", "seq2seq", "masked_lm", "vision_language_sft")
-
 
 def conditional_task_keys() -> Iterator[ConditionalKey]:
     """Yield the keys that only some tasks use."""
     yield from _keys_of_task()
     yield from _keys_of_loss()
     yield from _keys_of_input()
-    yield _for_tasks("train.embedding_noise", _TASKS_WITH_EMBEDDINGS)
+    yield _for_tasks("train.embedding_noise", "takes_embedding_noise")
     for key in ("train.router_aux_loss", "report.expert_load"):
-        yield _for_tasks(key, _TASKS_WITH_ROUTERS)
+        yield _for_tasks(key, "watches_routers")
     needs = "prompts with images are generated one by one"
     yield ConditionalKey("evaluate.generate.batch_size", _generates_in_batches, needs)
     needs = "there are no prompts to generate from with this task or `data.train_on: all`"
@@ -131,44 +117,56 @@ def conditional_task_keys() -> Iterator[ConditionalKey]:
 
 
 def _keys_of_task() -> Iterator[ConditionalKey]:
-    sections = (
-        ("classification", ClassificationSection, CLASSIFICATION_TASKS),
-        ("preference", PreferenceSection, ("preference",)),
-        ("reward", RewardSection, ("reward",)),
-        ("seq2seq", Seq2SeqSection, ("seq2seq",)),
-        ("masked_lm", MaskedLmSection, ("masked_lm",)),
-        ("embedding", EmbeddingSection, ("embedding",)),
-        ("embedding.prompts", PromptsSection, ("embedding",)),
-        ("reranking", RerankingSection, ("reranking",)),
-    )
-    for name, section, tasks in sections:
+    sections: dict[str, type[Section]] = {
+        "classification": ClassificationSection,
+        "preference": PreferenceSection,
+        "reward": RewardSection,
+        "seq2seq": Seq2SeqSection,
+        "masked_lm": MaskedLmSection,
+        "embedding": EmbeddingSection,
+        "embedding.prompts": PromptsSection,
+        "reranking": RerankingSection,
+    }
+    for name, section in sections.items():
+        names = tuple(task.name for task in TASKS if task.section == name.partition(".")[0])
         keys = [key for key in section.model_fields if key not in _SECTIONS]
-        yield from (_for_tasks(f"task.{name}.{key}", tasks) for key in keys)
-    yield _for_tasks("task.distillation", ("distillation",))
+        yield from (_only(f"task.{name}.{key}", names) for key in keys)
+    yield _only("task.distillation", ("distillation",))
     yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` has a mixture")
     yield ConditionalKey("task.classification.kind", _is_text_task, "for words and images there is exactly one class")
     yield ConditionalKey("task.classification.class_weights", _has_classes, "a regression has no classes")
-    is_infonce = partial(_embedding_loss_is, losses=("infonce",))
-    yield ConditionalKey("task.embedding.symmetric", is_infonce, "only `loss: infonce` has anchors and positives")
-    is_scaled = partial(_embedding_loss_is, losses=("infonce", "cosent"))
-    yield ConditionalKey("task.embedding.temperature", is_scaled, "`loss: cosine_mse` has no temperature")
-    for key, losses in _KEYS_OF_LOSSES.items():
-        needs = f"only {' and '.join(f'`loss: {loss}`' for loss in losses)} read it"
-        yield ConditionalKey(f"task.preference.{key}", partial(_preference_loss_is, losses=losses), needs)
+    for key in _keys_read_by_some(EMBEDDING_LOSSES):
+        names = tuple(loss.name for loss in EMBEDDING_LOSSES if key in loss.reads)
+        has_effect = partial(_embedding_loss_is, losses=names)
+        yield ConditionalKey(f"task.embedding.{key}", has_effect, _only_losses(names))
+    for key in _keys_read_by_some(PREFERENCE_LOSSES):
+        names = tuple(loss.name for loss in PREFERENCE_LOSSES if key in loss.reads)
+        has_effect = partial(_preference_loss_is, losses=names)
+        yield ConditionalKey(f"task.preference.{key}", has_effect, _only_losses(names))
+
+
+def _keys_read_by_some(losses: Iterable[PreferenceLossEntry | PairLossEntry]) -> list[str]:
+    """Return the keys that not all of the losses read, in the order of the first one that does."""
+    return list(dict.fromkeys(key for loss in losses for key in sorted(loss.reads)))
+
+
+def _only_losses(names: tuple[str, ...]) -> str:
+    return f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
 
 
 def _keys_of_loss() -> Iterator[ConditionalKey]:
     needs = "it applies only to a cross-entropy over classes or tokens"
     yield ConditionalKey("task.label_smoothing", _is_smoothed, needs)
-    has_token_loss = partial(_task_is, names=_TOKEN_LOSS_TASKS)
+    has_token_loss = partial(_task_is, names=tasks_where("has_token_loss"))
     yield ConditionalKey("task.z_loss", has_token_loss, "it applies only to a cross-entropy over tokens")
     needs = "only a cross-entropy over tokens has a choice of kernels"
     yield ConditionalKey("train.loss_kernel", has_token_loss, needs)
 
 
 def _keys_of_input() -> Iterator[ConditionalKey]:
-    yield from (_for_tasks(f"data.images.{key}", TASKS_WITHOUT_TOKENS) for key in ImagesSection.model_fields)
-    yield _for_tasks("model.image_processor", TASKS_WITHOUT_TOKENS)
+    of_images = tuple(task.name for task in TASKS if not task.has_tokens)
+    yield from (_only(f"data.images.{key}", of_images) for key in ImagesSection.model_fields)
+    yield _only("model.image_processor", of_images)
     for key in (*(f"data.{each}" for each in _TOKEN_KEYS), "model.tokenizer", "model.new_tokens"):
         yield ConditionalKey(key, _has_tokens, "images have no tokens")
     for key in (*_KEYS_OF_LENGTHS, *(f"data.audit.{each}" for each in _TOKEN_AUDIT_KEYS)):
@@ -178,18 +176,17 @@ def _keys_of_input() -> Iterator[ConditionalKey]:
     yield ConditionalKey("data.train_on", _chooses_turns, "the task decides which turns are targets")
 
 
-def _for_tasks(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
+def _for_tasks(key: str, fact: str) -> ConditionalKey:
+    """Return that only the tasks read the key for which a fact of their entry in the registry holds."""
+    return _only(key, tasks_where(fact))
+
+
+def _only(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
     needs = f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
     return ConditionalKey(key, partial(_task_is, names=tasks), needs)
 
 
 _KEYS_OF_LENGTHS = ("data.no_target", "data.batching.length_window_steps")
-_KEYS_OF_LOSSES = {
-    "label_smoothing": _SMOOTHED_LOSSES,
-    "target_margin": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
 
 
 def _task_is(config: RunConfig, *, names: tuple[str, ...]) -> bool:
@@ -197,7 +194,7 @@ def _task_is(config: RunConfig, *, names: tuple[str, ...]) -> bool:
 
 
 def _is_text_task(config: RunConfig) -> bool:
-    return config.task.name not in ("token_classification", "image_classification")
+    return TASKS[config.task.name].sample not in ("tokens_and_tags", "image")
 
 
 def _is_jsd(config: RunConfig) -> bool:
@@ -210,7 +207,7 @@ def _has_classes(config: RunConfig) -> bool:
 
 
 def _is_smoothed(config: RunConfig) -> bool:
-    return config.task.name in _SMOOTHED_TASKS and config.task.classification.kind == "single_label"
+    return TASKS[config.task.name].smooths_labels and config.task.classification.kind == "single_label"
 
 
 def _preference_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
@@ -222,20 +219,20 @@ def _embedding_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
 
 
 def _has_tokens(config: RunConfig) -> bool:
-    return config.task.name not in TASKS_WITHOUT_TOKENS
+    return TASKS[config.task.name].has_tokens
 
 
 def _has_turns(config: RunConfig) -> bool:
-    return config.task.name in CHAT_TASKS
+    return TASKS[config.task.name].is_chat
 
 
 def _chooses_turns(config: RunConfig) -> bool:
-    return config.task.name in TURN_TASKS
+    return TASKS[config.task.name].chooses_turns
 
 
 def _generates_in_batches(config: RunConfig) -> bool:
-    return config.task.name != "vision_language_sft"
+    return TASKS[config.task.name].reads != "both"
 
 
 def _generates(config: RunConfig) -> bool:
-    return config.task.name in GENERATION_TASKS and config.data.train_on != "all"
+    return TASKS[config.task.name].generates and config.data.train_on != "all"

@@ -1,6 +1,5 @@
 """`data:` - which rows are used, how they become tokens, and how they are loaded."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,6 +14,7 @@ from finetune.config.section import (
     Name,
     NameOrPath,
     NumRows,
+    OneOf,
     Path,
     Pixels,
     Position,
@@ -25,41 +25,9 @@ from finetune.config.section import (
     Workers,
     key,
 )
+from finetune.registry.formats import FORMATS
 
-ChatFormat = Literal["messages", "conversations", "prompt_completion", "instruction", "preference", "judged"]
-PairFormat = Literal["pairs", "retrieval", "scored_pairs"]
-Format = Literal[ChatFormat, "labelled", "tagged", "image_label", "text", PairFormat]
-
-REQUIRED_COLUMNS: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "preference": ("chosen", "rejected"),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "judged": ("prompt", "completion", "label"),
-    "image_label": ("image", "label"),
-    "labelled": ("text", "label"),
-    "tagged": ("tokens", "tags"),
-    "text": ("text",),
-    "pairs": ("anchor", "positive"),
-    "retrieval": ("query", "positive"),
-    "scored_pairs": ("sentence1", "sentence2", "score"),
-}
-"""The columns that a row of the format must have; where the format is unset, the first matching one is used."""
-
-OPTIONAL_COLUMNS: Mapping[Format, tuple[str, ...]] = {
-    "messages": ("tools", "images", "chat_template_kwargs"),
-    "conversations": ("system", "tools", "images", "chat_template_kwargs"),
-    "preference": ("prompt", "tools", "margin", "chat_template_kwargs"),
-    "judged": ("tools", "chat_template_kwargs"),
-    "labelled": ("text_pair",),
-    "prompt_completion": ("tools", "images", "chat_template_kwargs"),
-    "instruction": ("input", "system", "images", "chat_template_kwargs"),
-    "pairs": ("negative", "negatives"),
-    "retrieval": ("negative", "negatives"),
-}
-"""The columns that a row of the format may have."""
-
+Format = Annotated[str, OneOf(FORMATS)]
 MixedSources = Annotated[tuple["MixedSourceSection", ...], Field(strict=False)]
 Auto = Literal["auto"]
 
@@ -79,12 +47,7 @@ class SourceSection(Section):
     revision: Name | None = key("Branch, tag or commit of the hub dataset.", None)
     split: Name = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")
     format: Format | None = key(
-        "`messages` (role/content turns, `tools`, `images`), `conversations` (from/value turns, ...), "
-        "`prompt_completion` (texts or turns), `instruction` (instruction/input/output, `system`), `preference` "
-        "(prompt/chosen/rejected), `judged` (prompt/completion and whether it is good), `labelled` (text/label), "
-        "`tagged` (words and tags), `image_label` (image/label), `pairs` (anchor/positive, and `negative` or a list of "
-        "`negatives`), `retrieval` (query/positive, ...), `scored_pairs` (sentence1/sentence2/score) or `text`. Unset, "
-        "the first row's columns decide, and the choice is printed.",
+        f"{FORMATS.describe()} Unset, the first row's columns decide, and the choice is printed.",
         None,
     )
     columns: dict[str, str | Position] = key(

@@ -11,6 +11,7 @@ from finetune.config.section import (
     Name,
     NamedSection,
     NameOrPath,
+    OneOf,
     Path,
     Pixels,
     PositiveFactor,
@@ -20,6 +21,7 @@ from finetune.config.section import (
     Width,
     key,
 )
+from finetune.registry.attention import ATTENTIONS
 
 DType = Literal["float32", "bfloat16", "float16"]
 GradientCheckpointing = bool | Literal["selective"] | Annotated[int, Field(ge=2, le=10_000)]
@@ -188,7 +190,7 @@ class ModelSection(NamedSection):
         "loss.",
         "float32",
     )
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = key(
+    attention: Annotated[str, OneOf(ATTENTIONS)] = key(
         "Attention implementation; `auto`: our `per_sample` where the model is known to support it, else "
         "transformers' default.",
         "auto",

@@ -10,28 +10,20 @@ from finetune.config.section import (
     Fraction,
     Length,
     NameOrPath,
+    OneOf,
     Positive,
     Section,
     Strings,
     Width,
     key,
 )
+from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, RERANKING_LOSSES
+from finetune.registry.tasks import TASKS
 
-TaskName = Literal[
-    "sft",
-    "pretrain",
-    "seq2seq",
-    "masked_lm",
-    "preference",
-    "reward",
-    "distillation",
-    "text_classification",
-    "token_classification",
-    "image_classification",
-    "vision_language_sft",
-    "embedding",
-    "reranking",
-]
+TaskName = Annotated[str, OneOf(TASKS)]
+PreferenceLoss = Annotated[str, OneOf(PREFERENCE_LOSSES)]
+EmbeddingLoss = Annotated[str, OneOf(EMBEDDING_LOSSES)]
+RerankingLoss = Annotated[str, OneOf(RERANKING_LOSSES)]
 
 Weights = Annotated[tuple[Factor, ...], Field(strict=False)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -55,14 +47,7 @@ class ClassificationSection(Section):
 class PreferenceSection(Section):
     """Training on preferences between answers."""
 
-    loss: Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "kto", "cpo"] = key(
-        "DPO with a `sigmoid` (Rafailov et al., 2023, arXiv:2305.18290), `hinge` (Liu et al., 2023, arXiv:2309.06657), "
-        "`ipo` (Azar et al., 2023, arXiv:2310.12036) or `robust` (Chowdhury et al., 2024, arXiv:2403.00409) loss; "
-        "`kto` (Ethayarajh et al., 2024, arXiv:2402.01306); without a reference `orpo` (Hong et al., 2024, "
-        "arXiv:2403.07691), `simpo` (Meng et al., 2024, arXiv:2405.14734) and `cpo` (Xu et al., 2024, "
-        "arXiv:2401.08417).",
-        "sigmoid",
-    )
+    loss: PreferenceLoss = key(PREFERENCE_LOSSES.describe(), "sigmoid")
     beta: float = key("Scale of the log-probability ratios; ORPO's lambda, IPO's tau.", 0.1, gt=0.0, le=MAX_FACTOR)
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
         "Fraction of the pairs whose preference is assumed to be wrong.", 0.0
@@ -148,13 +133,7 @@ Dimensions = Annotated[tuple[Width, ...], Field(strict=False)]
 class EmbeddingSection(Section):
     """One vector for each text. The loss is that of the whole global batch, however it is cut."""
 
-    loss: Literal["infonce", "cosent", "cosine_mse"] = key(
-        "Of rows with an anchor and a positive: `infonce` (van den Oord et al., 2018, arXiv:1807.03748), where all "
-        "passages of the global batch are candidates. Of scored pairs: `cosent` (Su, 2022, "
-        "https://kexue.fm/archives/8847), which compares every two pairs of the global batch, or `cosine_mse`: the "
-        "squared difference of similarity and score.",
-        "infonce",
-    )
+    loss: EmbeddingLoss = key(EMBEDDING_LOSSES.describe(), "infonce")
     temperature: float = key(
         "Divides the similarities in the softmax of `infonce`, and their differences in `cosent`.",
         0.05,
@@ -182,24 +161,13 @@ class EmbeddingSection(Section):
 class RerankingSection(Section):
     """One score for a query and a passage that are read together (a cross-encoder)."""
 
-    loss: Literal["listwise", "pairwise", "bce", "mse"] = key(
-        "Of rows with negatives: `listwise`, the softmax over a row's passages (Gao et al., 2021, arXiv:2101.08751), "
-        "or `pairwise`, the positive against each negative (RankNet; Burges et al., 2005). Of scored pairs: `bce`, the "
-        "binary cross-entropy with a score from 0 to 1, or `mse`.",
-        "listwise",
-    )
+    loss: RerankingLoss = key(RERANKING_LOSSES.describe(), "listwise")
 
 
 class TaskSection(Section):
     """What the model is trained to do with a row."""
 
-    name: TaskName = key(
-        "`sft`: predict the assistant's turns, end-of-turn included. `pretrain`: predict every token of a text. "
-        "`seq2seq`: an encoder-decoder writes the answer. `masked_lm`: predict masked tokens. `preference`, `reward`: "
-        "from pairs of answers. `distillation`: `sft` from a teacher's probabilities. `text_classification`, "
-        "`token_classification`, `image_classification`: name the class. `vision_language_sft`: `sft` with images. "
-        "`embedding`: a vector for each text. `reranking`: a score for a query and a passage."
-    )
+    name: TaskName = key(TASKS.describe())
     label_smoothing: Share = key(
         "Fraction of the probability that is spread evenly over all classes or tokens (Szegedy et al., 2015, "
         "arXiv:1512.00567).",

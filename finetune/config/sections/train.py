@@ -11,27 +11,28 @@ from finetune.config.section import (
     Count,
     Fraction,
     Name,
+    OneOf,
     Positive,
     Section,
     Strings,
     key,
 )
+from finetune.registry.losses import LOSS_KERNELS
+from finetune.registry.optimizers import OPTIMIZERS
+from finetune.registry.schedules import SCHEDULES
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]
 DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
-LossKernel = Literal["auto", "chunked", "liger", "cce", "plain"]
+OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
+ScheduleName = Annotated[str, OneOf(SCHEDULES)]
+LossKernel = Annotated[str, OneOf(LOSS_KERNELS)]
 
 
 class OptimizerSection(Section):
     """The update rule."""
 
-    name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "muon", "schedule_free_adamw"] = key(
-        "`adamw` (Loshchilov & Hutter, 2017), `sgd`, `adafactor` (Shazeer & Stern, 2018), `adamw_8bit` "
-        "(bitsandbytes), `muon` (Jordan et al., 2024; AdamW for everything but hidden matrices) or "
-        "`schedule_free_adamw` (Defazio et al., 2024, arXiv:2405.15682; extra `optimizers`).",
-        "adamw",
-    )
+    name: OptimizerName = key(OPTIMIZERS.describe(), "adamw")
     weight_decay: float = key(
         "Decoupled weight decay on matrices; biases, norms and other vectors get none.", 0.0, ge=0.0, le=MAX_FACTOR
     )
@@ -79,7 +80,7 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """The learning rate as a function of the step."""
 
-    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = key("Shape after the warmup.", "cosine")
+    name: ScheduleName = key(f"Shape after the warmup. {SCHEDULES.describe()}", "cosine")
     warmup_steps: Count | None = key("Steps over which the rate rises linearly from 0.", None)
     warmup_fraction: Fraction | None = key("The same, as a fraction of all steps. At most one of the two.", None)
     decay_fraction: Fraction = key("`warmup_stable_decay`: fraction of all steps in which the rate decays.", 0.2)
@@ -179,11 +180,7 @@ class TrainSection(Section):
         "auto",
     )
     loss_kernel: LossKernel = key(
-        "How the token loss is computed. `chunked`: at targets only, in chunks, so that the logits of all "
-        "targets never "
-        "exist at once; `liger`, `cce`: by `liger-kernel` or `cut-cross-entropy` (CUDA, extra `kernels`); "
-        "`plain`: from "
-        "the logits of all positions. `auto` is `chunked`, or `plain` where the logits of a batch are small.",
+        f"How the token loss is computed. {LOSS_KERNELS.describe()}",
         "auto",
     )
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config.sections.data import Format
 from finetune.data.images.stored_image import ImageRoot, folder_of
 from finetune.data.rows import Row, describe, parse_json, shortened
 from finetune.data.templates.row_template import render_template
@@ -18,7 +17,7 @@ from finetune.errors import DataError
 class ColumnNames:
     """Where a format finds its columns in the user's rows."""
 
-    format: Format
+    format: str
     columns: Mapping[str, str]  # from the format's name to the user's
     template: Mapping[str, Any]  # from the format's name to a Jinja text, or to turns of such texts
     key: str  # place of the source in the job YAML

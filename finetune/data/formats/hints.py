@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from finetune.config.section import DELIMITED_KINDS
-from finetune.config.sections.data import REQUIRED_COLUMNS, SourceSection
+from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import quoted_list
 from finetune.data.formats.row_format import ColumnFormat
 from finetune.data.rows import RawRow, Row, record_places
 from finetune.data.templates.row_template import WHOLE_ROW, columns_used
 from finetune.errors import DataError
+from finetune.registry.formats import FORMATS
 
 DELIMITERS = (";", "\t", "|", ",")
 
@@ -36,7 +37,7 @@ def column_hint(section: SourceSection, row: Row, *, kind: str) -> str:
             f"the columns, write `delimiter: {shown}` beside the path."
         )
     form = section.format or "labelled"
-    required = ("label", "text") if form == "labelled" else REQUIRED_COLUMNS[form]
+    required = ("label", "text") if form == "labelled" else FORMATS[form].required
     positions = ", ".join(f"{column}: {place}" for place, column in enumerate(required))
     return (
         " If the file has no header and its first row is data, map positions beside its path: "
@@ -64,7 +65,7 @@ def require_columns(section: SourceSection, form: ColumnFormat, first: RawRow, *
     if kind not in DELIMITED_KINDS or _reads_whole_row(section):
         return
     names = section.column_names
-    expected = [column for column in REQUIRED_COLUMNS[form.name] if column not in section.template]
+    expected = [column for column in FORMATS[form.name].required if column not in section.template]
     missing = [names.get(column, column) for column in expected if names.get(column, column) not in row]
     if missing:
         raise DataError(

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from finetune.config.sections.data import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, Format, SourceSection
+from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import ColumnNames, Columns, quoted_list
-from finetune.data.formats.images import attach_images, read_image_label
-from finetune.data.formats.text_pairs import read_pairs, read_retrieval, read_scored_pairs
+from finetune.data.formats.images import attach_images
 from finetune.data.images.stored_image import ImageRoot
 from finetune.data.rows import FAULTS_OF_VALUES, RawRow, Row, describe
 from finetune.data.templates.row_template import WHOLE_ROW, check_row_template, columns_used
@@ -21,6 +21,7 @@ from finetune.data.turns import (
     read_turns,
 )
 from finetune.errors import DataError
+from finetune.registry.formats import FORMATS
 
 
 def read_labelled(columns: Columns) -> Row:
@@ -46,9 +47,6 @@ def read_tagged(columns: Columns) -> Row:
         )
     return {"tokens": words, "tags": tags}
 
-
-_LABELS: Mapping[Format, str] = {"labelled": "label", "tagged": "tags", "image_label": "label"}
-"""The columns that hold classes."""
 
 _MAX_NAMES = 8
 
@@ -89,9 +87,13 @@ class ColumnFormat:
     names: ColumnNames
 
     @property
-    def name(self) -> Format:
+    def name(self) -> str:
         """Return the name of the format."""
         return self.names.format
+
+    @cached_property
+    def _read(self) -> Callable[[Columns], Row]:
+        return cast(Callable[[Columns], Row], FORMATS.resolve(self.name))
 
     def read(self, raw: RawRow) -> Row:
         """Return `messages` (with `tools` where there are any), `text`, `text` and `label`, or a preference pair.
@@ -100,7 +102,7 @@ class ColumnFormat:
         """
         row = raw.parse()
         try:
-            return _READERS[self.name](Columns(self.names, row, origin=raw.origin))
+            return self._read(Columns(self.names, row, origin=raw.origin))
         except (DataError, *FAULTS_OF_VALUES) as error:
             raise DataError(f"{raw.place}: {error}") from error
 
@@ -134,7 +136,7 @@ def choose_format(
         check_row_template(written, key=f"{key}.template.{column}")
     row = first.parse()
     name = section.format or _detect(section, first, key=key)
-    expected = REQUIRED_COLUMNS[name] + OPTIONAL_COLUMNS.get(name, ())
+    expected = FORMATS[name].columns
     unread = _unread(section, row, expected)
     if section.format is None:
         used = [column for column in _available(section, row) if column not in unread]
@@ -158,24 +160,23 @@ def choose_format(
 
 
 def _classes(
-    section: SourceSection, name: Format, *, class_names: Callable[[], Mapping[str, Sequence[str]]]
+    section: SourceSection, name: str, *, class_names: Callable[[], Mapping[str, Sequence[str]]]
 ) -> dict[str, Sequence[str]]:
     """Return the names of whole numbers by the format's column, where its labels are read from the user's columns."""
-    column = _LABELS.get(name)
+    column = FORMATS[name].classes
     if column is None or column in section.template:
         return {}
     names = class_names().get(section.column_names.get(column, column))
     return {column: names} if names else {}
 
 
-def _detect(section: SourceSection, first: RawRow, *, key: str) -> Format:
+def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:
     available = _available(section, first.parse())
-    for name, required in REQUIRED_COLUMNS.items():
-        expected = required + OPTIONAL_COLUMNS.get(name, ())
-        is_there = all(section.column_names.get(column, column) in available for column in required)
-        if is_there and all(column in expected for column in (*section.column_names, *section.template)):
-            return name
-    choices = "; ".join(f"{name}: {quoted_list(required)}" for name, required in REQUIRED_COLUMNS.items())
+    for form in FORMATS:
+        has_required = all(section.column_names.get(column, column) in available for column in form.required)
+        if has_required and all(column in form.columns for column in (*section.column_names, *section.template)):
+            return form.name
+    choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
     raise UnknownFormat(
         f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
         f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
@@ -196,18 +197,20 @@ def _unread(section: SourceSection, row: Row, expected: tuple[str, ...]) -> list
     return [name for name in row if name not in by_template | by_name]
 
 
-def _read_messages(columns: Columns) -> Row:
+def read_messages(columns: Columns) -> Row:
+    """Return the turns."""
     turns = read_turns(columns.json_value("messages"), title=columns.title("messages"), with_images=True)
     return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
-def _read_conversations(columns: Columns) -> Row:
+def read_conversations(columns: Columns) -> Row:
+    """Return the turns of a ShareGPT conversation."""
     value, title = columns.json_value("conversations"), columns.title("conversations")
     turns = [*_system(columns), *read_sharegpt_turns(value, title=title, with_images=True)]
     return _with_tools(attach_images({"messages": turns}, columns), columns)
 
 
-def _read_prompt_completion(columns: Columns) -> Row:
+def read_prompt_completion(columns: Columns) -> Row:
     """Join both sides; what the assistant says in a prompt of several turns is context and not a target."""
     asked = _turns_of(columns, "prompt", by="user", with_images=True)
     answered = _turns_of(columns, "completion", by="assistant", with_images=True)
@@ -217,7 +220,7 @@ def _read_prompt_completion(columns: Columns) -> Row:
     return _with_tools(attach_images(row, columns), columns)
 
 
-def _read_instruction(columns: Columns) -> Row:
+def read_instruction(columns: Columns) -> Row:
     """Join the input to the instruction below an empty line, as Alpaca's rows mean it."""
     asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
     value = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
@@ -225,7 +228,7 @@ def _read_instruction(columns: Columns) -> Row:
     return _with_arguments(attach_images({"messages": turns}, columns), columns)
 
 
-def _read_preference(columns: Columns) -> Row:
+def read_preference(columns: Columns) -> Row:
     """Return prompt and both answers as turns; without a prompt it is what both conversations begin with."""
     sides = {name: _turns_of(columns, name, by="assistant") for name in ("chosen", "rejected")}
     if columns.optional("prompt") is not None:
@@ -245,13 +248,14 @@ def _read_preference(columns: Columns) -> Row:
     return _with_tools(row, columns)
 
 
-def _read_judged(columns: Columns) -> Row:
+def read_judged(columns: Columns) -> Row:
     """Return prompt and answer as turns, and whether the answer is good."""
     asked, answered = _turns_of(columns, "prompt", by="user"), _turns_of(columns, "completion", by="assistant")
     return _with_tools({"prompt": asked, "completion": answered, "is_good": columns.truth("label")}, columns)
 
 
-def _read_text(columns: Columns) -> Row:
+def read_text(columns: Columns) -> Row:
+    """Return the text."""
     return {"text": columns.text("text")}
 
 
@@ -280,20 +284,3 @@ def _with_arguments(row: Mapping[str, Any], columns: Columns) -> Row:
         return row
     arguments = read_template_arguments(columns.optional(ARGUMENTS), title=columns.title(ARGUMENTS))
     return {**row, ARGUMENTS: arguments} if arguments else row
-
-
-_READERS: Mapping[Format, Callable[[Columns], Row]] = {
-    "messages": _read_messages,
-    "conversations": _read_conversations,
-    "prompt_completion": _read_prompt_completion,
-    "instruction": _read_instruction,
-    "preference": _read_preference,
-    "judged": _read_judged,
-    "labelled": read_labelled,
-    "tagged": read_tagged,
-    "image_label": read_image_label,
-    "text": _read_text,
-    "pairs": read_pairs,
-    "retrieval": read_retrieval,
-    "scored_pairs": read_scored_pairs,
-}

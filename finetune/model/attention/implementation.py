@@ -34,7 +34,8 @@ from finetune.model.attention.sequence_parallel import attend_slices
 from finetune.model.attention.supported_models import carries_state, supports_packed_samples
 from finetune.model.attention.upstream import patch_row_functions, retune_queries
 from finetune.model.attention.varlen_kernels import detect_kernels, varlen_kernel
-from finetune.runtime.packed_rows import PER_SAMPLE_ATTENTION, SAMPLE_LENGTHS, SampleLengths
+from finetune.registry.attention import ATTENTIONS, PER_SAMPLE_ATTENTION
+from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 
 def register_per_sample() -> None:
@@ -141,12 +142,9 @@ def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
     return row[0].transpose(0, 1).reshape(num, tokens // num, heads, width).transpose(1, 2)
 
 
-FLASH_ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-
-
 def requested_attention(name: str) -> str | None:
     """Return the requested implementation, None for `auto`; raises ModelError if it cannot run here."""
-    package = FLASH_ATTENTION_PACKAGES.get(name)
+    package = ATTENTIONS[name].package
     if package is not None and not torch.cuda.is_available():
         raise ModelError(f"model.attention: `{name}` needs a CUDA GPU, and there is none. Write `sdpa` or `auto`.")
     if package is not None and importlib.util.find_spec(package) is None:

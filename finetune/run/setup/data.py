@@ -23,15 +23,16 @@ from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set, repair
 from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by_length
 from finetune.model.processing import Processing, load_processing
+from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext
 from finetune.run.setup.padding_free import format_padding_free, resolve_padding_free
 from finetune.runtime import distributed
 from finetune.runtime.seeds import derive_seed
+from finetune.task.build import build_task
 from finetune.task.generation.evaluation import Metric, load_metrics
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext
-from finetune.task.registry import build_task, input_kind
 from finetune.train.plan import StepPlan, make_plan
 
 _DROPS_UNKNOWN_TEXT = (
@@ -135,7 +136,7 @@ def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, loc
     """Return what the model's inputs are made with, the chat template set."""
     processing = load_processing(
         config.model,
-        reads=input_kind(config.task.name),
+        reads=TASKS[config.task.name].reads,
         texts=partial(texts, sources.train),
         cache_folder=cache_folder(config.data),
         log=log,

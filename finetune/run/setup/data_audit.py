@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.config.rules.task import TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.data.audit.audit import Audit, audit_sources
 from finetune.data.audit.padding import Padding, measure_padding
@@ -14,26 +13,26 @@ from finetune.data.encoding.labelled_images import LABEL
 from finetune.data.features import LENGTHS_OF_SEQUENCES
 from finetune.data.order.grouping import tokens_per_position
 from finetune.data.token_cache.store import TokenCache
+from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData
 from finetune.runtime.files import atomic
 
 AUDIT_FILE = "audit.json"
 
-CHAT_TASKS = ("sft", "distillation")
-"""Tasks that train on conversations as the chat template renders them."""
-
 
 def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit:
     """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
+    task = TASKS[config.task.name]
+    is_template_checked = task.chooses_turns and not task.has_images
     return audit_sources(
         training_data.sources,
         validation=training_data.validation_set,
         limits=config.data.audit,
         padding=_padding(config, training_data),
-        template=check_template(training_data.tokenizer, config.data) if config.task.name in CHAT_TASKS else None,
-        classes=_classes(training_data) if config.task.name == "image_classification" else None,
-        num_sequences=_num_sequences(training_data) if config.task.name in ("embedding", "reranking") else 0,
+        template=check_template(training_data.tokenizer, config.data) if is_template_checked else None,
+        classes=_classes(training_data) if task.sample == "image" else None,
+        num_sequences=_num_sequences(training_data) if "pairs" in task.formats else 0,
     )
 
 
@@ -48,7 +47,7 @@ def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *,
 def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
     if training_data.training.order.num_positions is None:
         return None  # a stream: its samples are not there yet
-    if config.task.name in TASKS_WITHOUT_TOKENS:
+    if not TASKS[config.task.name].has_tokens:
         return None
     batching, train = config.data.batching, config.train
     budget = tokens_per_position(batching, max_length=config.data.longest)

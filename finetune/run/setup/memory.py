@@ -23,6 +23,7 @@ from finetune.model.memory.step import (
     read_shapes,
 )
 from finetune.model.size import AVERAGE_BYTES, MemoryEstimate, ModelSize, estimate_memory, optimizer_state_bytes
+from finetune.registry.attention import ATTENTIONS
 from finetune.run.context import RunContext
 from finetune.run.planned import read_planned
 from finetune.run.setup.padding_free import resolve_padding_free
@@ -238,7 +239,7 @@ def _forward_pass(
         stream_bytes=4 if config.model.dtype == "float32" else 2,
         checkpointing=config.model.gradient_checkpointing,
         offloads=bool(config.model.activation_offload),
-        has_scores=config.model.attention == "eager",
+        has_scores=ATTENTIONS[config.model.attention].stores_scores,
         num_adapted=-(-size.num_adapted_modules // num_layers),
     )
 

@@ -30,12 +30,12 @@ from finetune.model.loading.pretrained import read_saved_adapter_config
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.positions.limits import positions_of, table_size
 from finetune.model.quantize import unquantized_weights_folder
+from finetune.registry.tasks import TASKS
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.task.protocol import Task
-from finetune.task.registry import model_head
 from finetune.task.router_loss.routers import find_routers
 
 with lazily():
@@ -159,7 +159,7 @@ def require_buildable(loaded: LoadedConfig) -> None:
     Where a value of `model.from_config` or `model.config` is the reason, it is a ConfigError with its line.
     """
     try:
-        dry_run_model(loaded.config.model, head=model_head(loaded.config.task.name))
+        dry_run_model(loaded.config.model, head=TASKS[loaded.config.task.name].head)
     except ModelError as error:
         named = _KEY.fullmatch(str(error))
         if named is None:
@@ -188,7 +188,7 @@ def _adapter_problems(config: RunConfig, strategy: str) -> Iterator[Problem]:
     names_experts = wanted.experts is not None or wanted.router
     if not names_experts and not ((is_fsdp1 or _computes_from_weights(section)) and may_have_experts(section)):
         return
-    model = meta_model(section, head=model_head(config.task.name))
+    model = meta_model(section, head=TASKS[config.task.name].head)
     yield from targets.target_problems(model, wanted)
     if is_fsdp1 and targets.adapts_parameters(model, wanted):
         keys = [*(["experts"] if targets.adapts_experts(wanted) else []), *(["router"] if wanted.router else [])]
@@ -222,7 +222,7 @@ def require_positions(loaded: LoadedConfig) -> str | None:
             loaded,
         )
     if not positions.is_rotary and longest > positions.number - _MAX_UNUSED_POSITIONS:
-        table = table_size(meta_model(config.model, head=model_head(config.task.name)))
+        table = table_size(meta_model(config.model, head=TASKS[config.task.name].head))
         if table is not None and longest > table:
             raise _problem(f"the model has only {table:,} positions. Write at most {table:,}.", loaded)
     if not positions.is_rotary or longest <= positions.number or kind is not None:
@@ -245,7 +245,7 @@ def _is_alone(config: RunConfig, kind: str) -> bool:
     evaluated = None if config.evaluate is None else config.evaluate.microbatch_size
     sizes = {config.train.microbatch_size, evaluated or config.train.microbatch_size}
     is_one = config.data.batching.by == "samples" and sizes == {1}
-    return kind == "longrope" and is_one and config.task.name in ("sft", "pretrain")
+    return kind == "longrope" and is_one and TASKS[config.task.name].may_be_packed
 
 
 def _problem(message: str, loaded: LoadedConfig) -> ConfigError:
@@ -277,7 +277,7 @@ def _router_problems(config: RunConfig) -> Iterator[Problem]:
     keys = [key for key, is_asked in asked.items() if is_asked]
     if not keys:
         return
-    model = meta_model(config.model, head=model_head(config.task.name))
+    model = meta_model(config.model, head=TASKS[config.task.name].head)
     name = f"`{model.config.model_type}`"
     try:
         if not find_routers(model):

@@ -8,7 +8,6 @@ from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest_of_step
 from finetune.config.paths import is_url
 from finetune.config.rules.model import PROMPT_ADAPTERS, adapter_of
-from finetune.config.rules.task import PADDED_TASKS, TASKS_WITHOUT_TOKENS
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.errors import CheckpointError, ModelError
@@ -16,19 +15,15 @@ from finetune.model.attention.supported_models import needs_own_attention, paddi
 from finetune.model.frozen_models import load_teacher_config
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.pretrained import ADAPTER_CONFIG, read_adapter_config
+from finetune.registry.attention import ATTENTIONS
+from finetune.registry.tasks import TASKS
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
 AdapterConfig = Mapping[str, Any] | None
 """What an adapter_config.json says."""
 
-ATTENTION_WITHOUT_MASK = ("auto", "flash_attention_2", "flash_attention_3")
-"""Values of `model.attention` that are told where samples begin and need no mask of the whole row."""
-
 LAYOUT, PADDING_FREE = "batches", "padding-free"
 """What a checkpoint records where samples share rows that older versions padded."""
-
-FIRST_TASKS = ("sft", "pretrain")
-"""Tasks whose samples every version packs."""
 
 
 def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> DataSection:
@@ -44,7 +39,7 @@ def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: Adapt
         is_free = batching.by != "packs" and can_share_rows(config, model=model, adapter=adapter)
     steps = batching.length_window_steps
     if steps == "auto":
-        is_sorted = batching.by == "samples" and not is_free and config.task.name not in TASKS_WITHOUT_TOKENS
+        is_sorted = batching.by == "samples" and not is_free and TASKS[config.task.name].has_tokens
         steps = 1 if is_sorted else 0
     settled = {"padding_free": is_free, "length_window_steps": steps}
     return data.model_copy(update={"batching": batching.model_copy(update=settled)})
@@ -52,7 +47,8 @@ def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: Adapt
 
 def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]:
     """Return what `auto` has come to and why, where the task leaves a choice."""
-    if config.task.name in PADDED_TASKS or config.data.batching.padding_free != "auto" or data.batching.by == "packs":
+    is_chosen = config.data.batching.padding_free != "auto" or data.batching.by == "packs"
+    if is_chosen or not TASKS[config.task.name].may_share_rows:
         return ()
     if data.batching.padding_free is True:
         return ("padding-free batches: the model keeps the samples of a row apart",)
@@ -68,9 +64,9 @@ def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConf
 def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> str | None:
     """Return why samples are padded where the user leaves the choice; None where they share rows."""
     attention = config.model.attention
-    if config.task.name in PADDED_TASKS:
+    if not TASKS[config.task.name].may_share_rows:
         return f"`task: {config.task.name}` pads"
-    if attention not in ATTENTION_WITHOUT_MASK:
+    if ATTENTIONS[attention].masks_whole_rows:
         return f"`model.attention: {attention}` needs a mask of the whole row. Write `auto`"
     if _has_prompt_adapter(config, adapter):
         return "samples in one row would share what the adapter prepends to the text"
@@ -102,7 +98,7 @@ def recorded_layout(config: RunConfig) -> Mapping[str, str]:
 
 def _was_once_padded(config: RunConfig, own: Any) -> bool:
     """Tell whether older versions pad this task, or the samples of this model."""
-    return config.task.name not in FIRST_TASKS or was_once_padded(own)
+    return not TASKS[config.task.name].may_be_packed or was_once_padded(own)
 
 
 def _resumes_padded(config: RunConfig) -> bool:

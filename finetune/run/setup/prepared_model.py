@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.rules.model import adapter_of
-from finetune.config.rules.task import TASKS_OF_SEVERAL_TEXTS
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.features import Features
@@ -30,6 +29,7 @@ from finetune.model.positions.limits import positions_of
 from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model, precision_warnings
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
+from finetune.registry.tasks import TASKS, ModelHead
 from finetune.run.context import RunContext
 from finetune.run.flops import model_flops
 from finetune.run.setup.accumulation import plan_accumulation
@@ -58,7 +58,7 @@ from finetune.task.lm_loss.fallback import fallback_warning
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free, unwrap_model
 from finetune.task.pooling import sample_logits
-from finetune.task.protocol import ModelHead, Task
+from finetune.task.protocol import Task
 from finetune.task.router_loss.loss import RoutedTask
 from finetune.task.router_loss.recorder import RoutingRecorder
 from finetune.task.router_loss.routers import Router, find_routers
@@ -353,7 +353,7 @@ def _check_rows(context: RunContext, training_data: TrainingData, prepared: Prep
 def _check_padding(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> None:
     config, model = context.config, prepared.model
     inner = unwrap_model(prepared.unwrapped_model)
-    has_several = config.task.name in TASKS_OF_SEVERAL_TEXTS
+    has_several = TASKS[config.task.name].has_several_texts
     evaluated = config.evaluate and config.evaluate.microbatch_size
     if {config.train.microbatch_size, evaluated or config.train.microbatch_size} == {1} and not has_several:
         return

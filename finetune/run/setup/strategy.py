@@ -17,6 +17,7 @@ from finetune.data.sequence_slices import slice_batch
 from finetune.errors import StrategyError
 from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
 from finetune.model.loading.architecture import load_model_config
+from finetune.registry.tasks import TASKS
 from finetune.run.setup.padding_free import resolve_padding_free, why_padded
 from finetune.runtime import distributed
 from finetune.runtime.sequence_parallel import sequence_group
@@ -109,7 +110,7 @@ def _require_sliceable_job(config: RunConfig) -> None:
 _NOT_IN_SLICES: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     (
         "task.name",
-        lambda config: config.task.name not in ("pretrain", "sft"),
+        lambda config: not TASKS[config.task.name].may_be_sliced,
         "only `pretrain` and `sft` are sums over tokens; others read or compare whole samples, of which a rank has a "
         "part. Launch without it.",
     ),

@@ -27,6 +27,7 @@ from finetune.config.rules.sources import row_sources
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.export import ExportSection
 from finetune.errors import CheckpointError
+from finetune.registry.tasks import TASKS
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
@@ -37,8 +38,6 @@ Stamps = dict[str, list[int]]
 """Of each file, by its path: inode, size, and the times in nanoseconds when it was written and changed."""
 
 _MAX_FILES = 1_000
-_WITH_IMAGES = ("image_classification", "vision_language_sft")
-"""Tasks whose rows name other files."""
 
 
 def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
@@ -47,7 +46,7 @@ def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
     That is so where something comes from a hub or a bucket, where rows name other files, where there are very many, and
     where one was changed after `before` (unix seconds): what was read then may have been another.
     """
-    if config.task.name in _WITH_IMAGES or None in (places := list(_input_paths(config))):
+    if TASKS[config.task.name].has_images or None in (places := list(_input_paths(config))):
         return None
     stamps: Stamps = {}
     try:

@@ -18,6 +18,7 @@ from finetune.data.token_cache.cache import cache_folder
 from finetune.data.workers import format_loader_settings, loader_settings, machine_resources
 from finetune.errors import UserError
 from finetune.model.processing import Processing, load_saved_processing
+from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import Reporter
@@ -42,9 +43,9 @@ from finetune.runtime.files.digests import digests_file, find_folder_damage, wri
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import format_json
+from finetune.task.build import build_task
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.protocol import Task, TaskContext
-from finetune.task.registry import build_task, input_kind
 
 _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""
@@ -124,7 +125,8 @@ def load_run_inputs(run: Path, config: RunConfig) -> RunInputs:
         )
     _require_undamaged(folder)
     trusts, path = config.model.trust_remote_code, folder / TASK_FACTS_FILE
-    processing = load_saved_processing(folder, reads=input_kind(config.task.name), key="run", trust_remote_code=trusts)
+    reads = TASKS[config.task.name].reads
+    processing = load_saved_processing(folder, reads=reads, key="run", trust_remote_code=trusts)
     try:
         return RunInputs(processing, parse_as(_FACTS, read_regular(path)) if path.is_file() else {})
     except (OSError, ValueError) as error:

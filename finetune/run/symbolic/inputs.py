@@ -22,11 +22,12 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.model.processing import load_processing
+from finetune.registry.tasks import TASKS, SampleContent
 from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.task.build import build_task
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.preference.dpo import REFERENCE
 from finetune.task.protocol import Task, TaskContext
-from finetune.task.registry import build_task, input_kind
 
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _WORDS = {
@@ -44,7 +45,7 @@ _CLASSES = ("0", "1")
 def symbolic_task(config: RunConfig) -> tuple[Task, DataSection]:
     """Return the job's task, and `data:` with the layout of its batches; raises ModelError where rows are needed."""
     data = resolve_padding_free(config)
-    reads = input_kind(config.task.name)
+    reads = TASKS[config.task.name].reads
     if reads == "both" or config.task.distillation is not None:
         raise ModelError(f"task.name: the memory of `{config.task.name}` cannot be predicted without its rows.")
     processor = None
@@ -68,7 +69,7 @@ def largest_batch(
 ) -> Batch:
     """Return a microbatch of the longest rows, every token a target; `is_one_sample`: as one sample of that length."""
     length = (data.batching.tokens or data.longest) if data.batching.by != "samples" else data.longest
-    make = _FEATURES.get(config.task.name, _of_text)
+    make = _FEATURES[TASKS[config.task.name].sample]
     if is_one_sample:
         num_samples, length = 1, num_samples * length
     return task.collate([make(config, number, length) for number in range(num_samples)])
@@ -76,7 +77,7 @@ def largest_batch(
 
 def is_token_task(config: RunConfig) -> bool:
     """Tell whether the samples of a row are only told apart by attention."""
-    return config.task.name in ("sft", "pretrain")
+    return TASKS[config.task.name].may_be_packed
 
 
 def _of_text(config: RunConfig, number: int, length: int) -> Features:
@@ -119,15 +120,13 @@ def _of_images(config: RunConfig, number: int, length: int) -> Features:
     return Features({IMAGE: image, LABEL: np.zeros(1, np.int64)}, sample_id=number)
 
 
-_FEATURES: Mapping[str, Callable[[RunConfig, int, int], Features]] = {
-    "text_classification": _of_classes,
-    "token_classification": _of_tags,
-    "preference": _of_pairs,
-    "reward": _of_pairs,
-    "embedding": _of_pairs,
-    "reranking": _of_pairs,
-    "seq2seq": _of_source_and_target,
-    "image_classification": _of_images,
+_FEATURES: Mapping[SampleContent, Callable[[RunConfig, int, int], Features]] = {
+    "tokens": _of_text,
+    "tokens_and_label": _of_classes,
+    "tokens_and_tags": _of_tags,
+    "texts": _of_pairs,
+    "source_and_target": _of_source_and_target,
+    "image": _of_images,
 }
 
 

@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.config.sections.task import EmbeddingSection
 from finetune.data.batch import Batch
 from finetune.data.encoding.groups.eos import append_eos
 from finetune.data.encoding.groups.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.encoding.labelled_text import Truncation
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
+from finetune.registry.losses import EMBEDDING_LOSSES
 from finetune.runtime.seeds import keep_random_state
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
 from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_among
 from finetune.task.embedding.sentence_files import embedding_files
-from finetune.task.embedding.similarity_losses import InfoNce, Similarity
+from finetune.task.embedding.similarity_losses import Similarity
 from finetune.task.embedding.step_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors
 from finetune.task.embedding.text_batches import collate_groups, pooled_vectors
 from finetune.task.metrics import regression_metrics
@@ -31,8 +31,6 @@ from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, Task
 
 GRADIENT, LOSS, MASKED = "cached_gradient", "cached_loss", "cached_masked"
 ANCHOR, POSITIVE, NEGATIVE = range(3)
-_SCORES: Mapping[str, tuple[float, float]] = {"cosent": (-1e38, 1e38), "cosine_mse": (-1.0, 1.0)}
-"""The lowest and the highest score that a loss of scored pairs accepts."""
 
 
 class EmbeddingTask(BaseTask):
@@ -46,18 +44,26 @@ class EmbeddingTask(BaseTask):
             append_eos(context.tokenizer)
         self.padding = TextPadding(context.tokenizer)
         self.similarity = Similarity(self.section.normalize, self.section.matryoshka_dims)
-        self.loss = _loss_of_step(self.section, self.similarity)
+        entry = EMBEDDING_LOSSES[self.section.loss]
+        self._is_scored = entry.scores is not None
+        self.loss: LossOfStep | None = None  # in which all rows of a step meet; None where each row has its own
+        if entry.compares_rows:
+            self.loss = EMBEDDING_LOSSES.resolve(entry.name)(self.similarity, self.section)
         is_cut = self.data.over_length == "truncate"
         prompts = self.section.prompts
         self._encoder = TextGroupsEncoder(
             context.tokenizer,
-            contents=_contents(self.section),
+            contents=self._contents,
             task="task `embedding`",
             prompts=Prompts(prompts.query, prompts.passage),
-            scores=_SCORES.get(self.section.loss),
+            scores=entry.scores,
             cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
             allow_special_tokens=self.data.allow_special_tokens,
         )
+
+    @property
+    def _contents(self) -> Contents:
+        return "scores" if self._is_scored else "passages"
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -69,7 +75,7 @@ class EmbeddingTask(BaseTask):
         """Return samples of which each text is limited by `data.max_length`."""
         limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
         prompts = self.section.prompts
-        identity = {"contents": _contents(self.section), "prompts": [prompts.query, prompts.passage]}
+        identity = {"contents": self._contents, "prompts": [prompts.query, prompts.passage]}
         return replace(super().samples, length_limit=limit, identity=identity)
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
@@ -126,7 +132,7 @@ class EmbeddingTask(BaseTask):
             loss, gradient, masked = (batch.extras[name] for name in (LOSS, GRADIENT, MASKED))
         product = (vectors * gradient).sum()
         sums = {"loss_sum": loss + (product - product.detach())}
-        return {**sums, "masked_duplicates": masked} if self.section.loss == "infonce" else sums
+        return {**sums, "masked_duplicates": masked} if not self._is_scored else sums
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
         """Return of each text its sample, role, digest and vector; of scored pairs the score and the similarities."""
@@ -134,7 +140,7 @@ class EmbeddingTask(BaseTask):
         if not batch.sample_ids:
             return EvaluationOutput({})
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
-        if self.section.loss != "infonce":
+        if self._is_scored:
             found = self.similarity.of_pairs(*vectors.chunk(2))
             columns = torch.cat([batch.labels[:, None].double(), found.double()], dim=1).cpu()
             return EvaluationOutput({}, torch.cat([ids[:, None], columns], dim=1))
@@ -149,7 +155,7 @@ class EmbeddingTask(BaseTask):
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
         """Return `loss`, that of one step over all rows, and how well the texts are found or the scores are met."""
         assert records is not None, "there are no rows to evaluate on"
-        if self.section.loss == "infonce":
+        if not self._is_scored:
             return self._retrieval_metrics(records)
         scores, similarities = records[:, 1], records[:, 2:]
         if isinstance(self.loss, CosentOfStep):
@@ -176,17 +182,6 @@ class EmbeddingTask(BaseTask):
 
     def _vectors(self, model: nn.Module, batch: Batch) -> Tensor:
         return pooled_vectors(model, batch, self.section.pooling)
-
-
-def _contents(section: EmbeddingSection) -> Contents:
-    return "passages" if section.loss == "infonce" else "scores"
-
-
-def _loss_of_step(section: EmbeddingSection, similarity: Similarity) -> LossOfStep | None:
-    """Return the loss in which all rows of a step meet; None where each row has its own."""
-    if section.loss == "infonce":
-        return InfoNceOfStep(InfoNce(similarity, section.temperature, section.symmetric))
-    return CosentOfStep(similarity, section.temperature) if section.loss == "cosent" else None
 
 
 def _unique_texts(ids: np.ndarray, *, num_rows: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.groups.text_groups import SCORE, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.encoding.labelled_text import Truncation
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
+from finetune.registry.losses import RERANKING_LOSSES
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
 from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_in
@@ -23,8 +24,6 @@ from finetune.task.model_inputs import forward_logits
 from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
 GROUP = "group_of_sequence"
-_SCORES = {"bce": (0.0, 1.0), "mse": (-1e38, 1e38)}
-"""The lowest and the highest score that a loss of scored pairs accepts."""
 
 
 class RerankingTask(BaseTask):
@@ -41,14 +40,18 @@ class RerankingTask(BaseTask):
             contents="scores" if self._is_scored else "passages",
             task="task `reranking`",
             joint=True,
-            scores=_SCORES.get(self.section.loss),
+            scores=self._score_range,
             cut=Truncation(self.data.longest, self.data.truncate_side) if is_cut else None,
             allow_special_tokens=self.data.allow_special_tokens,
         )
 
     @property
     def _is_scored(self) -> bool:
-        return self.section.loss in _SCORES
+        return self._score_range is not None
+
+    @property
+    def _score_range(self) -> tuple[float, float] | None:
+        return RERANKING_LOSSES[self.section.loss].scores
 
     @property
     def head_values(self) -> Mapping[str, Any]:
@@ -60,7 +63,7 @@ class RerankingTask(BaseTask):
     def samples(self) -> SampleSpec:
         """Return samples of which each query with a passage is limited by `data.max_length`."""
         limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
-        scored = {"scores": list(_SCORES[self.section.loss])} if self._is_scored else {}
+        scored = {} if self._score_range is None else {"scores": list(self._score_range)}
         return replace(super().samples, length_limit=limit, identity={"is_scored": self._is_scored, **scored})
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
@@ -115,19 +118,35 @@ class RerankingTask(BaseTask):
 
     def _losses(self, scores: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each row, float32 [rows]."""
-        if self.section.loss == "bce":
-            return functional.binary_cross_entropy_with_logits(scores, batch.labels, reduction="none")
-        if self.section.loss == "mse":
-            return (scores - batch.labels).square()
-        num, groups = len(batch.group_sizes), batch.extras[GROUP]
-        positives = scores[:num]
-        if self.section.loss == "listwise":
-            highest = torch.full_like(positives, -torch.inf).scatter_reduce(0, groups, scores.detach(), "amax")
-            total = torch.zeros_like(positives).index_add(0, groups, (scores - highest[groups]).exp())
-            return total.log() + highest - positives
-        each = functional.softplus(scores[num:] - positives[groups[num:]])
-        num_negatives = torch.zeros_like(positives).index_add(0, groups[num:], torch.ones_like(each))
-        return torch.zeros_like(positives).index_add(0, groups[num:], each) / num_negatives
+        return cast(Tensor, RERANKING_LOSSES.resolve(self.section.loss)(scores, batch))
+
+
+def listwise(scores: Tensor, batch: Batch) -> Tensor:
+    """Return the softmax loss over each row's passages, [rows]."""
+    num, groups = len(batch.group_sizes), batch.extras[GROUP]
+    positives = scores[:num]
+    highest = torch.full_like(positives, -torch.inf).scatter_reduce(0, groups, scores.detach(), "amax")
+    total = torch.zeros_like(positives).index_add(0, groups, (scores - highest[groups]).exp())
+    return total.log() + highest - positives
+
+
+def pairwise(scores: Tensor, batch: Batch) -> Tensor:
+    """Return the mean loss of the positive against each negative of a row, [rows]."""
+    num, groups = len(batch.group_sizes), batch.extras[GROUP]
+    positives = scores[:num]
+    each = functional.softplus(scores[num:] - positives[groups[num:]])
+    num_negatives = torch.zeros_like(positives).index_add(0, groups[num:], torch.ones_like(each))
+    return torch.zeros_like(positives).index_add(0, groups[num:], each) / num_negatives
+
+
+def binary_cross_entropy(scores: Tensor, batch: Batch) -> Tensor:
+    """Return the cross-entropy of each row's score, a logit, with its label from 0 to 1."""
+    return functional.binary_cross_entropy_with_logits(scores, batch.labels, reduction="none")
+
+
+def squared_error(scores: Tensor, batch: Batch) -> Tensor:
+    """Return the squared difference of each row's score and label."""
+    return (scores - batch.labels).square()
 
 
 def _scores(model: nn.Module, batch: Batch) -> Tensor:

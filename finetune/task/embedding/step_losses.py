@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finetune.config.sections.task import EmbeddingSection
 from finetune.data.batch import Batch
 from finetune.runtime import distributed
 from finetune.task.embedding.duplicates import MaskedPairs, masked_anchors, masked_passages
@@ -198,3 +199,13 @@ class CosentOfStep:
         """Return the loss of all pairs, a scalar, from their similarities at each size, [pairs, sizes]."""
         each = [cosent(column, scores, temperature=self.temperature) for column in similarities.unbind(dim=1)]
         return torch.stack(each).mean()
+
+
+def infonce_of_step(similarity: Similarity, section: EmbeddingSection) -> LossOfStep:
+    """Return InfoNCE over the global batch."""
+    return InfoNceOfStep(InfoNce(similarity, section.temperature, section.symmetric))
+
+
+def cosent_of_step(similarity: Similarity, section: EmbeddingSection) -> LossOfStep:
+    """Return CoSENT over the global batch."""
+    return CosentOfStep(similarity, section.temperature)

@@ -3,13 +3,14 @@
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from finetune.config.sections.evaluate import GenerateSection
 from finetune.errors import UserError
+from finetune.registry.metrics import METRICS
 from finetune.runtime import distributed
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.causal_lm import pad_id
@@ -92,8 +93,8 @@ def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
 
 
 def _load_metric(name: str) -> Metric:
-    if name == "exact_match":
-        return exact_match
+    if name in METRICS:
+        return cast(Metric, METRICS.resolve(name))
     module, _, function = name.partition(":")
     try:
         metric: Metric = getattr(importlib.import_module(module), function)

@@ -3,8 +3,8 @@
 from torch import nn
 
 from finetune.config.sections.train import LossKernel
+from finetune.registry.losses import LOSS_KERNELS
 from finetune.task.lm_loss.head import LmHead, find_lm_head
-from finetune.task.lm_loss.target_loss import KERNEL_MODULES
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import ModelHead
 
@@ -46,9 +46,9 @@ def _all_logits(head: LmHead | None, name: str) -> str:
 
 
 def _kernel_problem(head: LmHead, kernel: LossKernel) -> str | None:
-    if kernel not in KERNEL_MODULES:
+    if LOSS_KERNELS[kernel].module is None:
         return None
     if not head.is_linear:
         return "a head that is not one linear layer (adapters, quantization)"
     has_bias = getattr(head.module, "bias", None) is not None
-    return "a head with a bias" if kernel == "cce" and has_bias else None
+    return "a head with a bias" if has_bias and not LOSS_KERNELS[kernel].takes_bias else None

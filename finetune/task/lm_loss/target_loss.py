@@ -8,13 +8,14 @@ count targets, which our chunked loss does not: that is why none of them is ever
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
+from finetune.registry.losses import LOSS_KERNELS
 from finetune.runtime.optional import require
 from finetune.task.lm_loss import chunked_loss
 from finetune.task.lm_loss.at_targets import compute_at_targets, logits_everywhere
@@ -30,8 +31,6 @@ from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_sums
 
-KERNEL_MODULES = {"liger": "liger_kernel.transformers.functional", "cce": "cut_cross_entropy"}
-
 FusedKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LogitTransform], Tensor]
 """From hidden states [targets, hidden], weight, bias and labels to the summed cross-entropy, a scalar."""
 
@@ -41,33 +40,42 @@ def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
 
     Raises MissingPackage where there is a GPU, but not the package.
     """
-    if kernel not in KERNEL_MODULES:
+    module = LOSS_KERNELS[kernel].module
+    if module is None:
         return kernel, ()
     if not torch.cuda.is_available():
         return "chunked", (f"warning: train.loss_kernel: `{kernel}` needs a CUDA GPU; `chunked` is used.",)
-    require(KERNEL_MODULES[kernel], extra="kernels", purpose=f"`train.loss_kernel: {kernel}`")
+    require(module, extra="kernels", purpose=f"`train.loss_kernel: {kernel}`")
     return kernel, ()
 
 
 def fused_kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> FusedKernel | None:
     """Return the configured kernel where it supports such a head; None where our own loss is used."""
-    if kernel not in KERNEL_MODULES or not rows.is_cuda or not len(rows) or (kernel == "cce" and bias is not None):
+    entry = LOSS_KERNELS[kernel]
+    if entry.module is None or not rows.is_cuda or not len(rows) or (bias is not None and not entry.takes_bias):
         return None
-    return _liger if kernel == "liger" else _cce
+    return cast(FusedKernel, LOSS_KERNELS.resolve(kernel))
 
 
-def _liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
-    function: Any = require(KERNEL_MODULES["liger"], extra="kernels", purpose="`train.loss_kernel: liger`")
+def liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
+    """Return the sum by liger-kernel."""
+    function: Any = require(_module("liger"), extra="kernels", purpose="`train.loss_kernel: liger`")
     settings = {"reduction": "sum", "softcap": transform.soft_cap, "accum_dtype": torch.float32}
     bias = None if bias is None else _scaled(bias, transform)
     return _sum(function.liger_fused_linear_cross_entropy(_scaled(rows, transform), weight, labels, bias, **settings))
 
 
-def _cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
-    """Return the sum; gradients of unlikely tokens are not left out (`filter_eps`)."""
-    package: Any = require(KERNEL_MODULES["cce"], extra="kernels", purpose="`train.loss_kernel: cce`")
+def cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
+    """Return the sum by cut-cross-entropy; gradients of unlikely tokens are not left out (`filter_eps`)."""
+    package: Any = require(_module("cce"), extra="kernels", purpose="`train.loss_kernel: cce`")
     settings = {"reduction": "sum", "softcap": transform.soft_cap, "filter_eps": None}
     return _sum(package.linear_cross_entropy(_scaled(rows, transform), weight, labels, **settings))
+
+
+def _module(kernel: LossKernel) -> str:
+    module = LOSS_KERNELS[kernel].module
+    assert module is not None
+    return module
 
 
 def _scaled(values: Tensor, transform: LogitTransform) -> Tensor:

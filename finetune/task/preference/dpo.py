@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from finetune.config.sections.task import PreferenceSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.task.preference import losses
+from finetune.registry.losses import PREFERENCE_LOSSES, Score
 from finetune.task.preference.answer_pairs import (
     PAIR_WEIGHTS,
     AnswerPairsTask,
@@ -25,10 +25,6 @@ from finetune.task.protocol import ModelHead, Precomputed, TaskContext
 REFERENCE = "reference"
 """The array of a sample that holds the reference's log-probability of each of its sequences."""
 
-LOSSES_WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "robust", "kto")
-LOSSES_WITH_CROSS_ENTROPY = ("orpo", "cpo")
-"""Losses of which the chosen answer's own cross-entropy is a part."""
-
 
 class PreferenceTask(AnswerPairsTask):
     """Prefer the chosen answer to the rejected one. One pair is one target."""
@@ -42,7 +38,7 @@ class PreferenceTask(AnswerPairsTask):
     @property
     def precomputed(self) -> Precomputed | None:
         """Return the reference's log-probabilities, where the loss has a reference."""
-        return precomputed_reference() if self.section.loss in LOSSES_WITH_REFERENCE else None
+        return precomputed_reference() if PREFERENCE_LOSSES[self.section.loss].has_reference else None
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return chosen answers and below them rejected ones, with what the reference says of each."""
@@ -90,42 +86,30 @@ class PairLogProbabilities:
 
     def losses(self, section: PreferenceSection) -> Tensor:
         """Return the loss of each pair."""
-        weight = section.sft_weight
-        if weight is None:
-            weight = 1.0 if section.loss in LOSSES_WITH_CROSS_ENTROPY else 0.0
-        preferred = self._preferring(section)
+        entry = PREFERENCE_LOSSES[section.loss]
+        preferred: Tensor = PREFERENCE_LOSSES.resolve(entry.name)(*self._scores(entry.score), section)
+        weight = entry.sft_weight if section.sft_weight is None else section.sft_weight
         return preferred if weight == 0 else preferred - weight * self.chosen / self.chosen_tokens
 
     def rewards(self, section: PreferenceSection) -> tuple[Tensor, Tensor]:
         """Return the implicit reward of the chosen and of the rejected answers: beta times what the loss compares."""
-        if section.loss in ("orpo", "simpo"):
+        score = PREFERENCE_LOSSES[section.loss].score
+        if score == "mean_log_probability":
             return section.beta * self.chosen / self.chosen_tokens, section.beta * self.rejected / self.rejected_tokens
-        if section.loss == "cpo":
-            return section.beta * self.chosen, section.beta * self.rejected
-        chosen, rejected = self._ratios()
+        chosen, rejected = self._scores("ratio" if score == "mean_ratio" else score)
         return section.beta * chosen, section.beta * rejected
 
-    def _preferring(self, section: PreferenceSection) -> Tensor:
-        """Return the part of the loss that prefers."""
-        beta, smoothing = section.beta, section.label_smoothing
-        chosen_mean, rejected_mean = self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
-        if section.loss == "orpo":
-            return beta * losses.odds_ratio(chosen_mean, rejected_mean)
-        if section.loss == "simpo":
-            return losses.simpo(chosen_mean, rejected_mean, beta=beta, target_margin=section.target_margin)
-        if section.loss == "cpo":
-            return losses.cpo(self.chosen, self.rejected, beta=beta, label_smoothing=smoothing)
-        chosen, rejected = self._ratios()
-        if section.loss == "ipo":
-            return losses.ipo(chosen / self.chosen_tokens - rejected / self.rejected_tokens, tau=beta)
-        if section.loss == "hinge":
-            return losses.hinge(chosen - rejected, beta=beta)
-        of_ratios = losses.robust_dpo if section.loss == "robust" else losses.dpo
-        return of_ratios(chosen - rejected, beta=beta, label_smoothing=smoothing)
-
-    def _ratios(self) -> tuple[Tensor, Tensor]:
-        assert self.chosen_reference is not None and self.rejected_reference is not None, "with_priors comes first"
-        return self.chosen - self.chosen_reference, self.rejected - self.rejected_reference
+    def _scores(self, score: Score) -> tuple[Tensor, Tensor]:
+        """Return what a loss compares, of the chosen and of the rejected answers."""
+        if score == "log_probability":
+            return self.chosen, self.rejected
+        if score == "mean_log_probability":
+            return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+        assert self.chosen_reference is not None and self.rejected_reference is not None, "it is precomputed"
+        chosen, rejected = self.chosen - self.chosen_reference, self.rejected - self.rejected_reference
+        if score == "ratio":
+            return chosen, rejected
+        return chosen / self.chosen_tokens, rejected / self.rejected_tokens
 
 
 def precomputed_reference() -> Precomputed:

@@ -10,64 +10,68 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from finetune.config.sections.task import PreferenceSection
 
-def dpo(margin: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+
+def dpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return `-(1 - e) log s(beta m) - e log s(-beta m)` of the difference `m` of both ratios.
 
     DPO: Rafailov et al., 2023, arXiv:2305.18290, equation 7; with label smoothing e it is conservative DPO (Mitchell,
     2023, "A note on DPO with noisy preferences"), of which a share e of the pairs is the wrong way round.
     """
-    return -(1 - label_smoothing) * logsigmoid(beta * margin) - label_smoothing * logsigmoid(-beta * margin)
+    beta, smoothing, margin = section.beta, section.label_smoothing, chosen - rejected
+    return -(1 - smoothing) * logsigmoid(beta * margin) - smoothing * logsigmoid(-beta * margin)
 
 
-def robust_dpo(margin: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+def robust_dpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return `(-(1 - e) log s(beta m) + e log s(-beta m)) / (1 - 2 e)`, unbiased where a share e is flipped.
 
     Robust DPO: Chowdhury et al., 2024, arXiv:2403.00409, equation 13.
     """
-    unflipped = -(1 - label_smoothing) * logsigmoid(beta * margin) + label_smoothing * logsigmoid(-beta * margin)
-    return unflipped / (1 - 2 * label_smoothing)
+    beta, smoothing, margin = section.beta, section.label_smoothing, chosen - rejected
+    unflipped = -(1 - smoothing) * logsigmoid(beta * margin) + smoothing * logsigmoid(-beta * margin)
+    return unflipped / (1 - 2 * smoothing)
 
 
-def hinge(margin: Tensor, *, beta: float) -> Tensor:
+def hinge(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return `max(0, 1 - beta m)` of the difference `m` of both ratios.
 
     SLiC as a loss of ratios: Liu et al., 2023, arXiv:2309.06657, equation 10 (norm), beta there gamma.
     """
-    return torch.relu(1 - beta * margin)
+    return torch.relu(1 - section.beta * (chosen - rejected))
 
 
-def ipo(margin: Tensor, *, tau: float) -> Tensor:
+def ipo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return `(m - 1 / (2 tau))^2` of the difference `m` of both ratios, each divided by the tokens of its answer.
 
-    IPO: Azar et al., 2023, arXiv:2310.12036, equation 17. The paper does not mention the division; its authors
-    confirmed it to TRL, which divides likewise.
+    IPO: Azar et al., 2023, arXiv:2310.12036, equation 17, tau here beta. The paper does not mention the division; its
+    authors confirmed it to TRL, which divides likewise.
     """
-    return (margin - 1 / (2 * tau)) ** 2
+    return (chosen - rejected - 1 / (2 * section.beta)) ** 2
 
 
-def odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return `-log s(log(odds(y_w) / odds(y_l)))`, odds being `p / (1 - p)`, from mean log-probabilities of a token.
+def orpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
+    """Return `-lambda log s(log(odds(y_w) / odds(y_l)))`, odds being `p / (1 - p)`, from mean log-probabilities.
 
-    ORPO's second term: Hong et al., 2024, arXiv:2403.07691, equations 4 and 7.
+    ORPO's second term: Hong et al., 2024, arXiv:2403.07691, equations 4, 6 and 7, lambda here beta.
     """
-    return -logsigmoid((chosen - rejected) - (log_one_minus_exp(chosen) - log_one_minus_exp(rejected)))
+    return section.beta * -logsigmoid((chosen - rejected) - (log_one_minus_exp(chosen) - log_one_minus_exp(rejected)))
 
 
-def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, target_margin: float) -> Tensor:
+def simpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return `-log s(beta (c - r) - gamma)` from mean log-probabilities of a token, c and r.
 
     SimPO: Meng et al., 2024, arXiv:2405.14734, equation 6.
     """
-    return -logsigmoid(beta * (chosen - rejected) - target_margin)
+    return -logsigmoid(section.beta * (chosen - rejected) - section.target_margin)
 
 
-def cpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+def cpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     """Return DPO's loss of summed log-probabilities without a reference.
 
     CPO's first term: Xu et al., 2024, arXiv:2401.08417, equation 3.
     """
-    return dpo(chosen - rejected, beta=beta, label_smoothing=label_smoothing)
+    return dpo(chosen, rejected, section)
 
 
 def kto(

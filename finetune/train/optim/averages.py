@@ -23,9 +23,6 @@ from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY
 INITIAL_COUNTS = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
 """The counts before the first update: updates, sum of the average's weights, highest learning rate."""
 
-FAST_SEQUENCE = "z"
-"""The key of the fast sequence among a parameter's optimizer state."""
-
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
     """The package's rule; its `train` and `eval` are not used; `average_from_fast` computes the average."""

@@ -7,13 +7,15 @@ for matrices alone (`torch.optim.Muon`).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
 from finetune.model.compilation import missing_triton_toolchain
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.runtime.optional import lazily, require
 from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape
 from finetune.train.optim.averages import ScheduleFreeAdamW, keep_average, set_average_decay
@@ -97,6 +99,81 @@ def _is_hidden_matrix(each: NamedParameter) -> bool:
 Groups = list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class OptimizerInputs:
+    """What an optimizer of the registry is built from."""
+
+    named: Sequence[NamedParameter]
+    groups: Groups  # with a weight decay each
+    section: OptimizerSection
+    learning_rate: float
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Return the decay rates of both moments."""
+        first, second = self.section.betas
+        return first, second
+
+    @property
+    def is_fused(self) -> bool:
+        """Tell whether the whole update is one kernel."""
+        return True if self.section.fused is None else self.section.fused
+
+
+def adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return torch's AdamW."""
+    return torch.optim.AdamW(
+        inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps, fused=inputs.is_fused
+    )
+
+
+def sgd(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return torch's SGD."""
+    return torch.optim.SGD(inputs.groups, lr=inputs.learning_rate, momentum=inputs.section.momentum or 0.0)
+
+
+def adafactor(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return transformers' Adafactor with the learning rate of the schedule alone."""
+    optimizer: torch.optim.Optimizer = optimization.Adafactor(
+        inputs.groups, lr=inputs.learning_rate, scale_parameter=False, relative_step=False, warmup_init=False
+    )
+    return optimizer
+
+
+def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW; raises MissingPackage without it, ModelError without a device that it supports."""
+    bitsandbytes = require("bitsandbytes", extra="quantization", purpose="train.optimizer.name: adamw_8bit")
+    if not torch.cuda.is_available() and not _is_on_cpu("bitsandbytes::optimizer_update_8bit_blockwise"):
+        raise ModelError(
+            f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
+            f"{bitsandbytes.__version__} has it for no CPU. Write `name: adamw` with `state_dtype: int8`."
+        )
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
+        inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
+    )
+    return optimizer
+
+
+def muon(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return Muon for hidden matrices and AdamW for the rest; raises ModelError where no matrix is hidden."""
+    momentum = inputs.section.momentum
+    return MuonAndAdamW(
+        split_for_muon(inputs.groups, inputs.named),
+        learning_rate=inputs.learning_rate,
+        momentum=0.95 if momentum is None else momentum,
+        betas=inputs.betas,
+        eps=inputs.section.eps,
+        fused=inputs.is_fused,
+    )
+
+
+def schedule_free_adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    """Return schedule-free AdamW; raises MissingPackage without its package."""
+    return ScheduleFreeAdamW(
+        inputs.groups, learning_rate=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
+    )
+
+
 def build_optimizer(
     named: Sequence[NamedParameter],
     section: OptimizerSection,
@@ -121,7 +198,8 @@ def build_optimizer(
     if _is_low_bit(named, section):
         optimizer = _low_bit(add_rounding_keys(groups, named, seed=seed), section, learning_rate)
     else:
-        optimizer = _build(named, groups, section, learning_rate)
+        inputs = OptimizerInputs(named, groups, section, learning_rate)
+        optimizer = cast(torch.optim.Optimizer, OPTIMIZERS.resolve(section.name)(inputs))
     if unfreeze:
         optimizer.register_step_pre_hook(lambda optimizer, *_: drop_not_yet_unfrozen(optimizer))
     if average is not None:
@@ -182,73 +260,15 @@ def _is_low_bit(named: Sequence[NamedParameter], section: OptimizerSection) -> b
     return any(uses_low_bit_adamw(section, dtype=dtype) for dtype in trained)
 
 
-def _build(
-    named: Sequence[NamedParameter], groups: Groups, section: OptimizerSection, learning_rate: float
-) -> torch.optim.Optimizer:
-    if section.name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=_pair(section), eps=section.eps, fused=_fused(section))
-    if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate, momentum=section.momentum or 0.0)
-    if section.name == "adafactor":
-        return _adafactor(groups, learning_rate)
-    if section.name == "muon":
-        return _muon(named, groups, section, learning_rate)
-    if section.name == "schedule_free_adamw":
-        return ScheduleFreeAdamW(groups, learning_rate=learning_rate, betas=_pair(section), eps=section.eps)
-    return _adamw_8bit(groups, section, learning_rate)
-
-
 def _low_bit(groups: Groups, section: OptimizerSection, learning_rate: float) -> torch.optim.Optimizer:
     return LowBitAdamW(
         groups,
         learning_rate=learning_rate,
-        betas=_pair(section),
+        betas=(section.betas[0], section.betas[1]),
         eps=section.eps,
         state_dtype=getattr(torch, section.state_dtype) if section.state_dtype else None,
         rounds_weights=section.stochastic_rounding,
     )
-
-
-def _pair(section: OptimizerSection) -> tuple[float, float]:
-    first, second = section.betas
-    return first, second
-
-
-def _fused(section: OptimizerSection) -> bool:
-    return True if section.fused is None else section.fused
-
-
-def _muon(
-    named: Sequence[NamedParameter], groups: Groups, section: OptimizerSection, learning_rate: float
-) -> torch.optim.Optimizer:
-    return MuonAndAdamW(
-        split_for_muon(groups, named),
-        learning_rate=learning_rate,
-        momentum=0.95 if section.momentum is None else section.momentum,
-        betas=_pair(section),
-        eps=section.eps,
-        fused=_fused(section),
-    )
-
-
-def _adafactor(groups: Groups, learning_rate: float) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = optimization.Adafactor(
-        groups, lr=learning_rate, scale_parameter=False, relative_step=False, warmup_init=False
-    )
-    return optimizer
-
-
-def _adamw_8bit(groups: Groups, section: OptimizerSection, learning_rate: float) -> torch.optim.Optimizer:
-    bitsandbytes = require("bitsandbytes", extra="quantization", purpose="train.optimizer.name: adamw_8bit")
-    if not torch.cuda.is_available() and not _is_on_cpu("bitsandbytes::optimizer_update_8bit_blockwise"):
-        raise ModelError(
-            f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
-            f"{bitsandbytes.__version__} has it for no CPU. Write `name: adamw` with `state_dtype: int8`."
-        )
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
-        groups, lr=learning_rate, betas=_pair(section), eps=section.eps
-    )
-    return optimizer
 
 
 def _is_on_cpu(operator: str) -> bool:

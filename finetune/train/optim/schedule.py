@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from finetune.config.sections.train import ScalingSection, ScheduleSection
+from finetune.registry.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Schedule:
     The first step has 1/warmup of the peak, so that no step is wasted at a rate of 0.
     """
 
-    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"]
+    name: str  # in the registry
     peak: float
     num_steps: int
     num_warmup_steps: int
@@ -25,16 +25,32 @@ class Schedule:
         """Return the rate of the step that follows `steps_done` steps."""
         if steps_done < self.num_warmup_steps:
             return self.peak * (steps_done + 1) / self.num_warmup_steps
-        return self.peak * (self.final_fraction + (1.0 - self.final_fraction) * self._shape(steps_done))
+        shape: float = SCHEDULES.resolve(self.name)(self, steps_done)
+        return self.peak * (self.final_fraction + (1.0 - self.final_fraction) * shape)
 
-    def _shape(self, steps_done: int) -> float:
-        """Return a factor that falls from 1 right after the warmup towards 0 at the end."""
-        if self.name == "constant":
-            return 1.0
-        if self.name == "warmup_stable_decay":
-            return min(1.0, (self.num_steps - steps_done) / max(1, self.num_decay_steps))
-        share = (steps_done - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
-        return 1.0 - share if self.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    def share_after_warmup(self, steps_done: int) -> float:
+        """Return the share of the steps after the warmup that are done."""
+        return (steps_done - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
+
+
+def constant(schedule: Schedule, steps_done: int) -> float:
+    """Return 1."""
+    return 1.0
+
+
+def linear(schedule: Schedule, steps_done: int) -> float:
+    """Return a factor on a straight line from 1 right after the warmup to 0 at the end."""
+    return 1.0 - schedule.share_after_warmup(steps_done)
+
+
+def cosine(schedule: Schedule, steps_done: int) -> float:
+    """Return a factor on half a cosine from 1 right after the warmup to 0 at the end."""
+    return 0.5 * (1.0 + math.cos(math.pi * schedule.share_after_warmup(steps_done)))
+
+
+def warmup_stable_decay(schedule: Schedule, steps_done: int) -> float:
+    """Return 1, and in the last `num_decay_steps` a factor on a straight line to 0."""
+    return min(1.0, (schedule.num_steps - steps_done) / max(1, schedule.num_decay_steps))
 
 
 def build_schedule(section: ScheduleSection, *, peak: float, num_steps: int) -> Schedule:

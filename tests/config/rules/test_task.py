@@ -96,11 +96,11 @@ IDLE = [
             *(("prompts.query", "q"), ("prompts.passage", "p")),
         )
     ),
-    ([*COSENT, "task.embedding.symmetric=true"], "task.embedding.symmetric", "only `loss: infonce` has anchors"),
+    ([*COSENT, "task.embedding.symmetric=true"], "task.embedding.symmetric", "only `loss: infonce` reads it"),
     (
         ["task.name=embedding", "task.embedding={loss: cosine_mse, temperature: 0.1}"],
         "task.embedding.temperature",
-        "has no temperature",
+        "only `loss: infonce` and `loss: cosent` read it",
     ),
     (["task.reranking.loss=bce"], "task.reranking.loss", "only `task.name: reranking` reads it"),
 ]

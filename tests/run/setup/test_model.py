@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from finetune.config.load import load_config
+from finetune.registry.tasks import TASKS
 from finetune.run.setup import model as building
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.ddp import DataParallel
@@ -11,7 +12,6 @@ from finetune.strategy.deepspeed import ZeroRedundancy
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.fsdp import FullySharded
 from finetune.strategy.reconcile import JobSettings
-from finetune.task.registry import model_head
 
 CUDA = torch.device("cuda", 1)
 JOB = JobSettings(strategy=None, precision="bf16", microbatch_size=1, max_gradient_norm=1.0)
@@ -41,7 +41,7 @@ def test_initial_values_that_are_computed_from_weights_are_computed_on_the_cpu(j
     config = load_config(job, overrides).config
 
     class Task:
-        head, head_values = model_head(config.task.name), {}
+        head, head_values = TASKS[config.task.name].head, {}
 
     with pytest.raises(Asked) as found:
         building.build_model(config, task=Task(), tokenizer=None, init_context=InitContext(device=CUDA))

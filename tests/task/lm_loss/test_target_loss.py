@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional
 
 from finetune.errors import MissingPackage
+from finetune.registry.losses import LOSS_KERNELS
 from finetune.task.lm_loss import target_loss
 from finetune.task.lm_loss.logit_transform import LogitTransform
-from finetune.task.lm_loss.target_loss import KERNEL_MODULES, fused_kernel_for, resolve_kernel
+from finetune.task.lm_loss.target_loss import fused_kernel_for, resolve_kernel
 
 ROWS, WEIGHT, BIAS = torch.randn(5, 8), torch.randn(11, 8), torch.randn(11)
 LABELS = torch.tensor([0, 3, 10, 2, 2])
@@ -37,17 +38,17 @@ def linear_cross_entropy(
 @pytest.fixture
 def installed(monkeypatch):
     for name, function in (("liger", liger_fused_linear_cross_entropy), ("cce", linear_cross_entropy)):
-        module = ModuleType(KERNEL_MODULES[name])
+        module = ModuleType(LOSS_KERNELS[name].module)
         setattr(module, function.__name__, function)
-        for depth in range(1, len(KERNEL_MODULES[name].split("."))):
-            parent = ".".join(KERNEL_MODULES[name].split(".")[:depth])
+        for depth in range(1, len(LOSS_KERNELS[name].module.split("."))):
+            parent = ".".join(LOSS_KERNELS[name].module.split(".")[:depth])
             monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        monkeypatch.setitem(sys.modules, KERNEL_MODULES[name], module)
+        monkeypatch.setitem(sys.modules, LOSS_KERNELS[name].module, module)
 
 
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(scale=0.5, soft_cap=2.0)])
 @pytest.mark.parametrize(
-    ("kernel", "bias"), [(target_loss._liger, BIAS), (target_loss._liger, None), (target_loss._cce, None)]
+    ("kernel", "bias"), [(target_loss.liger, BIAS), (target_loss.liger, None), (target_loss.cce, None)]
 )
 def test_a_kernel_is_given_what_makes_the_models_logits(installed, kernel, bias, transform):
     wanted = functional.cross_entropy(transform.apply(functional.linear(ROWS, WEIGHT, bias)), LABELS, reduction="sum")

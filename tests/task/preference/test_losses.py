@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from finetune.config.sections.task import PreferenceSection
 from finetune.task.preference import losses
 
 MARGINS = (-7.0, -0.31, 0.0, 0.02, 4.5, 30.0)
@@ -24,51 +25,61 @@ def doubles(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def of_margins(function, margins, **section) -> torch.Tensor:
+    """Return a loss of pairs whose rejected answers have a score of 0."""
+    scores = doubles(margins)
+    return function(scores, torch.zeros_like(scores), PreferenceSection(**section))
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_dpo_is_equation_7_and_conservative_with_smoothing(smoothing):
     expected = [
         -(1 - smoothing) * math.log(logistic(0.3 * m)) - smoothing * math.log(logistic(-0.3 * m)) for m in MARGINS
     ]
-    close(losses.dpo(doubles(MARGINS), beta=0.3, label_smoothing=smoothing), expected)
+    close(of_margins(losses.dpo, MARGINS, beta=0.3, label_smoothing=smoothing), expected)
 
 
 def test_robust_dpo_is_unbiased_where_pairs_are_flipped():
     margins, share = doubles(MARGINS), 0.2
+    section = {"beta": 0.3, "label_smoothing": share}
     expected = [
         (-(1 - share) * math.log(logistic(0.3 * m)) + share * math.log(logistic(-0.3 * m))) / (1 - 2 * share)
         for m in MARGINS
     ]
-    close(losses.robust_dpo(margins, beta=0.3, label_smoothing=share), expected)
-    noisy = [losses.robust_dpo(sign * margins, beta=0.3, label_smoothing=share) for sign in (1, -1)]
-    close((1 - share) * noisy[0] + share * noisy[1], losses.dpo(margins, beta=0.3).tolist())
+    close(of_margins(losses.robust_dpo, MARGINS, **section), expected)
+    noisy = [of_margins(losses.robust_dpo, (sign * margins).tolist(), **section) for sign in (1, -1)]
+    close((1 - share) * noisy[0] + share * noisy[1], of_margins(losses.dpo, MARGINS, beta=0.3).tolist())
 
 
 def test_hinge_is_that_of_slic():
-    close(losses.hinge(doubles(MARGINS), beta=0.3), [max(0.0, 1 - 0.3 * m) for m in MARGINS])
+    close(of_margins(losses.hinge, MARGINS, beta=0.3), [max(0.0, 1 - 0.3 * m) for m in MARGINS])
 
 
 def test_ipo_is_equation_17():
-    close(losses.ipo(doubles(MARGINS), tau=0.4), [(m - 1 / 0.8) ** 2 for m in MARGINS])
+    close(of_margins(losses.ipo, MARGINS, beta=0.4), [(m - 1 / 0.8) ** 2 for m in MARGINS])
 
 
-def test_odds_ratio_is_equation_4_and_7():
+def test_orpo_is_equations_4_6_and_7():
     def odds(mean: float) -> float:
         return math.exp(mean) / -math.expm1(mean)
 
-    expected = [-math.log(logistic(math.log(odds(c) / odds(r)))) for c, r in MEANS]
+    expected = [0.3 * -math.log(logistic(math.log(odds(c) / odds(r)))) for c, r in MEANS]
     chosen, rejected = doubles(MEANS).T
-    close(losses.odds_ratio(chosen, rejected), expected)
+    close(losses.orpo(chosen, rejected, PreferenceSection(beta=0.3)), expected)
 
 
 def test_simpo_is_equation_6():
     chosen, rejected = doubles(MEANS).T
     expected = [-math.log(logistic(2.0 * c - 2.0 * r - 0.5)) for c, r in MEANS]
-    close(losses.simpo(chosen, rejected, beta=2.0, target_margin=0.5), expected)
+    close(losses.simpo(chosen, rejected, PreferenceSection(beta=2.0, target_margin=0.5)), expected)
 
 
 def test_cpo_is_equation_3():
     chosen, rejected = doubles(MEANS).T
-    close(losses.cpo(chosen, rejected, beta=0.3), [-math.log(logistic(0.3 * (c - r))) for c, r in MEANS])
+    close(
+        losses.cpo(chosen, rejected, PreferenceSection(beta=0.3)),
+        [-math.log(logistic(0.3 * (c - r))) for c, r in MEANS],
+    )
 
 
 def test_kto_is_equation_8():

@@ -19,9 +19,9 @@ from finetune.model.adapters.context import adapter_config
 from finetune.model.loading.dry_run import meta_model
 from finetune.model.loading.hub import is_local_path
 from finetune.model.size import measure_model, optimizer_state_bytes
+from finetune.registry.tasks import TASKS
 from finetune.runtime.distributed import error_text
 from finetune.runtime.upstream import without_hub_retries
-from finetune.task.registry import model_head
 
 _ADAPTER_SHARE = 200
 """Of adapters other than LoRA, at most one number in so many of the model is taken to be trained."""
@@ -40,7 +40,7 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
         return replace(facts, problem=f"the model {missing.name} is not in the local cache, so its size is unknown")
     try:
         with without_hub_retries(is_local=True):
-            model = meta_model(config.model, head=model_head(config.task.name))
+            model = meta_model(config.model, head=TASKS[config.task.name].head)
     except Exception as error:  # of any library: `finetune check --model` explains it
         return replace(facts, problem=f"the model cannot be built: {error_text(error).splitlines()[0]}")
     return replace(facts, **_sizes(config, model))

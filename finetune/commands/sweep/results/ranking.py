@@ -10,9 +10,10 @@ from finetune.commands.sweep.plan.grid import SweepRun
 from finetune.commands.sweep.running.history import TRAIN_LOSS, RunHistory
 from finetune.commands.sweep.state.outcome import FINISHED, Outcome
 from finetune.config.formatting import format_list
-from finetune.config.rules.evaluate import GOALS, metrics_of
+from finetune.config.rules.evaluate import metrics_of
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
+from finetune.registry.metrics import METRICS
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def choose_objective(written: str | None, config: RunConfig) -> Objective:
     if name == TRAIN_LOSS:
         return Objective(name, True)
     _require_measured(name, config)
-    known = GOALS.get(name)
+    known = METRICS[name].goal if name in METRICS else None
     if known is None and not goal:
         raise UserError(f"--metric {name}: its direction is not known. Write {name}:minimize or {name}:maximize.")
     if known is not None and goal not in ("", known):

@@ -1,0 +1,1 @@
+"""What a job chooses by name: a table for each, with the facts that other packages need. Imports no torch."""

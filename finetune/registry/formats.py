@@ -1,0 +1,141 @@
+"""The formats of rows that `format` of a source chooses from."""
+
+from dataclasses import dataclass
+
+from finetune.errors import RegistryError
+from finetune.registry.table import Entry, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatEntry(Entry):
+    """A format. Its implementation is a function from `data.formats.columns.Columns` to what the row says."""
+
+    required: tuple[str, ...]  # columns that a row must have
+    optional: tuple[str, ...] = ()
+    classes: str | None = None  # the column that has classes, whose numbers a dataset may name
+    usual_task: str  # the task that is most often trained on such rows
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.required or not self.implementation:
+            raise RegistryError(f"format `{self.name}`: it needs a required column and an implementation.")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return all columns that a row may have."""
+        return self.required + self.optional
+
+
+_OF_TURNS = ("tools", "images", "chat_template_kwargs")
+_NEGATIVES = ("negative", "negatives")
+
+FORMATS = Table(
+    "format",
+    FormatEntry,
+    (
+        FormatEntry(
+            name="messages",
+            description="role/content turns, `tools`, `images`",
+            implementation="finetune.data.formats.row_format:read_messages",
+            required=("messages",),
+            optional=_OF_TURNS,
+            usual_task="sft",
+        ),
+        FormatEntry(
+            name="conversations",
+            description="from/value turns, with the same others and `system`",
+            implementation="finetune.data.formats.row_format:read_conversations",
+            required=("conversations",),
+            optional=("system", *_OF_TURNS),
+            usual_task="sft",
+        ),
+        FormatEntry(
+            name="preference",
+            description="prompt/chosen/rejected",
+            implementation="finetune.data.formats.row_format:read_preference",
+            required=("chosen", "rejected"),
+            optional=("prompt", "tools", "margin", "chat_template_kwargs"),
+            usual_task="preference",
+        ),
+        FormatEntry(
+            name="prompt_completion",
+            description="texts or turns",
+            implementation="finetune.data.formats.row_format:read_prompt_completion",
+            required=("prompt", "completion"),
+            optional=_OF_TURNS,
+            usual_task="sft",
+        ),
+        FormatEntry(
+            name="instruction",
+            description="instruction/input/output, `system`",
+            implementation="finetune.data.formats.row_format:read_instruction",
+            required=("instruction", "output"),
+            optional=("input", "system", "images", "chat_template_kwargs"),
+            usual_task="sft",
+        ),
+        FormatEntry(
+            name="judged",
+            description="prompt/completion and whether it is good",
+            implementation="finetune.data.formats.row_format:read_judged",
+            required=("prompt", "completion", "label"),
+            optional=("tools", "chat_template_kwargs"),
+            usual_task="preference",
+        ),
+        FormatEntry(
+            name="image_label",
+            description="image/label",
+            implementation="finetune.data.formats.images:read_image_label",
+            required=("image", "label"),
+            classes="label",
+            usual_task="image_classification",
+        ),
+        FormatEntry(
+            name="labelled",
+            description="text/label",
+            implementation="finetune.data.formats.row_format:read_labelled",
+            required=("text", "label"),
+            optional=("text_pair",),
+            classes="label",
+            usual_task="text_classification",
+        ),
+        FormatEntry(
+            name="tagged",
+            description="words and tags",
+            implementation="finetune.data.formats.row_format:read_tagged",
+            required=("tokens", "tags"),
+            classes="tags",
+            usual_task="token_classification",
+        ),
+        FormatEntry(
+            name="text",
+            description="`text` alone",
+            implementation="finetune.data.formats.row_format:read_text",
+            required=("text",),
+            usual_task="pretrain",
+        ),
+        FormatEntry(
+            name="pairs",
+            description="anchor/positive, and `negative` or a list of `negatives`",
+            implementation="finetune.data.formats.text_pairs:read_pairs",
+            required=("anchor", "positive"),
+            optional=_NEGATIVES,
+            usual_task="embedding",
+        ),
+        FormatEntry(
+            name="retrieval",
+            description="query/positive, and negatives likewise",
+            implementation="finetune.data.formats.text_pairs:read_retrieval",
+            required=("query", "positive"),
+            optional=_NEGATIVES,
+            usual_task="embedding",
+        ),
+        FormatEntry(
+            name="scored_pairs",
+            description="sentence1/sentence2/score",
+            implementation="finetune.data.formats.text_pairs:read_scored_pairs",
+            required=("sentence1", "sentence2", "score"),
+            usual_task="embedding",
+        ),
+    ),
+)
+"""In the order in which they are tried on a row whose format is unset."""

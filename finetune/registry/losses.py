@@ -1,0 +1,216 @@
+"""The losses that `loss` of `task.preference`, `.embedding` and `.reranking` chooses from, and `train.loss_kernel`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from finetune.errors import RegistryError
+from finetune.registry.table import Entry, Table
+
+Score = Literal["log_probability", "mean_log_probability", "ratio", "mean_ratio"]
+"""What a preference loss compares of both answers: the log-probability, or its ratio to the reference model's.
+
+Means are over the tokens of an answer.
+"""
+
+PAIRS_TASK = "finetune.task.preference.dpo:PreferenceTask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossEntry(Entry):
+    """A loss on answers, one of which is preferred.
+
+    Its implementation is a function from the scores of the chosen and of the rejected answers, both [pairs], and the
+    section `task.preference` to the loss of each pair.
+    """
+
+    score: Score
+    reads: frozenset[str] = frozenset()  # keys of `task.preference` that not all losses read
+    sft_weight: float = 0.0  # of the chosen answer's mean cross-entropy, where none is written
+    task: str = PAIRS_TASK  # what trains with it
+    formats: tuple[str, ...] = ("preference",)
+    metrics: tuple[str, ...] = ("log_probability_chosen", "log_probability_rejected")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.implementation:
+            raise RegistryError(f"preference loss `{self.name}`: has no implementation.")
+
+    @property
+    def has_reference(self) -> bool:
+        """Tell whether a frozen reference model scores the answers, too."""
+        return self.score in ("ratio", "mean_ratio")
+
+
+PREFERENCE_LOSSES = Table(
+    "preference loss",
+    PreferenceLossEntry,
+    (
+        PreferenceLossEntry(
+            name="sigmoid",
+            description="DPO (Rafailov et al., 2023, arXiv:2305.18290)",
+            implementation="finetune.task.preference.losses:dpo",
+            score="ratio",
+            reads=frozenset({"label_smoothing"}),
+        ),
+        PreferenceLossEntry(
+            name="hinge",
+            description="of ratios (Liu et al., 2023, arXiv:2309.06657)",
+            implementation="finetune.task.preference.losses:hinge",
+            score="ratio",
+        ),
+        PreferenceLossEntry(
+            name="ipo",
+            description="Azar et al., 2023, arXiv:2310.12036",
+            implementation="finetune.task.preference.losses:ipo",
+            score="mean_ratio",
+        ),
+        PreferenceLossEntry(
+            name="robust",
+            description="DPO where some pairs are the wrong way round (Chowdhury et al., 2024, arXiv:2403.00409)",
+            implementation="finetune.task.preference.losses:robust_dpo",
+            score="ratio",
+            reads=frozenset({"label_smoothing"}),
+        ),
+        PreferenceLossEntry(
+            name="orpo",
+            description="without a reference (Hong et al., 2024, arXiv:2403.07691)",
+            implementation="finetune.task.preference.losses:orpo",
+            score="mean_log_probability",
+            sft_weight=1.0,
+        ),
+        PreferenceLossEntry(
+            name="simpo",
+            description="without a reference (Meng et al., 2024, arXiv:2405.14734)",
+            implementation="finetune.task.preference.losses:simpo",
+            score="mean_log_probability",
+            reads=frozenset({"target_margin"}),
+        ),
+        PreferenceLossEntry(
+            name="kto",
+            description="of answers that are judged one by one (Ethayarajh et al., 2024, arXiv:2402.01306)",
+            implementation="finetune.task.preference.losses:kto",
+            score="ratio",
+            reads=frozenset({"desirable_weight", "undesirable_weight"}),
+            task="finetune.task.preference.kto:KtoTask",
+            formats=("preference", "judged"),
+            metrics=("reference_point",),
+        ),
+        PreferenceLossEntry(
+            name="cpo",
+            description="without a reference (Xu et al., 2024, arXiv:2401.08417)",
+            implementation="finetune.task.preference.losses:cpo",
+            score="log_probability",
+            reads=frozenset({"label_smoothing"}),
+            sft_weight=1.0,
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLossEntry(Entry):
+    """A loss on texts that belong together, or that have a score."""
+
+    scores: tuple[float, float] | None = None  # the lowest and the highest score that it accepts; None: it reads none
+    compares_rows: bool = False  # with all others of the global batch
+    reads: frozenset[str] = frozenset()  # keys of `task.embedding` that not all losses read
+
+
+_ANY_SCORE = (-1e38, 1e38)
+
+EMBEDDING_LOSSES = Table(
+    "embedding loss",
+    PairLossEntry,
+    (
+        PairLossEntry(
+            name="infonce",
+            description="of rows with an anchor and a positive; all passages of the global batch are candidates (van "
+            "den Oord et al., 2018, arXiv:1807.03748)",
+            implementation="finetune.task.embedding.step_losses:infonce_of_step",
+            compares_rows=True,
+            reads=frozenset({"symmetric", "temperature"}),
+        ),
+        PairLossEntry(
+            name="cosent",
+            description="of scored pairs; compares every two pairs of the global batch (Su, 2022, "
+            "https://kexue.fm/archives/8847)",
+            implementation="finetune.task.embedding.step_losses:cosent_of_step",
+            scores=_ANY_SCORE,
+            compares_rows=True,
+            reads=frozenset({"temperature"}),
+        ),
+        PairLossEntry(
+            name="cosine_mse",
+            description="of scored pairs; the squared difference of similarity and score",
+            scores=(-1.0, 1.0),
+        ),
+    ),
+)
+
+RERANKING_LOSSES = Table(
+    "reranking loss",
+    PairLossEntry,
+    (
+        PairLossEntry(
+            name="listwise",
+            description="of rows with negatives; the softmax over a row's passages (Gao et al., 2021, "
+            "arXiv:2101.08751)",
+            implementation="finetune.task.embedding.reranking:listwise",
+        ),
+        PairLossEntry(
+            name="pairwise",
+            description="of rows with negatives; the positive against each negative (RankNet; Burges et al., 2005)",
+            implementation="finetune.task.embedding.reranking:pairwise",
+        ),
+        PairLossEntry(
+            name="bce",
+            description="of scored pairs; the binary cross-entropy with a score from 0 to 1",
+            implementation="finetune.task.embedding.reranking:binary_cross_entropy",
+            scores=(0.0, 1.0),
+        ),
+        PairLossEntry(
+            name="mse",
+            description="of scored pairs; the squared error",
+            implementation="finetune.task.embedding.reranking:squared_error",
+            scores=_ANY_SCORE,
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKernelEntry(Entry):
+    """A way to compute the cross-entropy over tokens. The implementation is that of a package for CUDA GPUs."""
+
+    module: str | None = None  # of that package
+    adapts_loss: bool = True  # to label smoothing and z-loss
+    takes_bias: bool = True  # of the head
+
+
+LOSS_KERNELS = Table(
+    "loss kernel",
+    LossKernelEntry,
+    (
+        LossKernelEntry(name="auto", description="`chunked`, or `plain` where the logits of a batch are small"),
+        LossKernelEntry(
+            name="chunked",
+            description="at targets only, in chunks, so that the logits of all targets never exist at once",
+        ),
+        LossKernelEntry(
+            name="liger",
+            description="by `liger-kernel` (CUDA, extra `kernels`)",
+            implementation="finetune.task.lm_loss.target_loss:liger",
+            module="liger_kernel.transformers.functional",
+            adapts_loss=False,
+        ),
+        LossKernelEntry(
+            name="cce",
+            description="by `cut-cross-entropy` (CUDA, extra `kernels`)",
+            implementation="finetune.task.lm_loss.target_loss:cce",
+            module="cut_cross_entropy",
+            adapts_loss=False,
+            takes_bias=False,
+        ),
+        LossKernelEntry(name="plain", description="from the logits of all positions"),
+    ),
+)

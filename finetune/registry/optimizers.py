@@ -1,0 +1,141 @@
+"""The optimizers that `train.optimizer.name` chooses from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.errors import RegistryError
+from finetune.registry.table import Entry, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """The state that a class of optimizers keeps for each parameter, apart from numbers such as a step count."""
+
+    class_name: str
+    keys: tuple[str, ...] = ()  # tensors of the parameter's shape; empty where the state has another shape
+    keys_by_setting: Mapping[str, str] = field(default_factory=dict)  # those that exist where a setting is on
+    is_elementwise: bool = True  # one state element per parameter element: it may be split at any element
+
+    def keys_for(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys under these settings of an optimizer."""
+        return (*self.keys, *(key for name, key in self.keys_by_setting.items() if settings.get(name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerEntry(Entry):
+    """An optimizer. Its implementation is a function from `train.optim.optimizers.OptimizerInputs` to the optimizer."""
+
+    states: tuple[OptimizerState, ...]  # of every class that may implement it, DeepSpeed's included
+    num_moments: int  # tensors of the parameter's size that it keeps
+    moment_bytes: float | None = None  # of one element; None: those of the parameter's, or of `state_dtype`
+    reads: frozenset[str] = frozenset()  # keys of `train.optimizer` that not all optimizers read
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of these keys, where they differ from the section's
+    counts_updates: bool = True  # the state has a `step` for each parameter
+    needs_matrices: bool = False  # whole ones: FSDP1 and ZeRO give flattened parts
+    may_be_offloaded: bool = False  # DeepSpeed has a version of it for the CPU
+    needs_constant_schedule: bool = False  # it keeps an average of the weights, which replaces a decay
+    fast_key: str | None = None  # of the state from which that average is computed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.states or self.num_moments < 0:
+            raise RegistryError(f"optimizer `{self.name}`: it needs the state of a class, and a number of moments.")
+        if unread := set(self.defaults) - self.reads:
+            raise RegistryError(f"optimizer `{self.name}`: has defaults of keys that it does not read: {unread}.")
+
+
+INT8_BYTES = 1.0 + 4 / 256
+"""Of a moment with one float32 scale per 256 values."""
+
+_ADAM_KEYS = ("exp_avg", "exp_avg_sq")
+_AMSGRAD = {"amsgrad": "max_exp_avg_sq"}
+_BETAS = frozenset({"betas", "eps"})
+
+OPTIMIZERS = Table(
+    "optimizer",
+    OptimizerEntry,
+    (
+        OptimizerEntry(
+            name="adamw",
+            description="Loshchilov & Hutter, 2017, arXiv:1711.05101",
+            implementation="finetune.train.optim.optimizers:adamw",
+            states=(
+                OptimizerState(class_name="AdamW", keys=_ADAM_KEYS, keys_by_setting=_AMSGRAD),
+                OptimizerState(class_name="DeepSpeedCPUAdam", keys=_ADAM_KEYS),
+                OptimizerState(class_name="FusedAdam", keys=_ADAM_KEYS),
+                OptimizerState(class_name="LowBitAdamW"),  # plus a few per row: refused where rows are split
+            ),
+            num_moments=2,
+            reads=_BETAS | {"fused", "state_dtype", "stochastic_rounding"},
+            may_be_offloaded=True,
+        ),
+        OptimizerEntry(
+            name="sgd",
+            description="stochastic gradient descent, with `momentum` where that is set",
+            implementation="finetune.train.optim.optimizers:sgd",
+            states=(OptimizerState(class_name="SGD", keys_by_setting={"momentum": "momentum_buffer"}),),
+            num_moments=1,
+            reads=frozenset({"momentum"}),
+            counts_updates=False,
+        ),
+        OptimizerEntry(
+            name="adafactor",
+            description="Shazeer & Stern, 2018, arXiv:1804.04235",
+            implementation="finetune.train.optim.optimizers:adafactor",
+            states=(OptimizerState(class_name="Adafactor", is_elementwise=False),),
+            num_moments=0,  # a row and a column per matrix are negligible
+        ),
+        OptimizerEntry(
+            name="adamw_8bit",
+            description="AdamW of bitsandbytes, with 8-bit moments",
+            implementation="finetune.train.optim.optimizers:adamw_8bit",
+            states=(OptimizerState(class_name="AdamW8bit", is_elementwise=False),),
+            num_moments=2,
+            moment_bytes=INT8_BYTES,
+            reads=_BETAS,
+        ),
+        OptimizerEntry(
+            name="muon",
+            description="Jordan et al., 2024; AdamW for everything but hidden matrices",
+            implementation="finetune.train.optim.optimizers:muon",
+            # Muon keeps 1 moment for a hidden matrix, `momentum_buffer`, and AdamW 2 for anything else.
+            states=(OptimizerState(class_name="MuonAndAdamW", keys=_ADAM_KEYS),),
+            num_moments=2,
+            reads=_BETAS | {"momentum", "fused"},
+            needs_matrices=True,
+        ),
+        OptimizerEntry(
+            name="schedule_free_adamw",
+            description="Defazio et al., 2024, arXiv:2405.15682; extra `optimizers`",
+            implementation="finetune.train.optim.optimizers:schedule_free_adamw",
+            states=(OptimizerState(class_name="ScheduleFreeAdamW", keys=("exp_avg_sq", "z")),),
+            num_moments=2,
+            reads=_BETAS,
+            needs_constant_schedule=True,
+            fast_key="z",
+        ),
+    ),
+)
+
+_OF_TORCH = (
+    OptimizerState(class_name="Adam", keys=_ADAM_KEYS, keys_by_setting=_AMSGRAD),
+    OptimizerState(class_name="NAdam", keys=_ADAM_KEYS),
+    OptimizerState(class_name="RAdam", keys=_ADAM_KEYS),
+    OptimizerState(class_name="Adagrad", keys=("sum",)),
+    OptimizerState(class_name="RMSprop", keys=("square_avg",), keys_by_setting={"momentum": "momentum_buffer"}),
+    OptimizerState(class_name="Adadelta", keys=("acc_delta", "square_avg")),
+)
+"""Optimizers that no name chooses, but whose state checkpoints can hold."""
+
+
+def state_of_class(class_name: str) -> OptimizerState:
+    """Return the state of an optimizer class; of an unknown one, that nothing is known about it."""
+    known = (*(state for entry in OPTIMIZERS for state in entry.states), *_OF_TORCH)
+    unknown = OptimizerState(class_name=class_name, is_elementwise=False)
+    return next((state for state in known if state.class_name == class_name), unknown)
+
+
+def optimizers_that_read(key: str) -> tuple[str, ...]:
+    """Return the names of the optimizers that read a key of `train.optimizer`."""
+    return tuple(entry.name for entry in OPTIMIZERS if key in entry.reads)
