@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from finetune.config.sections.train import OptimizerSection
 from finetune.errors import MissingPackage, ModelError, RegistryError
+from finetune.model.size import optimizer_state_bytes
 from finetune.registry.attention import ATTENTIONS, PER_SAMPLE_ATTENTION, takes_boundaries
 from finetune.registry.formats import FORMATS
 from finetune.registry.losses import EMBEDDING_LOSSES, LOSS_KERNELS, PREFERENCE_LOSSES, RERANKING_LOSSES
@@ -95,3 +97,24 @@ def test_an_optimizer_with_defaults_of_keys_that_it_does_not_read_is_refused():
         OptimizerEntry(
             name="fast", states=(OptimizerState(class_name="Fast"),), num_moments=0, defaults={"betas": (0.9, 0.99)}
         )
+
+
+def test_an_optimizer_of_another_package_can_be_written_in_a_job_with_its_own_defaults(monkeypatch):
+    monkeypatch.setattr(OPTIMIZERS, "_entries", dict(OPTIMIZERS._entries))
+    entry = OptimizerEntry(
+        name="prodigy",
+        implementation="another_package.prodigy:build",
+        states=(OptimizerState(class_name="Prodigy", keys=("exp_avg", "exp_avg_sq", "s"), is_elementwise=False),),
+        num_moments=3,
+        reads=frozenset({"betas"}),
+        defaults={"betas": (0.9, 0.99)},
+    )
+    with pytest.raises(ValidationError, match="Input should be adamw"):
+        OptimizerSection(name="prodigy")
+    OPTIMIZERS.register(entry)
+    assert OptimizerSection(name="prodigy").betas == (0.9, 0.99)
+    assert OptimizerSection(name="prodigy", betas=[0.8, 0.9]).betas == (0.8, 0.9)
+    assert OptimizerSection().betas == OptimizerSection(name="muon").betas == (0.9, 0.999)
+    assert "prodigy" in OptimizerSection.model_json_schema()["properties"]["name"]["enum"]
+    assert optimizer_state_bytes("prodigy", None, num_trained=10, trained_bytes=40) == 120
+    assert state_of_class("Prodigy").keys_for({}) == ("exp_avg", "exp_avg_sq", "s")

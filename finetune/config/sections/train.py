@@ -1,8 +1,8 @@
 """`train:` - how the model is trained: batch, budget, optimizer, schedule, precision and when to stop."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from finetune.config.section import (
     MAX_COUNT,
@@ -18,7 +18,7 @@ from finetune.config.section import (
     key,
 )
 from finetune.registry.losses import LOSS_KERNELS
-from finetune.registry.optimizers import OPTIMIZERS
+from finetune.registry.optimizers import OPTIMIZERS, describe_defaults
 from finetune.registry.schedules import SCHEDULES
 
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -36,7 +36,9 @@ class OptimizerSection(Section):
     weight_decay: float = key(
         "Decoupled weight decay on matrices; biases, norms and other vectors get none.", 0.0, ge=0.0, le=MAX_FACTOR
     )
-    betas: DecayRates = key("Decay rates of AdamW's two moments.", (0.9, 0.999), min_length=2, max_length=2)
+    betas: DecayRates = key(
+        f"Decay rates of the moments.{describe_defaults('betas')}", (0.9, 0.999), min_length=2, max_length=2
+    )
     eps: float = key("Term that keeps AdamW's denominator away from zero.", 1e-8, gt=0.0, le=MAX_FACTOR)
     momentum: float | None = key("Momentum; unset, none for `sgd` and 0.95 for `muon`.", None, ge=0.0, lt=1.0)
     fused: bool | None = key("One kernel for the whole AdamW update; unset, used wherever it exists.", None)
@@ -75,6 +77,15 @@ class OptimizerSection(Section):
         "match counts.",
         {},
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_own_defaults(cls, values: Any) -> Any:
+        """Fill in the defaults of the named optimizer where they differ from those of the section."""
+        name = values.get("name") if isinstance(values, dict) else None
+        if not isinstance(name, str) or name not in OPTIMIZERS:
+            return values
+        return {**OPTIMIZERS[name].defaults, **values}
 
 
 class ScheduleSection(Section):
