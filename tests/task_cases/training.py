@@ -23,6 +23,7 @@ OTHERS = {
     "muon": ("train.optimizer={name: muon, weight_decay: 0.1}",),
     "lora_muon": (*LORA, "train.optimizer.name=muon"),
     "sched_free": ("train.optimizer.name=schedule_free_adamw", "train.schedule={name: constant, warmup_steps: 2}"),
+    "lion": ("train.optimizer={name: lion, weight_decay: 0.1}", "train.learning_rate=1e-4"),
     "lora_ema": (*LORA, "train.average={decay: 0.8}"),
     "compiled": ("model.compile=regional", "model.gradient_checkpointing=true"),
     "comp_full": ("model.compile=full",),

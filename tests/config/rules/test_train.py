@@ -38,7 +38,7 @@ WRONG = [
     ([IN_BACKWARD, "train.nonfinite.action=skip"], "train.nonfinite.action", "before a NaN is found. Write `stop`"),
     ([IN_BACKWARD, "train.precision=fp16"], "train.optimizer.in_backward", "Write `train.precision: bf16`"),
     (["model.gradient_checkpointing=1"], "model.gradient_checkpointing", ""),
-    (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas", "and `schedule_free_adamw` have"),
+    (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas", "and `lion` have betas"),
 ]
 
 
