@@ -103,6 +103,13 @@ PREFERENCE_LOSSES = Table(
             reads=frozenset({"label_smoothing"}),
             sft_weight=1.0,
         ),
+        PreferenceLossEntry(
+            name="apo_zero",
+            description="chosen answers become likelier, rejected ones less likely (D'Oosterlinck et al., 2024, "
+            "arXiv:2408.06266)",
+            implementation="finetune.task.preference.losses:apo_zero",
+            score="ratio",
+        ),
     ),
 )
 

@@ -10,7 +10,10 @@ from tests.task_cases.runs import Left, launch, prepare
 
 pytestmark = [pytest.mark.distributed, pytest.mark.full, pytest.mark.timeout(900)]
 
-ADDED = {"lion": ("groups", "train.optimizer={name: lion, weight_decay: 0.1}")}
+ADDED = {
+    "lion": ("groups", "train.optimizer={name: lion, weight_decay: 0.1}"),
+    "apo_zero": ("dpo", "task={name: preference, preference: {loss: apo_zero, beta: 0.5}}"),
+}
 """From the name of an entry to a case and what makes it use the entry."""
 
 SETTINGS = ("train.learning_rate=1e-4", "export.verify=false")

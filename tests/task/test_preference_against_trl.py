@@ -161,6 +161,7 @@ def sides(features: list[Features]) -> dict[str, torch.Tensor]:
         ({"loss": "sigmoid"}, {"loss_types": ["sigmoid"], "loss_weights": [1.0]}),
         ({"loss": "hinge"}, {"loss_types": ["hinge"], "loss_weights": [1.0]}),
         ({"loss": "ipo"}, {"loss_types": ["ipo"], "loss_weights": [1.0]}),
+        ({"loss": "apo_zero"}, {"loss_types": ["apo_zero"], "loss_weights": [1.0]}),
         (
             {"loss": "robust", "label_smoothing": 0.2},
             {"loss_types": ["robust"], "loss_weights": [1.0], "label_smoothing": 0.2},

@@ -74,6 +74,15 @@ def cpo(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
     return dpo(chosen, rejected, section)
 
 
+def apo_zero(chosen: Tensor, rejected: Tensor, section: PreferenceSection) -> Tensor:
+    """Return `1 - s(beta r_w) + s(beta r_l)` of both ratios: each answer moves by itself, not only their difference.
+
+    APO-zero, for chosen answers that are better than the model's own: D'Oosterlinck et al., 2024, arXiv:2408.06266. The
+    1 makes the loss positive, as in TRL.
+    """
+    return 1 - torch.sigmoid(section.beta * chosen) + torch.sigmoid(section.beta * rejected)
+
+
 def kto(
     ratio: Tensor,
     is_good: Tensor,

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from finetune.errors import DataError
+from finetune.registry.losses import PAIRS_TASK, PREFERENCE_LOSSES
 from finetune.task.preference.dpo import REFERENCE
 from tests.task.pairs_of_words import PAIRS, encoded, judged, nudged, pair, task_of
 
@@ -14,7 +15,10 @@ def moved(model):
     return nudged(copy.deepcopy(model), by=0.02)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo"])
+LOSSES_OF_PAIRS = [entry.name for entry in PREFERENCE_LOSSES if entry.task == PAIRS_TASK]
+
+
+@pytest.mark.parametrize("loss", LOSSES_OF_PAIRS)
 def test_a_batch_may_be_cut_anywhere(tokenizer, data, model, moved, loss):
     task = task_of(tokenizer, data, "preference", loss=loss, beta=0.5)
     samples = encoded(task, PAIRS, model)

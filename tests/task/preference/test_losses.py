@@ -82,6 +82,15 @@ def test_cpo_is_equation_3():
     )
 
 
+def test_apo_zero_raises_the_chosen_and_lowers_the_rejected_answer():
+    chosen, rejected = doubles(MARGINS).requires_grad_(), doubles(MARGINS[::-1]).requires_grad_()
+    loss = losses.apo_zero(chosen, rejected, PreferenceSection(loss="apo_zero", beta=0.3))
+    expected = [1 - logistic(0.3 * c) + logistic(0.3 * r) for c, r in zip(MARGINS, MARGINS[::-1], strict=True)]
+    close(loss, expected)
+    loss.sum().backward()
+    assert (chosen.grad < 0).all() and (rejected.grad > 0).all()
+
+
 def test_kto_is_equation_8():
     is_good, point = [True, False, True, False, False, True], 0.7
     expected = [
