@@ -11,9 +11,7 @@ from finetune.cli.ranks import with_ranks
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
-    from finetune.commands.sweep import session as sweep_session
     from finetune.commands.sweep import sweep as sweep_command
-
 
 Values = Annotated[
     list[str] | None,
@@ -77,7 +75,7 @@ def sweep(
     The same command continues a sweep that was interrupted: finished runs are not repeated, others resume from their
     checkpoints, and further values add runs. Exit code 1 if a run has failed.
     """
-    request = sweep_session.SweepRequest(
+    request = sweep_command.SweepRequest(
         job=config,
         overrides=tuple(override or ()),
         processes_per_run=processes_per_run,

@@ -1,141 +1,328 @@
 """`finetune sweep`: a run for every combination of values, as many at once as there are devices.
 
-From the words typed to the table: parse, check every run, prepare the data, run, compare. A killed sweep continues.
+From the command line to the table: parse, check every run, prepare the data, run, compare. A killed sweep continues.
 """
 
 import math
 import shlex
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from finetune.commands.printing import print_json, print_table
-from finetune.commands.sweep.plan.axes import Axis, parse_axes
-from finetune.commands.sweep.plan.grid import SweepRun, Values, check_runs, grid_points, name_runs
-from finetune.commands.sweep.plan.launch import plan_launch
-from finetune.commands.sweep.results.page import write_page
-from finetune.commands.sweep.results.ranking import choose_objective
-from finetune.commands.sweep.results.tables import closing_lines, results_json, results_table
-from finetune.commands.sweep.running.process import Start, StopSignals, start_process
-from finetune.commands.sweep.running.schedule import GridSource
-from finetune.commands.sweep.search import open_search
-from finetune.commands.sweep.session import SweepRequest, SweepSession, open_state, sweep_folder
-from finetune.commands.sweep.state.book import SweepBook
-from finetune.commands.sweep.state.outcome import FAILED, INTERRUPTED
-from finetune.commands.sweep.state.record import lock_sweep
-from finetune.commands.sweep.study.space import Space, bounds_of, parse_space, require_no_ranges
+from finetune.commands.sweep.axes import Axis, parse_axes, value_text
+from finetune.commands.sweep.history import RunHistory
+from finetune.commands.sweep.journal import lock_sweep
+from finetune.commands.sweep.launch import LaunchPlan, plan_launch
+from finetune.commands.sweep.outcome import FAILED, INTERRUPTED, OVER, WAITING, RecordedRun
+from finetune.commands.sweep.process import (
+    POLL_SECONDS,
+    Start,
+    StopSignals,
+    prepare_data,
+    shared_data,
+    start_process,
+)
+from finetune.commands.sweep.results import (
+    Objective,
+    RunResult,
+    choose_objective,
+    closing_lines,
+    rank,
+    read_result,
+    results_json,
+    results_table,
+    write_page,
+)
+from finetune.commands.sweep.runs import (
+    SweepRun,
+    Values,
+    check_runs,
+    grid_points,
+    job_facts,
+    load_run,
+    make_run,
+    name_runs,
+)
+from finetune.commands.sweep.schedule import Scheduler
+from finetune.commands.sweep.screen import open_screen
+from finetune.commands.sweep.space import Choices, bounds_of, is_inside, parse_space, require_no_ranges
+from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import LoadedConfig
+from finetune.config.paths import is_url
+from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
+from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.redact import redacted_command
+
+_SECONDS_BETWEEN_PAGES = 60.0
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """The options of the command line."""
+
+    job: Path
+    overrides: tuple[str, ...] = ()
+    processes_per_run: int | None = None
+    accelerate: Path | None = None
+    folder: Path | None = None
+    at_once: int | None = None
+    metric: str | None = None
+    search: int | None = None
+    seed: int = 0
+    max_runs: int = 100
+    retries_failed: bool = False
+    is_dry_run: bool = False
+    as_json: bool = False
+
+    @property
+    def output(self) -> TextIO:
+        """Return the stream of the progress: JSON alone goes to standard output."""
+        return sys.stderr if self.as_json else sys.stdout
+
+    @property
+    def command(self) -> list[str]:
+        """Return the command that continues this sweep, without secrets."""
+        options = {
+            "--processes-per-run": self.processes_per_run,
+            "--accelerate": self.accelerate,
+            "--folder": self.folder,
+            "--at-once": self.at_once,
+            "--metric": self.metric,
+            "--search": self.search,
+            "--seed": self.seed or None,
+        }
+        words = ["finetune", "sweep", "--config", str(self.job)]
+        words += [word for override in self.overrides for word in ("--set", override)]
+        words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return redacted_command(words)
 
 
 def sweep(request: SweepRequest, *, start: Start = start_process) -> int:
     """Run the sweep, or continue it, print its results, and return the exit code: 1 where a run failed or was killed.
 
-    After a signal the runs that are going on save and stop; the code is then that of the signal. Raises UserError for
+    After a signal the active runs save and stop; the code is then that of the signal. Raises UserError for
     whatever can be seen before the first run starts, all problems of all runs at once.
     """
     axes = parse_axes(request.overrides)
-    space = parse_space(axes) if request.search is not None else None
-    if space is None:
+    if request.search is not None:
+        space = parse_space(axes)
+        points = list(bounds_of(space))
+    else:
         require_no_ranges(axes)
-    points = list(bounds_of(space)) if space else _few_points(axes, most=request.max_runs)
+        space = {axis.key: Choices(axis.values) for axis in axes if axis.is_swept}
+        points = _grid_points(axes, max_runs=request.max_runs)
     plan = plan_launch(
         request.job.absolute(),
         num_processes=request.processes_per_run,
         accelerate_config=request.accelerate,
         at_once=request.at_once,
     )
-    swept = list(space) if space else [axis.key for axis in axes if axis.is_swept]
+    swept = list(space)
     planned = name_runs(points, axes, swept=swept, folder=Path(), names={})
-    loaded = check_runs(request.job, planned, num_processes=plan.num_processes)
-    config = loaded[planned[0].name].config
+    configs = check_runs(request.job, planned, num_processes=plan.num_processes)
+    config = configs[planned[0].name].config
     objective, folder = choose_objective(request.metric, config), sweep_folder(request, config)
-    state = open_state(folder, config, swept=swept, job=request.job.absolute())
-    runs = name_runs(points, axes, swept=state.swept, folder=folder, names=state.names())
-    configs = {run.name: loaded[each.name] for run, each in zip(runs, planned, strict=True)}
+
+    def open_session(stop: StopSignals) -> SweepSession:
+        study = SweepStudy(folder, space=space, seed=request.seed)
+        study.begin(config, swept=swept, job=request.job.absolute(), objective=objective)
+        if request.search is not None:
+            study.require_same_objective(objective)
+        runs = name_runs(points, axes, swept=study.swept, folder=folder, names=study.names)
+        by_name = {run.name: configs[unnamed.name] for run, unnamed in zip(runs, planned, strict=True)}
+        return SweepSession(request, plan, axes, objective, study, runs, by_name, stop, start)
+
     with StopSignals() as stop:
-        session = SweepSession(request, plan, axes, objective, SweepBook(folder, state), stop, start)
         if request.is_dry_run:
-            _print_plan(session, runs, configs)
+            open_session(stop).print_plan()
             return 0
         with lock_sweep(folder):
-            session.book.write()
+            session = open_session(stop)
+            session.study.save()
             session.wait_for_writers()
-            if space:
-                run_search(session, space, runs, configs)
+            if request.search is None:
+                session.run_grid()
             else:
-                run_grid(session, runs, configs)
-            return conclude(session)
+                session.run_search(request.search)
+            return session.conclude()
 
 
-def run_grid(session: SweepSession, runs: Sequence[SweepRun], configs: Mapping[str, LoadedConfig]) -> None:
-    """Start or continue every run that is due, and return when they have ended."""
-    for run in runs:
-        session.book.add(run)
-    due = [run for run in runs if session.is_due(run)]
-    session.log(f"{len(runs)} runs, {len(due)} to do, {session.plan.at_once} at once, in {session.folder}")
-    for group, message in session.prepare(due, configs):
-        session.log(f"the data of {len(group)} runs cannot be prepared: {message}")
-        for run in group:
-            due.remove(run)
-            session.book.start(run, now=time.time())
-            session.book.end(run, exit_code=UserError.exit_code, message=message)
-    session.run_all(GridSource(due), num_runs=len(due))
-
-
-def run_search(
-    session: SweepSession, space: Space, runs: Sequence[SweepRun], configs: Mapping[str, LoadedConfig]
-) -> None:
-    """Continue what an earlier call has begun, then start new runs; `runs` are the bounds of the space."""
-    source = open_search(session, space)
-    left = source.num_left
-    session.log(f"search of {session.request.search} runs, {left} to do, in {session.folder}")
-    for _, message in session.prepare(runs, configs) if left else ():
-        raise UserError(f"the data cannot be prepared: {message}")
-    session.run_all(source, num_runs=left)
-
-
-def conclude(session: SweepSession) -> int:
-    """Print the results, and return the exit code."""
-    results, request = session.results(), session.request
-    page = write_page(results, session.folder)
-    if request.as_json:
-        facts = results_json(results, session.objective, folder=session.folder, page=page)
-        print_json(facts)
-    else:
-        print()
-        print_table(results_table(results, session.objective, swept=session.book.state.swept))
-        for line in closing_lines(results, session.objective, job=request.job, again=request.command):
-            print(line)
-        if page is not None:
-            print(f"curves of the runs: {page}")
-    if session.stop.first is not None:
-        return 128 + session.stop.first
-    return int(any(each.outcome.state in (FAILED, INTERRUPTED) for each in results))
-
-
-def _few_points(axes: Sequence[Axis], *, most: int) -> list[Values]:
-    """Return the points of the grid; raises UserError where they are too many to be meant."""
-    count = math.prod(len(axis.values) for axis in axes)
-    if count > most:
+def sweep_folder(request: SweepRequest, config: RunConfig) -> Path:
+    """Return the folder of the sweep: `--folder`, or the job's run folder with `-sweep`."""
+    if request.folder is not None:
+        return request.folder.absolute()
+    if is_url(config.run.folder):
         raise UserError(
-            f"--set: these values make {count:,} runs; at most {most:,} are started. Remove values, or confirm with "
-            f"--max-runs {count}."
+            "--folder: the job's run.folder is a URL, and a sweep is written to a folder of this machine. Name one."
+        )
+    return Path(f"{config.run.folder}-sweep")
+
+
+def _grid_points(axes: Sequence[Axis], *, max_runs: int) -> list[Values]:
+    """Return the points of the grid; raises UserError where there are more than `max_runs`."""
+    count = math.prod(len(axis.values) for axis in axes)
+    if count > max_runs:
+        raise UserError(
+            f"--set: these values make {count:,} runs; at most {max_runs:,} are started. Remove values, or confirm "
+            f"with --max-runs {count}."
         )
     return grid_points(axes)
 
 
-def _print_plan(session: SweepSession, runs: Sequence[SweepRun], configs: Mapping[str, LoadedConfig]) -> None:
-    """Print what would be started."""
-    commands = {run.name: redacted_command(session.plan.command(run, configs[run.name])) for run in runs}
-    if session.request.as_json:
-        each = [{"name": run.name, "folder": str(run.folder), "command": commands[run.name]} for run in runs]
-        print_json({"folder": str(session.folder), "at_once": session.plan.at_once, "runs": each})
-        return
-    search = session.request.search
-    what = f"{len(runs)} runs" if search is None else f"search of {search} runs, checked at the bounds below"
-    print(f"{what}, {session.plan.at_once} at once, in {session.folder}")
-    for run in runs:
-        state = session.book.outcome(run).state if run.name in session.book.state.runs else "waiting"
-        print(f"{run.name}: {state}\n  {shlex.join(commands[run.name])}")
+@dataclass
+class SweepSession:
+    """One call of `finetune sweep`; `runs` are those of the grid, or the bounds of a search."""
+
+    request: SweepRequest
+    plan: LaunchPlan
+    axes: Sequence[Axis]
+    objective: Objective
+    study: SweepStudy
+    runs: Sequence[SweepRun]
+    configs: Mapping[str, LoadedConfig]
+    stop: StopSignals
+    start: Start
+    _drawn_at: float = field(default=-_SECONDS_BETWEEN_PAGES)
+
+    def print_plan(self) -> None:
+        """Print the commands that would be started."""
+        commands = {run.name: redacted_command(self.plan.command(run, self.configs[run.name])) for run in self.runs}
+        folder, at_once, search = self.study.folder, self.plan.at_once, self.request.search
+        if self.request.as_json:
+            runs = [{"name": run.name, "folder": str(run.folder), "command": commands[run.name]} for run in self.runs]
+            print_json({"folder": str(folder), "at_once": at_once, "runs": runs})
+            return
+        count = f"{len(self.runs)} runs" if search is None else f"search of {search} runs, checked at the bounds below"
+        print(f"{count}, {at_once} at once, in {folder}")
+        for run in self.runs:
+            state = self.study.outcome(run.name).state if run.name in self.study.runs else WAITING
+            print(f"{run.name}: {state}\n  {shlex.join(commands[run.name])}")
+
+    def wait_for_writers(self) -> None:
+        """Wait until no process of an earlier call writes to a run: killed with it, they save and end."""
+        has_logged = False
+        for run in map(self.recorded_run, self.study.runs.values()):
+            while is_locked(run.folder) and self.stop.first is None:
+                if not has_logged:
+                    has_logged = True
+                    self.log(f"waiting for {run.folder}, which a run of an earlier call still writes")
+                time.sleep(POLL_SECONDS)
+
+    def run_grid(self) -> None:
+        """Start or continue every run that is due, and return when they have ended."""
+        for run in self.runs:
+            self.study.add(run)
+        due = [run for run in self.runs if self.is_due(run.name)]
+        self.log(f"{len(self.runs)} runs, {len(due)} to do, {self.plan.at_once} at once, in {self.study.folder}")
+        for group, message in self.prepare(due):
+            self.log(f"the data of {len(group)} runs cannot be prepared: {message}")
+            for run in group:
+                due.remove(run)
+                self.study.start(run, now=time.time())
+                history = RunHistory(run.folder / "events.jsonl")
+                self.study.end(run, history, exit_code=UserError.exit_code, message=message)
+        self._run_all(iter(due), num_runs=len(due))
+
+    def run_search(self, num_runs: int) -> None:
+        """Continue the runs of earlier calls that are due, then start new ones up to this number of runs."""
+        records = list(self.study.runs.values())
+        due = [self.recorded_run(record) for record in records if self._is_in_search(record)]
+        num_left = len(due) + max(0, num_runs - len(records))
+        self.log(f"search of {num_runs} runs, {num_left} to do, in {self.study.folder}")
+        for _, message in self.prepare(self.runs) if num_left else ():
+            raise UserError(f"the data cannot be prepared: {message}")
+
+        def next_runs() -> Iterator[SweepRun]:
+            yield from due
+            while len(self.study.runs) < num_runs:
+                name, values = self.study.propose()
+                yield make_run(values, self.axes, name=name, folder=self.study.folder)
+
+        self._run_all(next_runs(), num_runs=num_left)
+
+    def _is_in_search(self, record: RecordedRun) -> bool:
+        return self.is_due(record.name) and is_inside(record.values, self.study.space)
+
+    def is_due(self, name: str) -> bool:
+        """Return whether the run is to be started: one that failed only with `--retry-failed`."""
+        state = self.study.outcome(name).state
+        return state not in OVER and (state != FAILED or self.request.retries_failed)
+
+    def prepare(self, runs: Sequence[SweepRun]) -> Iterator[tuple[Sequence[SweepRun], str]]:
+        """Tokenize the data that several of the runs share; yield those for which it failed, with the message."""
+        for number, group in enumerate(shared_data(runs, self.configs), start=1):
+            if self.stop.first is not None:
+                return
+            self.log("preparing the data that the runs share")
+            message = prepare_data(group[0], number=number, plan=self.plan, stop=self.stop, start=self.start)
+            if message is not None:
+                yield group, message
+
+    def _run_all(self, runs: Iterator[SweepRun], *, num_runs: int) -> None:
+        with closing(open_screen(self.request.output, num_runs=num_runs)) as screen:
+            Scheduler(
+                plan=self.plan,
+                study=self.study,
+                screen=screen,
+                stop=self.stop,
+                load=self.load,
+                next_run=partial(next, runs, None),
+                after_run=self.draw,
+                prunes=self.request.search is not None,
+                start=self.start,
+            ).run_all()
+
+    def load(self, run: SweepRun) -> LoadedConfig:
+        """Return the run's config; raises UserError where the job file is no longer what the sweep was started with."""
+        loaded = load_run(self.request.job, run, num_processes=self.plan.num_processes)
+        swept = self.study.swept
+        self.study.require_same_job(job_facts(loaded.config, swept=swept), swept=swept)
+        return loaded
+
+    def draw(self) -> None:
+        """Write the page with the curves of all runs, once a minute at most."""
+        if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_PAGES:
+            self._drawn_at = time.monotonic()
+            write_page(self.results(), self.study.folder)
+
+    def results(self) -> list[RunResult]:
+        """Return the results of all runs that the sweep has ever had, the best first."""
+        runs = map(self.recorded_run, self.study.runs.values())
+        return rank((read_result(run, self.study.outcome(run.name), self.objective) for run in runs), self.objective)
+
+    def recorded_run(self, record: RecordedRun) -> SweepRun:
+        """Return a run as it was recorded; secrets, which are not recorded, come from this call's options."""
+        fixed = [axis for axis in self.axes if axis.key not in record.values]
+        typed = {(axis.key, value_text(value)): value for axis in self.axes for value in axis.values}
+        values = {key: typed.get((key, value_text(value)), value) for key, value in record.values.items()}
+        recorded = [Axis(key, (value,), "") for key, value in values.items()]
+        return make_run(values, [*recorded, *fixed], name=record.name, folder=self.study.folder)
+
+    def conclude(self) -> int:
+        """Print the results, and return the exit code."""
+        results = self.results()
+        page = write_page(results, self.study.folder)
+        if self.request.as_json:
+            print_json(results_json(results, self.objective, folder=self.study.folder, page=page))
+        else:
+            print()
+            print_table(results_table(results, self.objective, swept=self.study.swept))
+            again = self.request.command
+            for line in closing_lines(results, self.objective, job=self.request.job, again=again):
+                print(line)
+            if page is not None:
+                print(f"curves of the runs: {page}")
+        if self.stop.first is not None:
+            return 128 + self.stop.first
+        return int(any(result.outcome.state in (FAILED, INTERRUPTED) for result in results))
+
+    def log(self, line: str) -> None:
+        """Print a line of progress."""
+        print(line, file=self.request.output, flush=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.commands.sweep.session import SweepRequest
-from finetune.commands.sweep.state.record import read_state
-from finetune.commands.sweep.sweep import sweep
+from finetune.commands.sweep.study import SweepStudy
+from finetune.commands.sweep.sweep import SweepRequest, sweep
 from finetune.commands.verify.resume import differences, read_completed_run
 from finetune.errors import UserError
 from finetune.report.history import read_events
@@ -98,14 +97,13 @@ def test_a_failing_run_ends_no_other_and_further_values_add_runs(job, tmp_path, 
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_search_goes_on_to_the_number_asked_for(job, tmp_path, capsys):  # noqa: F811
-    pytest.importorskip("optuna")
+def test_a_search_is_continued_to_a_larger_number_of_runs(job, tmp_path, capsys):  # noqa: F811
     space = ["train.learning_rate=1e-4..1e-1", "train.schedule.name=cosine,constant", "train.steps=4"]
     assert run(job, tmp_path / "search", *space, search=2) == 0
     assert run(job, tmp_path / "search", *space, search=3, at_once=2) == 0
     output = capsys.readouterr().out
     assert output.count(": started, log in ") == 3 and "search of 3 runs, 1 to do" in output
-    assert (tmp_path / "search" / "search.journal").exists()
+    assert (tmp_path / "search" / "sweep.journal").exists()
 
 
 def begin_cold(job, folder, *overrides, at_once=1):  # noqa: F811
@@ -130,22 +128,22 @@ def is_in_the_middle(run_folder):
 
 
 def processes_of(folder):
-    found = []
-    for each in psutil.process_iter():
+    pids = []
+    for process in psutil.process_iter():
         try:
-            found += [each.pid] if str(folder / "runs") in " ".join(each.cmdline()) else []
+            pids += [process.pid] if str(folder / "runs") in " ".join(process.cmdline()) else []
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_killed_sweep_leaves_no_orphan_and_ends_as_one_that_was_not(job, tmp_path):  # noqa: F811
+def test_a_killed_sweep_leaves_no_orphan_and_ends_as_an_undisturbed_one(job, tmp_path):  # noqa: F811
     """SIGKILL of the sweep, then of a run, then SIGTERM of the sweep; every step once, but those since a checkpoint."""
     straight, folder = tmp_path / "straight", tmp_path / "killed"
     assert run(job, straight, RATES, *LONG) == 0
-    names = [record.name for record in read_state(straight).runs.values()]
+    names = list(SweepStudy(straight, space={}).runs)
     first, second = (folder / "runs" / name for name in names)
 
     process = begin_cold(job, folder, RATES, *LONG)

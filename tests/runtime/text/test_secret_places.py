@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.sweep.plan.axes import override_of, value_text
-from finetune.commands.sweep.plan.names import run_name
+from finetune.commands.sweep.axes import override_of, run_name, value_text
 from finetune.config.explain import resolved_yaml
 from finetune.config.formatting import format_value
 from finetune.config.load import LoadedConfig, load_config

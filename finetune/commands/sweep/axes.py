@@ -1,0 +1,176 @@
+"""`--set train.learning_rate=1e-4,2e-4`: the values of each key, as YAML reads them, and the run names made of them."""
+
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.overrides import apply_overrides, override_label
+from finetune.config.section import parent_keys
+from finetune.config.yaml import read_yaml
+from finetune.errors import ConfigError, Problem
+from finetune.runtime.text.redact import comparable_config
+from finetune.runtime.text.terminal import format_json
+
+FORBIDDEN = {
+    "run.folder": "each run gets a folder of its own. Write `--folder SWEEP` for the folder of all.",
+    "run.local_folder": "the runs of a sweep are written to local folders. Write `--folder SWEEP`.",
+    "checkpoint.resume": "an interrupted sweep resumes each run from its own checkpoints. Remove it.",
+}
+"""Keys that the sweep itself sets."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key and its values; a key with a single value is the same in every run."""
+
+    key: str
+    values: tuple[Any, ...]
+    label: str  # how messages name it
+
+    @property
+    def is_swept(self) -> bool:
+        """Return whether runs differ in it."""
+        return len(self.values) > 1
+
+
+def parse_axes(texts: Sequence[str]) -> list[Axis]:
+    """Return the axes in the order of the options; raises ConfigError with every problem of the options at once.
+
+    Commas separate values, except within brackets and quotes: the text is read as the items of a YAML list.
+    """
+    problems: list[Problem] = []
+    axes: list[Axis] = []
+    for text in texts:
+        key, _, values = text.partition("=")
+        source = override_label(text)
+        if not values.strip() and (faults := apply_overrides({}, [text]).problems):
+            problems.append(faults[0])
+        elif key in FORBIDDEN:
+            problems.append(Problem(key, FORBIDDEN[key], source=source))
+        else:
+            try:
+                axes.append(Axis(key, _read_values(values), source))
+            except ValueError as error:
+                problems.append(Problem(key, str(error), source=source))
+    problems += [problem for number, axis in enumerate(axes) for problem in _conflicts(axis, axes[:number])]
+    problems += [problem for axis in axes for problem in _repeated_values(axis)]
+    if problems:
+        raise ConfigError(problems, "the sweep")
+    return axes
+
+
+def _read_values(text: str) -> tuple[Any, ...]:
+    """Return the values; raises ValueError with what is wrong."""
+    if text.rstrip().endswith(",") or text.lstrip().startswith(","):
+        raise ValueError("a value is missing next to a comma. Remove the comma, or write the value.")
+    document = read_yaml(f"[{text}]")
+    if not document.problems and isinstance(document.values, list) and document.values:
+        return tuple(document.values)
+    single = read_yaml(text)  # a section or a list on several lines is one value
+    if single.problems or not isinstance(single.values, dict | list):
+        message = (document.problems or single.problems or [Problem("", "there is no value.")])[0].message
+        raise ValueError(f"{message} Put a text with commas, brackets or colons in quotes.")
+    return (single.values,)
+
+
+def _conflicts(axis: Axis, earlier: Sequence[Axis]) -> Iterator[Problem]:
+    for other in earlier:
+        if axis.key == other.key:
+            message = f"the key is also in `{other.label}`. Write all its values in one `--set`."
+            yield Problem(axis.key, message, source=axis.label)
+            continue
+        is_nested = axis.key in parent_keys(other.key) or other.key in parent_keys(axis.key)
+        if is_nested and (axis.is_swept or other.is_swept):
+            message = f"the key overlaps with `{other.key}` of `{other.label}`. Sweep only one of them."
+            yield Problem(axis.key, message, source=axis.label)
+
+
+def _repeated_values(axis: Axis) -> Iterator[Problem]:
+    texts = [value_text(comparable_config(value, name=axis.key)) for value in axis.values]
+    for text in sorted({text for text in texts if texts.count(text) > 1}):
+        same = [value for value, other in zip(axis.values, texts, strict=True) if other == text]
+        message = f"the value {text} is written {len(same)} times."
+        if any(value != same[0] for value in same):
+            message = f"values differ only in their secrets, which are in no run's name: {text}. Write one of them."
+        yield Problem(axis.key, message, source=axis.label)
+
+
+def value_text(value: Any) -> str:
+    """Return the value as one text that is the same for the same value, without secrets."""
+    return format_json(comparable_config(value), sort_keys=True)
+
+
+def override_of(key: str, value: Any) -> str:
+    """Return the `KEY=VALUE` that a run is started with; YAML reads exactly this value from it."""
+    return f"{key}={format_json(value)}"
+
+
+_WORD = re.compile(r"[A-Za-z_][\w.+-]*")
+
+
+def shown_value(value: Any) -> str:
+    """Return the value for tables and names: numbers as short as possible, plain words without quotes.
+
+    >>> shown_value(1e-4), shown_value(2e-05), shown_value("cosine"), shown_value([1, 2]), shown_value(None)
+    ('0.0001', '2e-05', 'cosine', '[1, 2]', 'null')
+    """
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    if isinstance(value, str) and _WORD.fullmatch(value) and read_yaml(value).values == value:
+        return value
+    return format_json(comparable_config(value))
+
+
+_MAX_VALUE_LENGTH, _MAX_NAME_LENGTH = 40, 120
+"""Characters of a value, and of a whole name; a file system allows 255 bytes, and log files have longer names."""
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
+
+
+def run_name(values: Mapping[str, Any], *, taken: Collection[str] = ()) -> str:
+    """Return the name of the run with these values of the swept keys: safe as a folder, and not one of those taken.
+
+    >>> run_name({"train.learning_rate": 1e-4, "model.lora.rank": 8})
+    'learning_rate=0.0001,rank=8'
+    """
+    if not values:
+        return "run"
+    labels = short_keys(list(values))
+    shown = {key: comparable_config(value, name=key) for key, value in values.items()}
+    name = ",".join(f"{labels[key]}={_safe_text(value)}" for key, value in shown.items())
+    digest = _digest(dict(values))
+    if len(name) > _MAX_NAME_LENGTH:
+        name = f"{name[: _MAX_NAME_LENGTH - 7]}-{digest[:6]}"
+    return name if name not in taken else f"{name}-{digest[:12]}"
+
+
+def short_keys(keys: Sequence[str]) -> dict[str, str]:
+    """Return for each key the fewest of its last parts that distinguish it from the others.
+
+    >>> short_keys(["train.optimizer.name", "train.schedule.name", "run.seed"])
+    {'train.optimizer.name': 'optimizer.name', 'train.schedule.name': 'schedule.name', 'run.seed': 'seed'}
+    """
+    labels = {}
+    for key in keys:
+        parts = key.split(".")
+        endings = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+        unique = (end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
+        labels[key] = next(unique, key)
+    return labels
+
+
+def _safe_text(value: Any) -> str:
+    """Return the value as part of a name, with a digest where characters had to be left out."""
+    shown = shown_value(value)
+    whole = shown.strip('"').rstrip("/")
+    last = whole.rpartition("/")[2] if isinstance(value, str) else whole
+    text = _UNSAFE.sub("-", last).strip("-.")[:_MAX_VALUE_LENGTH]
+    if text == shown or isinstance(value, int | float) or value is None:
+        return shown
+    return "-".join(part for part in (text, _digest(value)[:6]) if part)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(value_text(value).encode(errors="backslashreplace")).hexdigest()

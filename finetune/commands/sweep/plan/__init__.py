@@ -1,1 +1,0 @@
-"""Which runs a sweep has, and what each is started with."""

@@ -1,0 +1,252 @@
+"""The results of the runs: the metric that ranks them, the table with the best run first, the page, and JSON."""
+
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from finetune.commands.sweep.axes import short_keys, shown_value
+from finetune.commands.sweep.history import TRAIN_LOSS, RunHistory
+from finetune.commands.sweep.outcome import FAILED, FINISHED, PRUNED, Outcome
+from finetune.commands.sweep.runs import SweepRun
+from finetune.config.formatting import format_list
+from finetune.config.rules.evaluate import metrics_of
+from finetune.config.run_config import RunConfig
+from finetune.errors import UserError
+from finetune.registry.metrics import METRICS
+from finetune.report.console import format_duration
+from finetune.runtime.optional import lazily
+from finetune.runtime.text.redact import redacted_command, redacted_config
+
+with lazily():  # it draws: only where there is something to draw
+    from finetune.commands.compare import compare
+
+PAGE = "sweep.html"
+_MIN_RUNS_ON_PAGE, MAX_RUNS_ON_PAGE = 2, 20
+"""The page has the best runs: more curves cannot be distinguished."""
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The metric that ranks the runs, and its direction."""
+
+    metric: str
+    is_minimized: bool
+
+    def sort_key(self, value: float | None) -> float:
+        """Return a number that sorts the best value first, and NaN and None last."""
+        if value is None or math.isnan(value):
+            return math.inf
+        return value if self.is_minimized else -value
+
+
+def choose_objective(text: str | None, config: RunConfig) -> Objective:
+    """Return the objective of `--metric NAME[:minimize|maximize]`, or the job's own.
+
+    That is the metric of `checkpoint.keep_best` or `train.early_stopping`, else the loss. Raises UserError for a metric
+    that no evaluation of the job measures, or whose direction is not known.
+    """
+    if text is None:
+        section = config.checkpoint.keep_best or config.train.early_stopping
+        if section is not None:
+            return Objective(section.metric, section.goal == "minimize")
+        return Objective("loss" if config.evaluate is not None else TRAIN_LOSS, True)
+    name, _, goal = text.partition(":")
+    if goal not in ("", "minimize", "maximize"):
+        raise UserError(f"--metric {text}: write minimize or maximize after the colon, such as {name}:maximize.")
+    if name == TRAIN_LOSS:
+        return Objective(name, True)
+    _require_measured(name, config)
+    known = METRICS[name].goal if name in METRICS else None
+    if known is None and not goal:
+        raise UserError(f"--metric {name}: its direction is not known. Write {name}:minimize or {name}:maximize.")
+    if known is not None and goal not in ("", known):
+        better = "smaller" if known == "minimize" else "larger"
+        raise UserError(f"--metric {text}: {name} is better when it is {better}. Leave `:{goal}` out.")
+    return Objective(name, (known or goal) == "minimize")
+
+
+def _require_measured(name: str, config: RunConfig) -> None:
+    if config.evaluate is None:
+        raise UserError(
+            f"--metric {name}: the job has no `evaluate`, so only {TRAIN_LOSS} is measured. Add `evaluate` and "
+            "`data.validation`, or leave --metric out."
+        )
+    generate = config.evaluate.generate
+    generated = [metric.rpartition(":")[2] for metric in (generate.metrics if generate else ())]
+    measured = [*metrics_of(config), *generated]
+    if name not in measured:
+        raise UserError(f"--metric {name}: no evaluation measures it. They measure {format_list(measured)}.")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one run has reached so far; `final` and `best` are of the objective's metric."""
+
+    name: str
+    values: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    folder: Path
+    outcome: Outcome
+    final: float | None
+    best: float | None
+    best_step: int | None
+    step: int
+    seconds: float
+    tokens_per_second: float | None
+
+
+def read_result(run: SweepRun, outcome: Outcome, objective: Objective) -> RunResult:
+    """Return the result of a run from the events in its folder."""
+    history = RunHistory(run.folder / "events.jsonl")
+    history.read_new()
+    measured = history.metric(objective.metric)
+    best_step, best = min(measured, key=lambda pair: objective.sort_key(pair[1]), default=(None, None))
+    return RunResult(
+        name=run.name,
+        values=run.values,
+        overrides=run.overrides,
+        folder=run.folder,
+        outcome=outcome,
+        final=measured[-1][1] if measured else None,
+        best=best,
+        best_step=best_step,
+        step=max(outcome.step, history.steps[-1] if history.steps else 0),
+        seconds=history.seconds,
+        tokens_per_second=history.tokens_per_second,
+    )
+
+
+def rank(results: Iterable[RunResult], objective: Objective) -> list[RunResult]:
+    """Return finished runs first, then the others; among them the best final value first."""
+
+    def key(result: RunResult) -> tuple[bool, float, str]:
+        return result.outcome.state != FINISHED, objective.sort_key(result.final), result.name
+
+    return sorted(results, key=key)
+
+
+def best_of(ranked: Sequence[RunResult]) -> RunResult | None:
+    """Return the best finished run; None where none has a value."""
+    for result in ranked:
+        if result.outcome.state == FINISHED and result.final is not None and not math.isnan(result.final):
+            return result
+    return None
+
+
+def results_table(results: Sequence[RunResult], objective: Objective, *, swept: Sequence[str]) -> Table:
+    """Return a row for each run in this order."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for label in short_keys(list(swept)).values():
+        table.add_column(label, overflow="fold")
+    for column in (objective.metric, "best", "at step", "steps", "time", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("status", overflow="fold")
+    for result in results:
+        outcome = result.outcome
+        first = next(iter(outcome.message.splitlines()), "")
+        status = f"{outcome.state}: {first}" if first else outcome.state
+        table.add_row(
+            *(_cell(result.values[key]) if key in result.values else ABSENT for key in swept),
+            _number(result.final),
+            _number(result.best),
+            ABSENT if result.best_step is None else str(result.best_step),
+            f"{result.step}/{outcome.num_steps}" if outcome.num_steps else ABSENT,
+            format_duration(result.seconds) if result.seconds else ABSENT,
+            f"{result.tokens_per_second:,.0f}" if result.tokens_per_second is not None else ABSENT,
+            Text(status, {FINISHED: "green", FAILED: "red"}.get(outcome.state, "")),
+        )
+    return table
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else shown_value(value)
+
+
+def _number(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.4f}"
+
+
+def closing_lines(
+    results: Sequence[RunResult], objective: Objective, *, job: Path, again: Sequence[str]
+) -> Iterator[str]:
+    """Yield the best run and how to use it, and what is left to do; `again` is the command that continues."""
+    best = best_of(results)
+    if best is not None:
+        yield f"best: {best.name}, {objective.metric} {_number(best.final)} after step {best.step}"
+        if best.best_step not in (None, best.step) and best.best != best.final:
+            yield f"  it was {_number(best.best)} at step {best.best_step}"
+        yield f"  its model: {best.folder / 'final'}"
+        yield f"  export it: {shlex.join(['finetune', 'export', str(best.folder), '--to', 'FOLDER'])}"
+        options = [word for override in best.overrides for word in ("--set", override)]
+        words = redacted_command(["finetune", "--config", str(job), *options])
+        yield f"  train with its values: {shlex.join(words)}"
+    failed = [result for result in results if result.outcome.state == FAILED]
+    for result in failed:
+        yield f"failed: {result.name}: {result.outcome.message}"
+    if failed:
+        yield f"after a fix, start the failed runs again: {shlex.join([*again, '--retry-failed'])}"
+    num_open = sum(result.outcome.state not in (FINISHED, FAILED, PRUNED) for result in results)
+    if num_open:
+        yield f"{num_open} of {len(results)} runs are not finished; the same command continues: {shlex.join(again)}"
+
+
+def results_json(
+    results: Sequence[RunResult], objective: Objective, *, folder: Path, page: Path | None
+) -> dict[str, Any]:
+    """Return the sweep as plain JSON values; a number that is not finite is a text."""
+    best = best_of(results)
+    return {
+        "folder": str(folder),
+        "metric": objective.metric,
+        "goal": "minimize" if objective.is_minimized else "maximize",
+        "best": best.name if best is not None else None,
+        "page": str(page) if page is not None else None,
+        "runs": [_result_json(result) for result in results],
+    }
+
+
+def _result_json(result: RunResult) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "values": redacted_config(dict(result.values)),
+        "folder": str(result.folder),
+        "state": result.outcome.state,
+        "message": result.outcome.message or None,
+        "final": _finite(result.final),
+        "best": _finite(result.best),
+        "best_step": result.best_step,
+        "step": result.step,
+        "num_steps": result.outcome.num_steps,
+        "seconds": round(result.seconds, 3),
+        "tokens_per_second": result.tokens_per_second,
+    }
+
+
+def _finite(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def write_page(results: Sequence[RunResult], folder: Path) -> Path | None:
+    """Write the page of the best runs that have taken a step; return it, or None where fewer than two have.
+
+    A page that cannot be drawn is a warning: it must not end a sweep.
+    """
+    runs = [result.folder for result in results if result.step > 0][:MAX_RUNS_ON_PAGE]
+    if len(runs) < _MIN_RUNS_ON_PAGE:
+        return None
+    try:
+        compare.write_comparison(runs, folder / PAGE)
+    except Exception as error:
+        print(f"warning: {folder / PAGE} cannot be written: {error}", file=sys.stderr, flush=True)
+        return None
+    return folder / PAGE

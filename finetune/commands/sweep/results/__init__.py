@@ -1,1 +1,0 @@
-"""What the runs have reached."""

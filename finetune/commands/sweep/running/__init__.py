@@ -1,1 +1,0 @@
-"""The runs while they go on: data, processes, slots, and what is shown of them."""

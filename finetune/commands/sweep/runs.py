@@ -1,0 +1,149 @@
+"""The runs of a sweep: every combination of the values, each checked as `finetune check` does before any starts."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.commands.sweep.axes import Axis, override_of, run_name, value_text
+from finetune.config.limits import MAX_LISTED
+from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
+from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
+from finetune.config.run_config import RunConfig
+from finetune.config.section import parent_keys, with_location
+from finetune.errors import ConfigError, Problem, UserError
+
+Values = Mapping[str, Any]
+"""The values of the swept keys of one run."""
+
+RUNS_FOLDER, LOGS_FOLDER = "runs", "logs"
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of the sweep: its values, and the overrides with which `finetune train` runs it."""
+
+    name: str
+    values: Values
+    overrides: tuple[str, ...]
+    sweep_folder: Path
+
+    @property
+    def folder(self) -> Path:
+        """Return its run folder."""
+        return self.sweep_folder / RUNS_FOLDER / self.name
+
+    @property
+    def log(self) -> Path:
+        """Return the file with everything that it prints."""
+        return self.sweep_folder / LOGS_FOLDER / f"{self.name}.log"
+
+
+def grid_points(axes: Sequence[Axis]) -> list[Values]:
+    """Return every combination of the values; the last key changes fastest."""
+    combinations = itertools.product(*(axis.values for axis in axes))
+    return [dict(zip((axis.key for axis in axes), values, strict=True)) for values in combinations]
+
+
+def make_run(values: Values, axes: Sequence[Axis], *, name: str, folder: Path) -> SweepRun:
+    """Return the run with these values of swept keys and the only value of every other key, in the order written."""
+    overrides = tuple(override_of(axis.key, values.get(axis.key, axis.values[0])) for axis in axes)
+    return SweepRun(name, values, overrides, folder)
+
+
+def name_runs(
+    points: Sequence[Values], axes: Sequence[Axis], *, swept: Iterable[str], folder: Path, names: Mapping[str, str]
+) -> list[SweepRun]:
+    """Return the runs of the points, named after their values of the swept keys.
+
+    `names` are those of earlier calls, by `point_key`: their runs keep them.
+    """
+    keys, taken = frozenset(swept), set(names.values())
+    runs = []
+    for point in points:
+        values = {key: value for key, value in point.items() if key in keys}
+        name = names.get(point_key(values)) or run_name(values, taken=taken)
+        taken.add(name)
+        runs.append(make_run(values, axes, name=name, folder=folder))
+    return runs
+
+
+def point_key(values: Values) -> str:
+    """Return a text that is the same for the same values, in whatever order the keys are written."""
+    return value_text(dict(values))
+
+
+def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> dict[str, LoadedConfig]:
+    """Return the config of each run by its name; raises ConfigError with the problems of all runs at once."""
+    names_by_problem: dict[Problem, list[str]] = {}
+    configs = {}
+    for run in runs:
+        try:
+            configs[run.name] = load_run(job, run, num_processes=num_processes)
+        except ConfigError as error:
+            for problem in error.problems:
+                names_by_problem.setdefault(problem, []).append(run.name)
+    problems = []
+    for problem, names in names_by_problem.items():
+        if len(names) < len(runs):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            problem = replace(problem, message=f"{problem.message} (run {names[0]}{more})")
+        problems.append(problem)
+    if problems:
+        raise ConfigError(problems[:MAX_LISTED], job.name, num_more=max(0, len(problems) - MAX_LISTED))
+    first_names: dict[str, str] = {}
+    for name, loaded in configs.items():
+        first = first_names.setdefault(loaded.config.model_dump_json(), name)
+        if first != name:  # such as those of `1` and `1.0`
+            raise UserError(f"--set: the runs {first} and {name} are the same run. Remove one of the two values.")
+    return configs
+
+
+def load_run(job: Path, run: SweepRun, *, num_processes: int) -> LoadedConfig:
+    """Return the config of the run, checked also for the number of processes; raises ConfigError."""
+    loaded = load_config(job, run.overrides)
+    require_divisible_batch(loaded, num_processes=num_processes)
+    if loaded.config.run.on_end is not None:
+        message = (
+            "it would run after each run of the sweep. Leave it out (`--set run.on_end=null`), and put the command "
+            "after the sweep: `finetune sweep ...; COMMAND`."
+        )
+        raise ConfigError([with_location(Problem("run.on_end", message), loaded.sources)], job.name)
+    return loaded
+
+
+def job_facts(config: RunConfig, *, swept: Iterable[str]) -> dict[str, str]:
+    """Return the keys of a job that all its runs share and that must not change, with their values as JSON.
+
+    Those are the keys that a resume must match, and those that say where the data is; swept keys are left out.
+    """
+    varied = frozenset(swept)
+    content = {key: text for key, text in keys_that_may_differ(config).items() if key in COMPARED_BY_CONTENT}
+    facts = {**keys_that_must_match(config), **content}
+    return {key: text for key, text in facts.items() if not is_within(key, varied)}
+
+
+def is_within(key: str, keys: frozenset[str]) -> bool:
+    """Return whether the key is one of the keys or inside one of them."""
+    return key in keys or any(outer in keys for outer in parent_keys(key))
+
+
+def data_facts(config: RunConfig) -> tuple[tuple[str, str], ...]:
+    """Return what determines the tokenized data: runs with equal facts share one cache."""
+    facts = {**keys_that_must_match(config), **keys_that_may_differ(config)}
+    return tuple(
+        (key, text)
+        for key, text in sorted(facts.items())
+        if key in COMPARED_BY_CONTENT or key.startswith(_DATA_KEYS) or key in ("task.name", "model.name")
+    )
+
+
+_DATA_KEYS = (
+    "data.validation",
+    "data.cache_folder",
+    "model.revision",
+    "model.new_tokens",
+    "model.image_processor",
+    "task.classification.labels",
+)

@@ -1,1 +1,0 @@
-"""What a sweep remembers, and how each of its runs stands."""

@@ -1,1 +1,0 @@
-"""A search over ranges instead of a grid: which values come next, and which runs are given up."""

@@ -1,0 +1,127 @@
+"""Values of `--set` are read as a YAML list, every mistake is named at once, and run names are readable and safe."""
+
+import itertools
+
+import pytest
+
+from finetune.commands.sweep.axes import override_of, parse_axes, run_name, short_keys, shown_value
+from finetune.config.yaml import read_yaml
+from finetune.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-4,2e-4", (1e-4, 2e-4)),
+        ("[a, b],[c]", (["a", "b"], ["c"])),
+        ("'x,y',null,true", ("x,y", None, True)),
+        ("{rank: 4, alpha: 8.0},null", ({"rank": 4, "alpha": 8.0}, None)),
+        ("data/a.jsonl,ü,日本", ("data/a.jsonl", "ü", "日本")),
+        ("- x\n- y", (["x", "y"],)),
+        ("4", (4,)),
+        ("4,'4'", (4, "4")),
+    ],
+)
+def test_commas_separate_except_within_brackets_and_quotes(text, values):
+    (axis,) = parse_axes([f"train.key={text}"])
+    assert axis.values == values
+    assert axis.is_swept == (len(values) > 1)
+
+
+@pytest.mark.parametrize("value", [1e-4, 2e-05, "x: 1", "null", "4", "a,b", [1, "b"], {"rank": 4}, None, True, "ü 😀"])
+def test_a_run_is_given_exactly_the_value(value):
+    key, _, text = override_of("train.key", value).partition("=")
+    assert (key, read_yaml(text).values) == ("train.key", value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["train.steps=1,1"], "the value 1 is written 2 times"),
+        (["train.steps=1,,2"], "this is not YAML"),
+        (["train.steps=1,2,"], "a value is missing next to a comma"),
+        (["train.steps=1],[2"], "this is not YAML"),
+        (["train.steps="], "there is no value after `=`"),
+        (["train.steps"], "`=` is missing"),
+        (["train.steps=1,2", "train.steps=3"], "the key is also in `--set train.steps=1,2`"),
+        (["model.lora=null", "model.lora.rank=4,8"], "overlaps with `model.lora`"),
+        (["run.folder=a,b"], "each run gets a folder of its own"),
+    ],
+)
+def test_each_mistake_in_the_options_is_reported(texts, message):
+    with pytest.raises(ConfigError) as error:
+        parse_axes(texts)
+    assert message in str(error.value)
+
+
+def test_all_mistakes_in_the_options_are_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse_axes(["train.steps=1,1", "train.learning_rate=", "run.folder=x"])
+    assert len(error.value.problems) == 3
+
+
+def test_values_are_shown_as_short_as_possible():
+    values = (1e-4, 2e-05, 0.1234567891, "cosine", "4", [1, 2], None)
+    texts = ["0.0001", "2e-05", "0.1234567891", "cosine", '"4"', "[1, 2]", "null"]
+    assert [shown_value(value) for value in values] == texts
+
+
+ODD_VALUES = [
+    "a/b/c.jsonl",
+    "x/b/c.jsonl",
+    "..",
+    ".",
+    "",
+    "ü",
+    "日本",
+    "a b",
+    "a-b",
+    "A" * 500,
+    "A" * 501,
+    "4",
+    4,
+    4.5,
+    "true",
+    True,
+    None,
+    "null",
+    [1, 2],
+    [2, 1],
+    ["1", "2"],
+    {"rank": 4},
+    "x" * 41,
+    "con,tent=1",
+    "-x",
+    "\n",
+    "\u202e",
+]
+
+
+def test_the_run_name_contains_the_swept_values():
+    assert run_name({"train.learning_rate": 1e-4, "model.lora.rank": 8}) == "learning_rate=0.0001,rank=8"
+    assert run_name({"data.train.path": "rows/short.jsonl"}).startswith("path=short.jsonl-")
+    assert run_name({}) == "run"
+
+
+def test_keys_in_run_names_are_shortened_while_they_stay_unique():
+    assert short_keys(["train.optimizer.name", "train.schedule.name"])["train.schedule.name"] == "schedule.name"
+    assert short_keys(["name", "model.name"]) == {"name": "name", "model.name": "model.name"}
+
+
+def test_odd_values_give_safe_and_different_run_names():
+    names = [run_name({"model.name": value}) for value in ODD_VALUES]
+    assert len(set(names)) == len(ODD_VALUES)
+    for name in names:
+        assert name.isascii() and name.isprintable() and len(name) <= 120 and not set(name) & set('/\\ :*?"<>|\n')
+
+
+def test_names_of_many_long_values_are_short_and_unique():
+    keys = [f"section.key_number_{number}" for number in range(12)]
+    points = [dict(zip(keys, values, strict=True)) for values in itertools.product("ab", repeat=12)][:300]
+    names = {run_name(point) for point in points}
+    assert len(names) == 300 and max(map(len, names)) <= 120
+
+
+def test_a_run_name_that_is_taken_gets_a_digest_of_its_values():
+    first = run_name({"a.b": 1})
+    assert first != run_name({"a.b": 1.0}, taken={first})

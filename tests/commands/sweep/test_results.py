@@ -1,0 +1,102 @@
+"""Runs are ranked by a metric whose direction is known; what has no value comes last."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.sweep.outcome import FAILED, FINISHED, STOPPED, Outcome
+from finetune.commands.sweep.results import (
+    Objective,
+    RunResult,
+    best_of,
+    choose_objective,
+    closing_lines,
+    rank,
+    results_json,
+    results_table,
+)
+from finetune.config.load import load_config
+from finetune.errors import UserError
+
+EVALUATED = ["data.validation.fraction=0.5", "evaluate={every_steps: 2}"]
+LOSS, ACCURACY = Objective("loss", True), Objective("accuracy", False)
+NAN = float("nan")
+
+
+def result(name, final, *, state=FINISHED, message="", best=None):
+    outcome = Outcome(state, message, 8, 8)
+    overrides = (f"run.seed={name}",)
+    return RunResult(
+        name, {"run.seed": name}, overrides, Path("/s/runs") / name, outcome, final, best or final, 4, 8, 61.0, 1234.5
+    )
+
+
+RESULTS = [
+    result("a", 2.0),
+    result("b", NAN),
+    result("c", 1.0, best=0.5),
+    result("d", 0.1, state=STOPPED, message="signal SIGTERM"),
+    result("e", None, state=FAILED, message="job.yaml has 1 problem\n  line 3"),
+]
+
+
+def test_results_are_ranked_with_the_best_finished_run_first():
+    assert [each.name for each in rank(RESULTS, LOSS)] == ["c", "a", "b", "d", "e"]
+    assert [each.name for each in rank(RESULTS, ACCURACY)] == ["a", "c", "b", "d", "e"]
+    assert best_of(rank(RESULTS, LOSS)).name == "c"
+    assert best_of(rank(RESULTS[3:], LOSS)) is None and best_of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "overrides", "objective"),
+    [
+        (None, [], Objective("train_loss", True)),
+        (None, EVALUATED, LOSS),
+        ("token_accuracy", EVALUATED, Objective("token_accuracy", False)),
+        ("train_loss", EVALUATED, Objective("train_loss", True)),
+        (
+            None,
+            [*EVALUATED, "train.early_stopping={metric: token_accuracy, goal: maximize}"],
+            Objective("token_accuracy", False),
+        ),
+    ],
+)
+def test_the_default_metric_is_that_of_the_job(job, written, overrides, objective):
+    assert choose_objective(written, load_config(job, overrides).config) == objective
+
+
+@pytest.mark.parametrize(
+    ("written", "overrides", "message"),
+    [
+        ("loss", [], "the job has no `evaluate`"),
+        ("rouge", EVALUATED, "no evaluation measures it"),
+        ("loss:maximize", EVALUATED, "loss is better when it is smaller"),
+        ("loss:up", EVALUATED, "write minimize or maximize"),
+    ],
+)
+def test_an_unmeasured_metric_or_a_wrong_direction_is_refused(job, written, overrides, message):
+    with pytest.raises(UserError, match=message):
+        choose_objective(written, load_config(job, overrides).config)
+
+
+def test_the_results_table_has_a_row_for_every_run():
+    table = results_table(rank(RESULTS, LOSS), LOSS, swept=["run.seed", "train.steps"])
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["seed"] == ["c", "a", "b", "d", "e"] and set(columns["steps"]) == {"8/8"}
+    assert columns["loss"] == ["1.0000", "2.0000", "nan", "0.1000", "-"]
+    assert [str(cell) for cell in columns["status"]][3:] == [
+        "stopped: signal SIGTERM",
+        "failed: job.yaml has 1 problem",
+    ]
+
+
+def test_the_closing_lines_name_the_best_and_failed_runs_and_the_number_left():
+    lines = "\n".join(closing_lines(rank(RESULTS, LOSS), LOSS, job=Path("job.yaml"), again=["finetune", "sweep"]))
+    assert "best: c, loss 1.0000 after step 8" in lines and "it was 0.5000 at step 4" in lines
+    assert "finetune export /s/runs/c" in lines and "finetune --config job.yaml --set run.seed=c" in lines
+    assert "finetune sweep --retry-failed" in lines and "1 of 5 runs are not finished" in lines
+
+
+def test_numbers_that_are_not_finite_are_texts_in_the_json():
+    facts = results_json(rank(RESULTS, LOSS), LOSS, folder=Path("/s"), page=None)
+    assert facts["best"] == "c" and [each["final"] for each in facts["runs"]] == [1.0, 2.0, "nan", 0.1, None]

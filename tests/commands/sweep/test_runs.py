@@ -1,0 +1,65 @@
+"""The runs of a grid: every combination, checked together, and what they may not differ in from an earlier call."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.sweep.axes import parse_axes
+from finetune.commands.sweep.runs import check_runs, data_facts, grid_points, job_facts, name_runs
+from finetune.errors import ConfigError, UserError
+
+
+def runs_of(*texts, names=None):
+    axes = parse_axes(texts)
+    swept = [axis.key for axis in axes if axis.is_swept]
+    return name_runs(grid_points(axes), axes, swept=swept, folder=Path("/sweep"), names=names or {})
+
+
+def test_every_combination_is_a_run_and_fixed_keys_are_in_no_name():
+    runs = runs_of("train.learning_rate=1e-4,2e-4", "train.steps=20", "run.seed=1,2,3")
+    assert [run.name for run in runs][:2] == ["learning_rate=0.0001,seed=1", "learning_rate=0.0001,seed=2"]
+    assert len(runs) == 6
+    assert runs[5].overrides == ("train.learning_rate=0.0002", "train.steps=20", "run.seed=3")
+    assert runs[0].folder == Path("/sweep/runs/learning_rate=0.0001,seed=1")
+
+
+def test_a_run_keeps_the_name_that_it_was_given():
+    (first, _) = runs_of("run.seed=1,2", names={'{"run.seed": 1}': "older"})
+    assert first.name == "older"
+
+
+def test_problems_of_all_runs_are_reported_at_once_with_a_run_that_has_them(job):
+    runs = runs_of("train.learning_rate=1e-4,-1,0", "train.stepz=1", "train.global_batch_size=8,9")
+    with pytest.raises(ConfigError) as error:
+        check_runs(job, runs, num_processes=1)
+    text = str(error.value)
+    assert "train.stepz: there is no such key" in text and "(run" not in text.partition("stepz: ")[2].partition("\n")[0]
+    assert "`-1` is not allowed" in text and "(run learning_rate=-1,global_batch_size=8 and 1 more)" in text
+
+
+def test_a_global_batch_size_not_divisible_by_the_processes_is_refused(job):
+    with pytest.raises(ConfigError, match="cannot be shared by 3 processes"):
+        check_runs(job, runs_of("run.seed=1,2"), num_processes=3)
+
+
+def test_two_equal_runs_of_a_grid_are_refused(job):
+    with pytest.raises(UserError, match="are the same run"):
+        check_runs(job, runs_of("train.learning_rate=1,1.0"), num_processes=1)
+
+
+def test_job_facts_leave_out_swept_keys_and_keys_that_may_differ(job):
+    loaded = check_runs(job, runs_of("train.learning_rate=1e-4,2e-4"), num_processes=1)
+    config = loaded["learning_rate=0.0001"].config
+    facts = job_facts(config, swept=["train.learning_rate"])
+    assert "train.learning_rate" not in facts and "train.microbatch_size" not in facts
+    assert facts["train.steps"] == "10" and "rows.jsonl" in facts["data.train.path"]
+
+
+def test_runs_share_tokenized_data_unless_a_swept_key_changes_the_data(job):
+    loaded = check_runs(job, runs_of("train.learning_rate=1e-4,2e-4", "data.max_length=32,64"), num_processes=1)
+    assert len({data_facts(each.config) for each in loaded.values()}) == 2
+
+
+def test_a_command_at_the_end_of_a_run_is_refused(job):
+    with pytest.raises(ConfigError, match=r"run.on_end: it would run after each run of the sweep"):
+        check_runs(job, runs_of("train.learning_rate=1e-4,2e-4", "run.on_end=reboot"), num_processes=1)

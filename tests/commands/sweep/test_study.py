@@ -1,0 +1,257 @@
+"""A sweep is continued from its journal: the same runs are proposed, damage is one message, poor runs are pruned."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from finetune.commands.sweep.history import RunHistory
+from finetune.commands.sweep.journal import lock_sweep
+from finetune.commands.sweep.outcome import FAILED, FINISHED, INTERRUPTED, WAITING
+from finetune.commands.sweep.results import Objective
+from finetune.commands.sweep.runs import SweepRun
+from finetune.commands.sweep.space import Choices, Range
+from finetune.commands.sweep.study import SweepStudy, trial_name
+from finetune.config.load import load_config
+from finetune.errors import UserError
+
+SPACE = {"train.learning_rate": Range(1e-5, 1e-1, True), "train.schedule.name": Choices(("cosine", None, [1]))}
+LOSS = Objective("loss", True)
+
+
+@pytest.fixture
+def opened(job, tmp_path):
+    """Return a function that opens the sweep's study as a new call of the command does."""
+
+    def open_study(*, space=SPACE, overrides=(), objective=LOSS):
+        study = SweepStudy(tmp_path / "sweep", space=space, seed=3)
+        study.begin(load_config(job, overrides).config, swept=list(space), job=job, objective=objective)
+        (tmp_path / "sweep").mkdir(exist_ok=True)
+        study.save()
+        return study
+
+    return open_study
+
+
+def run_of(study, name):
+    return SweepRun(name, study.runs[name].values, (), study.folder)
+
+
+def write_events(run, losses):
+    run.folder.mkdir(parents=True, exist_ok=True)
+    events = [{"event": "Evaluated", "step": step, "metrics": {"loss": loss}} for step, loss in losses.items()]
+    (run.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def history_of(run):
+    history = RunHistory(run.folder / "events.jsonl")
+    history.read_new()
+    return history
+
+
+def finish(study, name, losses, *, state="finished", code=0):
+    """Have the run end with these evaluations, by step; return its outcome."""
+    run = run_of(study, name)
+    study.start(run, now=0.0)
+    write_events(run, losses)
+    error = {"type": "NonFiniteError", "message": "it broke"}
+    status = {"state": state, "time": time.time(), "step": 8, "num_steps": 8, "error": error}
+    (run.folder / "status.json").write_text(json.dumps(status))
+    return study.end(run, history_of(run), exit_code=code)
+
+
+def search(study, *, num_runs):
+    """Search up to this number of runs, their loss being the learning rate; return the names in order."""
+    while len(study.runs) < num_runs:
+        name, values = study.propose()
+        finish(study, name, {8: values["train.learning_rate"]})
+    return list(study.runs)
+
+
+def test_an_interrupted_search_proposes_the_same_runs_as_an_undisturbed_one(opened, tmp_path):
+    straight = opened()
+    names = search(straight, num_runs=14)
+    assert len(set(names)) == 14
+    assert {str(run.values["train.schedule.name"]) for run in straight.runs.values()} == {"cosine", "None", "[1]"}
+    (tmp_path / "sweep").rename(tmp_path / "straight")
+    for number in (4, 11):
+        study = opened()
+        search(study, num_runs=number)
+        name, values = study.propose()
+        study.start(run_of(study, name), now=0.0)  # and here the sweep is killed
+        study = opened()
+        assert study.outcome(name).state in (INTERRUPTED, WAITING)
+        finish(study, name, {8: values["train.learning_rate"]})
+    assert search(opened(), num_runs=14) == names
+
+
+def test_a_run_that_ended_while_the_sweep_was_killed_is_recorded_by_the_next_call(opened):
+    study = opened()
+    name, _ = study.propose()
+    study.start(run_of(study, name), now=0.0)
+    write_events(run_of(study, name), {4: 2.0, 8: 1.5})
+    status = {"state": "finished", "time": time.time(), "step": 8, "num_steps": 8}
+    (run_of(study, name).folder / "status.json").write_text(json.dumps(status))
+    assert opened().outcome(name).state == FINISHED
+    (trial,) = trials(study.folder)
+    assert (trial.state, trial.value) == (optuna.trial.TrialState.COMPLETE, 1.5)
+    assert trial.intermediate_values == {4: 2.0, 8: 1.5}
+
+
+def trials(folder):
+    """Read the journal as `optuna-dashboard` does."""
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "sweep.journal"))
+    study = optuna.load_study(storage=optuna.storages.JournalStorage(backend), study_name="sweep")
+    return study.get_trials()
+
+
+def test_a_failed_run_that_is_started_again_gets_a_new_trial_and_keeps_its_name(opened):
+    study = opened()
+    name, _ = study.propose()
+    assert finish(study, name, {}, state="failed", code=1).state == FAILED
+    assert finish(study, name, {8: 1.0}).state == FINISHED
+    study = opened()
+    assert list(study.runs) == [name] and study.outcome(name).state == FINISHED
+    states = [trial.state.name for trial in trials(study.folder)]
+    assert states == ["FAIL", "COMPLETE"]
+
+
+def test_a_search_continues_with_other_ranges_and_choices(opened):
+    search(opened(), num_runs=12)
+    spaces = [
+        {"train.learning_rate": Range(1e-3, 1e-2, True), "train.schedule.name": Choices(("cosine", "constant"))},
+        {"train.learning_rate": Range(1e-3, 1.0, False), "train.schedule.name": Choices(("cosine", "constant"))},
+    ]
+    for number, space in enumerate(spaces, start=1):
+        study = opened(space=space)
+        name = search(study, num_runs=12 + number)[-1]
+        values = study.runs[name].values
+        assert all(values[key] in domain for key, domain in space.items())
+
+
+def test_a_run_worse_than_the_median_is_pruned(opened):
+    study = opened()
+    for number in range(4):
+        name, _ = study.propose()
+        write_events(run_of(study, name), {2: 1.0 + number, 4: 0.5 + number})
+        assert not study.should_prune(name, history_of(run_of(study, name)))
+        finish(study, name, {2: 1.0 + number, 4: 0.5 + number})
+    good, bad = study.propose()[0], study.propose()[0]
+    write_events(run_of(study, good), {2: 1.2})
+    assert not study.should_prune(good, history_of(run_of(study, good)))
+    assert not study.should_prune(bad, history_of(run_of(study, bad)))  # it has no events yet
+    write_events(run_of(study, bad), {2: 9.0})
+    assert study.should_prune(bad, history_of(run_of(study, bad)))
+    study.prune(run_of(study, bad))
+    finish(study, bad, {2: 9.0}, state="stopped")
+    assert opened().outcome(bad).state == "pruned"
+    assert trials(study.folder)[-1].state == optuna.trial.TrialState.PRUNED
+
+
+def test_a_search_with_another_metric_is_refused(opened):
+    study = opened()
+    with pytest.raises(UserError, match=r"--metric: this sweep was started with loss.* Write --metric loss"):
+        study.require_same_objective(Objective("accuracy", False))
+
+
+def test_search_run_names_are_short():
+    assert trial_name({"train.learning_rate": 0.00012345678}, 3) == "003,learning_rate=0.0001235"
+
+
+def test_the_runs_of_a_grid_are_read_back_in_their_order_without_secrets(opened):
+    space = {"report.project": Choices(("a", "--password=hunter22", "b"))}
+    study = opened(space=space)
+    for name in "zya":
+        study.add(SweepRun(name, {"report.project": "--password=hunter22"}, (), study.folder))
+    assert list(opened(space=space).runs) == ["z", "y", "a"]
+    assert "hunter22" not in (study.folder / "sweep.journal").read_text()
+
+
+def test_a_key_that_is_swept_later_had_the_value_of_the_job_in_earlier_runs(opened):
+    first = {"train.learning_rate": Choices((1e-4, 2e-4))}
+    opened(space=first).add(SweepRun("a", {"train.learning_rate": 1e-4}, (), Path()))
+    both = {**first, "train.steps": Choices((10, 20))}
+    for _ in range(2):
+        study = opened(space=both)
+        assert study.swept == ("train.learning_rate", "train.steps")
+        assert study.names == {'{"train.learning_rate": 0.0001, "train.steps": 10}': "a"}
+
+
+def test_a_changed_job_is_refused_by_the_names_of_its_keys(opened):
+    opened()
+    with pytest.raises(UserError) as error:
+        opened(overrides=["train.steps=20", "train.optimizer.weight_decay=0.3"])
+    assert "train.steps: `10` then, `20` now" in str(error.value)
+    assert "train.optimizer.weight_decay: `" in str(error.value)
+    opened(space={**SPACE, "train.steps": Choices((10, 20))}, overrides=["train.steps=20"])
+
+
+def test_nothing_is_written_before_the_study_is_saved(job, tmp_path):
+    study = SweepStudy(tmp_path / "sweep", space=SPACE)
+    study.begin(load_config(job).config, swept=list(SPACE), job=job, objective=LOSS)
+    study.propose()
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_another_folder_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"is not the folder of a sweep: it has `thesis.tex`"):
+        SweepStudy(tmp_path, space=SPACE)
+    with pytest.raises(UserError, match="is not a folder"):
+        SweepStudy(tmp_path / "thesis.tex", space=SPACE)
+
+
+def test_a_sweep_of_an_earlier_version_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "sweep.json").write_text('{"version": 1}')
+    with pytest.raises(UserError, match=r"written by an earlier version of finetune. Delete the file: .* by name"):
+        SweepStudy(tmp_path, space=SPACE)
+    (tmp_path / "sweep.json").unlink()
+    assert SweepStudy(tmp_path, space=SPACE).runs == {}
+
+
+@pytest.mark.parametrize("text", ["{\n", "[]\n", '{"op_code": 1}\n', "null\n", "[" * 5000 + "\n", "\x00\n"])
+def test_a_damaged_journal_is_refused_with_what_to_do(tmp_path, text):
+    (tmp_path / "sweep.journal").write_text(text)
+    with pytest.raises(UserError, match=r"the file is damaged: .* Delete it"):
+        SweepStudy(tmp_path, space=SPACE)
+
+
+def test_records_that_do_not_fit_are_damage_and_another_format_is_named(opened):
+    opened()
+    path = opened().folder / "sweep.journal"
+    text = path.read_text()
+    path.write_text(text.replace('"job":"', '"jobs":"'))
+    with pytest.raises(UserError, match=r"the file is damaged: .*job"):
+        opened()
+    path.write_text(text.replace('"version":1', '"version":2'))
+    with pytest.raises(UserError, match="another version of finetune"):
+        opened()
+
+
+def test_a_line_that_was_cut_off_by_a_kill_is_dropped(opened):
+    study = opened()
+    search(study, num_runs=3)
+    path = study.folder / "sweep.journal"
+    os.truncate(path, path.stat().st_size - 5)
+    assert len(search(opened(), num_runs=5)) == 5
+    assert len(trials(study.folder)) == 5
+
+
+def test_two_sweeps_cannot_use_one_folder_at_once(tmp_path):
+    with (
+        lock_sweep(tmp_path),
+        pytest.raises(UserError, match="another `finetune sweep` is running"),
+        lock_sweep(tmp_path),
+    ):
+        pass
+    with lock_sweep(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_refused():
+    with pytest.raises(UserError, match="cannot be written"), lock_sweep(Path("/proc/none/sweep")):
+        pass
