@@ -1,21 +1,24 @@
-"""The words of `finetune sweep` become one request, and mistakes one message."""
+"""The options of `finetune sweep` become one request, and mistakes one message."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from finetune.cli import sweep as words
+from finetune.commands.sweep.sweep import SweepRequest
 
 
 @pytest.fixture
 def requests(monkeypatch):
     """Replace the command; return the requests that it was given."""
     made = []
-    monkeypatch.setattr(words, "sweep_command", type("Command", (), {"sweep": staticmethod(made.append)}))
+    command = SimpleNamespace(sweep=made.append, SweepRequest=SweepRequest)
+    monkeypatch.setattr(words, "sweep_command", command)
     return made
 
 
-def test_the_words_are_one_request(typed, requests):
+def test_the_options_of_sweep_become_one_request(typed, requests):
     options = ["--processes-per-run", 2, "--folder", "s", "--at-once", 3, "--search", 20, "--retry-failed", "--json"]
     code, _, _ = typed("sweep", "--config", "job.yaml", "--set", "run.seed=1,2", "--set", "train.steps=4", *options)
     (made,) = requests
@@ -25,13 +28,13 @@ def test_the_words_are_one_request(typed, requests):
     assert made.retries_failed and made.as_json and not made.is_dry_run
 
 
-def test_a_mistake_is_one_message(typed, job):
+def test_mistakes_in_the_options_of_sweep_are_one_message(typed, job):
     code, out, err = typed("sweep", "--config", job, "--set", "train.steps=1,1", "--set", "run.folder=x")
     assert (code, out) == (2, "")
     assert err.startswith("error: the sweep has 2 problems\n") and "Traceback" not in err
 
 
-def test_a_dry_run_names_every_run(typed, job, monkeypatch):
+def test_a_dry_run_of_a_sweep_prints_every_run(typed, job, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out, _ = typed("sweep", "--config", job, "--set", "run.seed=1,2", "--dry-run")
     assert code == 0
