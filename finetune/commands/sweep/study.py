@@ -159,7 +159,9 @@ class SweepStudy:
         self._journal.save()
         for name, number in self._trials.items():
             if self._trial(number).state == TrialState.RUNNING:
-                self._tell(name, self.outcome(name), RunHistory(self.folder / RUNS_FOLDER / name / "events.jsonl"))
+                self._close_trial(
+                    name, self.outcome(name), RunHistory(self.folder / RUNS_FOLDER / name / "events.jsonl")
+                )
 
     def add(self, run: SweepRun) -> None:
         """Record a run that is new to the sweep."""
@@ -178,7 +180,7 @@ class SweepStudy:
         """Record the exit of the run's process, and return the run's outcome."""
         self._record(replace(self.runs[run.name], exit_code=exit_code, message=message))
         outcome = self.outcome(run.name)
-        self._tell(run.name, outcome, history)
+        self._close_trial(run.name, outcome, history)
         return outcome
 
     def outcome(self, name: str) -> Outcome:
@@ -266,7 +268,7 @@ class SweepStudy:
     def _parameter(self, key: str, value: Any) -> Any:
         return value if isinstance(self.space[key], Range) else value_text(value)
 
-    def _tell(self, name: str, outcome: Outcome, history: RunHistory) -> None:
+    def _close_trial(self, name: str, outcome: Outcome, history: RunHistory) -> None:
         """End the run's trial; one that is to be continued stays open."""
         assert self._study is not None
         if outcome.state not in (FINISHED, PRUNED, FAILED):
