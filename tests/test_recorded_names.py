@@ -24,7 +24,6 @@ from finetune.data.encoding.tagged_words import TaggedWordsEncoder
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
 from finetune.data.precomputed import PrecomputedManifest as KnownManifest
 from finetune.data.sources.source import open_source
-from finetune.data.token_cache.arrays import ArrayFacts
 from finetune.data.token_cache.cache import identify
 from finetune.data.token_cache.counts import Counts, Share
 from finetune.data.token_cache.store import TokenCacheManifest
@@ -170,9 +169,8 @@ def test_what_is_written_field_by_field_has_the_same_keys(kind, names):
 
 
 MODELS = [
-    (TokenCacheManifest, "version fingerprint names counts origins shards made_of arrays"),
-    (KnownManifest, "version names samples made_of arrays"),
-    (ArrayFacts, "dtype length digests"),
+    (TokenCacheManifest, "version fingerprint names counts origins shards made_of files"),
+    (KnownManifest, "version names samples made_of files"),
 ]
 
 

@@ -10,17 +10,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune.data.features import Features
-from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
 from finetune.data.token_cache.integrity import DamagedSet, sample_checksum, sample_checksums
-from finetune.data.token_cache.journal import AppendableArrays, SyncedArray
+from finetune.data.token_cache.samples import CHUNK_BYTES, SampleArrays, SampleWriter, StoredSamples
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
-from finetune.runtime.files.atomic import fsync
 from finetune.runtime.files.digests import Damaged, read_json_with_digest, write_json_with_digest
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "known.json"
-_VALUES = ".values"
+_COLUMNS = {"marks": "<u8"}
+_MAX_SAMPLES_PER_FILE = 65_536
 
 
 class PrecomputedManifest(BaseModel):
@@ -28,11 +27,11 @@ class PrecomputedManifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Literal[2]
+    version: Literal[3]
     names: tuple[str, ...]
     samples: int
     made_of: dict[str, Any]
-    arrays: dict[str, ArrayFacts]
+    files: dict[str, str]  # digests of their contents
 
 
 class PrecomputedArrays:
@@ -42,31 +41,23 @@ class PrecomputedArrays:
         self.folder = folder
         try:
             manifest = PrecomputedManifest.model_validate(read_json_with_digest(folder / MANIFEST))
-            arrays = open_arrays(
-                folder, manifest.arrays, verified=lambda name: not is_verified and not name.endswith(_VALUES)
-            )
+            self._samples = StoredSamples(folder, manifest.files, manifest.names, is_verified=is_verified)
         except (Damaged, ValidationError) as error:
             raise DamagedSet(folder, str(error), title="the folder of precomputed arrays") from error
         self._num_samples = manifest.samples
-        self._verification = Verification([arrays[f"{name}{_VALUES}"] for name in manifest.names])
-        self._values = {name: arrays[f"{name}{_VALUES}"].values for name in manifest.names}
-        self._offsets = {name: arrays[f"{name}.offsets"].values for name in manifest.names}
-        self.checksums = arrays["marks"].values
+        self.checksums = self._samples.columns["marks"]
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {
-            name: values[self._offsets[name][index] : self._offsets[name][index + 1]]
-            for name, values in self._values.items()
-        }
+        return self._samples[index]
 
     def verify(self) -> None:
         """Read all values once; raises DamagedSet unless they are as they were written."""
-        self._verification.run()
-        if self._verification.problem:
-            raise DamagedSet(self.folder, self._verification.problem, title="the folder of precomputed arrays")
+        self._samples.verification.run()
+        if problem := self._samples.verification.problem:
+            raise DamagedSet(self.folder, problem, title="the folder of precomputed arrays")
 
 
 class PrecomputedSet(TokenCache):
@@ -124,35 +115,39 @@ class PrecomputedWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._arrays = AppendableArrays(folder, {"marks": SyncedArray("<u8")})
+        self._writer = SampleWriter(folder, _COLUMNS)
         self._num_samples = 0
+        self._num_pending = 0
 
     def append(self, arrays: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Write the 1-D arrays of the next samples; each has the same names."""
+        """Write the 1-D arrays of the next samples; all have the same names."""
         if not arrays:
             return
-        values = {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
-        lengths = {name: np.array([len(each[name]) for each in arrays], np.int64) for name in arrays[0]}
-        for name in arrays[0]:
-            start = self._arrays.length(f"{name}.values")
-            if start is None:
-                start = 0
-                self._arrays.append(f"{name}.offsets", np.zeros(1, np.int64))
-            self._arrays.append(f"{name}.values", values[name])
-            self._arrays.append(f"{name}.offsets", start + np.cumsum(lengths[name]))
-        self._arrays.append("marks", sample_checksums(values, lengths, num_samples=len(arrays)))
-        self._num_samples += len(arrays)
+        values = {name: np.concatenate([sample[name] for sample in arrays]) for name in arrays[0]}
+        lengths = {name: np.array([len(sample[name]) for sample in arrays], np.int64) for name in arrays[0]}
+        checksums = sample_checksums(values, lengths, num_samples=len(arrays))
+        self._writer.append(SampleArrays(values, lengths, {"marks": checksums}))
+        self._num_pending += len(arrays)
+        if self._num_pending >= _MAX_SAMPLES_PER_FILE or self._writer.pending_bytes >= CHUNK_BYTES:
+            self._write_file()
 
     def finish(self, made_of: Mapping[str, Any]) -> None:
-        """Write what makes the folder whole."""
-        names, arrays = self._arrays.stems(_VALUES), self._arrays.finish()
-        counted = {"names": names, "samples": self._num_samples, "made_of": dict(made_of), "arrays": arrays}
-        write_json_with_digest(self._folder / MANIFEST, {"version": FORMAT_VERSION, **counted})
-        fsync(self._folder)
+        """Write the files that make the folder complete."""
+        self._write_file()
+        names, files = self._writer.finish()
+        manifest = {
+            "version": FORMAT_VERSION,
+            "names": names,
+            "samples": self._num_samples,
+            "made_of": dict(made_of),
+            "files": files,
+        }
+        write_json_with_digest(self._folder / MANIFEST, manifest)
 
-    def close(self) -> None:
-        """Let go of the files."""
-        self._arrays.close()
+    def _write_file(self) -> None:
+        self._writer.write_chunk({})
+        self._num_samples += self._num_pending
+        self._num_pending = 0
 
 
 def _opened(folder: Path, precomputed: Path, shards: Sequence[str]) -> PrecomputedSet:

@@ -85,14 +85,14 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_says_that_it_goes_on(job, capsys, monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 2)
-    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=interrupt")
     with pytest.raises(KeyboardInterrupt):
         prepare(job, [])
     assert "the same command goes on where it stopped" in capsys.readouterr().err
     monkeypatch.delenv(VARIABLE)
     prepare(job, [])
-    assert "data.train: 4 rows are already tokenised; resuming from there" in capsys.readouterr().out
+    assert "data.train: 4 rows are already tokenized; resuming from there" in capsys.readouterr().out
 
 
 class Clock:

@@ -36,7 +36,6 @@ def prepared_of(tmp_path):
             )
         )
         writer.finish()
-        writer.close()
         return TokenCache(place)
 
     return make
@@ -51,7 +50,6 @@ def folder(tmp_path):
     writer.append([])
     writer.append([{"a": VALUES[2], "b": np.array([2])}])
     writer.finish({"set": "x"})
-    writer.close()
     return place
 
 

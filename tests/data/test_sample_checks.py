@@ -27,6 +27,7 @@ from finetune.data.sample_checks import (
     with_checksums,
 )
 from finetune.data.sources.source import open_source
+from finetune.data.token_cache.array_file import ArrayFile
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
@@ -148,14 +149,13 @@ def known_of(prepared, folder):
     writer = PrecomputedWriter(folder)
     writer.append([{"logp": np.array([number], np.float32)} for number in range(len(prepared))])
     writer.finish({})
-    writer.close()
     return with_precomputed(prepared, folder)
 
 
-def flip(path, *, every=1):
+def flip(path, *, start=128, stop=None):
     content = bytearray(path.read_bytes())
-    for place in range(128, len(content), every):
-        content[place] ^= 1
+    for offset in range(start, stop or len(content)):
+        content[offset] ^= 1
     with path.open("r+b") as file:
         file.write(content)
 
@@ -180,7 +180,7 @@ def test_what_is_delivered_whole_has_the_mark_that_the_order_asks_for(prepare, w
 def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_aside(prepare):
     prepared, section = prepare()
     pool = pool_of_delivery(prepared)
-    flip(prepared.folder / "input_ids.values.npy")
+    flip(prepared.folder / "chunk-000000.bin")
     one, two, *_ = batches(pool, section)
     deliveries = SampleVerifier(pool, STEP)
     delivery = deliveries.received([one, two])
@@ -216,7 +216,7 @@ def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypat
 
 def test_damage_at_which_collation_fails_is_told_as_what_it_is(prepare):
     prepared, section = prepare()
-    flip(prepared.folder / "input_ids.offsets.npy")
+    flip(prepared.folder / "chunk-000000.bin")
 
     def fails(features):
         raise IndexError("a sample without a token")
@@ -236,14 +236,17 @@ def test_damage_at_which_collation_fails_is_told_as_what_it_is(prepare):
 
 def test_a_label_that_has_changed_is_as_bad_as_a_token(prepare):
     prepared, section = prepare()
-    flip(prepared.folder / "is_target.values.npy", every=7)
+    path = prepared.folder / "chunk-000000.bin"
+    arrays = ArrayFile(path).arrays
+    start = arrays["is_target.values"].ctypes.data - arrays["input_ids.values"].ctypes.data
+    flip(path, start=start, stop=start + arrays["is_target.values"].nbytes)
     delivery = SampleVerifier(pool_of_delivery(prepared), STEP).received(batches(pool_of_delivery(prepared), section))
     assert delivery.damaged
 
 
 def test_of_a_mix_the_source_that_is_damaged_is_named_and_set_aside(prepare):
     (first, _), (second, _) = prepare("first"), prepare("second")
-    flip(second.folder / "input_ids.values.npy")
+    flip(second.folder / "chunk-000000.bin")
     samples = MixedSamples((first, second))
     ids = [3, source_offset(1) + 5]
     batch = train_batch(samples, ids)
@@ -267,7 +270,7 @@ def test_what_is_known_beside_a_sample_is_compared_and_is_no_part_of_what_was_co
     delivery = SampleVerifier(pool, STEP).received(batches(pool, section)[:2])
     assert delivery.damaged == ()
     assert delivery.mark == SampleVerifier(pool_of_delivery(prepared), STEP).expected(0)
-    flip(tmp_path / "known" / "logp.values.npy")
+    flip(tmp_path / "known" / "chunk-000000.bin", start=0)
     damaged = batches(pool, section)[0]
     with pytest.raises(DataError, match=r"known is set aside as \.damaged-known-1"):
         require_intact(known, damaged)

@@ -71,13 +71,13 @@ def run(job, capsys):
     forget()
 
 
-def flip(job, name="input_ids.values.npy", *, num_sets=2):
+def flip(job, name="chunk-000000.bin", *, num_sets=2):
     folders = sorted(path for path in (job.parent / "cache" / "prepared").glob("[!.]*"))
     assert len(folders) == num_sets
     for folder in folders:
         content = bytearray((folder / name).read_bytes())
-        for place in range(128, len(content), 40):
-            content[place] ^= 1
+        for offset in range(128, 2000, 40):
+            content[offset] ^= 1
         with (folder / name).open("r+b") as file:
             file.write(content)
 

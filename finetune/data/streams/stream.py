@@ -19,7 +19,7 @@ from finetune.data.sources.source import Source, stream_of
 from finetune.data.streams.folder import StreamFolder, WindowRecord
 from finetune.data.streams.producer import StreamJob
 from finetune.data.streams.windows import Windows
-from finetune.data.token_cache.cache import cache_folder, folder_name, identify
+from finetune.data.token_cache.cache import cache_folder, folder_name, identify, log_older_versions
 from finetune.data.token_cache.chunks import Encode, make_encoding_plan
 from finetune.data.token_cache.counts import Counts, total_counts
 from finetune.data.token_cache.lengths import LengthLimit
@@ -141,8 +141,10 @@ def stream_view(
     assert stream is not None
     plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
     made_of = identify(source, encode, section=section, identity=identity, stream=_windows_of(source, plan))
+    folder = cache_folder(section) / "streams" / folder_name(made_of)
+    log_older_versions(folder, key=source.key, log=log)
     job = StreamJob(
-        folder=StreamFolder(cache_folder(section) / "streams" / folder_name(made_of)),
+        folder=StreamFolder(folder),
         key=source.key,
         plan=plan,
         encoding_plan=make_encoding_plan(

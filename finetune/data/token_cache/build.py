@@ -1,8 +1,9 @@
-"""A prepared set is written chunk after chunk into a folder, and resumed where it was interrupted."""
+"""A prepared set is written into a folder, a file per chunk of rows, and resumed where it was interrupted."""
 
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -11,16 +12,16 @@ import numpy as np
 
 from finetune.config.sections.data import AuditSection, DataSection
 from finetune.data.rows import RawRow
+from finetune.data.token_cache.array_file import ArrayFile
 from finetune.data.token_cache.chunks import Chunk
 from finetune.data.token_cache.counts import REMEDY, Counts, exceeded_shares, num_duplicates
 from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
-from finetune.data.token_cache.journal import AppendableArrays, Journal, JournalState, SyncedArray
 from finetune.data.token_cache.lengths import LengthLimit
+from finetune.data.token_cache.samples import CHUNK_BYTES, SampleArrays, SampleWriter, chunk_name
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, TokenCache
 from finetune.errors import DataError
-from finetune.runtime.files.atomic import fsync
-from finetune.runtime.files.digests import write_json_with_digest
+from finetune.runtime.files.digests import Damaged, write_json_with_digest
 from finetune.runtime.supervision.heartbeat import fault_point
 
 
@@ -55,123 +56,125 @@ def refuse_shares(prepared: TokenCache, section: AuditSection, *, key: str) -> N
         raise DataError("\n".join(f"{key}: {problem}" for problem in problems))
 
 
-_OF_EACH_SAMPLE = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "marks": "<u8", "row_numbers": "<i8"}
-_BEGUN = {name: SyncedArray(dtype) for name, dtype in _OF_EACH_SAMPLE.items()}
+COLUMNS = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "marks": "<u8", "row_numbers": "<i8"}
+"""One value per sample, of this type."""
+
+CHUNKS_PER_FILE = 16
+"""Encoded chunks that are written into one file: the most that are encoded again after a kill."""
 
 
 class TokenCacheWriter:
-    """Writes chunks as a prepared set into a folder in which it may have been begun."""
+    """Writes a prepared set into a folder, after the chunk files that an earlier process has written there."""
 
     def __init__(self, folder: Path, made_of: Identity) -> None:
         self._folder = folder
         self._made_of = made_of
-        self._journal = Journal(folder, head=f"{made_of.fingerprint}/{FORMAT_VERSION}")
-        self.given_up: str | None = None  # why what another process has begun here is made anew
-        noted, self._arrays = self._taken_up()
-        self._counts = noted.counts
-        self._origins = list(noted.origins)
-        self._num_origins_noted = len(self._origins)
+        self._head = f"{made_of.fingerprint}/{FORMAT_VERSION}"
+        self.damage: str | None = None  # why files of an earlier process cannot be used
+        chunks = self._intact_chunks()
+        _remove_others(folder, names={chunk_name(number) for number in range(len(chunks))})
+        self._counts = Counts(**chunks[-1].facts["counts"]) if chunks else Counts()
+        self._origins = [(start, origin) for chunk in chunks for start, origin in chunk.facts["origins"]]
+        self._num_written_origins = len(self._origins)
+        self._writer = SampleWriter(folder, COLUMNS, chunks=chunks)
+        self._num_pending = 0
 
     @property
     def counts(self) -> Counts:
-        """Return the counts of all rows that are behind it."""
+        """Return the counts of all rows so far."""
         return self._counts
 
     def append(self, chunk: Chunk) -> None:
-        """Write the samples of the chunk behind those that are there."""
-        for name, values in chunk.values.items():
-            self._append_values(name, values, lengths=chunk.lengths[name])
+        """Take the samples of the next rows; they are written as soon as a file is full."""
         lengths = next(iter(chunk.lengths.values()), np.zeros(0, np.int64)).astype(np.int32)
-        each = (lengths, chunk.num_targets, chunk.digests, chunk.checksums, chunk.row_numbers)
-        for name, of_each in zip(_OF_EACH_SAMPLE, each, strict=True):
-            self._arrays.append(name, of_each)
+        columns = (lengths, chunk.num_targets, chunk.digests, chunk.checksums, chunk.row_numbers)
+        self._writer.append(SampleArrays(chunk.values, chunk.lengths, dict(zip(COLUMNS, columns, strict=True))))
         for first, origin in chunk.origins:
             if not self._origins or self._origins[-1][1] != origin:
                 self._origins.append((self._counts.samples + first, origin))
         self._counts = self._counts.plus(chunk.counts)
+        self._num_pending += 1
+        if self._num_pending >= CHUNKS_PER_FILE or self._writer.pending_bytes >= CHUNK_BYTES:
+            self._write_file()
+            fault_point("prepare.saved", step=self._writer.num_chunks)
 
-    def note(self) -> None:
-        """Make sure that what is written survives, so that it is not made again."""
-        noted = JournalState(self._counts, self._arrays.sync(), tuple(self._origins))
-        self._journal.note(noted, num_origins_noted=self._num_origins_noted)
-        self._num_origins_noted = len(self._origins)
-
-    def count(self, counts: Counts) -> None:
-        """Add what no chunk tells."""
-        self._counts = self._counts.plus(counts)
-
-    def finish(self) -> Counts:
-        """Write what makes the folder a prepared set, and return its counts."""
-        arrays = self._arrays.finish()
+    def finish(self, *, num_excluded: int = 0) -> Counts:
+        """Write the files that make the folder a prepared set, and return its counts."""
+        if self._num_pending:
+            self._write_file()
+        self._counts = self._counts.plus(Counts(excluded_rows=num_excluded))
+        names, files = self._writer.finish()
         manifest = {
             "version": FORMAT_VERSION,
             "fingerprint": self._made_of.fingerprint,
-            "names": self._arrays.stems(".values"),
+            "names": names,
             "counts": asdict(self._counts),
             "origins": self._origins,
             "shards": self._made_of.shards,
             "made_of": dict(self._made_of.parts),
-            "arrays": arrays,
+            "files": files,
         }
         write_json_with_digest(self._folder / MANIFEST, manifest)
-        self._journal.remove()
-        fsync(self._folder)
         return self._counts
 
-    def close(self) -> None:
-        """Let go of the files."""
-        self._arrays.close()
+    def _write_file(self) -> None:
+        facts = {
+            "made_of": self._head,
+            "number": self._writer.num_chunks,
+            "counts": asdict(self._counts),
+            "origins": self._origins[self._num_written_origins :],
+        }
+        self._writer.write_chunk(facts)
+        self._num_written_origins = len(self._origins)
+        self._num_pending = 0
 
-    def _taken_up(self) -> tuple[JournalState, AppendableArrays]:
-        """Return the last state noted and the arrays cut back to it; where the files are not as left, an empty one."""
+    def _intact_chunks(self) -> list[ArrayFile]:
+        """Return the chunk files that an earlier process has written, up to the first that is damaged or missing."""
+        chunks: list[ArrayFile] = []
+        paths = sorted(self._folder.glob("chunk-*"))
         try:
-            _require_files(self._folder)
-            noted = self._journal.read()
-            if noted.arrays:
-                return noted, AppendableArrays(self._folder, noted.arrays)
-        except (ValueError, TypeError, KeyError, OSError) as error:
-            self.given_up = str(error)
-        _empty(self._folder)
-        self._journal.remove()
-        return JournalState(), AppendableArrays(self._folder, _BEGUN)
-
-    def _append_values(self, name: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
-        start = self._arrays.length(f"{name}.values")
-        if start is None:
-            start = 0
-            self._arrays.append(f"{name}.offsets", np.zeros(1, np.int64))
-        self._arrays.append(f"{name}.values", values)
-        self._arrays.append(f"{name}.offsets", start + np.cumsum(lengths, dtype=np.int64))
+            for number, path in enumerate(paths):
+                if path.name != chunk_name(number):
+                    raise Damaged(f"{chunk_name(number)} is missing")
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    raise Damaged(f"{path.name} is not a regular file")
+                chunk = ArrayFile(path)
+                if (chunk.facts["made_of"], chunk.facts["number"]) != (self._head, number):
+                    break  # of other data or settings
+                chunk.verify()
+                chunks.append(chunk)
+        except Damaged as damage:
+            self.damage = str(damage)
+        return chunks
 
 
-def _require_files(folder: Path) -> None:
-    """Raise ValueError for anything but files of the folder's own: through a link a foreign file would be cut off."""
+def _remove_others(folder: Path, *, names: Collection[str]) -> None:
+    """Remove everything in the folder but the files of these names."""
     for path in folder.iterdir():
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise ValueError(f"{path.name} is no file of its own")
+        if path.name not in names:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
-def _empty(folder: Path) -> None:
-    """Remove all that is in the folder: what is written there next goes through no link that was left."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def num_written_rows(folder: Path) -> int:
+    """Return how many rows the process that prepares the set in this folder has written."""
+    with suppress(Damaged, OSError):
+        if paths := sorted(folder.glob("chunk-??????.bin")):
+            return int(ArrayFile(paths[-1]).facts["counts"]["rows"])
+    return 0
 
-
-CHUNKS_BETWEEN_NOTES = 16
-"""After so many chunks the files are brought to the disk and the journal gets a line: what a kill can cost."""
 
 OnProgress = Callable[[int], None]
-"""Told how many rows are behind, whoever has encoded them."""
+"""Called with the number of rows that are done, also of an earlier process."""
 
 
 def ignore_progress(rows: int) -> None:
     """Ignore it."""
 
 
-def ignore_reason(reason: str) -> None:
+def ignore_damage(reason: str, first_row: int) -> None:
     """Ignore it."""
 
 
@@ -183,55 +186,32 @@ def build_set(
     *,
     advance: OnProgress = ignore_progress,
     num_left_out: Callable[[], int] = int,
-    lost: Callable[[str], None] = ignore_reason,
+    on_damage: Callable[[str, int], None] = ignore_damage,
 ) -> Counts:
     """Make a prepared set of the rows in the folder and return its counts.
 
-    `num_left_out` tells after the last row how many the source has left out because they are evaluated on. Where a
-    build of the same identity was cut off in this folder, it goes on after the rows that its journal names, and the
-    result is bitwise identical; `lost` is told why that cannot be, and all is made again. Raises DataError for a row
-    that cannot be encoded, OSError for a full disk.
+    `num_left_out` returns, after the last row, how many the source has left out because they are evaluated on. Where
+    a build of the same identity was interrupted in this folder, it resumes after the rows that were written, and the
+    result is bitwise identical; `on_damage` is called with the reason why rows from a number on are encoded again.
+    Raises DataError for a row that cannot be encoded, OSError for a full disk.
     """
     if (folder / MANIFEST).exists():
-        try:
-            return _whole(folder)
-        except DamagedSet as damage:
-            lost(damage.reason)
+        with suppress(DamagedSet):  # intact files of a damaged set are used below
+            prepared = TokenCache(folder)
+            prepared.verify()
+            return prepared.counts
     writer = TokenCacheWriter(folder, made_of)
-    if writer.given_up is not None:
-        lost(writer.given_up)
-    try:
-        _append_rows(writer, _after(rows, writer.counts.rows), encoders, advance=advance)
-        fault_point("prepare.finish", step=writer.counts.rows)
-        writer.count(Counts(excluded_rows=num_left_out()))
-        return writer.finish()
-    finally:
-        writer.close()
-
-
-def _whole(folder: Path) -> Counts:
-    prepared = TokenCache(folder)
-    prepared.verify()
-    return prepared.counts
-
-
-def _append_rows(
-    writer: TokenCacheWriter, rows: Iterator[RawRow], encoders: EncoderPool, *, advance: OnProgress
-) -> None:
-    advance(writer.counts.rows)
+    num_done = writer.counts.rows
+    if writer.damage is not None:
+        on_damage(writer.damage, num_done + 1)
+    if sum(1 for _ in islice(rows, num_done)) < num_done:
+        raise DataError(
+            f"the source has changed: it has fewer rows than the {num_done:,} that were already tokenized. Start again."
+        )
+    advance(num_done)
     for number, chunk in enumerate(encoders.encode(rows), start=1):
         fault_point("prepare.write", step=number)
         writer.append(chunk)
-        if number % CHUNKS_BETWEEN_NOTES == 0:
-            writer.note()
-            fault_point("prepare.noted", step=number // CHUNKS_BETWEEN_NOTES)
         advance(writer.counts.rows)
-
-
-def _after(rows: Iterator[RawRow], num_done: int) -> Iterator[RawRow]:
-    """Return the rows behind those that are done."""
-    if sum(1 for _ in islice(rows, num_done)) < num_done:
-        raise DataError(
-            f"the source has changed: it has fewer rows than the {num_done:,} that were already tokenised. Start again."
-        )
-    return rows
+    fault_point("prepare.finish", step=writer.counts.rows)
+    return writer.finish(num_excluded=num_left_out())

@@ -1,4 +1,4 @@
-"""Rows are tokenised once and found again by content: one process builds the set, others wait on a lock file.
+"""Rows are tokenized once and found again by content: one process builds the set, others wait on a lock file.
 
 A set is verified when it is opened; a damaged one is quarantined and built again.
 """
@@ -14,11 +14,10 @@ from typing import Any
 
 from finetune.config.sections.data import DataSection
 from finetune.data.sources.source import Source
-from finetune.data.token_cache.build import OnProgress, build_set, refuse_counts, refuse_shares
+from finetune.data.token_cache.build import OnProgress, build_set, num_written_rows, refuse_counts, refuse_shares
 from finetune.data.token_cache.chunks import Encode, EncodingPlan, make_encoding_plan
 from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set, quarantined_copies
-from finetune.data.token_cache.journal import num_journaled_rows
 from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
@@ -87,7 +86,7 @@ def _is_small(prepared: TokenCache) -> bool:
 
 def _is_damaged(folder: Path, made_of: Identity) -> bool:
     try:
-        _opened(folder, made_of).verification.close()
+        _opened(folder, made_of)
     except DamagedSet:
         return True
     return False
@@ -142,27 +141,39 @@ def prepare_set(
     on_progress: OnSourceProgress | None = None,
     builds: bool = True,
 ) -> TokenCache:
-    """Return the source's samples, tokenised now or found in the cache of earlier runs.
+    """Return the source's samples, tokenized now or found in the cache of earlier runs.
 
     `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it
-    outside any collective: ranks that come while one of them tokenises wait on a lock file, and if it dies, another
+    outside any collective: ranks that come while one of them tokenizes wait on a lock file, and if it dies, another
     resumes from where it stopped. What is cut or dropped is counted in `counts`; what the section refuses raises
     DataError with the counts, after all rows have been seen. Without `builds`, NotPrepared where it is not found.
     """
     made_of = identify(source, encode, section=section, identity=identity)
     folder = set_folder(section, made_of)
+    log_older_versions(folder, key=source.key, log=log)
     if not builds and not folder.is_dir():
         raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
     plan = make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
     shown = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
     build = partial(_build, source=source, plan=plan, made_of=made_of, section=section, advance=shown, log=log)
-    make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_journaled_rows(made)))
+    make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_written_rows(made)))
     prepared, is_new = open_verified(folder, make, made_of=made_of, key=source.key, log=log)
     for line in prepared.counts.lines():
         log(f"{source.key}: {line}")
     log(f"{source.key}: {'prepared in' if is_new else 'already prepared in'} {folder}")
     refuse_shares(prepared, section.audit, key=source.key)
     return prepared
+
+
+def log_older_versions(folder: Path, *, key: str, log: Log) -> None:
+    """Log it where `folder` does not exist yet, but was written by an earlier version of the format of these files."""
+    fingerprint = folder.name.rpartition("-")[0]
+    older = [folder.with_name(f"{fingerprint}-{version}") for version in range(_FIRST_FORMAT, FORMAT_VERSION)]
+    if not folder.is_dir() and (existing := [path for path in older if path.is_dir()]):
+        log(
+            f"{key}: {', '.join(map(str, existing))} was prepared by an older version of finetune, in another format. "
+            f"It is prepared again as {folder.name}; the older one can be deleted."
+        )
 
 
 def set_folder(section: DataSection, made_of: Identity) -> Path:
@@ -176,7 +187,7 @@ def folder_name(made_of: Identity) -> str:
 
 
 def cache_folder(section: DataSection) -> Path:
-    """Return where tokenised rows are kept."""
+    """Return where tokenized rows are kept."""
     return Path(section.cache_folder or DEFAULT_FOLDER).expanduser()
 
 
@@ -223,14 +234,24 @@ def _build(
     log: Log,
 ) -> None:
     """Build the set; a refused one is removed, an interrupted one is kept to resume from."""
-    done = num_journaled_rows(staging)
-    if done:
-        log(f"{source.key}: {done:,} rows are already tokenised; resuming from there")
+    if done := num_written_rows(staging):
+        log(f"{source.key}: {done:,} rows are already tokenized; resuming from there")
+
+    def log_damage(reason: str, first_row: int) -> None:
+        start = "the first row" if first_row == 1 else f"row {first_row:,}"
+        log(f"warning: {source.key}: what was tokenized so far is damaged ({reason}); it is rebuilt from {start}")
+
     try:
         with EncoderPool(plan, num_workers=num_prepare_workers(section)) as encoders:
-            rows, left_out = source.rows(), lambda: source.num_left_out
-            on_lost = partial(_log_damaged_progress, source.key, log)
-            counts = build_set(staging, rows, encoders, made_of, advance=advance, num_left_out=left_out, lost=on_lost)
+            counts = build_set(
+                staging,
+                source.rows(),
+                encoders,
+                made_of,
+                advance=advance,
+                num_left_out=lambda: source.num_left_out,
+                on_damage=log_damage,
+            )
         refuse_counts(counts, section, key=source.key, length=plan.length)
     except WorkersLost:
         raise
@@ -256,10 +277,6 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _log_damaged_progress(key: str, log: Log, reason: str) -> None:
-    log(f"warning: {key}: what was tokenised so far is damaged ({reason}); it is rebuilt from the first row")
-
-
 class _LoggedProgress:
     """Logs now and then how many rows are done."""
 
@@ -271,7 +288,7 @@ class _LoggedProgress:
     def __call__(self, rows: int) -> None:
         if rows - self._logged >= _ROWS_BETWEEN_LOGS:
             self._logged = rows
-            self._log(f"{self._key}: {rows:,} rows tokenised")
+            self._log(f"{self._key}: {rows:,} rows tokenized")
 
 
 class _ReportedProgress:

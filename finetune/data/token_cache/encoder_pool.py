@@ -63,7 +63,7 @@ class EncoderPool:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise WorkersLost(
-                "a tokenisation worker ended abruptly, perhaps out of memory. Lower data.prepare_workers."
+                "a tokenization worker ended abruptly, perhaps out of memory. Lower data.prepare_workers."
             ) from error
 
     def close(self) -> None:

@@ -17,18 +17,17 @@ from finetune.data.order.dataset_view import DatasetView, fingerprint_of
 from finetune.data.order.grouping import LengthGroupedOrder, set_order, tokens_per_position
 from finetune.data.order.order import Order
 from finetune.data.rows import row_location
-from finetune.data.token_cache.arrays import ArrayFacts, Verification, open_arrays
 from finetune.data.token_cache.counts import Counts
 from finetune.data.token_cache.integrity import DamagedSet, format_damage, sample_checksum
+from finetune.data.token_cache.samples import StoredSamples
 from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, read_json_with_digest
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "counts.json"
 MAX_NAMED = 16
 """Rows that a message names of those that are damaged."""
 
-_VALUES = ".values"
 _BITS = (1 << 64) - 1
 
 
@@ -46,14 +45,14 @@ class TokenCacheManifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: Literal[3]
+    version: Literal[4]
     fingerprint: str
     names: tuple[str, ...]
     counts: dict[str, Any]
     origins: list[tuple[int, str]]
     shards: tuple[str, ...]
     made_of: dict[str, Any]
-    arrays: dict[str, ArrayFacts]
+    files: dict[str, str]  # digests of their contents
 
 
 class TokenCache(Dataset[Features]):
@@ -79,11 +78,7 @@ class TokenCache(Dataset[Features]):
     def __getitem__(self, index: int) -> Features:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        arrays = {
-            name: values[self._offsets[name][index] : self._offsets[name][index + 1]]
-            for name, values in self._values.items()
-        }
-        return Features(arrays, sample_id=int(index))
+        return Features(self._samples[index], sample_id=int(index))
 
     def intact(self, index: int) -> Features:
         """Return the sample, compared with its mark; raises DamagedSet."""
@@ -99,9 +94,9 @@ class TokenCache(Dataset[Features]):
         if self.verification.problem:
             raise DamagedSet(self.folder, self.verification.problem)
 
-    def values(self, name: str) -> np.ndarray:
-        """Return that array of all samples, end to end."""
-        return self._values[name]
+    def pieces(self, name: str) -> list[np.ndarray]:
+        """Return that array of all samples, end to end, in pieces that are memory-mapped."""
+        return self._samples.pieces(name)
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the tokens of each sample."""
@@ -136,14 +131,14 @@ class TokenCache(Dataset[Features]):
         """Tell whether the files that stand there now have the damage that the verification of these has found."""
         try:
             now = TokenCache(self.folder)
-            now.verification.verify_only(self.verification.number)
+            now.verification.verify_block(self.verification.damaged_block)
         except (DamagedSet, Damaged):
             return True
         return False
 
     def reopen(self, other: "TokenCache") -> None:
         """Read from another copy's files from now on; raises DataError where that one holds other samples."""
-        if other.facts != self.facts:
+        if other.files != self.files:
             raise DataError(f"the prepared set {self.folder} was rebuilt with other content. Start the run again.")
         self.__dict__.update(vars(other))
 
@@ -166,20 +161,14 @@ class TokenCache(Dataset[Features]):
         self.fingerprint = manifest.fingerprint
         self._now = dict(zip(manifest.shards, self.shards, strict=False))  # from the name then to the name now
         self.counts = self._counts(manifest.counts)
-        self.facts = manifest.arrays
-        arrays = open_arrays(
-            self.folder, self.facts, verified=lambda name: not is_verified and not name.endswith(_VALUES)
-        )
-        self.verification = Verification([arrays[f"{name}{_VALUES}"] for name in manifest.names])
-        if is_verified:
-            self.verification.close()
-        self._values = {name: arrays[f"{name}{_VALUES}"].values for name in manifest.names}
-        self._offsets = {name: arrays[f"{name}.offsets"].values for name in manifest.names}
-        self.lengths = arrays["lengths"].values
-        self.num_targets_each = arrays["num_targets"].values
-        self.digests = arrays["digests"].values
-        self.checksums = arrays["marks"].values
-        self._row_numbers = arrays["row_numbers"].values
+        self.files = manifest.files
+        self._samples = StoredSamples(self.folder, manifest.files, manifest.names, is_verified=is_verified)
+        self.verification = self._samples.verification
+        self.lengths = self._samples.columns["lengths"]
+        self.num_targets_each = self._samples.columns["num_targets"]
+        self.digests = self._samples.columns["digests"]
+        self.checksums = self._samples.columns["marks"]
+        self._row_numbers = self._samples.columns["row_numbers"]
         self._origins = manifest.origins
 
     def _counts(self, values: dict[str, Any]) -> Counts:

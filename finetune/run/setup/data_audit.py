@@ -64,14 +64,15 @@ def _classes(training_data: TrainingData) -> dict[str, int]:
     """Return the training images of each class; those of streams are not there yet."""
     names = list(training_data.task.data_facts.values["labels"])
     prepared = [each for each in training_data.sources.values() if isinstance(each, TokenCache)]
-    counts = sum((np.bincount(each.values(LABEL), minlength=len(names)) for each in prepared), np.zeros(len(names)))
+    labels = (piece for each in prepared for piece in each.pieces(LABEL))
+    counts = sum((np.bincount(piece, minlength=len(names)) for piece in labels), np.zeros(len(names)))
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
 def _num_sequences(training_data: TrainingData) -> int:
     """Return the texts of all training samples; those of streams are not there yet."""
     prepared = [each for each in training_data.sources.values() if isinstance(each, TokenCache)]
-    return sum(len(each.values(LENGTHS_OF_SEQUENCES)) for each in prepared)
+    return sum(len(piece) for each in prepared for piece in each.pieces(LENGTHS_OF_SEQUENCES))
 
 
 def _notices(audit: Audit) -> Iterator[str]:

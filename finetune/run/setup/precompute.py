@@ -230,8 +230,6 @@ class _StagedWriter:
         """Move the folder into place, unless another job has written the same one. Raises DataError. On rank 0."""
         if self._failure is None:
             self._attempt(partial(self._complete, made_of))
-        if self._writer is not None:
-            self._writer.close()
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
         if self._failure is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 from filelock import FileLock, Timeout
@@ -120,12 +120,19 @@ def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True, 
 
     A private file can be read by its owner alone, from the beginning.
     """
+    with write_atomically(path, survives_power_cut=survives_power_cut, is_private=is_private) as file:
+        file.write(content)
+
+
+@contextmanager
+def write_atomically(path: Path, *, survives_power_cut: bool = True, is_private: bool = False) -> Iterator[BinaryIO]:
+    """Yield a file to write to, which becomes `path` at the end; after an error the old one is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = temporary_path(path)
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             if survives_power_cut:
                 file.flush()
                 os.fsync(file.fileno())

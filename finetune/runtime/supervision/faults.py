@@ -24,7 +24,7 @@ INJECTED = "fault injected"
 """How the line on standard error begins that each injected fault leaves."""
 
 POINTS = (
-    *("prepare.write", "prepare.noted", "prepare.finish", "prepare.done"),
+    *("prepare.write", "prepare.saved", "prepare.finish", "prepare.done"),
     *("data", "forward", "backward", "update.before", "update.after", "evaluate"),
     *("save.begin", "save.copied", "save.write", "save.written", "save.manifest", "save.rename", "save.done"),
     *(

@@ -1,21 +1,23 @@
-"""A set that is cut off goes on where it stopped, and comes out the same to the bit."""
+"""An interrupted build resumes where it stopped, and its result is bitwise identical."""
 
 import errno
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache import build, encoder_pool
-from finetune.data.token_cache.build import build_set
+from finetune.data.token_cache.build import build_set, num_written_rows
 from finetune.data.token_cache.chunks import make_encoding_plan
 from finetune.data.token_cache.encoder_pool import EncoderPool
-from finetune.data.token_cache.journal import NAME, num_journaled_rows
+from finetune.data.token_cache.samples import chunk_name
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.errors import DataError
+from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.supervision.faults import VARIABLE
 from tests.data.byte_encoding import encode_bytes
 
@@ -24,18 +26,25 @@ MADE_OF = Identity("f1", {})
 
 
 class Build:
-    """Builds a set of a few rows in small chunks, with a journal line after every second one: 10 rows."""
+    """Builds a set of a few rows in small chunks, two of which fill a file: 10 rows."""
 
     def __init__(self, source, section):
         self.source, self.section = source, section
-        self.encoded, self.told = 0, []
+        self.encoded, self.progress, self.damage = 0, [], []
 
     def __call__(self, folder, *, made_of=MADE_OF):
-        self.encoded, self.told = 0, []
+        self.encoded, self.progress, self.damage = 0, [], []
         folder.mkdir(exist_ok=True)
-        recipe = make_encoding_plan(self.source.format, self.encode, section=self.section)
+        plan = make_encoding_plan(self.source.format, self.encode, section=self.section)
         rows = self.source.rows()
-        return build_set(folder, rows, EncoderPool(recipe, num_workers=0), made_of, advance=self.told.append)
+        return build_set(
+            folder,
+            rows,
+            EncoderPool(plan, num_workers=0),
+            made_of,
+            advance=self.progress.append,
+            on_damage=lambda *damage: self.damage.append(damage),
+        )
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -45,7 +54,7 @@ class Build:
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
 
 
 @pytest.fixture
@@ -69,47 +78,47 @@ def in_a_process(monkeypatch, fault, call):
     return process.exitcode
 
 
-KILLED = {  # where, and how many rows had been noted by then
+KILLED = {  # where, and how many rows had been written by then
     "before anything is written": ("prepare.write step=1", 0),
-    "before the first line of the journal": ("prepare.write step=2", 0),
-    "behind a line": ("prepare.noted step=3", 30),
-    "with rows written and not noted": ("prepare.write step=8", 30),
-    "when all rows are written": ("prepare.finish", 50),
+    "before the first file": ("prepare.write step=2", 0),
+    "after a file": ("prepare.saved step=3", 30),
+    "with rows that are not written yet": ("prepare.write step=8", 30),
+    "when all rows are encoded": ("prepare.finish", 50),
 }
 
 
 @pytest.mark.parametrize("where", KILLED)
-def test_a_killed_build_goes_on_and_the_bits_are_the_same(build_here, tmp_path, monkeypatch, where):
-    fault, num_noted = KILLED[where]
+def test_a_killed_build_resumes_and_its_result_is_bitwise_identical(build_here, tmp_path, monkeypatch, where):
+    fault, num_written = KILLED[where]
     whole, cut_off = tmp_path / "whole", tmp_path / "cut_off"
     counts = build_here(whole)
     assert in_a_process(monkeypatch, f"{fault} do=kill", lambda: build_here(cut_off)) == -signal.SIGKILL
-    assert num_journaled_rows(cut_off) == num_noted
+    assert num_written_rows(cut_off) == num_written
     assert build_here(cut_off) == counts
-    assert build_here.encoded == NUM_ROWS - num_noted
-    assert build_here.told[0] == num_noted
-    assert build_here.told[-1] == NUM_ROWS
+    assert build_here.encoded == NUM_ROWS - num_written
+    assert build_here.progress[0] == num_written
+    assert build_here.progress[-1] == NUM_ROWS
     assert content_of(cut_off) == content_of(whole)
-    assert len(content_of(whole)) == 10
+    assert len(content_of(whole)) == 8  # six chunks, the columns and the manifest
 
 
 def test_a_build_may_be_killed_again_and_again(build_here, tmp_path, monkeypatch):
     whole, cut_off = tmp_path / "whole", tmp_path / "cut_off"
     build_here(whole)
-    noted = []
-    while in_a_process(monkeypatch, "prepare.noted do=kill", lambda: build_here(cut_off)) != 0:
-        noted.append(num_journaled_rows(cut_off))
-    assert noted == [10, 20, 30, 40, 50]
+    written = []
+    while in_a_process(monkeypatch, "prepare.saved do=kill", lambda: build_here(cut_off)) != 0:
+        written.append(num_written_rows(cut_off))
+    assert written == [10, 20, 30, 40, 50]
     assert content_of(cut_off) == content_of(whole)
 
 
-def test_a_whole_set_is_not_made_again(build_here, tmp_path):
+def test_a_complete_set_is_not_built_again(build_here, tmp_path):
     counts = build_here(tmp_path / "set")
     assert build_here(tmp_path / "set") == counts
     assert build_here.encoded == 0
 
 
-def test_a_full_disk_leaves_what_was_noted_to_go_on_from(build_here, tmp_path, monkeypatch):
+def test_a_build_resumes_after_a_full_disk_from_the_files_written_before(build_here, tmp_path, monkeypatch):
     whole, full = tmp_path / "whole", tmp_path / "full"
     build_here(whole)
     monkeypatch.setenv(VARIABLE, "prepare.write step=6 do=no_space")
@@ -123,47 +132,79 @@ def test_a_full_disk_leaves_what_was_noted_to_go_on_from(build_here, tmp_path, m
 
 
 def cut_off_after(num_rows, folder, build_here, monkeypatch):
-    monkeypatch.setenv(VARIABLE, f"prepare.noted step={num_rows // 10} do=raise")
+    monkeypatch.setenv(VARIABLE, f"prepare.saved step={num_rows // 10} do=raise")
     with pytest.raises(RuntimeError):
         build_here(folder)
     monkeypatch.delenv(VARIABLE)
-    assert num_journaled_rows(folder) == num_rows
+    assert num_written_rows(folder) == num_rows
 
 
-def test_a_torn_line_of_the_journal_is_as_if_it_had_never_been(build_here, tmp_path, monkeypatch):
+def test_a_file_that_a_kill_left_half_written_is_removed(build_here, tmp_path, monkeypatch):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     build_here(whole)
     cut_off_after(30, torn, build_here, monkeypatch)
-    os.truncate(torn / NAME, (torn / NAME).stat().st_size - 5)
-    assert num_journaled_rows(torn) == 20
+    temporary_path(torn / chunk_name(3)).write_bytes(b"half")
     build_here(torn)
-    assert build_here.encoded == NUM_ROWS - 20
+    assert build_here.encoded == NUM_ROWS - 30
+    assert build_here.damage == []
     assert content_of(torn) == content_of(whole)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "gone"])
-def test_files_that_are_not_as_they_were_left_are_begun_anew(build_here, tmp_path, monkeypatch, damage):
+def flip_first_byte(path):
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+DAMAGE = {  # and the reason that is given
+    "cut off": (lambda path: os.truncate(path, path.stat().st_size - 5), "cannot be read: its end is damaged"),
+    "empty": (lambda path: os.truncate(path, 0), "cannot be read: its end is damaged"),
+    "missing": (Path.unlink, "is missing"),
+    "a flipped bit": (flip_first_byte, "has changed between its bytes 0 and"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_rows_from_the_first_damaged_file_on_are_encoded_again(build_here, tmp_path, monkeypatch, what):
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     build_here(whole)
     cut_off_after(30, damaged, build_here, monkeypatch)
-    file = damaged / "input_ids.values.npy"
-    os.truncate(file, 150) if damage == "shorter" else file.unlink()
+    damage, reason = DAMAGE[what]
+    damage(damaged / chunk_name(1))
     build_here(damaged)
-    assert build_here.encoded == NUM_ROWS
+    assert build_here.encoded == NUM_ROWS - 10
+    ((given, first_row),) = build_here.damage
+    assert first_row == 11
+    assert given.startswith(f"{chunk_name(1)} {reason}")
     assert content_of(damaged) == content_of(whole)
 
 
-def test_what_was_begun_of_something_else_is_begun_anew(build_here, tmp_path, monkeypatch):
+def test_a_file_is_not_taken_for_another_of_the_same_build(build_here, tmp_path, monkeypatch):
+    whole, swapped = tmp_path / "whole", tmp_path / "swapped"
+    build_here(whole)
+    cut_off_after(30, swapped, build_here, monkeypatch)
+    (swapped / chunk_name(1)).write_bytes((swapped / chunk_name(0)).read_bytes())
+    build_here(swapped)
+    assert build_here.encoded == NUM_ROWS - 10
+    assert content_of(swapped) == content_of(whole)
+
+
+def test_a_file_is_written_when_its_samples_have_enough_bytes(build_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CHUNK_BYTES", 1)
+    build_here(tmp_path / "set")
+    assert len(list((tmp_path / "set").glob("chunk-*"))) == 11
+
+
+def test_files_of_another_identity_are_not_resumed_from(build_here, tmp_path, monkeypatch):
     cut_off_after(30, tmp_path / "set", build_here, monkeypatch)
     build_here(tmp_path / "set", made_of=Identity("f2", {}))
     assert build_here.encoded == NUM_ROWS
     assert TokenCache(tmp_path / "set").fingerprint == "f2"
 
 
-def test_rows_that_have_become_fewer_are_told(build_here, tmp_path, monkeypatch):
+def test_a_source_with_fewer_rows_than_were_tokenized_is_refused(build_here, tmp_path, monkeypatch):
     cut_off_after(30, tmp_path / "set", build_here, monkeypatch)
     monkeypatch.setattr(build_here.source, "rows", lambda: iter(()))
-    with pytest.raises(DataError, match="fewer rows than the 30 that were already tokenised"):
+    with pytest.raises(DataError, match="fewer rows than the 30 that were already tokenized"):
         build_here(tmp_path / "set")
 
 

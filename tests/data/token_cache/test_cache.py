@@ -12,11 +12,12 @@ import pytest
 
 from finetune.config.sections.data import DataSection, ValidationSourceSection
 from finetune.data.sources.source import open_source, open_sources
-from finetune.data.token_cache import build, cache, encoder_pool, integrity
+from finetune.data.token_cache import array_file, build, cache, encoder_pool
+from finetune.data.token_cache.array_file import write_array_file
 from finetune.data.token_cache.cache import prepare_set, repair
 from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
-from finetune.data.token_cache.journal import NAME as JOURNAL
+from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name
 from finetune.errors import DataError
 from finetune.runtime.supervision.faults import VARIABLE
 from tests.data.byte_encoding import encode_bytes
@@ -53,8 +54,8 @@ def prepare(write_rows, make_section):
 
 
 @pytest.fixture
-def beside(monkeypatch):
-    """No set is small: all are verified in the background."""
+def verify_in_background(monkeypatch):
+    """Treat no set as small: all are verified in the background."""
     monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
 
 
@@ -62,10 +63,10 @@ def texts_of(prepared):
     return [bytes(sample.arrays["input_ids"].astype(np.uint8)).decode() for sample in prepared]
 
 
-def flip(path, *, every=40, start=128):
+def flip(path, *, every=40, start=128, stop=None):
     content = bytearray(path.read_bytes())
-    for place in range(start, len(content), every):
-        content[place] ^= 1
+    for offset in range(start, stop or len(content), every):
+        content[offset] ^= 1
     with path.open("r+b") as file:
         file.write(content)
 
@@ -93,26 +94,31 @@ def as_other_manifest(path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": "other"}))
 
 
+def as_other_columns(path):
+    write_array_file(path, {"lengths": (np.dtype(np.int32), [np.ones(40, np.int32)])}, facts={})
+
+
+CHUNK = chunk_name(0)
+
 DAMAGE = {
-    "bits of the tokens": ("input_ids.values.npy", flip),
-    "bits of the targets": ("is_target.values.npy", flip),
-    "offsets": ("input_ids.offsets.npy", flip),
-    "lengths": ("lengths.npy", flip),
-    "counts of targets": ("num_targets.npy", flip),
-    "digests": ("digests.npy", flip),
-    "marks": ("marks.npy", flip),
-    "row numbers": ("row_numbers.npy", flip),
-    "a header": ("lengths.npy", lambda path: flip(path, every=9, start=0)),
+    "bits of the samples": (CHUNK, flip),
+    "one bit of a token": (CHUNK, lambda path: flip(path, every=10**9, start=0)),
+    "bits of the columns": (SAMPLES_FILE, flip),
+    "one bit of a length": (SAMPLES_FILE, lambda path: flip(path, every=10**9, start=0)),
+    "the footer of the columns": (SAMPLES_FILE, lambda path: flip(path, start=path.stat().st_size - 60)),
+    "the footer of the samples": (CHUNK, lambda path: flip(path, start=path.stat().st_size - 60)),
+    "the length of a footer": (CHUNK, lambda path: flip(path, start=path.stat().st_size - 3)),
+    "the columns of another set": (SAMPLES_FILE, as_other_columns),
     "the manifest": ("counts.json", lambda path: flip(path, start=30)),
     "another manifest": ("counts.json", as_other_manifest),
     "nesting": ("counts.json", lambda path: path.write_text("[" * 100_000)),
-    "cut off": ("input_ids.values.npy", lambda path: os.truncate(path, path.stat().st_size - 9)),
-    "longer": ("input_ids.values.npy", lambda path: os.truncate(path, path.stat().st_size + 8)),
-    "empty": ("is_target.values.npy", lambda path: os.truncate(path, 0)),
-    "missing": ("is_target.offsets.npy", Path.unlink),
+    "cut off": (CHUNK, lambda path: os.truncate(path, path.stat().st_size - 9)),
+    "longer": (CHUNK, lambda path: os.truncate(path, path.stat().st_size + 8)),
+    "empty": (CHUNK, lambda path: os.truncate(path, 0)),
+    "missing": (CHUNK, Path.unlink),
     "no manifest": ("counts.json", Path.unlink),
-    "a folder for a file": ("input_ids.values.npy", as_folder),
-    "a link to a device": ("input_ids.values.npy", as_link),
+    "a folder for a file": (CHUNK, as_folder),
+    "a link to a device": (CHUNK, as_link),
     "a pipe": ("counts.json", as_pipe),
 }
 
@@ -149,7 +155,7 @@ def test_something_else_in_the_place_of_the_set_is_set_aside(prepare, tmp_path, 
 
 
 def test_what_cannot_be_set_aside_is_one_message(prepare, monkeypatch):
-    flip(prepare().folder / "lengths.npy")
+    flip(prepare().folder / SAMPLES_FILE)
 
     def refuse(path, target):
         raise PermissionError(13, "Permission denied")
@@ -168,8 +174,8 @@ def test_a_disk_that_damages_every_copy_is_told_of(prepare, monkeypatch):
         prepare()
 
 
-def test_damage_that_is_found_in_the_background_is_mended_in_the_set_at_hand(prepare, beside):
-    flip(prepare().folder / "input_ids.values.npy")
+def test_damage_that_is_found_in_the_background_is_mended_in_the_set_at_hand(prepare, verify_in_background):
+    flip(prepare().folder / CHUNK, stop=1000)  # tokens
     prepared = prepare()
     repair(prepared, seconds=None)
     assert texts_of(prepared) == TEXTS
@@ -178,8 +184,8 @@ def test_damage_that_is_found_in_the_background_is_mended_in_the_set_at_hand(pre
     assert texts_of(prepared) == TEXTS
 
 
-def test_a_rank_with_the_old_files_open_takes_over_what_another_has_made(prepare, beside):
-    flip(prepare().folder / "input_ids.values.npy")
+def test_a_rank_with_the_old_files_open_takes_over_what_another_has_made(prepare, verify_in_background):
+    flip(prepare().folder / CHUNK, stop=1000)  # tokens
     ranks = [prepare() for _ in range(3)]
     encoded = []
     for rank in ranks:
@@ -194,55 +200,66 @@ def test_a_rank_with_the_old_files_open_takes_over_what_another_has_made(prepare
 def test_a_sample_that_is_read_alone_is_compared_with_its_mark(prepare):
     prepared = prepare()
     assert bytes(prepared.intact(3).arrays["input_ids"].astype(np.uint8)).decode() == TEXTS[3]
-    flip(prepared.folder / "input_ids.values.npy", every=4)  # the pages are shared: it is damaged in the map, too
+    flip(prepared.folder / CHUNK, every=4, start=0)  # the pages are shared: it is damaged in the map, too
     with pytest.raises(DamagedSet, match=r"rows\.jsonl, row 4 is not what was prepared"):
         prepared.intact(3)
 
 
 def test_a_copy_in_another_process_reads_the_files_and_not_their_digests(prepare, monkeypatch):
     sent = pickle.dumps(prepare())
-    monkeypatch.setattr(integrity.xxhash, "xxh3_128", None)  # would be needed to verify
+    monkeypatch.setattr(array_file.ArrayFile, "verify", None)  # would be needed to verify
+    monkeypatch.setattr(array_file.ArrayFile, "verify_block", None)
     copy = pickle.loads(sent)
     assert texts_of(copy) == TEXTS
 
 
-@pytest.mark.parametrize("damage", ["values", "offsets", "journal", "journal twice"])
-def test_damage_before_a_killed_build_goes_on_is_not_sealed(prepare, monkeypatch, damage):
+@pytest.fixture
+def staging_of_20_rows(prepare, monkeypatch):
+    """The folder of a build that was interrupted when it had written two files of 10 rows."""
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
-    monkeypatch.setenv(VARIABLE, "prepare.noted step=2 do=raise")
+    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
+    monkeypatch.setenv(VARIABLE, "prepare.saved step=2 do=raise")
     with pytest.raises(RuntimeError):
         prepare()
     monkeypatch.delenv(VARIABLE)
     (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
-    if damage == "journal twice":
-        (staging / JOURNAL).write_bytes(2 * (staging / JOURNAL).read_bytes())
-    else:
-        name = JOURNAL if damage == "journal" else f"input_ids.{damage}.npy"
-        flip(staging / name, every=10**9, start=140)  # one bit; in the journal, of its first line
+    return staging
+
+
+@pytest.mark.parametrize(("number", "start"), [(0, "the first row"), (1, "row 11")])
+def test_damage_before_an_interrupted_build_resumes_does_not_get_into_the_set(
+    prepare, staging_of_20_rows, number, start
+):
+    flip(staging_of_20_rows / chunk_name(number), every=10**9, start=140)  # one bit
     made = prepare()
     assert texts_of(made) == TEXTS
-    assert prepare.encoded == (len(TEXTS) - 20 if damage == "journal twice" else len(TEXTS))
-    assert any("rebuilt from the first row" in line for line in prepare.warnings) == ("journal" not in damage)
+    assert prepare.encoded == len(TEXTS) - 10 * number
+    assert [f"it is rebuilt from {start}" in line for line in prepare.warnings] == [True]
     made.verify()
 
 
-@pytest.mark.parametrize("name", ["lengths.npy", JOURNAL])
-def test_a_link_in_a_build_that_was_begun_is_not_written_through(prepare, monkeypatch, tmp_path, name):
-    monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
-    monkeypatch.setenv(VARIABLE, "prepare.noted step=2 do=raise")
-    with pytest.raises(RuntimeError):
-        prepare()
-    monkeypatch.delenv(VARIABLE)
-    (staging,) = Path(prepare.section.cache_folder).glob("prepared/.*.making")
+def test_a_link_in_an_interrupted_build_is_not_written_through(prepare, staging_of_20_rows, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    (staging / name).unlink()
-    (staging / name).symlink_to(precious)
+    (staging_of_20_rows / CHUNK).unlink()
+    (staging_of_20_rows / CHUNK).symlink_to(precious)
     assert texts_of(prepare()) == TEXTS
     assert precious.read_text() == "mine"
-    assert "is no file of its own" in prepare.warnings[0]
+    assert "is not a regular file" in prepare.warnings[0]
+
+
+def test_a_set_in_an_older_format_is_prepared_again_with_a_message(prepare):
+    folder = prepare().folder
+    older = folder.with_name(folder.name.rpartition("-")[0] + "-3")
+    folder.rename(older)
+    assert texts_of(prepare()) == TEXTS
+    assert prepare.encoded == len(TEXTS)
+    message = (
+        f"data.train: {older} was prepared by an older version of finetune, in another format. It is prepared again"
+    )
+    assert [line.startswith(message) for line in prepare.said if str(older) in line] == [True]
+    prepare()
+    assert not any(str(older) in line for line in prepare.said)
 
 
 IDENTITY = {"tokenizer": "t1", "chat_template": "c1"}
@@ -410,9 +427,9 @@ def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_pa
     for workers in (0, 2):
         section = make_section(source, prepare_workers=workers, cache_folder=str(tmp_path / f"cache{workers}"))
         sets.append(prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None))
-    files = [sorted(path.name for path in each.folder.iterdir()) for each in sets]
+    files = [sorted(path.name for path in prepared.folder.iterdir()) for prepared in sets]
     assert files[0] == files[1]
-    assert len(files[0]) == 10
+    assert files[0] == [CHUNK, "counts.json", SAMPLES_FILE]
     for name in files[0]:
         assert (sets[0].folder / name).read_bytes() == (sets[1].folder / name).read_bytes()
 
@@ -444,7 +461,7 @@ def test_a_folder_that_cannot_be_written_is_named(prepare_cache, tmp_path):
 
 def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, monkeypatch, tmp_path):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
-    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
     with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start resumes from it"):
@@ -452,7 +469,7 @@ def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, mo
     monkeypatch.delenv(VARIABLE)
     assert texts_of_cache(prepare_cache(texts)) == texts
     assert prepare_cache.encoded == 2
-    assert "data.train: 2 rows are already tokenised; resuming from there" in prepare_cache.said
+    assert "data.train: 2 rows are already tokenized; resuming from there" in prepare_cache.said
 
 
 def test_what_is_refused_leaves_nothing_behind(prepare_cache, tmp_path):
@@ -551,7 +568,7 @@ class Processes:
 @pytest.fixture
 def processes(write_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 5)
-    monkeypatch.setattr(build, "CHUNKS_BETWEEN_NOTES", 2)
+    monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     return Processes(write_rows([{"text": f"{n}>x"} for n in range(50)], format="text"), tmp_path)
 
 
@@ -567,7 +584,7 @@ def test_two_processes_at_once_do_it_once(processes):
 
 
 def test_when_the_one_that_makes_the_set_is_killed_the_one_that_waits_takes_over(processes):
-    """The maker stands still at its seventh chunk until the other waits, and dies there: 30 rows are noted by then."""
+    """The maker stands still at its seventh chunk until the other waits, and dies: 30 rows are written."""
     begins, waits = processes.fork.Event(), processes.fork.Event()
     maker = processes.start("maker", fault="prepare.write step=7 do=sleep", begins=begins)
     assert begins.wait(timeout=30)
