@@ -38,8 +38,8 @@ from transformers import AutoTokenizer  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 from benchmarks.architectures import ARCHITECTURES  # noqa: E402
-from finetune.commands.rehearse.architecture import from_config_values, shrink_architecture  # noqa: E402
-from finetune.commands.rehearse.shrink import Sizes  # noqa: E402
+from finetune.commands.rehearse.small_model import from_config_values, shrink_architecture  # noqa: E402
+from finetune.commands.rehearse.widths import Sizes  # noqa: E402
 from finetune.config.sections.model import (  # noqa: E402
     FromConfigSection,
     ModelSection,

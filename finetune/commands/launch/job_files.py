@@ -74,7 +74,7 @@ def check_job(words: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         num_nodes=words.nodes,
         run_folder=run.folder,
         local_folder=run.local_folder if is_url(run.folder) else None,
-        is_single=file.kind == "NO",
+        is_single=file.distributed_type == "NO",
         max_restarts=words.max_restarts,
         stop_seconds=words.stop,
         uses_gpus=not words.cpu,
@@ -178,7 +178,7 @@ def job_with(request: JobRequest, *, words: Mapping[str, str], accelerate_file: 
 
 
 def _check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
-    if world > 1 and (file.kind in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
+    if world > 1 and (file.distributed_type in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
         raise StrategyError(
             f"--accelerate {file.path}: accelerate starts one process of it on each host, and {world} are wanted in "
             "all. Take accelerate_configs/ddp.yaml or another with `use_cpu: false`."

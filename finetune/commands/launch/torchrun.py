@@ -79,7 +79,7 @@ def make_job(
         *(tuple(words), accelerate_file.absolute(), ranks_per_host),
         is_hybrid=file.num_copies > 1,
         sequence_size=file.sequence_size,
-        is_deepspeed=file.kind == "DEEPSPEED",
+        is_deepspeed=file.distributed_type == "DEEPSPEED",
         stop_seconds=stop_seconds,
     )
     return job, loaded

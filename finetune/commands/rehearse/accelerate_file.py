@@ -6,19 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.rehearse.shrink import Change
+from finetune.commands.rehearse.report import Change
 from finetune.config.load import read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
 from finetune.strategy.unsupported import unsupported_in_file
 
-KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 
-_OF_THE_MACHINES = (
-    *("main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "gpu_ids", "enable_cpu_affinity"),
-    *("same_network", "machine_rank", "tpu_name", "tpu_zone"),
+_MACHINE_KEYS = (
+    "main_process_ip",
+    "main_process_port",
+    "rdzv_backend",
+    "rdzv_conf",
+    "gpu_ids",
+    "enable_cpu_affinity",
+    "same_network",
+    "tpu_name",
+    "tpu_zone",
 )
-_OF_DEEPSPEED_MACHINES = (
+_DEEPSPEED_MACHINE_KEYS = (
     "deepspeed_hostfile",
     "deepspeed_multinode_launcher",
     "deepspeed_exclusion_filter",
@@ -30,40 +37,40 @@ _SEQUENCE = "parallelism_config_sp_size"
 
 @dataclass(frozen=True)
 class AccelerateFile:
-    """What the file says, and for how many processes on how many machines it is."""
+    """The file, with its numbers of processes and machines."""
 
     path: Path
     values: dict[str, Any]
-    kind: str
+    distributed_type: str
     num_processes: int
     num_machines: int
 
     @property
     def sequence_size(self) -> int:
-        """Return how many processes share the rows of a microbatch."""
+        """Return the number of processes that share the rows of a microbatch."""
         return _parallelism(self.values)[_SEQUENCE]
 
     @property
     def num_copies(self) -> int:
-        """Return how many copies of a sharded model there are (HSDP)."""
+        """Return the number of copies of a sharded model (HSDP)."""
         return _parallelism(self.values)[_COPIES]
 
     @property
     def data_parallel_size(self) -> int:
-        """Return how many microbatches are computed at a time."""
+        """Return the number of microbatches that are computed at a time."""
         return self.num_processes // self.sequence_size
 
     @property
     def text(self) -> str:
         """Return strategy, machines and processes in words."""
         machines = f"{self.num_machines} machine{'s' * (self.num_machines > 1)}"
-        each = self.num_processes // self.num_machines
-        return f"{self.path.stem}: {machines} x {each} process{'es' * (each > 1)} = {self.num_processes}"
+        local = self.num_processes // self.num_machines
+        return f"{self.path.stem}: {machines} x {local} process{'es' * (local > 1)} = {self.num_processes}"
 
 
 @dataclass(frozen=True)
 class LaunchFile:
-    """The file for this machine: its values, how many processes it is launched with, and what was changed."""
+    """The file for this machine: its values, its number of processes, and the changes."""
 
     values: dict[str, Any]
     processes: int
@@ -71,12 +78,12 @@ class LaunchFile:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return how many microbatches are computed at a time here."""
+        """Return the number of microbatches that are computed at a time on this machine."""
         return self.processes // _parallelism(self.values)[_SEQUENCE]
 
 
 def read_accelerate_file(path: Path) -> AccelerateFile:
-    """Return what the file says; raises UserError or StrategyError where it cannot be launched as it is written."""
+    """Return the file's content; raises UserError or StrategyError where it cannot be launched as it is written."""
     try:
         document = read_yaml(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -84,36 +91,32 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
     if document.problems or not isinstance(document.values, dict):
         problem = document.problems[0] if document.problems else "it has no keys."
         raise UserError(f"--accelerate {path}: {problem}")
-    values = document.values
+    values, lines = document.values, document.lines
+
+    def failure(key: str, message: str) -> StrategyError:
+        return StrategyError(f"{path.name}{f', line {lines[key]}' if key in lines else ''}, {key}: {message}")
+
     for key, message in unsupported_in_file(values):
-        raise StrategyError(f"{_place(path, document.lines, key)}: {message}")
-    kind = str(values.get("distributed_type", "missing")).upper()
-    kind = "NO" if kind == "FALSE" else kind
-    if kind not in KINDS:
-        raise StrategyError(
-            f"{_place(path, document.lines, 'distributed_type')}: `{values.get('distributed_type')}` is not supported. "
-            f"Write one of {', '.join(KINDS)}."
-        )
-    counts = {name: _count(path, document.lines, values, name) for name in ("num_processes", "num_machines")}
-    found = AccelerateFile(path, values, kind, **counts)
-    for key, problem in _problems(found):
-        raise StrategyError(f"{_place(path, document.lines, key)}: {problem}")
-    return found
-
-
-def _place(path: Path, lines: dict[str, int], key: str) -> str:
-    return f"{path.name}, line {lines[key]}, {key}" if key in lines else f"{path.name}, {key}"
-
-
-def _count(path: Path, lines: dict[str, int], values: dict[str, Any], name: str) -> int:
-    value = values.get(name, 1)
-    if not isinstance(value, int) or value < 1:
-        raise StrategyError(f"{_place(path, lines, name)}: `{value}` is not a number of {name[4:]}. Write 1 or more.")
-    return value
+        raise failure(key, message)
+    written = values.get("distributed_type")
+    distributed_type = str(values.get("distributed_type", "missing")).upper().replace("FALSE", "NO")
+    if distributed_type not in DISTRIBUTED_TYPES:
+        supported = ", ".join(DISTRIBUTED_TYPES)
+        raise failure("distributed_type", f"`{written}` is not supported. Write one of {supported}.")
+    counts = []
+    for key in ("num_processes", "num_machines"):
+        count = values.get(key, 1)
+        if not isinstance(count, int) or count < 1:
+            raise failure(key, f"`{count}` is not a number of {key.removeprefix('num_')}. Write 1 or more.")
+        counts.append(count)
+    file = AccelerateFile(path, values, distributed_type, *counts)
+    for key, message in _problems(file):
+        raise failure(key, message)
+    return file
 
 
 def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
-    """Yield what would go wrong on the real machines, with its key."""
+    """Yield a message for each problem on the real machines, with its key."""
     total, machines = file.num_processes, file.num_machines
     if total % machines:
         yield (
@@ -124,7 +127,7 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
     if file.values.get("use_cpu") is True and total > 1:
         yield (
             "use_cpu",
-            f"with `true`, accelerate starts one process instead of {total} unless mpirun is there. Write `false`.",
+            f"with `true`, accelerate starts one process instead of {total} unless mpirun is installed. Write `false`.",
         )
     sizes = _parallelism(file.values)
     product, rows = sizes[_COPIES] * sizes[_SHARDS] * sizes[_SEQUENCE], sizes[_SEQUENCE]
@@ -145,43 +148,47 @@ def _parallelism(values: dict[str, Any]) -> dict[str, int]:
 
 
 def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, folder: Path) -> LaunchFile:
-    """Return the file for so many processes here; what it names beside itself is written into `folder`.
+    """Return the file for this number of processes on this machine; files that it names are written into `folder`.
 
     Raises UserError for a number of processes that cannot stand for the real one. `is_fp16`: the job trains in fp16,
     which a CPU does not.
     """
     values = json.loads(json.dumps(file.values))
-    here = 1 if file.kind == "NO" else processes
-    changes = [Change("num_processes", file.num_processes, here, "processes on this machine's CPU, joined by gloo")]
-    if file.num_machines > 1:
-        changes.append(Change("num_machines", file.num_machines, 1, "this machine"))
-    values |= {"num_processes": here, "num_machines": 1, "machine_rank": 0, "distributed_type": file.kind}
-    values["use_cpu"] = file.kind == "NO"
-    changes += _without(values, _OF_THE_MACHINES, why="of the real machines", keep=("machine_rank",))
+    is_single = file.distributed_type == "NO"
+    processes = 1 if is_single else processes
+    why = "processes on this machine's CPU, joined by gloo"
+    changes = [
+        Change("num_processes", file.num_processes, processes, why),
+        Change("num_machines", file.num_machines, 1, "this machine"),
+    ]
+    values |= {
+        "num_processes": processes,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "distributed_type": file.distributed_type,
+        "use_cpu": is_single,
+    }
     deepspeed = values.get("deepspeed_config") or {}
-    changes += _without(deepspeed, _OF_DEEPSPEED_MACHINES, why="of the real machines", prefix="deepspeed_config.")
-    changes += _share_rows(values, here)
-    changes += _share_copies(values, here)
+    for prefix, section, keys in (
+        ("", values, _MACHINE_KEYS),
+        ("deepspeed_config.", deepspeed, _DEEPSPEED_MACHINE_KEYS),
+    ):
+        for key in keys:
+            was = section.pop(key, None)
+            if was not in (None, True, False, "static", "standard"):
+                changes.append(Change(f"{prefix}{key}", was, None, "of the real machines"))
+    changes += _share_rows(values, processes)
+    changes += _share_copies(values, processes)
     if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
         values["fsdp_config"]["fsdp_offload_params"] = False
         changes.append(Change("fsdp_config.fsdp_offload_params", True, False, "a CPU has nowhere to offload to"))
     if is_fp16:
         changes += _without_fp16(values, folder)
-    return LaunchFile(values, here, tuple(each for each in changes if each.was != each.now))
-
-
-def _without(
-    values: dict[str, Any], names: tuple[str, ...], *, why: str, prefix: str = "", keep: tuple[str, ...] = ()
-) -> Iterator[Change]:
-    for name in names:
-        if name in values and name not in keep:
-            was = values.pop(name)
-            if was not in (None, True, False, "static", "standard"):
-                yield Change(f"{prefix}{name}", was, None, why)
+    return LaunchFile(values, processes, tuple(change for change in changes if change.was != change.now))
 
 
 def _share_rows(values: dict[str, Any], processes: int) -> Iterator[Change]:
-    """Have 2 processes share rows where more do on the machines: the small model has few attention heads."""
+    """Have 2 processes share rows where more do on the real machines: the small model has few attention heads."""
     size = _parallelism(values)[_SEQUENCE]
     if size > 1:
         now = 2 if processes % 2 == 0 else 1
@@ -190,7 +197,7 @@ def _share_rows(values: dict[str, Any], processes: int) -> Iterator[Change]:
 
 
 def _share_copies(values: dict[str, Any], processes: int) -> Iterator[Change]:
-    """Divide the processes of this machine among copies and shards, two copies at least where the file has copies."""
+    """Divide the processes among copies and shards, with two copies where the file has several."""
     sizes = _parallelism(values)
     if "parallelism_config" not in values or max(sizes[_COPIES], sizes[_SHARDS]) == 1:
         return
@@ -206,7 +213,7 @@ def _share_copies(values: dict[str, Any], processes: int) -> Iterator[Change]:
 
 
 def _without_fp16(values: dict[str, Any], folder: Path) -> Iterator[Change]:
-    """Replace fp16, which the job has, too, by bf16: in the file itself and in the DeepSpeed config that it names."""
+    """Replace the fp16 of the job by bf16 in the file itself and in the DeepSpeed config that it names."""
     if values.get("mixed_precision") == "fp16":
         values["mixed_precision"] = "bf16"
         yield Change("mixed_precision", "fp16", "bf16", "a CPU does not train in fp16")

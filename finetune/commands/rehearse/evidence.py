@@ -1,4 +1,4 @@
-"""What a rehearsal proves, in numbers from the files of its run."""
+"""The evidence of a rehearsal: numbers from the files of its run."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -21,7 +21,7 @@ _MAX_LINES = 4
 
 
 def template_evidence(config: RunConfig, data: TrainingData) -> Iterator[str]:
-    """Yield how many samples, tokens and targets the rows gave, and what became of long ones."""
+    """Yield the numbers of samples, tokens and targets of the rows, and what was done with long ones."""
     for key, source in data.sources.items():
         counts = source.counts
         if not counts.rows:
@@ -41,40 +41,40 @@ def template_evidence(config: RunConfig, data: TrainingData) -> Iterator[str]:
 
 
 def strategy_evidence(run: Path) -> Iterator[str]:
-    """Yield what was built on how many processes."""
-    started = next(each for each in _events(run) if each["event"] == "RunStarted")
+    """Yield the strategy, the number of processes and the batch."""
+    started = next(event for event in _events(run) if event["event"] == "RunStarted")
     yield str(started["strategy"])
     yield from (str(line) for line in islice(started["arithmetic"], _MAX_LINES))
 
 
 def steps_evidence(run: Path) -> Iterator[str]:
-    """Yield the losses, and what was evaluated and generated."""
+    """Yield the losses, the metrics and the number of generated answers."""
     events = _events(run)
-    taken = {each["step"]: each for each in events if each["event"] == "StepTaken"}
-    losses = ", ".join(f"{each['loss']:.4f}" for each in taken.values())
+    taken = {event["step"]: event for event in events if event["event"] == "StepTaken"}
+    losses = ", ".join(f"{event['loss']:.4f}" for event in taken.values())
     yield f"{len(taken)} steps, losses {losses}"
-    evaluated = [each for each in events if each["event"] == "Evaluated"]
+    evaluated = [event for event in events if event["event"] == "Evaluated"]
     if evaluated:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in islice(evaluated[-1]["metrics"].items(), 4))
         yield f"{len(evaluated)} evaluations, the last of {evaluated[-1]['num_rows']:,} rows: {metrics}"
-    answers = sum(each["event"] == "Answered" for each in events)
+    answers = sum(event["event"] == "Answered" for event in events)
     if answers:
         yield f"{answers} answers generated"
 
 
 def checkpoint_evidence(run: Path) -> Iterator[str]:
-    """Yield what the checkpoint holds, every file compared with its digest; raises CheckpointError."""
+    """Yield the checkpoint's size, every file compared with its digest; raises CheckpointError."""
     step, path = max(layout.steps(run / CHECKPOINTS_FOLDER).items())
     problems, bad = find_problems(read_entry(path), read_all=True)
     if problems or bad:
         raise CheckpointError(f"{path}: {'; '.join(problems)}")
-    files = [each for each in path.rglob("*") if each.is_file()]
-    size = format_size(sum(each.stat().st_size for each in files))
+    files = [file for file in path.rglob("*") if file.is_file()]
+    size = format_size(sum(file.stat().st_size for file in files))
     yield f"step {step}: {len(files)} files, {size}, every digest as in its manifest"
 
 
 def resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
-    """Yield what is the same after the kill as without it."""
+    """Yield the comparison of the resumed run with the uninterrupted one."""
     steps = resumed.steps
     first = int(np.searchsorted(steps.numbers, step, side="right"))
     yield (
@@ -88,13 +88,13 @@ def resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
 
 
 def export_evidence(config: RunConfig, run: Path) -> Iterator[str]:
-    """Yield what was exported and what its proof said."""
+    """Yield the files of the export and the result of its verification."""
     final = run / FINAL_FOLDER
     names = sorted(path.name for path in final.iterdir())
-    notes = [str(each["message"]) for each in _events(run) if each["event"] == "Noted"]
-    proof = [note for note in notes if "proved" in note or "verified" in note]
-    what = "merged model" if config.export.merge else "adapter" if "adapter_config.json" in names else "model"
-    yield f"{what} of {len(names)} files{f': {proof[-1]}' if proof else ''}"
+    notes = [str(event["message"]) for event in _events(run) if event["event"] == "Noted"]
+    verified = [note for note in notes if "proved" in note or "verified" in note]
+    exported = "merged model" if config.export.merge else "adapter" if "adapter_config.json" in names else "model"
+    yield f"{exported} of {len(names)} files{f': {verified[-1]}' if verified else ''}"
     yield f"final/: {', '.join(names)}"
 
 

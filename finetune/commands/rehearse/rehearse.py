@@ -1,11 +1,11 @@
-"""The phases of a rehearsal in their order: each ends with what it has proved, or with the error and its place."""
+"""The phases of a rehearsal in their order: each ends with its evidence, or with the error that stopped it."""
 
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from finetune.commands.rehearse.accelerate_file import (
     for_this_machine,
     read_accelerate_file,
 )
-from finetune.commands.rehearse.architecture import Architecture, from_config_values, shrink_architecture
 from finetune.commands.rehearse.evidence import (
     checkpoint_evidence,
     export_evidence,
@@ -26,10 +25,16 @@ from finetune.commands.rehearse.evidence import (
     strategy_evidence,
     template_evidence,
 )
-from finetune.commands.rehearse.job import Schedule, as_overrides, job_changes, not_proved, plan_schedule, wanted_sizes
-from finetune.commands.rehearse.model_copy import write_model_copy, write_new_adapter
-from finetune.commands.rehearse.report import Rehearsal
-from finetune.commands.rehearse.rows import Wanted, choose_rows
+from finetune.commands.rehearse.job import (
+    Schedule,
+    as_overrides,
+    job_changes,
+    not_verified,
+    plan_schedule,
+    required_sizes,
+)
+from finetune.commands.rehearse.report import Change, Rehearsal
+from finetune.commands.rehearse.rows import MinimumRows, choose_rows
 from finetune.commands.rehearse.runs import (
     Launch,
     PhaseError,
@@ -38,7 +43,13 @@ from finetune.commands.rehearse.runs import (
     run_until_saved,
     set_aside,
 )
-from finetune.commands.rehearse.shrink import Change
+from finetune.commands.rehearse.small_model import (
+    Architecture,
+    from_config_values,
+    shrink_architecture,
+    write_model_copy,
+    write_new_adapter,
+)
 from finetune.commands.rehearse.targets import match_targets
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.run_config import RunConfig
@@ -58,7 +69,7 @@ _MIN_FIRST_ROWS = 32
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line."""
+    """The command line."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -70,25 +81,28 @@ class Request:
 
 
 def rehearse(request: Request, *, is_json: bool) -> int:
-    """Rehearse the job and return the exit code: 0, 2 for what the user can fix, 1 for anything else that failed.
+    """Rehearse the job and return the exit code: 0, 2 for an error that the user can fix, 1 for any other.
 
-    Works in a folder of its own, which is removed unless it is to be kept; no process is left behind.
+    Works in a folder of its own, which is removed unless `--keep` names it; no process is left running.
     """
     quiet_libraries(is_main=True)
     report = Rehearsal(is_json)
-    with _stopping_on_signals(), _scratch(request.keep) as folder:
+    with _interrupted_by_sigterm(), _work_folder(request.keep) as folder:
         try:
             _Phases(request, folder, report).run()
         except PhaseError as error:
-            report.failed(error.phase, str(error), log=_kept_log(error, folder, request.keep))
+            log = error.log if error.log is not None and error.log.exists() else None
+            if log is not None and request.keep is None:  # the folder is removed
+                log = Path(shutil.copy(log, tempfile.mkdtemp(prefix="finetune-rehearse-failed-")))
+            report.failed(error.phase, str(error), log=None if log is None else str(log))
             return error.exit_code
     report.finish()
     return 0
 
 
 @contextmanager
-def _stopping_on_signals() -> Iterator[None]:
-    """Have SIGTERM end the rehearsal as Ctrl-C does: with no process and no folder left."""
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end the rehearsal like Ctrl-C: no process and no folder is left."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -100,7 +114,7 @@ def _stopping_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _scratch(keep: Path | None) -> Iterator[Path]:
+def _work_folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="finetune-rehearse-", ignore_cleanup_errors=True) as folder:
             yield Path(folder).resolve()
@@ -111,17 +125,19 @@ def _scratch(keep: Path | None) -> Iterator[Path]:
     yield keep.resolve()
 
 
-def _kept_log(error: PhaseError, folder: Path, keep: Path | None) -> str | None:
-    """Return the path of the failed run's log, which outlives the folder of the rehearsal."""
-    if error.log is None or not error.log.exists():
-        return None
-    if keep is not None:
-        return str(error.log)
-    return str(shutil.copy(error.log, Path(tempfile.mkdtemp(prefix="finetune-rehearse-failed-")) / error.log.name))
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """Turn an error into the failure of this phase."""
+    try:
+        yield
+    except PhaseError:
+        raise
+    except FinetuneError as error:
+        raise PhaseError(name, str(error), exit_code=error.exit_code) from error
 
 
 class _Phases:
-    """The phases, in order; each leaves what the next ones need."""
+    """The phases in order; each adds the overrides that the next ones need."""
 
     def __init__(self, request: Request, folder: Path, report: Rehearsal) -> None:
         self._request = request
@@ -133,12 +149,12 @@ class _Phases:
     def run(self) -> None:
         """Go through all phases; raises PhaseError."""
         with _phase("job"):
-            loaded, file, here = self._read_job()
+            loaded, file, local_file = self._read_job()
         config = loaded.config
         schedule = plan_schedule(
             config,
             steps=self._request.steps,
-            processes=here.data_parallel_size,
+            processes=local_file.data_parallel_size,
             real_processes=file.data_parallel_size,
         )
         with _phase("model"):
@@ -146,12 +162,12 @@ class _Phases:
         with _phase("data"):
             self._choose_rows(config, schedule)
         with _phase("job"):
-            self._replace(list(job_changes(config, schedule, folder=self._folder)))
-            loaded = self._rehearsed()
+            self._replace(job_changes(config, schedule, folder=self._folder))
+            loaded = load_config(self._request.config, self._overrides())
         with _phase("template"):
             data = make_training_data(loaded.config, RunLog(is_main=True, write=lambda line: None))
             self._report.passed("template", *template_evidence(loaded.config, data))
-        self._launch(here, schedule, loaded)
+        self._launch(local_file, schedule, loaded)
 
     def _read_job(self) -> tuple[LoadedConfig, AccelerateFile, LaunchFile]:
         """Read both files and check them for the real number of processes."""
@@ -159,128 +175,107 @@ class _Phases:
         file = read_accelerate_file(self._request.accelerate)
         require_divisible_batch(loaded, num_processes=file.data_parallel_size)
         is_fp16 = loaded.config.train.precision == "fp16"
-        here = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16, folder=self._folder)
-        self._report.replaced += here.changes
-        self._report.passed("job", f"{file.text}; {_batch_text(loaded.config.train, file.data_parallel_size)}")
-        return loaded, file, here
+        local_file = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16, folder=self._folder)
+        self._report.replaced += local_file.changes
+        self._report.passed("job", f"{file.text}; {_format_batch(loaded.config.train, file.data_parallel_size)}")
+        return loaded, file, local_file
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:
-        """Try the job's names on the real architecture, and write the small one."""
+        """Match the job's names with the real architecture, and write the small model."""
         config, head = loaded.config, TASKS[loaded.config.task.name].head
         require_buildable(loaded)
         require_adaptable(loaded)
         require_routers(loaded)
-        architecture = shrink_architecture(config.model, head=head, sizes=wanted_sizes(config))
+        architecture = shrink_architecture(config.model, head=head, sizes=required_sizes(config))
         targets = match_targets(config, architecture)
         self._report.replaced += [*architecture.changes, *targets.changes]
         self._values |= targets.overrides
-        if config.model.from_config is not None:
-            if not architecture.is_same:
-                self._values["model.from_config.values"] = from_config_values(config.model.from_config, architecture)
-        else:
-            self._copy_model(config, architecture, head=head)
+        if config.model.from_config is None:
+            self._copy_model(config.model, architecture, head=head)
+        elif architecture.changes:
+            self._values["model.from_config.values"] = from_config_values(config.model.from_config, architecture)
         if config.task.distillation is not None:
             self._copy_teacher(config, config.task.distillation.teacher)
-        layers = ", ".join(
-            f"{one.name}: {len(one.kinds)} layers of {len(set(one.kinds))} kind{'s' * (len(set(one.kinds)) > 1)}"
-            for one in architecture.real_stacks[:2]
-        )
-        kind = f"{architecture.config.model_type} with {architecture.num_parameters:,} parameters"
-        self._report.passed("model", f"{kind}; {layers}" if layers else kind, *targets.matched)
+        stacks = []
+        for stack in architecture.real_stacks[:2]:
+            num_kinds = len(set(stack.kinds))
+            stacks.append(f"{stack.name}: {len(stack.kinds)} layers of {num_kinds} kind{'s' * (num_kinds > 1)}")
+        model = f"{architecture.config.model_type} with {architecture.num_parameters:,} parameters"
+        self._report.passed("model", f"{model}; {', '.join(stacks)}" if stacks else model, *targets.matched)
 
-    def _copy_model(self, config: RunConfig, architecture: Architecture, *, head: str) -> None:
-        folder, section = self._folder / "model", config.model
+    def _copy_model(self, section: ModelSection, architecture: Architecture, *, head: str) -> None:
+        folder, in_config = self._folder / "model", "it is in the small model's config"
         write_model_copy(architecture, section, head=head, folder=folder)
-        self._replace(
-            [
-                Change("model.name", section.name, str(folder), "the small model, with random weights"),
-                Change("model.revision", section.revision, None, "it is a folder"),
-            ]
-        )
+        changes = [
+            Change("model.name", section.name, str(folder), "the small model, with random weights"),
+            Change("model.revision", section.revision, None, "it is a folder"),
+        ]
         if section.config:
-            self._replace([Change("model.config", section.config, {}, "its values are in the small model's config")])
+            changes.append(Change("model.config", section.config, {}, in_config))
         if section.rope_scaling is not None:
-            scaling = section.rope_scaling.model_dump()
-            self._replace([Change("model.rope_scaling", scaling, None, "it is in the small model's config")])
+            changes.append(Change("model.rope_scaling", section.rope_scaling.model_dump(), None, in_config))
         if section.adapter is not None:
-            written = self._folder / "adapter"
-            write_new_adapter(section, architecture, base=folder, head=head, folder=written)
-            self._replace(
-                [Change("model.adapter", str(section.adapter), str(written), "its weights do not fit the small model")]
-            )
+            adapter = self._folder / "adapter"
+            write_new_adapter(section, architecture, base=folder, head=head, folder=adapter)
+            why = "its weights do not fit the small model"
+            changes.append(Change("model.adapter", str(section.adapter), str(adapter), why))
+        self._replace(changes)
 
     def _copy_teacher(self, config: RunConfig, name: str) -> None:
         section = ModelSection(name=name, trust_remote_code=config.model.trust_remote_code)
-        architecture = shrink_architecture(section, head="causal_lm", sizes=wanted_sizes(config))
+        architecture = shrink_architecture(section, head="causal_lm", sizes=required_sizes(config))
         folder = self._folder / "teacher"
         write_model_copy(architecture, section, head="causal_lm", folder=folder, seed=1)  # not the student: loss 0
-        self._replace([Change("task.distillation.teacher", name, str(folder), "made small as the model is")])
+        self._replace([Change("task.distillation.teacher", name, str(folder), "made small like the model")])
 
     def _choose_rows(self, config: RunConfig, schedule: Schedule) -> None:
         batch, data = schedule.global_batch_size, config.data
-        tokens = (data.batching.tokens or data.max_length or 0) if data.batching.by != "samples" else 0
-        wanted = Wanted(max(2 * batch, _MIN_FIRST_ROWS), 2 * batch * tokens * _CHARACTERS_PER_TOKEN)
-        chosen = choose_rows(config, wanted=wanted, folder=self._folder / "data")
+        tokens = 0 if data.batching.by == "samples" else data.batching.tokens or data.max_length or 0
+        minimum = MinimumRows(max(2 * batch, _MIN_FIRST_ROWS), 2 * batch * tokens * _CHARACTERS_PER_TOKEN)
+        chosen = choose_rows(config, minimum=minimum, folder=self._folder / "data")
         self._report.replaced += chosen.changes
         self._values |= chosen.overrides
         self._report.passed("data", *chosen.lines)
 
-    def _replace(self, changes: Sequence[Change]) -> None:
-        changed = [each for each in changes if each.was != each.now]
+    def _replace(self, changes: Iterable[Change]) -> None:
+        changed = [change for change in changes if change.was != change.now]
         self._report.replaced += changed
-        self._report.unproved += not_proved(changed)
-        self._values |= {each.key: each.now for each in changed}
-
-    def _rehearsed(self) -> LoadedConfig:
-        """Return the job as it is rehearsed."""
-        return load_config(self._request.config, self._overrides())
+        self._report.unverified += not_verified(changed)
+        self._values |= {change.key: change.now for change in changed}
 
     def _overrides(self) -> tuple[str, ...]:
         return (*self._request.overrides, *as_overrides(self._values))
 
-    def _launch(self, here: LaunchFile, schedule: Schedule, loaded: LoadedConfig) -> None:
+    def _launch(self, local_file: LaunchFile, schedule: Schedule, loaded: LoadedConfig) -> None:
         """Run the job until its last step is saved, kill it, resume it from the step before, and compare."""
         file, run = self._folder / "accelerate.json", self._folder / "run"
-        atomic.write_json(file, here.values)
-        launch = Launch(
-            file, here.processes, self._request.config.absolute(), self._overrides(), run, deadline=self._deadline
-        )
-        log, resumed_log = self._folder / "first.log", self._folder / "resumed.log"
-        run_until_saved(launch, step=schedule.steps, log=log)
+        atomic.write_json(file, local_file.values)
+        job = self._request.config.absolute()
+        launch = Launch(file, local_file.processes, job, self._overrides(), run, deadline=self._deadline)
+        run_until_saved(launch, step=schedule.steps, log=self._folder / "first.log")
         self._report.passed("strategy", *strategy_evidence(run))
         self._report.passed("steps", *steps_evidence(run))
-        straight = set_aside(run, keep=schedule.saved_at, folder=self._folder / "uninterrupted")
+        uninterrupted = set_aside(run, keep=schedule.saved_at, folder=self._folder / "uninterrupted")
         with _phase("checkpoint"):
             self._report.passed("checkpoint", *checkpoint_evidence(run))
-        export_error = None
+        log, export_error = self._folder / "resumed.log", None
         try:
-            run_to_end(launch, step=schedule.saved_at, last=schedule.steps, log=resumed_log)
+            run_to_end(launch, step=schedule.saved_at, last=schedule.steps, log=log)
         except PhaseError as error:
             if error.phase != "export":
                 raise
             export_error = error
-        resumed = compare_resumed(straight, run, step=schedule.saved_at, log=resumed_log)
+        resumed = compare_resumed(uninterrupted, run, step=schedule.saved_at, log=log)
         self._report.passed("resume", *resume_evidence(resumed, step=schedule.saved_at))
         if export_error is not None:
             raise export_error
         self._report.passed("export", *export_evidence(loaded.config, run))
 
 
-@contextmanager
-def _phase(name: str) -> Iterator[None]:
-    """Turn what goes wrong here into the failure of this phase."""
-    try:
-        yield
-    except PhaseError:
-        raise
-    except FinetuneError as error:
-        raise PhaseError(name, str(error), exit_code=error.exit_code) from error
-
-
-def _batch_text(train: TrainSection, processes: int) -> str:
-    """Return how the global batch is shared by the real number of processes."""
+def _format_batch(train: TrainSection, processes: int) -> str:
+    """Return how the real processes share the global batch."""
     if not isinstance(train.microbatch_size, int):
-        return f"global batch {train.global_batch_size} on {processes} processes, as many per microbatch as fit"
+        return f"global batch {train.global_batch_size} on {processes} processes, with the largest microbatch that fits"
     accumulation = train.global_batch_size // (processes * train.microbatch_size)
     shares = f"{processes} x {train.microbatch_size} x {accumulation} accumulated"
     return f"global batch {train.global_batch_size} = {shares}"

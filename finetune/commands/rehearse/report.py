@@ -1,16 +1,15 @@
-"""What a rehearsal says: its phases as they pass, then what was replaced, what was proved and what was not."""
+"""The report of a rehearsal: its phases as they pass, then what was replaced, what was verified and what was not."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.commands.printing import print_json
-from finetune.commands.rehearse.shrink import Change, shown
 from finetune.runtime.text.terminal import printable
 
-UNPROVED = (
+UNVERIFIED = (
     "memory on the real devices (`finetune plan` predicts it)",
-    "NCCL, the links between the machines, and how they are launched there",
+    "NCCL, the links between the machines, and how processes are launched there",
     "kernels of GPUs: flash attention, compiled and 16-bit arithmetic",
     "speed",
     "convergence: the weights are random",
@@ -18,24 +17,43 @@ UNPROVED = (
 )
 
 
+@dataclass(frozen=True)
+class Change:
+    """A value that differs in the rehearsal, and why."""
+
+    key: str
+    was: Any
+    now: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.was)} -> {_shown(self.now)} ({self.why})"
+
+
+def _shown(value: Any) -> str:
+    """Return the value on one line, cut where it is long."""
+    text = "unset" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
 @dataclass
 class Rehearsal:
-    """What is known so far; prints each phase at once."""
+    """The results so far; each phase is printed when it ends."""
 
     is_json: bool
     replaced: list[Change] = field(default_factory=list)
-    proved: list[tuple[str, str]] = field(default_factory=list)  # phase, evidence
-    unproved: list[str] = field(default_factory=lambda: list(UNPROVED))
+    verified: list[tuple[str, str]] = field(default_factory=list)  # phase, evidence
+    unverified: list[str] = field(default_factory=lambda: list(UNVERIFIED))
 
     def passed(self, phase: str, *evidence: str) -> None:
-        """Say that the phase is behind, and with what evidence."""
-        self.proved += [(phase, each) for each in evidence]
+        """Report that the phase passed, with its evidence."""
+        self.verified += [(phase, line) for line in evidence]
         self._log(f"rehearse: {phase} ... ok{f' ({evidence[0]})' if evidence else ''}")
 
     def failed(self, phase: str, message: str, *, log: str | None) -> None:
-        """Say which phase failed, with the error of the run and the path of its log."""
+        """Report which phase failed, with the error of the run and the path of its log."""
         if self.is_json:
-            print_json(self._as_json(failed={"phase": phase, "error": message, "log": log}))
+            self._print_json(failed={"phase": phase, "error": message, "log": log})
             return
         self._log(f"rehearse: {phase} ... FAILED: {message}")
         if log is not None:
@@ -44,40 +62,31 @@ class Rehearsal:
     def finish(self) -> None:
         """Print the lists."""
         if self.is_json:
-            print_json(self._as_json(failed=None))
+            self._print_json(failed=None)
             return
-        _print_list("replaced or made small", [str(each) for each in self.replaced] or ["nothing"])
-        _print_list("proved", [f"{phase}: {text}" for phase, text in self.proved])
-        _print_list("not proved", self.unproved)
+        _print_list("replaced or made small", map(str, self.replaced))
+        _print_list("verified", (f"{phase}: {text}" for phase, text in self.verified))
+        _print_list("not verified", self.unverified)
 
     def _log(self, text: str) -> None:
         if not self.is_json:
             print(printable(text), flush=True)
 
-    def _as_json(self, *, failed: dict[str, Any] | None) -> dict[str, Any]:
+    def _print_json(self, *, failed: dict[str, Any] | None) -> None:
         replaced = [
-            {"key": each.key, "was": _plain(each.was), "now": _plain(each.now), "why": each.why}
-            for each in self.replaced
+            {"key": change.key, "was": _plain(change.was), "now": _plain(change.now), "why": change.why}
+            for change in self.replaced
         ]
-        proved = [{"phase": phase, "evidence": text} for phase, text in self.proved]
-        return {
-            "ok": failed is None,
-            "failed": failed,
-            "replaced": replaced,
-            "proved": proved,
-            "unproved": self.unproved,
-        }
+        verified = [{"phase": phase, "evidence": text} for phase, text in self.verified]
+        lists = {"replaced": replaced, "proved": verified, "unproved": self.unverified}
+        print_json({"ok": failed is None, "failed": failed, **lists})
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | list | dict | None) else shown(value)
+    return value if isinstance(value, bool | int | float | str | list | dict | None) else _shown(value)
 
 
-def _print_list(title: str, lines: Sequence[str]) -> None:
+def _print_list(title: str, lines: Iterable[str]) -> None:
     print(f"\n{title}")
-    for line in _joined_lines(lines):
+    for line in list(dict.fromkeys(lines)) or ["nothing"]:
         print(printable(f"  {line}"))
-
-
-def _joined_lines(lines: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(lines))

@@ -1,4 +1,4 @@
-"""The launches of a rehearsal: one that is killed, and one that resumes it; how far each came, and what it said."""
+"""The launches of a rehearsal: one that is killed, and one that resumes it; the phase and the error of a failure."""
 
 import json
 import re
@@ -36,7 +36,7 @@ class PhaseError(FinetuneError):
 
 @dataclass(frozen=True)
 class Launch:
-    """How the job is launched: the accelerate file, the processes, the job file and its overrides."""
+    """The accelerate file, the processes, the job file and its overrides."""
 
     accelerate: Path
     processes: int
@@ -93,12 +93,12 @@ def set_aside(run: Path, *, keep: int, folder: Path) -> CompletedRun:
     return read_completed_run(folder)
 
 
-def compare_resumed(straight: CompletedRun, run: Path, *, step: int, log: Path) -> CompletedRun:
+def compare_resumed(uninterrupted: CompletedRun, run: Path, *, step: int, log: Path) -> CompletedRun:
     """Return the history of the resumed run; raises PhaseError where it differs from the uninterrupted one."""
     resumed = read_completed_run(run)
-    found = list(differences(straight, resumed, stop_at=step, tolerance=None))
-    if found:
-        raise PhaseError("resume", f"the resumed run differs: {'; '.join(found)}.", exit_code=1, log=log)
+    problems = list(differences(uninterrupted, resumed, stop_at=step, tolerance=None))
+    if problems:
+        raise PhaseError("resume", f"the resumed run differs: {'; '.join(problems)}.", exit_code=1, log=log)
     return resumed
 
 
@@ -119,20 +119,20 @@ def _events(run: Path) -> list[dict[str, Any]]:
 
 
 def _has(events: Sequence[Mapping[str, Any]], name: str, *, step: int | None = None) -> bool:
-    return any(each["event"] == name and step in (None, each.get("step")) for each in events)
+    return any(event["event"] == name and step in (None, event.get("step")) for event in events)
 
 
 def _saved_steps(run: Path) -> set[int]:
-    return {each["step"] for each in _events(run) if each["event"] == "CheckpointSaved"}
+    return {event["step"] for event in _events(run) if event["event"] == "CheckpointSaved"}
 
 
 def _phase_of(run: Path) -> str:
-    """Return in which phase the first launch is, or ended: as far as its events tell."""
+    """Return the phase that the first launch reached, by its events."""
     events = _events(run)
     if not _has(events, "RunStarted"):
         return "strategy"
     error = _status(run).get("error") or {}
-    steps = max((each["step"] for each in events if each["event"] == "StepTaken"), default=0)
+    steps = max((event["step"] for event in events if event["event"] == "StepTaken"), default=0)
     if error.get("type") in ("CheckpointError", "DiskError") or (steps and not error and not _saved_steps(run)):
         return "checkpoint"
     return "steps"
@@ -140,14 +140,14 @@ def _phase_of(run: Path) -> str:
 
 def _status(run: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((run / STATUS_FILE).read_text(encoding="utf-8"))
-        return found
+        status: dict[str, Any] = json.loads((run / STATUS_FILE).read_text(encoding="utf-8"))
+        return status
     except (OSError, ValueError):
         return {}
 
 
 def _failure(launch: Launch, log: Path, *, phase: str, code: int) -> PhaseError:
-    """Return the error that the run gave, and its exit code where the status file or the message tells it."""
+    """Return the error that the run reported, with its exit code by the status file or the message."""
     text = log.read_text(encoding="utf-8", errors="replace")
     status = _status(launch.run)
     own = status.get("exit_code")
@@ -163,12 +163,12 @@ def error_in(log: str) -> str | None:
     '2 problems\n  one\n  two'
     """
     lines = log.splitlines()
-    places = [place for place, line in enumerate(lines) if _ERROR.match(line)]
-    if not places:
+    indices = [index for index, line in enumerate(lines) if _ERROR.match(line)]
+    if not indices:
         return None
-    first = _ERROR.sub("", lines[places[0]])
+    first = _ERROR.sub("", lines[indices[0]])
     rest = []
-    for line in lines[places[0] + 1 :]:
+    for line in lines[indices[0] + 1 :]:
         if not line.startswith("  "):
             break
         rest.append(line)
@@ -178,9 +178,9 @@ def error_in(log: str) -> str | None:
 def _tail(text: str) -> str:
     """Return the end of the traceback of the rank that failed first, else the last lines."""
     lines = [line for line in text.splitlines() if line.strip()]
-    places = [place for place, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    if places:
-        first = lines[places[0] :]
+    starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if starts:
+        first = lines[starts[0] :]
         last = next((n for n, line in enumerate(first[1:], start=1) if line and not line[0].isspace()), len(first) - 1)
         return "\n".join(first[max(last - 4, 0) : last + 1])
     return "\n".join(lines[-8:])

@@ -13,10 +13,17 @@ from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.errors import FinetuneError, ModelError
+from finetune.model.layers import (
+    KeptLayers,
+    can_be_extrapolated,
+    fewest_layers,
+    find_stacks,
+    with_layers,
+    with_one_more,
+)
 from finetune.model.memory.step import library_bytes
 from finetune.model.size import optimizer_state_bytes
 from finetune.run.symbolic.inputs import is_token_task, largest_batch, symbolic_task, tokens_of
-from finetune.run.symbolic.layers import Chosen, can_be_extrapolated, enlarged, find_stacks, smallest, with_layers
 from finetune.run.symbolic.model import empty_model, make_trainable, with_method
 from finetune.run.symbolic.prediction import Layout, Prediction
 from finetune.run.symbolic.step import SymbolicStep, traced_parts
@@ -103,9 +110,9 @@ class Predictor:
             self._config, self._task, data=self._data, num_samples=layout.microbatch_size, is_one_sample=is_merged
         )
 
-        def trace(chosen: Chosen) -> Values:
-            model = make_trainable(with_layers(whole, chosen), section, task=self._task, seed=self._config.run.seed)
-            layers = [layer for name in chosen for layer in _layers(model, name)]
+        def trace(kept: KeptLayers) -> Values:
+            model = make_trainable(with_layers(whole, kept), section, task=self._task, seed=self._config.run.seed)
+            layers = [layer for name in kept for layer in _layers(model, name)]
             return trace_step(
                 self._config,
                 model,
@@ -125,15 +132,15 @@ def _layers(model: Any, name: str) -> Sequence[nn.Module]:
     return list(unwrap_model(model).get_submodule(name).children())
 
 
-def _extrapolated(model: Any, trace: Callable[[Chosen], Values]) -> Values:
+def _extrapolated(model: Any, trace: Callable[[KeptLayers], Values]) -> Values:
     """Return the values of the whole model, from traces of a few layers of each kind."""
-    stacks = find_stacks(model)
+    stacks = find_stacks(model, with_sizes=True)
     if not can_be_extrapolated(stacks):
-        return trace({each.name: range(len(each.types)) for each in stacks})
-    chosen = smallest(stacks)
-    base: Mapping[Any, float] = trace(chosen)
+        return trace({stack.name: range(len(stack.kinds)) for stack in stacks})
+    kept = fewest_layers(stacks)
+    base: Mapping[Any, float] = trace(kept)
     found: defaultdict[Any, float] = defaultdict(float, base)
-    for number, more in enlarged(stacks, chosen):
+    for number, more in with_one_more(stacks, kept):
         values = trace(more)
         for name in {*base, *values}:
             found[name] += number * (values.get(name, 0.0) - base.get(name, 0.0))

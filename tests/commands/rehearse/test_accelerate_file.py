@@ -10,7 +10,7 @@ from finetune.errors import StrategyError, UserError
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
 
 
-def here(path, tmp_path, *, processes=4, is_fp16=False):
+def local_file(path, tmp_path, *, processes=4, is_fp16=False):
     return for_this_machine(read_accelerate_file(path), processes=processes, is_fp16=is_fp16, folder=tmp_path)
 
 
@@ -21,8 +21,8 @@ def written(tmp_path, text):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_file_is_mapped_to_this_machine(path, tmp_path):
-    launch = here(path, tmp_path)
+def test_every_shipped_file_can_be_launched_on_this_machine(path, tmp_path):
+    launch = local_file(path, tmp_path)
     assert launch.values["num_machines"] == 1 and launch.values["num_processes"] == launch.processes
     assert launch.processes == (1 if path.stem == "single" else 4)
     assert "main_process_ip" not in launch.values
@@ -31,16 +31,16 @@ def test_every_shipped_file_is_mapped_to_this_machine(path, tmp_path):
     assert launch.values.get("fsdp_config") == kept.get("fsdp_config")
 
 
-def test_copies_and_shards_of_hsdp_are_kept_at_two_each(tmp_path):
-    launch = here(CONFIGS / "multi_node_hsdp.yaml", tmp_path)
+def test_hsdp_is_rehearsed_with_two_copies_of_two_shards(tmp_path):
+    launch = local_file(CONFIGS / "multi_node_hsdp.yaml", tmp_path)
     sizes = launch.values["parallelism_config"]
     assert (sizes["parallelism_config_dp_replicate_size"], sizes["parallelism_config_dp_shard_size"]) == (2, 2)
-    assert any(each.key.endswith("shard_size") and (each.was, each.now) == (8, 2) for each in launch.changes)
+    assert any(change.key.endswith("shard_size") and (change.was, change.now) == (8, 2) for change in launch.changes)
     with pytest.raises(UserError, match="Write --processes 4"):
-        here(CONFIGS / "multi_node_hsdp.yaml", tmp_path, processes=3)
+        local_file(CONFIGS / "multi_node_hsdp.yaml", tmp_path, processes=3)
 
 
-def test_two_processes_share_rows_here_where_more_do_there(tmp_path):
+def test_sequence_parallelism_is_rehearsed_with_two_processes(tmp_path):
     text = "distributed_type: FSDP\nnum_processes: 16\nparallelism_config:\n  parallelism_config_sp_size: 8\n"
     file = read_accelerate_file(written(tmp_path, text))
     launch = for_this_machine(file, processes=4, is_fp16=False, folder=tmp_path)
@@ -50,12 +50,12 @@ def test_two_processes_share_rows_here_where_more_do_there(tmp_path):
         read_accelerate_file(written(tmp_path, text.replace("size: 8", "size: 3")))
 
 
-def test_fp16_of_job_and_file_becomes_bf16_and_is_said(tmp_path):
+def test_fp16_in_job_and_file_is_replaced_by_bf16(tmp_path):
     path = written(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: fp16\n")
-    launch = here(path, tmp_path, is_fp16=True)
+    launch = local_file(path, tmp_path, is_fp16=True)
     assert launch.values["mixed_precision"] == "bf16"
     assert "mixed_precision: fp16 -> bf16 (a CPU does not train in fp16)" in map(str, launch.changes)
-    assert here(path, tmp_path).values["mixed_precision"] == "fp16"  # the job says otherwise: the run refuses it
+    assert local_file(path, tmp_path).values["mixed_precision"] == "fp16"  # the job says otherwise: the run refuses it
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_fp16_of_job_and_file_becomes_bf16_and_is_said(tmp_path):
         ),
     ],
 )
-def test_what_goes_wrong_on_the_real_machines_is_refused_with_its_line(tmp_path, text, message):
+def test_a_file_that_fails_on_the_real_machines_is_refused_with_its_line(tmp_path, text, message):
     with pytest.raises(StrategyError, match=message):
         read_accelerate_file(written(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_one_message(tmp_path):
+def test_a_missing_file_is_one_message(tmp_path):
     with pytest.raises(UserError, match=r"--accelerate .*gone\.yaml: it cannot be read"):
         read_accelerate_file(tmp_path / "gone.yaml")

@@ -1,9 +1,9 @@
-"""The job's own settings for a few steps: what is kept, what is replaced, and what that leaves open."""
+"""The job's own settings for a few steps: which are kept, which are replaced, and what that leaves unverified."""
 
 import json
 from pathlib import Path
 
-from finetune.commands.rehearse.job import as_overrides, job_changes, not_proved, plan_schedule, wanted_sizes
+from finetune.commands.rehearse.job import as_overrides, job_changes, not_verified, plan_schedule, required_sizes
 from finetune.commands.rehearse.runs import error_in
 from finetune.config.load import load_config
 
@@ -11,33 +11,34 @@ from finetune.config.load import load_config
 def changes_of(job, *overrides):
     config = load_config(job, overrides).config
     schedule = plan_schedule(config, steps=4, processes=2, real_processes=2)
-    return {each.key: each for each in job_changes(config, schedule, folder=Path("/scratch"))}
+    return {change.key: change for change in job_changes(config, schedule, folder=Path("/scratch"))}
 
 
 def test_the_rehearsed_job_is_a_valid_job(job, tmp_path):
     overrides = (
-        *(
-            "train.schedule.warmup_steps=5",
-            "train.average={}",
-            "evaluate.every_steps=5",
-            "data.validation.fraction=0.5",
-            "checkpoint.every_steps=5",
-        ),
-        *("train.early_stopping={}", "checkpoint.keep_best={}", "data.num_workers=4", "report.trackers=[tensorboard]"),
+        "train.schedule.warmup_steps=5",
+        "train.average={}",
+        "evaluate.every_steps=5",
+        "data.validation.fraction=0.5",
+        "checkpoint.every_steps=5",
+        "train.early_stopping={}",
+        "checkpoint.keep_best={}",
+        "data.num_workers=4",
+        "report.trackers=[tensorboard]",
     )
     changes = changes_of(job, *overrides)
-    again = load_config(job, [*overrides, *as_overrides({each.key: each.now for each in changes.values()})]).config
+    again = load_config(job, [*overrides, *as_overrides({key: change.now for key, change in changes.items()})]).config
     assert (again.train.steps, again.train.schedule.warmup_steps, again.data.num_workers) == (4, 1, 1)
     assert again.checkpoint.every_steps == again.evaluate.every_steps == 2
     assert again.report.trackers == () and again.train.early_stopping.patience == 5
 
 
-def test_what_is_as_it_has_to_be_is_not_named(job):
+def test_a_value_that_needs_no_change_is_not_listed(job):
     changes = changes_of(job)
     assert "train.tf32" not in changes and "model.compile" not in changes and "export.verify" not in changes
 
 
-def test_accumulation_stays_where_the_job_has_it(job):
+def test_the_rehearsal_accumulates_if_the_job_does(job):
     config = load_config(job, ["train.global_batch_size=512"]).config
     with_it = plan_schedule(config, steps=5, processes=3, real_processes=16)
     without = plan_schedule(config, steps=5, processes=3, real_processes=128)
@@ -45,18 +46,18 @@ def test_accumulation_stays_where_the_job_has_it(job):
     assert without.global_batch_size == 6
 
 
-def test_what_was_replaced_is_not_called_proved(job):
+def test_replaced_settings_are_listed_as_not_verified(job):
     changes = changes_of(job, "run.folder=s3://bucket/run", "export.push_to_hub=me/model", "checkpoint.resume=never")
-    assert list(not_proved(changes.values())) == ["uploads to the URL of `run.folder`", "the upload to the hub"]
+    assert list(not_verified(changes.values())) == ["uploads to the URL of `run.folder`", "the upload to the hub"]
 
 
-def test_adapters_from_the_weights_need_a_width_above_their_rank(job):
+def test_adapters_initialized_from_weights_need_a_width_above_their_rank(job):
     config = load_config(job, ["model.lora={rank: 128, init: pissa}"]).config
-    assert wanted_sizes(config).min_width == 256
-    assert wanted_sizes(load_config(job, ["model.oft.block_size=24"]).config).multiple_of == 48
+    assert required_sizes(config).min_width == 256
+    assert required_sizes(load_config(job, ["model.oft.block_size=24"]).config).multiple_of == 48
 
 
-def test_the_error_of_a_rank_is_read_with_its_lines_and_nothing_of_the_launcher():
+def test_the_error_of_a_rank_is_read_without_the_launchers_lines():
     log = "warming up\n[rank 1] error: 2 problems\n  line 3\n  line 4\nW1123 Sending process 7 closing signal\n"
     assert error_in(log) == "2 problems\n  line 3\n  line 4"
     assert error_in("Traceback (most recent call last):\nValueError: bug\n") is None

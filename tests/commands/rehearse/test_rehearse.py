@@ -1,4 +1,4 @@
-"""A mistake in a job shows in the phase that it breaks; a sound job is killed, resumed, exported and proved."""
+"""A mistake in a job shows in the phase that it breaks; a correct job is killed, resumed, exported and verified."""
 
 import json
 import sys
@@ -36,31 +36,31 @@ def launched(job, *words, **environment):
         ("data.train.path=missing.jsonl", "job", "missing.jsonl"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_launched(tmp_path, capsys, override, phase, message):
+def test_a_mistake_is_reported_before_anything_is_launched(tmp_path, capsys, override, phase, message):
     code, out = rehearsed(write_job(tmp_path), capsys, override)
     assert code == 2 and f"rehearse: {phase} ... FAILED" in out and message in out
 
 
-def test_a_mistake_of_the_data_is_named_with_its_line(tmp_path, capsys):
+def test_a_damaged_row_is_reported_with_its_line(tmp_path, capsys):
     code, out = rehearsed(write_job(tmp_path, last='{"prompt": "cut off\n'), capsys)
     assert code == 2 and "rehearse: model ... ok" in out
     assert "rehearse: data ... FAILED" in out and "rows.jsonl, line 201: not valid JSON" in out
 
 
-def test_a_mistake_of_the_template_is_named(tmp_path, capsys):
+def test_an_error_of_the_template_is_reported(tmp_path, capsys):
     job = write_job(tmp_path, template=REFUSING)
     code, out = rehearsed(job, capsys, "data.system_prompt=Be brief.")
     assert code == 2 and "rehearse: data ... ok" in out
     assert "rehearse: template ... FAILED" in out and "no system message" in out
 
 
-def test_a_row_that_is_too_long_is_found_although_it_stands_last(tmp_path, capsys):
+def test_a_row_that_is_too_long_is_found_even_if_it_is_the_last(tmp_path, capsys):
     last = json.dumps({"prompt": "a", "completion": "long " * 200}) + "\n"
     code, out = rehearsed(write_job(tmp_path, last=last), capsys, "data.over_length=refuse")
     assert code == 2 and "rehearse: template ... FAILED" in out and "max_length" in out
 
 
-def test_a_folder_to_keep_is_never_written_over(tmp_path):
+def test_a_folder_to_keep_is_never_overwritten(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
     with pytest.raises(Exception, match="already exists and is not empty"):
@@ -71,7 +71,7 @@ def test_a_folder_to_keep_is_never_written_over(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_mistake_of_the_strategy_is_the_error_of_the_run_itself(tmp_path):
+def test_an_error_of_the_strategy_is_that_of_the_run(tmp_path):
     job = write_job(tmp_path)
     path = tmp_path / "accelerate.yaml"
     path.write_text(path.read_text().replace("'no'", "bf16"))
@@ -86,7 +86,7 @@ def test_a_mistake_of_the_strategy_is_the_error_of_the_run_itself(tmp_path):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_checkpoint_that_cannot_be_written_is_its_phase(tmp_path):
+def test_a_checkpoint_that_cannot_be_written_fails_the_checkpoint_phase(tmp_path):
     attempts = "; ".join(["save.write step=2 do=no_space"] * 3)
     code, out = launched(write_job(tmp_path), FINETUNE_FAULTS=attempts)
     assert code != 0 and "rehearse: template ... ok" in out
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_written_is_its_phase(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_an_export_that_cannot_be_written_is_the_last_phase_and_the_real_folder_is_not_touched(tmp_path):
+def test_an_export_that_cannot_be_written_fails_the_export_phase_and_leaves_the_real_folder_alone(tmp_path):
     code, out = launched(write_job(tmp_path), FINETUNE_FAULTS="export.write do=no_space")
     assert code == 1
     for phase in ("job", "model", "data", "template", "strategy", "steps", "checkpoint", "resume"):
@@ -107,15 +107,15 @@ def test_an_export_that_cannot_be_written_is_the_last_phase_and_the_real_folder_
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_sound_job_is_proved_from_its_data_to_its_export(tmp_path):
+def test_a_correct_job_is_verified_from_its_data_to_its_export(tmp_path):
     kept = tmp_path / "kept"
     code, out = launched(write_job(tmp_path), "--json", "--keep", str(kept))
     assert code == 0, out
-    said = json.loads(out[out.index("{") : out.rindex("}") + 1])
-    replaced = {each["key"]: each for each in said["replaced"]}
+    report = json.loads(out[out.index("{") : out.rindex("}") + 1])
+    replaced = {change["key"]: change for change in report["replaced"]}
     assert replaced["num_processes"]["was"] == 16 and replaced["config.num_hidden_layers"]["now"] == 2
     assert (replaced["model.lora.layers"]["was"], replaced["model.lora.layers"]["now"]) == ([30, 31], [1])
-    proved = {each["phase"] for each in said["proved"]}
-    assert proved == {"job", "model", "data", "template", "strategy", "steps", "checkpoint", "resume", "export"}
+    verified = {entry["phase"] for entry in report["proved"]}
+    assert verified == {"job", "model", "data", "template", "strategy", "steps", "checkpoint", "resume", "export"}
     assert (kept / "run" / "final" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "real").exists()

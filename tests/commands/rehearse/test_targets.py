@@ -4,16 +4,20 @@ import json
 
 import pytest
 
-from finetune.commands.rehearse.architecture import shrink_architecture
-from finetune.commands.rehearse.shrink import Sizes
-from finetune.commands.rehearse.targets import match_targets
+from finetune.commands.rehearse.small_model import shrink_architecture
+from finetune.commands.rehearse.targets import match_targets, real_layer, small_layer
+from finetune.commands.rehearse.widths import Sizes
 from finetune.config.load import load_config
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
+from finetune.model.layers import LayerStack
 
 LLAMA = {
-    **{"hidden_size": 512, "num_hidden_layers": 32, "num_attention_heads": 8},
-    **{"vocab_size": 300, "intermediate_size": 1024},
+    "hidden_size": 512,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 8,
+    "vocab_size": 300,
+    "intermediate_size": 1024,
 }
 
 
@@ -32,31 +36,31 @@ def matched(job, architecture, *overrides):
     return match_targets(load_config(job, [*sets, *overrides]).config, architecture)
 
 
-def test_names_without_layers_stay_as_they_are(job, architecture):
+def test_patterns_that_select_no_layers_are_unchanged(job, architecture):
     targets = matched(job, architecture, 'model.freeze=["model.embed_tokens.*", "*.mlp.*"]')
     assert targets.overrides == {} and targets.changes == ()
     assert "parameters of the real model are trained" in targets.matched[0]
 
 
-def test_the_last_layer_stays_the_last(job, architecture):
+def test_the_last_real_layer_is_mapped_to_the_last_small_one(job, architecture):
     targets = matched(job, architecture, 'model.train_only=["model.layers.31.*"]')
     names = targets.overrides["model.train_only"]
     assert names and all(name.startswith("model.layers.1.") for name in names)
 
 
-def test_a_layer_in_the_middle_is_stood_for_by_the_one_as_deep(job, architecture):
+def test_a_middle_layer_is_mapped_by_its_depth(job, architecture):
     names = matched(job, architecture, 'model.freeze=["model.layers.20.self_attn.*"]').overrides["model.freeze"]
     assert all(name.startswith("model.layers.1.self_attn.") for name in names) and len(names) == 4
 
 
-def test_layers_of_lora_are_mapped(job, architecture):
+def test_layers_of_lora_are_mapped_to_the_small_model(job, architecture):
     found = matched(job, architecture, "model.lora.layers=[0, 1, 2]", "model.lora.rank=4").overrides
     assert found == {"model.lora.layers": [0]}
     found = matched(job, architecture, f"model.lora.layers={list(range(16, 32))}").overrides
     assert found == {"model.lora.layers": [1]}
 
 
-def test_a_target_with_its_layer_is_mapped(job, architecture):
+def test_a_target_module_of_one_layer_is_mapped(job, architecture):
     found = matched(job, architecture, 'model.lora.target_modules=["layers.31.self_attn.q_proj", "v_proj"]').overrides
     assert found == {"model.lora.target_modules": ["model.layers.1.self_attn.q_proj", "v_proj"]}
 
@@ -71,6 +75,12 @@ def test_a_target_with_its_layer_is_mapped(job, architecture):
         ("train.optimizer.rates={'*embeds*': 0.1}", "train.optimizer.rates: no parameter"),
     ],
 )
-def test_a_name_that_the_real_model_lacks_is_refused(job, architecture, override, message):
+def test_a_name_that_matches_nothing_in_the_real_model_is_refused(job, architecture, override, message):
     with pytest.raises(ModelError, match=message.replace(".", r"\.").replace("*", r"\*")):
         matched(job, architecture, override)
+
+
+def test_a_layer_is_mapped_to_one_of_its_kind_and_depth():
+    real, small = LayerStack("layers", ("a", "b") * 8), LayerStack("layers", ("a", "b"))
+    assert [small_layer(index, real=real, small=small) for index in (0, 14, 1, 15)] == [0, 0, 1, 1]
+    assert [real_layer(index, real=real, small=small) for index in (0, 1)] == [0, 15]

@@ -1,18 +1,40 @@
-"""Each type of model is made small, and keeps its kinds of layers, ties and head ratio."""
+"""Every type of model is made small, and keeps its kinds of layers, ties and head ratio."""
+
+import doctest
 
 import pytest
 
-from finetune.commands.rehearse.architecture import from_config_values, shrink_architecture
-from finetune.commands.rehearse.shrink import Sizes, changed_values, shrunk_values
+from finetune.commands.rehearse import small_model, widths
+from finetune.commands.rehearse.small_model import from_config_values, kept_layers, shrink_architecture
+from finetune.commands.rehearse.widths import Sizes, changed_values, shrunk_values
 from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import SpecialTokenIds, build_model_config
 from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
 
-DECODERS = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_neo", "phi3"),
-    *("falcon", "opt", "olmo2", "smollm3", "granite", "cohere2", "recurrent_gemma", "jamba", "llama4_text", "mamba"),
-)
+DECODERS = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "gpt_neo",
+    "phi3",
+    "falcon",
+    "opt",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "cohere2",
+    "recurrent_gemma",
+    "jamba",
+    "llama4_text",
+    "mamba",
+]
 NEEDS_VALUES = {"lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8, "num_hidden_layers": 32}}
 OTHERS = {
     **dict.fromkeys(("bert", "roberta", "distilbert", "modernbert", "electra"), "masked_lm"),
@@ -30,15 +52,17 @@ def small(model_type, head="causal_lm", sizes=None, **values):
 @pytest.mark.parametrize("model_type", [*MOE_MODELS, *HYBRID_MODELS, *DECODERS, *OTHERS])
 def test_a_model_of_default_size_is_made_small(model_type):
     found = small(model_type, OTHERS.get(model_type, "causal_lm"), **NEEDS_VALUES.get(model_type, {}))
-    assert found.num_parameters > 10_000_000 and not found.is_same
-    real, less = ({each.name: set(each.kinds) for each in stacks} for stacks in (found.real_stacks, found.small_stacks))
+    assert found.num_parameters > 10_000_000 and found.changes
+    real, less = (
+        {stack.name: set(stack.kinds) for stack in stacks} for stacks in (found.real_stacks, found.small_stacks)
+    )
     assert real == less or model_type == "qwen3_vl"  # whose list of mergers has one member left
     assert all(real[name] == kinds for name, kinds in less.items())
     assert found.config.model_type == model_type
-    assert sum(len(each.kinds) for each in found.small_stacks) <= 12
+    assert sum(len(stack.kinds) for stack in found.small_stacks) <= 12
 
 
-def test_ratio_of_heads_ties_switches_and_vocabulary_stay():
+def test_a_small_model_keeps_ratio_of_heads_ties_switches_and_vocabulary():
     sizes = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28}
     found = small(
         "qwen2",
@@ -55,51 +79,67 @@ def test_ratio_of_heads_ties_switches_and_vocabulary_stay():
     assert {"full_attention", "sliding_attention"} == set(config.layer_types)
 
 
-def test_experts_stay_and_no_more_than_half_of_them_are_chosen():
+def test_a_small_mixture_keeps_eight_experts_and_chooses_at_most_half_of_them():
     config = small("qwen3_moe", num_experts=128, num_experts_per_tok=8).config
     assert (config.num_experts, config.num_experts_per_tok) == (8, 4)
 
 
-def test_a_small_model_is_rehearsed_as_it_is():
+def test_a_model_below_three_million_parameters_is_not_changed():
     found = small(
         "llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=300
     )
-    assert found.is_same and found.config.hidden_size == 32
+    assert not found.changes and found.config.hidden_size == 32
 
 
-def test_the_job_can_ask_for_wider_models():
+def test_a_job_that_needs_a_wider_model_gets_one():
     config = small("bert", "embedding", sizes=Sizes(min_width=256, multiple_of=32)).config
     assert config.hidden_size >= 256 and config.hidden_size % 32 == 0
 
 
-def test_every_value_that_differs_is_named_and_makes_the_same_config_from_values():
+def test_every_changed_value_is_listed_and_builds_the_small_config():
     written = FromConfigSection(model_type="gpt2", values={"hidden_size": 1024, "n_layer": 24, "n_head": 16})
     found = small("gpt2", **written.values)
-    assert {each.key for each in found.changes} == {"config.n_embd", "config.n_layer", "config.n_head"}
+    assert {change.key for change in found.changes} == {"config.n_embd", "config.n_layer", "config.n_head"}
     again = written.model_copy(update={"values": from_config_values(written, found)})
     config = build_model_config(again, vocabulary_size=None, special_ids=SpecialTokenIds())
     assert (config.n_embd, config.n_layer, config.n_head) == (found.config.n_embd, 2, found.config.n_head)
 
 
-def test_differences_are_found_at_any_depth():
+def test_changed_values_are_found_in_nested_configs():
     (change,) = changed_values({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
     assert (change.key, change.was, change.now) == ("a.c", 2, 3)
 
 
-def test_what_cannot_be_made_small_is_refused_with_the_reason():
+def test_a_model_that_cannot_be_made_small_is_refused_with_the_reason():
     with pytest.raises(ModelError, match=r"cannot be made small here .*--set model\.name=FOLDER"):
         small("zamba2")
 
 
-def test_values_of_single_layers_stay_with_the_layers_that_are_kept():
+def test_values_of_single_layers_are_kept_with_their_layers():
     layers = {3: {"head_dim": 256}, 1: {"head_dim": 256}}
     values = {"hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 128}
-    small = shrunk_values({**values, "per_layer_config": layers}, keep={"": (0, 3)}, level=0, sizes=Sizes())
+    small = shrunk_values({**values, "per_layer_config": layers}, layers={"": (0, 3)}, level=0, sizes=Sizes())
     assert (small["head_dim"], small["per_layer_config"]) == (16, {1: {"head_dim": 32}})
 
 
-def test_a_value_that_the_config_computes_from_others_is_not_written():
+def test_a_value_that_the_config_computes_is_not_written_into_the_job():
     written = FromConfigSection(model_type="axk1", values={})
     made = shrink_architecture(ModelSection(from_config=written), head="causal_lm", sizes=Sizes())
     assert "qk_head_dim" in made.config.to_dict()
     assert "qk_head_dim" not in from_config_values(written, made)
+
+
+def test_the_examples_in_the_docstrings_hold():
+    results = [doctest.testmod(module) for module in (small_model, widths)]
+    assert sum(result.attempted for result in results) == 2 and not any(result.failed for result in results)
+
+
+def test_every_kind_of_layer_is_kept_at_least_once():
+    assert kept_layers(["dense", *["moe"] * 60], can_pick=False) == (0, 1)
+    late = [*["global"] * 30, "local"]
+    assert kept_layers(late, can_pick=True) == (0, 30)
+    assert kept_layers(late, can_pick=False) == tuple(range(31))
+
+
+def test_a_model_of_one_layer_keeps_it():
+    assert kept_layers(["only"], can_pick=False) == (0,)

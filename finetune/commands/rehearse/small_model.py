@@ -1,0 +1,245 @@
+"""The real architecture on the meta device, and a small copy with the same kinds of layers, ties and switches.
+
+The small model gets fewer layers and, where its widths are known to fit each other, narrower ones. It is written into a
+folder with everything but the weights of the real one's.
+"""
+
+import copy
+import shutil
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from finetune.commands.rehearse.report import Change
+from finetune.commands.rehearse.widths import Sizes, Values, changed_values, is_count, shrunk_values
+from finetune.config.sections.model import FromConfigSection, ModelSection
+from finetune.errors import ModelError
+from finetune.model.adapters.context import AdapterContext
+from finetune.model.layers import LAYER_COUNTS, MIN_LAYERS, LayerStack, find_stacks
+from finetune.model.loading.architecture import HEADS, load_model_config, pretrained_arguments
+from finetune.model.loading.config_names import known_names
+from finetune.model.loading.dry_run import forward_error, meta_model
+from finetune.model.loading.hub import is_local_path, loading_errors
+from finetune.model.loading.pretrained import build_from_config
+from finetune.runtime.optional import lazily
+
+with lazily():  # peft
+    from finetune.model.adapters import build as adapters
+
+SMALL_PARAMETERS = 3_000_000
+"""A model with fewer is rehearsed as it is."""
+
+MAX_PARAMETERS = 300_000_000
+"""A model that cannot be made smaller than that is refused: a few steps of it would take too long on a CPU."""
+
+MAX_PREFIX = 16
+"""More layers than that are kept only where the config has no list from which to pick them."""
+
+MAX_FILE_BYTES = 256 << 20
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json", ".npz")
+_DOWNLOADED = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "1_*/*.json", "2_*/*.json"]
+_IGNORED_VALUES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The real model on the meta device and the config of the small one, with the differences."""
+
+    real: PreTrainedModel
+    config: PreTrainedConfig
+    changes: tuple[Change, ...]
+    real_stacks: tuple[LayerStack, ...]
+    small_stacks: tuple[LayerStack, ...]
+    small_parameters: tuple[str, ...]
+    small_modules: tuple[str, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of parameters of the real model."""
+        return _num_parameters(self.real)
+
+
+def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Architecture:
+    """Return the real architecture and the small one; raises ModelError where it cannot be built or made small."""
+    real, config = meta_model(section, head=head), load_model_config(section)
+    if _num_parameters(real) <= SMALL_PARAMETERS:
+        return _architecture(real, real, config=config, small=config)
+    values = config.to_dict()
+    layers = _kept_layers(values, find_stacks(real, with_sizes=False))
+    errors = []
+    for level in (0, 1, 2):
+        try:
+            small = type(config).from_dict(shrunk_values(values, layers=layers, level=level, sizes=sizes))
+            built = _checked(small, section, head=head, real=real)
+        except Exception as error:  # values that do not fit each other: libraries raise anything
+            lines = str(error).splitlines() or [""]
+            errors.append(f"{type(error).__name__}: {lines[0][:200]}")
+        else:
+            return _architecture(real, built, config=config, small=small)
+    if _num_parameters(real) <= MAX_PARAMETERS:
+        return _architecture(real, real, config=config, small=config)
+    raise ModelError(
+        f"model: `{config.model_type}` cannot be made small here ({'; '.join(dict.fromkeys(errors))}). Rehearse the "
+        "job with a small model of the same type: --set model.name=FOLDER."
+    )
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _kept_layers(values: Values, stacks: Sequence[LayerStack]) -> Mapping[str, Sequence[int]]:
+    """Return which layers are kept, by the part of the config that counts them; "" is the whole config."""
+    kept: dict[str, Sequence[int]] = {}
+    parts = {name: part for name, part in values.items() if name.endswith("_config") and isinstance(part, dict)}
+    for name, part in {"": values, **parts}.items():
+        counts = {part[key] for key in LAYER_COUNTS if is_count(part.get(key))}
+        counted = [stack for stack in stacks if len(stack.kinds) in counts]
+        own = [stack for stack in counted if ("vision" in name) == ("vis" in stack.name)] or counted
+        lists = {len(value) for value in part.values() if isinstance(value, list)}
+        chosen = [kept_layers(stack.kinds, can_pick=len(stack.kinds) in lists) for stack in own]
+        if chosen:
+            kept[name] = max(chosen, key=len)
+    return kept
+
+
+def kept_layers(kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]:
+    """Return the layers to keep: the first ones until every kind is among them, at least two.
+
+    Where these are too many and the config lists its layers, the first of each kind is picked.
+
+    >>> kept_layers("aaaa", can_pick=False), kept_layers("a" * 40 + "b", can_pick=True)
+    ((0, 1), (0, 40))
+    """
+    firsts = sorted(kinds.index(kind) for kind in set(kinds))
+    num_needed = max(firsts[-1] + 1, MIN_LAYERS)
+    if num_needed > MAX_PREFIX and can_pick:
+        return tuple(firsts if len(firsts) >= MIN_LAYERS else [*firsts, firsts[-1] + 1])
+    return tuple(range(min(num_needed, len(kinds))))
+
+
+def _checked(config: PreTrainedConfig, section: ModelSection, *, head: str, real: PreTrainedModel) -> PreTrainedModel:
+    """Return the small model on the meta device; raises where it does not stand for the real one or cannot run."""
+    with torch.device("meta"):
+        meta = _build(config, section, head=head)
+    if _num_parameters(meta) > MAX_PARAMETERS:
+        raise ModelError("too many parameters are left")
+    small = {stack.name: set(stack.kinds) for stack in find_stacks(meta, with_sizes=False)}
+    for stack in find_stacks(real, with_sizes=False):
+        if small.get(stack.name, set(stack.kinds)) != set(stack.kinds):
+            raise ModelError(f"not every kind of layer in `{stack.name}` was kept")
+    model = build_small(config, section, head=head)
+    model.config.use_cache = False  # as in training
+    error = forward_error(model)
+    if error is not None:
+        raise error
+    return meta
+
+
+def build_small(config: PreTrainedConfig, section: ModelSection, *, head: str, seed: int = 0) -> PreTrainedModel:
+    """Return the small model with random weights, of the class that its config names where transformers has it."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return _build(config, section, head=head)
+
+
+def _build(config: PreTrainedConfig, section: ModelSection, *, head: str) -> PreTrainedModel:
+    built: PreTrainedModel = build_from_config(
+        HEADS[head], copy.deepcopy(config), dtype=torch.float32, trust_remote_code=section.trust_remote_code
+    )
+    return built.eval()
+
+
+def _architecture(
+    real: PreTrainedModel, built: PreTrainedModel, *, config: PreTrainedConfig, small: PreTrainedConfig
+) -> Architecture:
+    changes = [
+        replace(change, key=f"config.{change.key}")
+        for change in changed_values(config.to_dict(), small.to_dict())
+        if change.key.rpartition(".")[2] not in _IGNORED_VALUES
+    ]
+    return Architecture(
+        real=real,
+        config=small,
+        changes=tuple(changes),
+        real_stacks=find_stacks(real, with_sizes=False),
+        small_stacks=find_stacks(built, with_sizes=False),
+        small_parameters=tuple(name for name, _ in built.named_parameters(remove_duplicate=False)),
+        small_modules=tuple(name for name, _ in built.named_modules()),
+    )
+
+
+def from_config_values(written: FromConfigSection, architecture: Architecture) -> Values:
+    """Return `model.from_config.values` of the small model, each under one of its names only."""
+    values: Values = {**written.values}
+    aliases = {own: alias for alias, own in getattr(architecture.config, "attribute_map", {}).items()}
+    for change in architecture.changes:
+        *path, name = change.key.removeprefix("config.").split(".")
+        owner: Any = architecture.config
+        for part_name in path:
+            owner = getattr(owner, part_name, None)
+        if isinstance(owner, PreTrainedConfig) and name not in known_names(type(owner)):
+            continue  # computed from other values, such as `qk_head_dim`
+        part = values
+        for part_name in path:
+            part[part_name] = dict(part.get(part_name) or {})
+            part = part[part_name]
+        part.pop(aliases.get(name, name), None)
+        part[name] = change.now
+    return values
+
+
+def write_model_copy(
+    architecture: Architecture, section: ModelSection, *, head: str, folder: Path, seed: int = 0
+) -> None:
+    """Write the small model and the real one's other files; raises ModelError where these cannot be loaded."""
+    named = (architecture.config.architectures or [""])[0]
+    saved_heads = {"ForCausalLM": "causal_lm", "ForMaskedLM": "masked_lm", "LMHeadModel": "causal_lm"}
+    head = next((saved for ending, saved in saved_heads.items() if named.endswith(ending)), head)
+    build_small(architecture.config, section, head=head, seed=seed).save_pretrained(folder)
+    source = _source_folder(section)
+    for path in _small_files(source):
+        target = folder / path.relative_to(source)
+        if target != folder / "config.json":
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def write_new_adapter(
+    section: ModelSection, architecture: Architecture, *, base: Path, head: str, folder: Path
+) -> None:
+    """Write an adapter like that of `model.adapter`, with new values, for the small model."""
+    model = build_small(architecture.config, section, head=head)
+    real = Path(str(section.adapter))
+    adapters.save_untrained_copy(model, real, AdapterContext(seed=0, head=head, base=str(base)), folder=folder)
+    for path in _small_files(real):
+        if path.name != "adapter_config.json":
+            shutil.copyfile(path, folder / path.name)
+
+
+def _source_folder(section: ModelSection) -> Path:
+    origin = pretrained_arguments(section)
+    if is_local_path(str(section.name)):
+        return Path(origin["place"])
+    with loading_errors(str(section.name), key="model.name"):
+        return Path(
+            snapshot_download(
+                origin["place"],
+                revision=section.revision,
+                cache_dir=section.cache_folder,
+                allow_patterns=_DOWNLOADED,
+                local_files_only=origin["local_files_only"],
+            )
+        )
+
+
+def _small_files(folder: Path) -> Iterator[Path]:
+    for path in sorted([*folder.glob("*"), *folder.glob("[!.]*/*.json"), *folder.glob("additional_chat_templates/*")]):
+        if path.is_file() and not path.name.endswith(WEIGHTS) and path.stat().st_size <= MAX_FILE_BYTES:
+            yield path

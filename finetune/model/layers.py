@@ -1,0 +1,174 @@
+"""A model's stacks of layers: where they are, which layers are alike, and the model and its config with fewer."""
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+MIN_LAYERS = 2
+"""Layers of a stack in a model made small: its first and its last are two."""
+
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "depth",
+)
+"""Keys of a config that count layers."""
+
+_LAYER_INDICES = ("layer_idx", "layer_index", "layer_id", "layer_number")
+"""Attributes of a module that hold the index of its layer."""
+
+_WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+_LAYER_PATTERN = "hybrid_override_pattern"
+"""Key of a config with one letter per layer (Nemotron-H)."""
+
+KeptLayers = Mapping[str, Sequence[int]]
+"""For each stack, by its name in the model: the indices of the layers that are kept."""
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """A list of layers that run one after the other."""
+
+    name: str
+    kinds: tuple[Hashable, ...]  # of each layer; layers of equal kinds are alike
+
+
+def find_stacks(model: nn.Module, *, with_sizes: bool) -> tuple[LayerStack, ...]:
+    """Return the model's outermost lists of layers in the order of its modules; lists of experts are parts of a layer.
+
+    Layers are alike where their modules have the same classes, parameters and switches; `with_sizes`: and the same
+    shapes, dtypes, numbers and entries in the config's lists, so that they take the same memory.
+    """
+    stacks: list[LayerStack] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{stack.name}.") for stack in stacks):
+            continue
+        if not isinstance(module, nn.ModuleList) or len(module) < MIN_LAYERS:
+            continue
+        if any(next(layer.parameters(), None) is None for layer in module):
+            continue
+        kinds = [_kind(layer, with_sizes=with_sizes) for layer in module]
+        if with_sizes:
+            lists = _lists_of_config(_owner(model, name), length=len(module))
+            kinds = [(kind, *(repr(values[index]) for values in lists)) for index, kind in enumerate(kinds)]
+        stacks.append(LayerStack(name, tuple(kinds)))
+    return tuple(stacks)
+
+
+def _kind(layer: nn.Module, *, with_sizes: bool) -> tuple[Hashable, ...]:
+    kind = []
+    for name, module in layer.named_modules():
+        parameters = [
+            (own, tuple(parameter.shape), parameter.dtype) if with_sizes else own
+            for own, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        switches = []
+        for attribute, value in sorted(vars(module).items()):
+            if attribute.startswith("_") or attribute in ("training", *_LAYER_INDICES):
+                continue
+            if isinstance(value, bool | str) or (with_sizes and isinstance(value, int | float)):
+                switches.append((attribute, value))
+            elif attribute in _WINDOWS:
+                switches.append((attribute, value is not None))
+        kind.append((name, type(module).__name__, tuple(parameters), tuple(switches)))
+    return tuple(kind)
+
+
+def _lists_of_config(owner: nn.Module, *, length: int) -> list[Sequence[Any]]:
+    values = vars(getattr(owner, "config", object)).values()
+    return [value for value in values if isinstance(value, list | tuple) and len(value) == length]
+
+
+def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, lengths: set[int]) -> None:
+    """Have a config's values describe these layers only: counts, lists with an entry per layer, lists of indices.
+
+    `lengths` are the numbers of layers that the config counts now.
+    """
+    for name, value in list(values.items()):
+        if name in LAYER_COUNTS and value in lengths:
+            values[name] = min(value, len(layers))
+        elif isinstance(value, list | tuple) and len(value) in lengths and len(value) > len(layers):
+            values[name] = type(value)(value[index] for index in layers)
+        elif name == _LAYER_PATTERN and isinstance(value, str):
+            values[name] = "".join(value[index] for index in layers)
+        elif name.endswith("_only_layers") and isinstance(value, list):
+            values[name] = [layers.index(index) for index in value if index in layers]
+        elif name.endswith(("_indexes", "_indices")) and isinstance(value, list):
+            most = max(lengths)
+            values[name] = sorted({index if index < 0 else index * len(layers) // most for index in value})
+    if isinstance(values.get("attention_types"), list):  # GPT-Neo: a pattern and the number of its repetitions
+        values["attention_types"] = [
+            [pattern, max(len(layers) // len(pattern), 1)] for pattern, _ in values["attention_types"][:1]
+        ]
+
+
+def can_be_extrapolated(stacks: Sequence[LayerStack], *, max_kinds: int = 6) -> bool:
+    """Return whether the model consists of few kinds of layers."""
+    return 0 < sum(len(set(stack.kinds)) for stack in stacks) <= max_kinds
+
+
+def fewest_layers(stacks: Sequence[LayerStack]) -> KeptLayers:
+    """Return the fewest layers that include every kind, in their order; no stack is left with a single layer."""
+    kept = {}
+    for stack in stacks:
+        firsts = sorted(stack.kinds.index(kind) for kind in set(stack.kinds))
+        others = [index for index in range(len(stack.kinds)) if index not in firsts]
+        kept[stack.name] = sorted([*firsts, *others[: max(0, MIN_LAYERS - len(firsts))]])
+    return kept
+
+
+def with_one_more(stacks: Sequence[LayerStack], kept: KeptLayers) -> Iterator[tuple[int, KeptLayers]]:
+    """Yield for each kind of which layers are left out: their number, and the kept layers with one of them more."""
+    for stack in stacks:
+        own = kept[stack.name]
+        num_kept = Counter(stack.kinds[index] for index in own)
+        for kind, number in Counter(stack.kinds).items():
+            if number > num_kept[kind]:
+                more = next(index for index, each in enumerate(stack.kinds) if each == kind and index not in own)
+                yield number - num_kept[kind], {**kept, stack.name: sorted([*own, more])}
+
+
+def with_layers(model: Any, kept: KeptLayers) -> Any:
+    """Return a copy of the model that consists of these layers alone, like a smaller model of its type."""
+    whole = {name: model.get_submodule(name) for name in kept}
+    for name, indices in kept.items():
+        _set(model, name, nn.ModuleList([whole[name][index] for index in indices]))
+    try:
+        small = copy.deepcopy(model)
+    finally:
+        for name, layers in whole.items():
+            _set(model, name, layers)
+    shortened: set[int] = set()
+    for name, indices in kept.items():
+        _renumber(small.get_submodule(name), indices)
+        config = getattr(_owner(small, name), "config", None)
+        if config is not None and id(config) not in shortened:
+            shortened.add(id(config))
+            shorten_config(vars(config), indices, lengths={len(whole[name])})
+    return small
+
+
+def _renumber(layers: nn.Module, indices: Sequence[int]) -> None:
+    for new, (old, layer) in enumerate(zip(indices, layers.children(), strict=True)):
+        for module in layer.modules():
+            for name in _LAYER_INDICES:
+                if vars(module).get(name) == old:
+                    setattr(module, name, new)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _set(model: nn.Module, name: str, layers: nn.Module) -> None:
+    setattr(_owner(model, name), name.rpartition(".")[2], layers)
