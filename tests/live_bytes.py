@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.run.symbolic.live_bytes import LiveBytes
+from finetune.memory.step.tracer import LiveBytes
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How large a model is: parameters, trained parameters, memory per rank, and what its dtype loses."""
+"""The size of a model: parameters, trained parameters, bytes of optimizer state, and the precision its dtype loses."""
 
 import re
 from collections import Counter
@@ -45,33 +45,6 @@ def precision_warnings(
     )
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes per rank."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    lines: tuple[str, ...]
-    step_bytes: int = 0  # of activations and all else that a step takes
-    planned_bytes: int | None = None  # the peak that `finetune plan` predicted for this run
-
-    @property
-    def summary(self) -> str:
-        """Return the line with the sum, and what the plan predicted."""
-        planned = "" if self.planned_bytes is None else f"; planned {format_size(self.planned_bytes)}"
-        return self.lines[-1] + planned
-
-    @property
-    def total_bytes(self) -> int:
-        """Return the sum of weights, gradients and optimizer state."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the most that the rank is expected to take."""
-        return self.total_bytes + self.step_bytes
-
 
 AVERAGE_BYTES = 4
 """Bytes of `train.average` per trained parameter."""
@@ -84,59 +57,6 @@ def optimizer_state_bytes(optimizer: str, state_dtype: str | None, *, num_traine
     entry = OPTIMIZERS[optimizer]
     bytes_each = _BYTES_PER_STATE[state_dtype] if state_dtype else trained_bytes / max(1, num_trained)
     return round(entry.num_moments * (entry.moment_bytes or bytes_each) * num_trained)
-
-
-def estimate_memory(
-    *,
-    weights_bytes: int,
-    gradients_bytes: int,
-    optimizer_bytes: int,
-    shards: int,
-    shards_weights: bool,
-    shards_gradients: bool,
-    shards_optimizer: bool,
-    has_teacher: bool = False,
-    process_bytes: int = 0,
-    unsharded_gradient_bytes: int = 0,
-    step_parts: Mapping[str, int] | None = None,
-) -> MemoryEstimate:
-    """Return the memory of one of `shards` ranks, each part divided among them where the strategy shards it.
-
-    `process_bytes` is what the process takes without a model: it counts where resident memory is measured, on a CPU.
-    `unsharded_gradient_bytes` is what each rank keeps between the microbatches of a step besides its share of the
-    gradient. `step_parts` are what else a step takes, by name; None, or without `activations`: they are not counted, as
-    is a teacher, which reports its own size.
-    """
-    parts = (
-        ("weights", weights_bytes, shards if shards_weights else 1),
-        ("gradients", gradients_bytes, shards if shards_gradients else 1),
-        ("optimizer state", optimizer_bytes, shards if shards_optimizer else 1),
-    )
-    per_rank = [-(-size // among) for _, size, among in parts]
-    lines = [
-        _memory_line(name, size=size, among=among, size_per_rank=part)
-        for (name, size, among), part in zip(parts, per_rank, strict=True)
-    ]
-    sizes = [(name, part) for (name, _, _), part in zip(parts, per_rank, strict=True)]
-    steps = {**(step_parts or {}), "process": process_bytes}
-    others = {"unsharded gradient": unsharded_gradient_bytes, **steps}
-    sizes += [(name, size) for name, size in others.items() if size]
-    excluded = (["the teacher"] if has_teacher else []) + ([] if "activations" in steps else ["activations"])
-    gradients_per_rank = per_rank[1] + unsharded_gradient_bytes
-    lines.append(_total_line(dict(sizes), excluded=excluded))
-    return MemoryEstimate(per_rank[0], gradients_per_rank, per_rank[2], tuple(lines), sum(steps.values()))
-
-
-def _total_line(sizes: Mapping[str, int], *, excluded: Sequence[str]) -> str:
-    summands = " + ".join(f"{name} {format_size(size)}" for name, size in sizes.items())
-    without = f", without {' and '.join(excluded)}" if excluded else ""
-    return f"memory: {format_size(sum(sizes.values()))} per rank = {summands}{without}"
-
-
-def _memory_line(name: str, *, size: int, among: int, size_per_rank: int) -> str:
-    if among == 1:
-        return f"{name}: {format_size(size_per_rank)} on every rank"
-    return f"{name}: {format_size(size_per_rank)} per rank = {format_size(size)} / {among} ranks"
 
 
 _ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")

@@ -13,9 +13,9 @@ import torch
 
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError, UserError
+from finetune.memory.trial.limits import is_out_of_memory
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
-from finetune.run.setup.microbatch.limits import is_out_of_memory
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher

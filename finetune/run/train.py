@@ -20,7 +20,7 @@ from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
 from finetune.run.remote.background import Uploader, make_uploader
 from finetune.run.setup.data import PreparedData, prepare_data, verify_before_training
-from finetune.run.setup.microbatch.resolve import resolve_microbatch_size
+from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.precompute import add_frozen_models
 from finetune.run.setup.prepared_model import (
     BuiltRun,

@@ -9,13 +9,12 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
 from finetune.data.token_cache.cache import NotPrepared
 from finetune.errors import FinetuneError
+from finetune.memory.layout import Method, method_of
 from finetune.model.activations import CheckpointingMode
 from finetune.model.loading.architecture import load_model_config
-from finetune.model.memory.step import Shapes, read_shapes
+from finetune.model.shapes import Shapes, read_shapes
 from finetune.report.run_log import RunLog
-from finetune.run.planned import method_of
 from finetune.run.setup.data import make_run_plan, make_training_data
-from finetune.run.symbolic.prediction import Method
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -49,7 +48,7 @@ class PlannedJob:
     @property
     def method(self) -> Method:
         """Return how the job trains: all weights, or adapters on a frozen base, which may be quantized."""
-        return method_of(self.config.model)
+        return method_of(self.config)
 
     @property
     def checkpointing(self) -> CheckpointingMode:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.errors import ModelError
-from finetune.run.symbolic.prediction import Layout, Prediction
+from finetune.memory.layout import Layout, Prediction
 
 Predict = Callable[[Layout], Prediction]
 

@@ -32,9 +32,10 @@ from finetune.commands.plan.tables import print_plan
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
-from finetune.run.planned import write_planned
-from finetune.run.symbolic.predict import Predictor
-from finetune.run.symbolic.prediction import STRATEGIES, Method
+from finetune.memory.layout import STRATEGIES, Method
+from finetune.memory.planned import write_planned
+from finetune.memory.step.predict import Predictor
+from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.text.library_output import quiet_libraries
 
@@ -86,7 +87,9 @@ def make_plan(
     for hardware in machines:  # an error in a table comes before what takes time
         prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
     job = read_job(loaded)
-    memory = PlannedMemory(predict or Predictor(loaded.config).predict, clock=clock)
+    memory = PlannedMemory(
+        predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict, clock=clock
+    )
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
     planned = [

@@ -8,7 +8,7 @@ from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.memory import Fit, PlannedMemory, with_ranks
 from finetune.commands.plan.strategies import StrategyPlan, choose, timed, with_microbatch
-from finetune.run.symbolic.prediction import StrategyName
+from finetune.memory.layout import StrategyName
 
 MAX_GPUS = 256
 

@@ -10,8 +10,8 @@ from finetune.commands.plan.memory import Fit, PlannedMemory, unpredictable
 from finetune.commands.plan.work import step_work
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
+from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName
 from finetune.run.setup.strategy import job_settings, require_supported_by_strategy
-from finetune.run.symbolic.prediction import STRATEGIES, Layout, Method, Prediction, StrategyName
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import find_conflicts
 

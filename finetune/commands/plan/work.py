@@ -2,7 +2,7 @@
 
 from finetune.commands.plan.cost.step_time import Work
 from finetune.commands.plan.job import PlannedJob
-from finetune.run.symbolic.prediction import Layout, Prediction
+from finetune.memory.layout import Layout, Prediction
 
 TRAFFIC_PER_HIDDEN, TRAFFIC_PER_INTERMEDIATE = 363.0, 30.0
 """Bytes that element-wise kernels of a layer read and write per token, forward and backward, per unit of the hidden and

@@ -14,7 +14,6 @@ from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
 from finetune.model.upstream import patched
-from finetune.runtime.parameters import full_numel
 
 
 @contextmanager
@@ -55,12 +54,6 @@ def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
         if isinstance(module, ParamWrapper):
             owner = re.sub(r"(\.base_layer)+$", "", name)
             yield f"{owner}.{module.parameter_name}", module
-
-
-def wrapped_parameter_bytes(model: nn.Module) -> list[int]:
-    """Return the bytes of each parameter that has an adapter, whichever part this rank holds."""
-    parameters = (wrapper.get_param() for _, wrapper in wrapped_parameters(model))
-    return [full_numel(each) * each.element_size() for each in parameters]
 
 
 def is_parameter_wrapper(module: nn.Module) -> bool:

@@ -22,7 +22,6 @@ from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.samples import record_samples
 from finetune.run.setup.evaluator import make_evaluator
-from finetune.run.setup.memory import peak_line
 from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
 from finetune.runtime import distributed
 from finetune.runtime.progress import Cadence, NeverDue
@@ -203,5 +202,5 @@ def _timed_groups(
     for group in islice(coming, 1):
         yield group
         if built.prepared.memory is not None:
-            report(Noted(first_step + 2, peak_line(built.prepared.memory.of(built.plan))))
+            report(Noted(first_step + 2, built.prepared.memory(built.plan).peak_line))
     yield from coming

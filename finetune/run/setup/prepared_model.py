@@ -17,8 +17,8 @@ from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
 from finetune.data.features import Features
-from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import ModelError
+from finetune.memory.state import PredictMemory, predict_memory
 from finetune.model.attention.implementation import check_isolation, require_position_ids
 from finetune.model.attention.padding import check_padding, randomness
 from finetune.model.attention.supported_models import carries_state, has_sinks
@@ -34,7 +34,6 @@ from finetune.run.context import RunContext
 from finetune.run.flops import model_flops
 from finetune.run.setup.accumulation import plan_accumulation
 from finetune.run.setup.data import TrainingData
-from finetune.run.setup.memory import RankMemory, memory_estimate, planned_peak, step_memory
 from finetune.run.setup.model import adapter_summary_of, build_model, recorded_parameters, router_coefficient
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.run.setup.strategy import require_tied_weights_supported
@@ -81,7 +80,7 @@ class PreparedModel:
     optimizer: Any
     before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
     reduces_every_microbatch: bool = False
-    memory: RankMemory | None = None  # of this rank
+    memory: PredictMemory | None = None  # of this rank, where it trains
     routers: tuple[Router, ...] = ()  # where a key of the job is about them
     flops_per_token: float | None = None
 
@@ -132,9 +131,7 @@ def prepare_model(
     distributed.barrier()  # the first collective over tensors begins when the slowest rank has its weights
     check_image_shape(plain.config, training_data.processing.processor)
     require_tied_weights_supported(plain, strategy.name)
-    accumulation, memory = _log_size(
-        context, plain, accelerator, training=training_data.training, plan=plan, process_bytes=process_bytes
-    )
+    accumulation, memory = _log_size(context, plain, accelerator, plan=plan, process_bytes=process_bytes)
     _warn(context, plain)
     optimizer = _optimizer(context, list_parameters(plain), learning_rate=learning_rate)
     noise = config.train.embedding_noise
@@ -192,31 +189,35 @@ def _log_size(
     model: nn.Module,
     accelerator: Accelerator,
     *,
-    training: DatasetView,
     plan: StepPlan | None,
     process_bytes: int,
-) -> tuple[Accumulation, RankMemory | None]:
+) -> tuple[Accumulation, PredictMemory | None]:
     """Log the model's size and the memory that a rank needs; return how it accumulates gradients. Collective.
 
     What it needs with `train.microbatch_size: auto` is logged when that is known.
     """
     size = measure_model(model)
-    estimate = partial(memory_estimate, context, size, process_bytes=process_bytes)
+    predict = partial(
+        predict_memory,
+        context.config,
+        context.strategy,
+        size=size,
+        process_bytes=process_bytes,
+        accelerator=accelerator,
+    )
     accumulation = plan_accumulation(
         context,
         accelerator.device,
         num_trained=size.num_trained,
         num_batches=plan.num_batches if plan else 1,
-        planned_bytes=estimate().total_bytes,
+        planned_bytes=predict()(plan).state_bytes,
     )
-    step = step_memory(context, model, size, training=training, device=accelerator.device) if plan else None
-    planned, unsharded = partial(planned_peak, context, accelerator), accumulation.unsharded_gradient_bytes
-    memory = RankMemory(estimate, step, planned, unsharded) if step else None
+    memory = predict(unsharded_gradient_bytes=accumulation.unsharded_gradient_bytes)
     for line in (*size.lines, *adapter_summary_of(model)):
         context.log(line)
     if plan is None or context.config.train.microbatch_size != "auto":
-        context.log((memory.of(plan) if memory and plan else estimate()).summary)
-    return accumulation, memory
+        context.log(memory(plan).line)
+    return accumulation, memory if plan else None
 
 
 def _compile(context: RunContext, model: Any) -> None:

@@ -1,11 +1,11 @@
 """A stand-in for the symbolic step: memory and FLOPs of a Llama by the usual arithmetic, in microseconds.
 
-What `finetune.run.symbolic` predicts is tested there; here only what a plan makes of predictions is.
+What `finetune.memory.step` predicts is tested there; here only what a plan makes of predictions is.
 """
 
 from dataclasses import dataclass
 
-from finetune.run.symbolic.prediction import Layout, Prediction
+from finetune.memory.layout import Layout, Prediction
 
 
 @dataclass(frozen=True)

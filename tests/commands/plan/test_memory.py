@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.commands.plan.memory import PlannedMemory, with_ranks
-from finetune.run.symbolic.prediction import Layout, Prediction
+from finetune.memory.layout import Layout, Prediction
 
 LAYOUT = Layout("fsdp2", 8, "full", False, 1)
 

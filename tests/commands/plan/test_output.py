@@ -88,7 +88,7 @@ def test_a_plan_that_fits_nowhere_says_what_would_help(planned: Planned, capsys:
 def test_the_exit_code_says_whether_the_job_fits(
     job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(plan_command, "Predictor", lambda config: type("P", (), {"predict": staticmethod(LLAMA_8B)}))
+    monkeypatch.setattr(plan_command, "Predictor", lambda *_: type("P", (), {"predict": staticmethod(LLAMA_8B)}))
     job = job_file("8b")
     assert plan_command.plan(job, [], PlanOptions(gpus="8xH100"), as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["machines"][0]["best"] == "fsdp2"

@@ -1,0 +1,46 @@
+"""How a job is spread over ranks, and the memory that is predicted for one of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from finetune.config.rules.model import adapter_of
+from finetune.config.run_config import RunConfig
+from finetune.model.activations import CheckpointingMode
+
+StrategyName = Literal["single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
+Method = Literal["full", "lora", "qlora"]
+
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is spread and trained; everything else is the job's own."""
+
+    strategy: StrategyName
+    num_ranks: int
+    method: Method
+    gradient_checkpointing: CheckpointingMode
+    microbatch_size: int
+    ranks_per_node: int = 8  # the shards of HSDP
+    device: Literal["cuda", "cpu"] = "cuda"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak memory of one rank in a step in bytes, from running the step itself without values."""
+
+    peak_bytes: int
+    parts: Mapping[str, int] = field(default_factory=dict)  # they add up to the peak
+    flops_per_token: float = 0.0  # forward and backward pass, of one token of a row, padding included
+    recomputed_flops_per_token: float = 0.0  # what recomputation adds to them
+    num_parameters: int = 0
+    num_trained: int = 0
+
+
+def method_of(config: RunConfig) -> Method:
+    """Return how a job trains: all weights, or adapters on a frozen base, which may be quantized."""
+    if config.model.quantization is not None:
+        return "qlora"
+    return "full" if adapter_of(config) is None else "lora"

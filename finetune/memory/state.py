@@ -1,0 +1,159 @@
+"""The one prediction of a rank's memory at the start: weights, gradients and optimizer state, counted.
+
+Activations are not counted. Their share is known where `finetune plan` has run the job's step without values: then the
+prediction is the peak of that step.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate import Accelerator
+
+from finetune.config.run_config import RunConfig
+from finetune.memory.planned import read_planned
+from finetune.model.size import AVERAGE_BYTES, ModelSize, optimizer_state_bytes
+from finetune.runtime.resources import format_size
+from finetune.strategy.protocol import Sharded, Strategy
+from finetune.strategy.reconcile import offloads_optimizer
+from finetune.train.meters import peak_memory_bytes
+from finetune.train.plan import StepPlan
+
+_CPU_STATE_FACTOR, _CPU_MIN_BYTES = 4, 1 << 30
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    process_bytes: int = 0  # without a model; where resident memory is measured, on a CPU
+    unsharded_gradient_bytes: int = 0  # kept between the microbatches of a step besides the share of the gradient
+    has_teacher: bool = False  # which reports its own size
+    planned_bytes: int | None = None  # the peak that `finetune plan` predicted for this run
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the sum of weights, gradients and optimizer state."""
+        return self.weights_bytes + self.gradients_bytes + self.unsharded_gradient_bytes + self.optimizer_bytes
+
+    @property
+    def line(self) -> str:
+        """Return the prediction in a line, with what it covers."""
+        parts = {
+            "weights": self.weights_bytes,
+            "gradients": self.gradients_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "unsharded gradient": self.unsharded_gradient_bytes,
+            "process": self.process_bytes,
+        }
+        always = ("weights", "gradients", "optimizer state")
+        counted = " + ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size or name in always)
+        if self.planned_bytes is not None:
+            return (
+                f"memory: {format_size(self.planned_bytes)} per rank, as planned = {counted} + activations and buffers"
+            )
+        excluded = "the teacher and activations" if self.has_teacher else "activations"
+        total = format_size(self.state_bytes + self.process_bytes)
+        return f"memory: {total} per rank = {counted}, without {excluded} (`finetune plan` predicts the peak)"
+
+    @property
+    def peak_line(self) -> str:
+        """Return the prediction and the peak so far, of this rank."""
+        predicted = f"planned {format_size(self.planned_bytes)}" if self.planned_bytes is not None else ""
+        counted = f"weights, gradients and optimizer state {format_size(self.state_bytes)}"
+        return f"memory: {predicted or counted}, measured peak {format_size(_measured_peak())}"
+
+    @property
+    def ample_cpu_bytes(self) -> int:
+        """Return the free memory with which a step on a CPU is assumed to fit, whatever its activations take."""
+        if self.planned_bytes is not None:
+            return _CPU_STATE_FACTOR * self.planned_bytes
+        return _CPU_STATE_FACTOR * (_CPU_STATE_FACTOR * self.state_bytes + _CPU_MIN_BYTES)
+
+
+def _measured_peak() -> int:
+    """Return the peak of the tensors and, on a GPU, what is in use there outside torch's allocator."""
+    if not torch.cuda.is_available():
+        return peak_memory_bytes()
+    free, total = torch.cuda.mem_get_info()
+    return peak_memory_bytes() + max(0, total - free - torch.cuda.memory_reserved())
+
+
+def count_state(
+    config: RunConfig, strategy: Strategy, *, size: ModelSize, process_bytes: int, unsharded_gradient_bytes: int = 0
+) -> RankMemory:
+    """Return the memory of one rank: weights, gradients and optimizer state, divided where the strategy shards them."""
+    train, distillation, is_zero = config.train, config.task.distillation, strategy.name.startswith("zero")
+    trained_bytes = sum(size.trained_bytes_by_dtype.values())
+    optimizer_bytes = optimizer_state_bytes(
+        train.optimizer.name,
+        train.optimizer.state_dtype,
+        num_trained=size.num_trained,
+        trained_bytes=max(trained_bytes, 4 * size.num_trained) if is_zero else trained_bytes,
+    )
+    if is_zero:
+        optimizer_bytes += 4 * size.num_trained  # float32 copies in the optimizer
+    if train.average:
+        optimizer_bytes += AVERAGE_BYTES * size.num_trained
+    keeps_half = is_zero and train.precision != "fp32"  # DeepSpeed keeps weights in the precision of training
+
+    def kept(by_dtype: Mapping[str, int]) -> int:
+        return sum(held // 2 if keeps_half and dtype == "float32" else held for dtype, held in by_dtype.items())
+
+    gradients_bytes = size.largest_trained_bytes if train.optimizer.in_backward else kept(size.trained_bytes_by_dtype)
+
+    def share(total: int, sharded: Sharded) -> int:
+        return -(-total // strategy.expected().num_shards) if sharded in strategy.sharded() else total
+
+    return RankMemory(
+        weights_bytes=share(kept(size.bytes_by_dtype), Sharded.PARAMETERS),
+        gradients_bytes=share(gradients_bytes, Sharded.GRADIENTS),
+        optimizer_bytes=share(optimizer_bytes, Sharded.OPTIMIZER),
+        process_bytes=process_bytes,
+        unsharded_gradient_bytes=unsharded_gradient_bytes,
+        has_teacher=distillation is not None and not distillation.cache,
+    )
+
+
+PredictMemory = Callable[[StepPlan | None], RankMemory]
+"""The memory of a rank under a plan; with `train.microbatch_size: auto` the plan is known only later."""
+
+
+def predict_memory(
+    config: RunConfig,
+    strategy: Strategy,
+    *,
+    size: ModelSize,
+    process_bytes: int,
+    accelerator: Accelerator,
+    unsharded_gradient_bytes: int = 0,
+) -> PredictMemory:
+    """Return the prediction of a rank's memory for any plan, or none; with the peak that `finetune plan` predicted.
+
+    `unsharded_gradient_bytes` are those of an accumulation.
+    """
+    expected, deepspeed = strategy.expected(), accelerator.state.deepspeed_plugin
+    is_offloaded = deepspeed is not None and offloads_optimizer(deepspeed.deepspeed_config)
+
+    def predict(plan: StepPlan | None) -> RankMemory:
+        accumulates = plan is not None and plan.num_batches > 1
+        unsharded = unsharded_gradient_bytes if accumulates else 0
+        state = count_state(
+            config, strategy, size=size, process_bytes=process_bytes, unsharded_gradient_bytes=unsharded
+        )
+        if plan is None or expected.sequence_size > 1:  # `finetune plan` predicts whole rows
+            return state
+        peak_bytes = read_planned(
+            config,
+            strategy=f"{strategy.name}_offload" if is_offloaded else strategy.name,
+            num_ranks=expected.num_processes,
+            num_shards=expected.num_shards,
+            microbatch_size=plan.microbatch_size,
+            device=accelerator.device.type,
+        )
+        return replace(state, planned_bytes=peak_bytes)
+
+    return predict

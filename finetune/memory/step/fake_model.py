@@ -1,0 +1,153 @@
+"""A job's model without values: on the meta device whole, and as fake tensors with a few of its layers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.model import LoraSection, ModelSection, QuantizationSection
+from finetune.data.token_cache.cache import cache_folder
+from finetune.errors import ModelError
+from finetune.memory.layout import Method
+from finetune.model.adapters.context import AdapterContext, adapter_config
+from finetune.model.freeze import freeze, train_only
+from finetune.model.loading.architecture import SpecialTokenIds, model_build_errors
+from finetune.model.loading.load import load_empty_model
+from finetune.model.processing import load_processing
+from finetune.runtime.optional import lazily
+from finetune.task.protocol import Task
+
+with lazily():
+    from finetune.model.adapters import build
+
+_NO_TOKENS = SpecialTokenIds(bos=0, eos=0, pad=0)
+
+
+def with_method(section: ModelSection, method: Method, *, gradient_checkpointing: Any) -> ModelSection:
+    """Return the section as this method trains it: its own adapter and quantization where it has them."""
+    changed: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
+    if method == "full":
+        changed |= dict.fromkeys(("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"))
+        changed["quantization"] = None
+    else:
+        if adapter_config(section) is None:
+            changed |= {"lora": LoraSection(), "freeze": (), "train_only": ()}
+        changed["quantization"] = None if method == "lora" else section.quantization or QuantizationSection()
+    return section.model_copy(update=changed)
+
+
+def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
+    """Return the whole model on the meta device, before adapters; raises ModelError."""
+    kind = section.from_config.model_type if section.from_config is not None else str(section.name)
+    with model_build_errors(section, kind=kind):
+        return load_empty_model(
+            section,
+            head=task.head,
+            vocabulary_size=_vocabulary_size(config),
+            special_ids=_NO_TOKENS,
+            head_values=task.head_values,
+        )
+
+
+def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) -> Any:
+    """Return the model with quantized weights, adapters and frozen parameters as the section has them."""
+    if section.quantization is not None:
+        _quantize(model, section.quantization, dtype=getattr(torch, section.dtype))
+    wish = adapter_config(section)
+    if wish is None:
+        freeze(model, section.freeze)
+        train_only(model, section.train_only)
+        return model
+    if section.adapter is not None or section.prompt_tuning is not None:
+        raise ModelError("model: the memory of a saved adapter or of prompt tuning cannot be predicted.")
+    if isinstance(wish, LoraSection):
+        wish = wish.model_copy(update={"init": "default"})  # which reads no values of the weights
+    return build.add_adapter(model, wish, AdapterContext(seed=seed, head=task.head))
+
+
+def materialize_fake(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    """Give parameters and buffers memory without values; called in a FakeTensorMode.
+
+    `dtype` is that of all floating-point parameters, where the strategy converts them.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                wanted = None if isinstance(module, QuantizedLinear) and name == "weight" else dtype
+                module._parameters[name] = found.setdefault(id(parameter), _empty(parameter, wanted))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _empty(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return nn.Parameter(torch.empty(parameter.shape, dtype=wanted), requires_grad=parameter.requires_grad)
+
+
+def _vocabulary_size(config: RunConfig) -> int | None:
+    """Return the tokenizer's size where the model's config does not say it; what training one asks for at most."""
+    section = config.model
+    values = {} if section.from_config is None else section.from_config.values
+    text = values.get("text_config")
+    if section.from_config is None or section.tokenizer is None or "vocab_size" in {**values, **(text or {})}:
+        return None
+    if section.tokenizer.train is not None:
+        return section.tokenizer.train.vocabulary_size
+    processing = load_processing(
+        section, reads="text", texts=lambda: (), cache_folder=cache_folder(config.data), log=lambda _: None
+    )
+    return len(processing.tokenizer)
+
+
+class _Dequantized(torch.autograd.Function):
+    """A product with a weight that is unpacked for it, in both passes, and kept packed in between."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape, ctx.dtype = shape, inputs.dtype
+        return functional.linear(inputs, torch.empty(shape, dtype=inputs.dtype, device=inputs.device))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        weight = torch.empty(ctx.shape, dtype=gradient.dtype, device=gradient.device)
+        return gradient @ weight, None, None
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer of packed weights, as bitsandbytes computes with them, without values."""
+
+    def __init__(self, plain: nn.Linear, section: QuantizationSection, *, storage: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.compute_dtype = getattr(torch, section.compute_dtype)
+        self.num_values = plain.weight.numel()
+        kept = torch.int8 if section.bits == 8 else storage
+        packed = -(-self.num_values * section.bits // (8 * torch.empty((), dtype=kept).element_size()))
+        empty = torch.empty(packed, 1, dtype=kept, device="meta")
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        block_bytes = 0 if section.bits == 8 else (1 if section.double else 4)
+        self.register_buffer("scales", torch.empty(self.num_values // 64 * block_bytes, dtype=torch.uint8))
+        self.bias = plain.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product in the dtype of the input."""
+        found: Tensor = _Dequantized.apply(input.to(self.compute_dtype), self.weight, self._shape)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return (found if self.bias is None else found + self.bias).to(input.dtype)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+
+def _quantize(model: Any, section: QuantizationSection, *, dtype: torch.dtype) -> None:
+    """Replace every linear layer but the head by one of packed weights."""
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                setattr(module, name, QuantizedLinear(child, section, storage=dtype))

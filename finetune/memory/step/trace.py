@@ -1,0 +1,238 @@
+"""One step of a job, run without values: what it holds in each of its phases, and its FLOPs."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
+from finetune.memory.step.fake_model import QuantizedLinear, materialize_fake
+from finetune.memory.step.tracer import ACTIVATIONS, GRADIENTS, OPTIMIZER, Tracer
+from finetune.model.upstream import expose_hidden_size, head_as_one_unit
+from finetune.strategy.experts import keep_experts_in_graph
+from finetune.task.lm_loss.chunked_loss import assume_device
+from finetune.task.lm_loss.head import find_lm_head
+from finetune.task.model_inputs import unwrap_model
+from finetune.task.protocol import Task
+from finetune.train.optim.optimizers import begin_step, build_optimizer
+from finetune.train.optim.parameter_groups import list_parameters
+
+FORWARD, LOSS, UPDATE, RECOMPUTATION = "forward", "loss", "update", "recomputation"
+HEAD, BETWEEN = "backward of the head", "backward"
+FIRST, LAST = "backward of the last layer", "backward of the first layer"  # in the order of the backward pass
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}
+"""The dtype of the computation by `train.precision`; fp16 takes the memory of bf16."""
+
+Values = Mapping[tuple[str, ...], float]
+"""Figures of a step by name, all of which grow linearly with the number of layers."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are stored: whole, in the precision of training (ZeRO), or in shards of FSDP2."""
+
+    is_half: bool = False
+    num_shards: int = 1
+    num_copies: int = 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether FSDP2 shards them."""
+        return self.num_shards * self.num_copies > 1
+
+
+@contextmanager
+def fake_mesh(sharding: Sharding) -> Iterator[Any]:
+    """Yield a mesh of these ranks, of which this process is the first; nothing is ever sent."""
+    if not sharding.is_sharded:
+        yield None
+        return
+    world = sharding.num_shards * sharding.num_copies
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        if sharding.num_copies == 1:
+            yield init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+        else:
+            sizes = (sharding.num_copies, sharding.num_shards)
+            yield init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def trace_step(
+    config: RunConfig, model: Any, *, task: Task, batch: Batch, layers: list[nn.Module], sharding: Sharding, device: str
+) -> Values:
+    """Return the figures of a step of this model on the meta device, with its optimizer state allocated before.
+
+    `layers` are the model's, whose hooks mark the phases.
+    """
+    tracer, half = Tracer(), COMPUTE.get(config.train.precision)
+    with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
+        num_parameters, num_trained, largest = _count(model)
+        keep_experts_in_graph(model)
+        materialize_fake(model, dtype=half if sharding.is_half else None)
+        with unset_fake_temporarily():
+            find_lm_head(model)  # which asks the model's own forward, by the values of a probe
+        if sharding.is_sharded:
+            model = _shard(model, mesh, half)
+        elif half is not None and not sharding.is_half:
+            _autocast(model, half)
+        optimizer = _optimizer(config, model, tracer)
+        _Phases(tracer, layers).watch()
+        _take_step(config, model, optimizer, task=task, batch=batch, tracer=tracer)
+    counts = {"num_parameters": num_parameters, "num_trained": num_trained, "largest": largest}
+    return {**{(name,): float(number) for name, number in counts.items()}, **_values(tracer)}
+
+
+def _count(model: nn.Module) -> tuple[int, int, int]:
+    """Return the number of parameters, of the trained ones, and of the largest."""
+    parameters = list(model.parameters())
+    packed = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    added = sum(each.num_values - each.weight.numel() for each in packed)
+    sizes = [each.numel() for each in parameters]
+    return sum(sizes) + added, sum(each.numel() for each in parameters if each.requires_grad), max(sizes)
+
+
+def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
+    """Return the model as Accelerate prepares it for FSDP2."""
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=policy,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh={("shard",): mesh},
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("shard",)),
+        mixed_precision="no" if half is None else "bf16",
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+    with expose_hidden_size(model.config), head_as_one_unit(unwrap_model(model)):
+        return fsdp2_prepare_model(accelerator, model)
+
+
+def _autocast(model: Any, dtype: torch.dtype) -> None:
+    """Have the forward pass run as Accelerate wraps it for mixed precision."""
+    forward = torch.autocast("cpu", dtype)(model.forward)
+    model.forward = convert_outputs_to_fp32(forward)
+
+
+def _optimizer(config: RunConfig, model: Any, tracer: Tracer) -> torch.optim.Optimizer:
+    """Return the job's optimizer with its state."""
+    train = config.train
+    optimizer = build_optimizer(
+        list_parameters(model), train.optimizer, learning_rate=train.learning_rate, average=train.average
+    )
+    with tracer.counting_as(OPTIMIZER):
+        begin_step(optimizer, step=0, learning_rate=train.learning_rate)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
+        _update(config, model, optimizer)  # DTensors plan each operator once, with tensors of the whole size
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _update(config: RunConfig, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Clip the gradients and step, as `finetune.train.update` does."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in trained if weight.grad is not None])
+    if config.train.max_gradient_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(trained, config.train.max_gradient_norm, norm)
+    optimizer.step()
+
+
+def _take_step(
+    config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, *, task: Task, batch: Batch, tracer: Tracer
+) -> None:
+    """Take a step of one microbatch as `finetune.train.step` does."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(lambda weight: tracer.reclassify(weight.grad, GRADIENTS))
+    begin_step(optimizer, step=1, learning_rate=config.train.learning_rate)
+    tracer.category = ACTIVATIONS
+    tracer.begin(FORWARD)
+    (batch,) = task.prepare_step(model, [batch])
+    loss: Tensor = task.loss_sums(model, batch)["loss_sum"]
+    tracer.begin(HEAD)
+    (loss * (1 / max(1, batch.num_targets))).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    del loss
+    for parameter in trained:
+        if parameter.grad is not None:
+            tracer.reclassify(parameter.grad, GRADIENTS)
+    tracer.begin(UPDATE)
+    _update(config, model, optimizer)
+
+
+class _Phases:
+    """Sets the phase of a tracer by the layers that compute."""
+
+    def __init__(self, tracer: Tracer, layers: list[nn.Module]) -> None:
+        self._tracer, self._layers = tracer, layers
+        self._num_done = 0  # layers of the forward pass
+
+    def watch(self) -> None:
+        """Hook the layers."""
+        for layer in self._layers:
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave)
+            for part in layer.children():  # recomputation calls the parts of a layer
+                part.register_forward_pre_hook(self._begin_part)
+                part.register_forward_hook(self._end_part, always_call=True)
+
+    def _begin_part(self, *_: Any) -> None:
+        if self._tracer.phase not in (FORWARD, LOSS):
+            self._tracer.flop_phase = RECOMPUTATION
+
+    def _end_part(self, *_: Any) -> None:
+        self._tracer.flop_phase = None
+
+    def _enter(self, *_: Any) -> None:
+        if self._tracer.phase in (FORWARD, LOSS):
+            self._tracer.begin(FORWARD)
+
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._tracer.phase != FORWARD:
+            return
+        number, self._num_done = self._num_done, self._num_done + 1
+        states = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
+        if states is not None:
+            states.register_hook(self._entering_backward(number))  # type: ignore[no-untyped-call]  # likewise
+        self._tracer.begin(LOSS)
+
+    def _entering_backward(self, number: int) -> Callable[[Tensor], None]:
+        def enter(_: Tensor) -> None:
+            is_last = number == self._num_done - 1
+            self._tracer.begin(LAST if number == 0 else FIRST if is_last else BETWEEN)
+
+        return enter
+
+
+def _values(tracer: Tracer) -> dict[tuple[str, ...], float]:
+    values: dict[tuple[str, ...], float] = {("held", category): size for category, size in tracer.held.items()}
+    for phase, peak in tracer.peaks.items():
+        values["peak", phase] = peak
+        values["transient", phase] = tracer.transient_peaks[phase]
+        for category, size in tracer.held_at_peak[phase].items():
+            values["part", phase, category] = size
+    for (phase, is_attention), flops in tracer.flops.items():
+        values["flops", phase, "attention" if is_attention else "products"] = flops
+    return values

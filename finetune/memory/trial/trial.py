@@ -1,0 +1,296 @@
+"""One batch forward and backward, as in a step with optimizer state, after which everything is as it was.
+
+Where every rank has whole parameters (one process, DDP, ZeRO-1 and -2) the model inside the wrappers is run, with
+aliases in place of its trained parameters: gradients go to the aliases, so that neither DDP's buckets nor ZeRO's hooks
+see them, and what a task asks of other ranks is answered by this rank alone. Nothing is sent, hence nothing can wait.
+
+Where parameters are sharded (FSDP, ZeRO-3) each layer is gathered, so the real model is run and its gradients are
+dropped. A rank that is out of memory there ends the run; `choose.py` explains why `auto` does not run into that.
+"""
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.train import TrainSection
+from finetune.data.batch import Batch
+from finetune.errors import StrategyError
+from finetune.memory.trial.limits import MemoryLimit, is_out_of_memory
+from finetune.model.batch_norm import GhostBatchNorm
+from finetune.model.size import AVERAGE_BYTES, optimizer_state_bytes
+from finetune.runtime import distributed
+from finetune.runtime.seeds import keep_random_state
+from finetune.strategy.gradient_sync import accumulate_gradients
+from finetune.strategy.protocol import Strategy
+from finetune.train.meters import keep_peak_memory
+from finetune.train.parts import StepTask
+
+LATER_BYTES = 128 << 20
+"""Threads that load and write; what Accelerate imports with the loader (`datasets`, 70 MB); gaps between blocks.
+
+A run of 10 steps with a checkpoint at each was seen to take 92 to 123 MiB of it, without `datasets`.
+"""
+
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model that is ready to train, and what one batch forward and backward needs of its run."""
+
+    accelerator: Accelerator
+    model: Any  # as Accelerate prepared it
+    unwrapped_model: Any
+    optimizer: Any
+    before_batch: Callable[[Batch], None]
+    reduces_every_microbatch: bool
+    task: StepTask
+    is_sharded: bool  # the parameters are
+    frees_gradients: bool  # in the backward pass, as soon as each is computed
+    extra_bytes: int  # of a step, and not yet allocated: optimizer state, buffers of ZeRO
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return what this rank's gradients take where they are accumulated over microbatches."""
+        if self.frees_gradients or _is_engine(self.model):
+            return 0
+        return sum(local_tensor(weight).nbytes for weight in self.model.parameters() if weight.requires_grad)
+
+    def peaks(self, batch: Batch, *, num_batches: int, memories: tuple[MemoryLimit, ...]) -> tuple[int, ...] | None:
+        """Return the peak of each kind of memory on this rank; None where it was out of memory.
+
+        `num_batches` is the number of microbatches of a step, all of which the task may look at. Under a strategy that
+        shards parameters it is collective.
+        """
+        model, device = self.unwrapped_model, self.accelerator.device
+        try:
+            with keep_peak_memory(), keep_model_state(model), _keep_all_random_state(), _eager():
+                measurements = [memory.start() for memory in memories]
+                extra = torch.empty(self.extra_bytes, dtype=torch.uint8, device=device).fill_(0)
+                self._run(batch.to(device), num_batches)
+                del extra
+                return tuple(measured() for measured in measurements)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            _collect(device)
+        return None
+
+    def _run(self, batch: Batch, num_batches: int) -> None:
+        if self.is_sharded:
+            self._run_sharded(batch, num_batches)
+        else:
+            self._run_unsharded(batch, num_batches)
+
+    def _run_unsharded(self, batch: Batch, num_batches: int) -> None:
+        is_wrapped = isinstance(self.model, DistributedDataParallel) or _is_engine(self.model)
+        inner = self.model.module if is_wrapped else self.model
+        with aliased_parameters(inner) as aliases, distributed.local_collectives():
+            for alias in aliases:
+                if self.frees_gradients:
+                    alias.register_post_accumulate_grad_hook(_free)  # type: ignore[no-untyped-call]
+                elif num_batches > 1:
+                    alias.grad = torch.empty_like(alias).zero_()  # touched: calloc would give pages that are not there
+            prepared = self.task.prepare_step(inner, [batch] * num_batches)
+            self._loss(inner, prepared[-1]).backward()  # type: ignore[no-untyped-call]
+
+    def _run_sharded(self, batch: Batch, num_batches: int) -> None:
+        """Run one microbatch, or two where gradients are accumulated, which ZeRO has buffers for. Collective."""
+        model, accelerator = self.model, self.accelerator
+        is_zero, before = _is_engine(model), accelerator.sync_gradients
+        batches = self.task.prepare_step(model, [batch] * num_batches)[-1 if is_zero else -2 :]
+        try:
+            for number, microbatch in enumerate(batches):
+                accelerator.sync_gradients = number == len(batches) - 1 and not is_zero  # DeepSpeed would step there
+                syncs = nullcontext() if accelerator.sync_gradients else None
+                with syncs or accumulate_gradients(accelerator, model, reduces=self.reduces_every_microbatch):
+                    accelerator.backward(self._loss(model, microbatch))
+        finally:
+            accelerator.sync_gradients = before
+            _drop_gradients(model, self.optimizer)
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.before_batch(batch)
+        loss_sum: Tensor = self.task.loss_sums(model, batch)["loss_sum"]
+        return loss_sum / max(1, batch.num_targets)
+
+
+@contextmanager
+def aliased_parameters(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Put another parameter over the same numbers in the place of each trained one, and back; tied ones stay tied."""
+    aliases: dict[int, nn.Parameter] = {}
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if id(parameter) not in aliases:
+                aliases[id(parameter)] = nn.Parameter(parameter.detach())
+            replaced.append((module._parameters, name, parameter))
+    for parameters, name, parameter in replaced:
+        parameters[name] = aliases[id(parameter)]
+    try:
+        yield list(aliases.values())
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter
+
+
+def _is_engine(model: Any) -> bool:
+    return hasattr(model, "zero_optimization_stage")
+
+
+def _free(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _drop_gradients(model: Any, optimizer: Any) -> None:
+    """Leave no gradient, as after a step; under ZeRO the next microbatch then replaces what its buffers hold."""
+    if _is_engine(model):
+        zero = model.optimizer
+        if not hasattr(zero, "micro_step_id"):
+            raise StrategyError("this DeepSpeed keeps gradients otherwise: set train.try_longest_batch: never")
+        zero.zero_grad()
+        return
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@contextmanager
+def _keep_all_random_state() -> Iterator[None]:
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with keep_random_state():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compile nothing meanwhile: for which shapes code is compiled depends on which comes first."""
+    with ExitStack() as stack:
+        stance: Callable[[str], Any] | None = getattr(torch.compiler, "set_stance", None)
+        if stance is not None:
+            stack.enter_context(stance("force_eager"))
+        yield
+
+
+def _collect(device: torch.device) -> None:
+    """Free what an exception may still refer to, and hand unused blocks of a GPU back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def keep_model_state(model: nn.Module) -> Iterator[None]:
+    """Leave buffers, plain attributes of modules and running statistics as they were.
+
+    Rotary embeddings that grow with the length (`rope_type: dynamic`) replace their buffer and keep the length reached.
+    """
+    states = [_ModuleState(module) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for state in states:
+            state.restore()
+
+
+class _ModuleState:
+    """The state of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in _real_buffers(module)}
+        self._plain = {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+        self._groups: Any = copy(module.groups) if isinstance(module, GhostBatchNorm) else None
+
+    def restore(self) -> None:
+        for name, (buffer, value) in self._buffers.items():
+            if not buffer.equal(value):
+                buffer.copy_(value)
+            self._module._buffers[name] = buffer
+        for name, value in self._plain.items():
+            if getattr(self._module, name, value) is not value:
+                setattr(self._module, name, value)
+        if isinstance(self._module, GhostBatchNorm):
+            self._module.groups = self._groups
+
+
+def _real_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type != "meta":
+            yield name, buffer
+
+
+def missing_state_bytes(optimizer: Any, train: TrainSection) -> int:
+    """Return this rank's bytes of optimizer state that the first step will allocate; 0 where there is any."""
+    optimizer = _inner(optimizer)
+    if any(isinstance(value, Tensor) and value.dim() for state in optimizer.state.values() for value in state.values()):
+        return 0
+    return _state_bytes(optimizer, train)
+
+
+def later_host_bytes(optimizer: Any, config: RunConfig, *, strategy: Strategy) -> int:
+    """Return the host memory that a run takes outside its steps: checkpoints that are written in the background."""
+    if not config.checkpoint.asynchronous:
+        return LATER_BYTES
+    optimizer = _inner(optimizer)
+    whole = _state_bytes(optimizer, config.train) + sum(weight.nbytes for weight in _trained(optimizer))
+    return LATER_BYTES + (whole if strategy.sharded() else whole // strategy.expected().num_processes)
+
+
+def _state_bytes(optimizer: Any, train: TrainSection) -> int:
+    """Return this rank's bytes of optimizer state."""
+    local = _trained(optimizer)
+    num_trained = sum(weight.numel() for weight in local)
+    state = optimizer_state_bytes(
+        train.optimizer.name,
+        train.optimizer.state_dtype,
+        num_trained=num_trained,
+        trained_bytes=sum(weight.nbytes for weight in local),
+    )
+    return state + (AVERAGE_BYTES * num_trained if train.average else 0)
+
+
+def _trained(optimizer: Any) -> list[Tensor]:
+    return [local_tensor(weight) for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _inner(optimizer: Any) -> Any:
+    """Return the optimizer inside all wrappers."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def zero_buffer_bytes(model: Any) -> int:
+    """Return what ZeRO-1 and -2 allocate in a step: the bucket that is reduced, and this rank's gradient in float32."""
+    zero = getattr(model, "optimizer", None) if hasattr(model, "zero_optimization_stage") else None
+    if zero is None:
+        return 0
+    partitions: Sequence[Tensor] = getattr(zero, "single_partition_of_fp32_groups", ())
+    bucket: int = getattr(zero, "reduce_bucket_size", 0) * next(model.parameters()).element_size()
+    return 2 * bucket + sum(4 * partition.numel() for partition in partitions)
+
+
+def local_tensor(parameter: Any) -> Tensor:
+    """Return the part of the parameter that this rank holds."""
+    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local

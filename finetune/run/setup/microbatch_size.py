@@ -1,0 +1,377 @@
+"""Before the first step: the longest batch is tried, and `train.microbatch_size: auto` becomes a number."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from finetune.config.load import LoadedConfig
+from finetune.config.rules.model import adapter_of
+from finetune.config.run_config import RunConfig, possible_microbatch_sizes
+from finetune.config.section import KeyLocation
+from finetune.data.sequence_slices import slice_batch
+from finetune.errors import UserError
+from finetune.memory.trial.choose import MemoryLimits, Peaks, largest_fitting, next_size
+from finetune.memory.trial.limits import MemoryLimit, memories, release_freed_memory
+from finetune.memory.trial.longest import LongestBatch, find_longest_batch
+from finetune.memory.trial.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
+from finetune.run.context import RunContext
+from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.run.setup.prepared_model import BuiltRun
+from finetune.runtime import distributed
+from finetune.runtime.files import atomic
+from finetune.runtime.files.read import read_regular
+from finetune.runtime.resources import format_size
+from finetune.runtime.sequence_parallel import sequence_group
+from finetune.runtime.supervision.heartbeat import keep_alive
+from finetune.runtime.upstream import keep_freed_memory
+from finetune.strategy.protocol import Sharded
+from finetune.train.plan import StepPlan
+
+KEY = "train.microbatch_size"
+MICROBATCH_FILE = "microbatch.json"
+_MAX_NAMED_ROWS = 4
+_LESS_SHARDED = ("single", "ddp", "zero1", "zero2")
+
+
+class MicrobatchRecord(BaseModel):
+    """The size that `auto` resolved to, and the settings that its memory depends on; kept in the run folder."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    version: int = 1
+    microbatch_size: int
+    strategy: str
+    processes: int
+    sequence_size: int = 1  # processes that share each row
+    peaks: dict[str, int]  # by kind of memory, of the rank that used the most
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """The result of one size on all ranks."""
+
+    longest: LongestBatch
+    peaks: Peaks | None
+
+
+class _Tries:
+    """Tries sizes on all ranks at once and keeps their peaks."""
+
+    def __init__(self, context: RunContext, built: BuiltRun, *, first_step: int) -> None:
+        self._context, self._built = context, built
+        self._steps = range(first_step, built.plan.num_steps)
+        self._trial = _make_trial(context, built)
+        device = built.prepared.accelerator.device
+        if device.type == "cpu":
+            release_freed_memory()
+            keep_freed_memory()  # as in the steps: what malloc keeps counts
+        self.memories = memories(device)
+        self._free = {memory.name: (max(0, memory.limit - memory.used()), memory.limit) for memory in self.memories}
+        fixed = self._trial.extra_bytes + self._trial.gradient_bytes
+        later = later_host_bytes(built.prepared.optimizer, context.config, strategy=context.strategy)
+        self.limits = _memory_limits(self.memories, fixed=fixed, later=later if device.type == "cpu" else 0)
+        self.tried: dict[int, _Tried] = {}
+
+    @property
+    def measured(self) -> dict[int, Peaks | None]:
+        """Return the peaks of all ranks by size."""
+        return {size: tried.peaks for size, tried in self.tried.items()}
+
+    def run(self, size: int) -> _Tried:
+        """Try the longest batch of this size. Collective.
+
+        Raises UserError where it does not fit and parameters are sharded.
+        """
+        longest = find_longest_batch(
+            self._context.config,
+            self._built.training_data.training,
+            self._built.training_data.task,
+            batching=resolve_padding_free(self._context.config).batching,
+            microbatch_size=size,
+            steps=self._steps,
+        )
+        num_batches = self._built.plan.num_batches_of(size)
+        keep_alive()
+        own = self._trial.peaks(
+            slice_batch(longest.batch, sequence_group()), num_batches=num_batches, memories=self.memories
+        )
+        if own is None and self._trial.is_sharded:
+            self.refuse(size, longest)  # the others wait in a collective and end with this rank
+        gathered = distributed.gather_objects(own)
+        peaks = tuple(peak for of_rank in gathered for peak in of_rank or ())
+        self.tried[size] = _Tried(longest, peaks if all(own is not None for own in gathered) else None)
+        return self.tried[size]
+
+    def refuse(self, size: int, longest: LongestBatch) -> NoReturn:
+        """Raise UserError: the batch does not fit."""
+        view = self._built.training_data.training
+        raise UserError(
+            _out_of_memory_message(
+                self._context.config,
+                strategy=self._context.strategy.name,
+                longest=longest,
+                rows=[view.samples.place(sample) for sample in longest.batch.sample_ids],
+                smaller=[other for other in _sizes(self._context) if other < size],
+                free=self._free,
+            )
+        )
+
+    def by_name(self, peaks: Peaks) -> dict[str, int]:
+        """Return for each kind of memory the peak of the rank that took the most."""
+        names = [memory.name for memory in self.memories]
+        return {name: max(peaks[number :: len(names)]) for number, name in enumerate(names)}
+
+
+def resolve_microbatch_size(context: RunContext, built: BuiltRun, *, first_step: int) -> tuple[RunContext, BuiltRun]:
+    """Return both with the number that `auto` resolves to; the longest batch of the coming steps is tried. Collective.
+
+    Raises UserError where it does not fit into memory. The run has its weights, those of a checkpoint included.
+    """
+    if first_step >= built.plan.num_steps:
+        return _with_size(context, built, size=_sizes(context)[0])
+    tries = _Tries(context, built, first_step=first_step)
+    if context.config.train.microbatch_size == "auto":
+        return _with_size(context, built, size=_choose(context, built, tries, is_resumed=first_step > 0))
+    _try_written(context, built, tries)
+    return context, built
+
+
+def _try_written(context: RunContext, built: BuiltRun, tries: _Tries) -> None:
+    if (reason := _why_not_tried(context, built, tries)) is not None:
+        if reason:
+            context.log(reason)
+        return
+    size = built.plan.microbatch_size
+    tried = tries.run(size)
+    if tried.peaks is None:
+        tries.refuse(size, tried.longest)
+    context.log(_tried_line(tried.longest, tries.by_name(tried.peaks), tries.memories))
+
+
+def _why_not_tried(context: RunContext, built: BuiltRun, tries: _Tries) -> str | None:
+    """Return why the batch is not tried, empty where the user has written that; None to try it. Collective."""
+    requested = context.config.train.try_longest_batch
+    if requested != "auto":
+        return "" if requested == "never" else None
+    if built.prepared.accelerator.device.type != "cpu" or built.prepared.memory is None:
+        return None
+    ample = built.prepared.memory(built.plan).ample_cpu_bytes
+    free = min(memory.limit - memory.used() for memory in tries.memories)
+    by_rank = distributed.gather_objects((ample, free))
+    ample, free = max(ample for ample, _ in by_rank), min(free for _, free in by_rank)
+    if ample > free:
+        return None
+    return f"longest batch: not tried, since {format_size(free)} of memory are free (train.try_longest_batch)"
+
+
+def _choose(context: RunContext, built: BuiltRun, tries: _Tries, *, is_resumed: bool) -> int:
+    """Return the size that `auto` resolves to, and record it. Collective."""
+    if not tries.memories:
+        device = built.prepared.accelerator.device.type
+        raise UserError(f"{KEY}: auto needs to measure memory, which is not supported on `{device}`. Write a number.")
+    sizes: Sequence[int] = _sizes(context)
+    record = distributed.run_on_rank_0(lambda: read_record(context.paths.folder)) if is_resumed else None
+    if record is not None and _still_holds(record, context, tries, sizes=sizes):
+        context.log(f"{KEY}: auto: {record.microbatch_size}, as at the start of this run")
+        if tries.memories[0].name == "GPU memory":
+            tried = tries.run(record.microbatch_size)
+            if tried.peaks is None:
+                tries.refuse(record.microbatch_size, tried.longest)
+        return record.microbatch_size
+    if record is not None:
+        sizes = _sizes_after(record, context, sizes)
+    while (size := next_size(sizes, tries.measured, tries.limits)) is not None:
+        tries.run(size)
+    best = largest_fitting(tries.measured, tries.limits)
+    if best is None:
+        tries.refuse(sizes[0], tries.tried[sizes[0]].longest)
+    _log_choice(context, tries, best, sizes=sizes)
+    _record(context, tries, best)
+    return best
+
+
+def _still_holds(record: MicrobatchRecord, context: RunContext, tries: _Tries, *, sizes: Sequence[int]) -> bool:
+    """Return whether the run is as it was when the size was found, and the memory that it took then is free."""
+    is_same = (record.strategy, record.processes, record.sequence_size, record.settings) == (
+        context.strategy.name,
+        distributed.world(),
+        sequence_group().size,
+        dict(memory_settings(context.config)),
+    )
+    names = [memory.name for memory in tries.memories]
+    recorded = tuple(record.peaks.get(name, 0) for name in names) * distributed.world()
+    return is_same and record.microbatch_size in sizes and tries.limits.holds(recorded)
+
+
+def _sizes_after(record: MicrobatchRecord, context: RunContext, sizes: Sequence[int]) -> Sequence[int]:
+    """Return the sizes to try where the recorded one cannot be taken as it is: up to it, if it is one of them."""
+    size, world = record.microbatch_size, distributed.world()
+    if size not in sizes:
+        context.log(
+            f"{KEY}: auto: {size} was found on {record.processes} processes under {record.strategy} and cannot be used "
+            f"on {world}: {context.config.train.global_batch_size} / {world} is not a multiple of it. The search "
+            "starts again"
+        )
+        return sizes
+    context.log(
+        f"{KEY}: auto: {size} was found under {record.strategy} on {record.processes} processes with other settings or "
+        f"more free memory than now; it is tried again, and a smaller one is taken where it does not fit"
+    )
+    return [other for other in sizes if other <= size]
+
+
+def _log_choice(context: RunContext, tries: _Tries, size: int, *, sizes: Sequence[int]) -> None:
+    tried, longest = tries.tried[size].peaks, tries.tried[size].longest
+    assert tried is not None, "the chosen size was measured"
+    measured = ", ".join(str(each) for each in tries.tried)
+    limits = "" if size < sizes[-1] else ", the most that the global batch allows"
+    context.log(f"{KEY}: auto: {size}{limits} (tried {measured} of {', '.join(map(str, sizes))})")
+    context.log(_tried_line(longest, tries.by_name(tried), tries.memories))
+
+
+def _record(context: RunContext, tries: _Tries, size: int) -> None:
+    peaks = tries.tried[size].peaks
+    assert peaks is not None, "the chosen size was measured"
+    record = MicrobatchRecord(
+        microbatch_size=size,
+        strategy=context.strategy.name,
+        processes=distributed.world(),
+        sequence_size=sequence_group().size,
+        peaks=tries.by_name(peaks),
+        settings=dict(memory_settings(context.config)),
+    )
+    distributed.run_on_rank_0(lambda: write_record(context.paths.folder, record))
+
+
+def _sizes(context: RunContext) -> tuple[int, ...]:
+    return possible_microbatch_sizes(context.config, num_processes=sequence_group().num_groups)
+
+
+def _memory_limits(own: Sequence[MemoryLimit], *, fixed: int, later: int) -> MemoryLimits:
+    """Return the memory of all ranks. Collective.
+
+    Beside what is used, every size takes `fixed` on this rank, and the run needs `later` for other things.
+    """
+    gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit - later) for memory in own])
+    pairs = [pair for of_rank in gathered for pair in of_rank]
+    return MemoryLimits(tuple(used for used, _ in pairs), tuple(limit for _, limit in pairs))
+
+
+def _make_trial(context: RunContext, built: BuiltRun) -> Trial:
+    strategy, prepared = context.strategy, built.prepared
+    is_sharded = Sharded.PARAMETERS in strategy.sharded() or strategy.expected().fsdp_version is not None
+    return Trial(
+        accelerator=prepared.accelerator,
+        model=prepared.model,
+        unwrapped_model=prepared.unwrapped_model,
+        optimizer=prepared.optimizer,
+        before_batch=prepared.before_batch,
+        reduces_every_microbatch=prepared.reduces_every_microbatch,
+        task=built.step_task,
+        is_sharded=is_sharded,
+        frees_gradients=context.config.train.optimizer.in_backward or strategy.expected().zero_stage == 2,
+        extra_bytes=missing_state_bytes(prepared.optimizer, context.config.train)
+        + (0 if is_sharded else zero_buffer_bytes(prepared.model)),
+    )
+
+
+def _with_size(context: RunContext, built: BuiltRun, *, size: int) -> tuple[RunContext, BuiltRun]:
+    """Return both with the size in place of `auto`; anything else is left alone."""
+    if context.config.train.microbatch_size != "auto":
+        return context, built
+    plan: StepPlan = built.plan.with_microbatch_size(size)
+    if built.prepared.memory is not None:
+        context.log(built.prepared.memory(plan).line)
+    return replace(context, loaded=_with_number(context.loaded, size)), replace(built, plan=plan)
+
+
+def _with_number(loaded: LoadedConfig, size: int) -> LoadedConfig:
+    """Return the config with the number, and with its source: where `auto` was written."""
+    written = loaded.sources.get(KEY)
+    line = written.line if written is not None else None
+    where = f"auto: the most that fit; {written.where if written and line is not None else '--set'}"
+    train = loaded.config.train.model_copy(update={"microbatch_size": size})
+    config = loaded.config.model_copy(update={"train": train})
+    return replace(loaded, config=config, sources={**loaded.sources, KEY: KeyLocation(where, line)})
+
+
+def _tried_line(longest: LongestBatch, peaks: Mapping[str, int], memories: Sequence[MemoryLimit]) -> str:
+    """Return the line on a batch that fits; `peaks` are of the rank that took the most."""
+    if not memories:
+        return f"longest batch: {longest.format()} (step {longest.step}) fits: tried before the first step"
+    taken = ", ".join(
+        f"{format_size(peaks[memory.name])} of {format_size(memory.limit)} {memory.name}" for memory in memories
+    )
+    part = "" if longest.is_of_all else "; later steps may have longer ones"
+    return f"longest batch: {longest.format()} (step {longest.step}) takes {taken}: tried before the first step{part}"
+
+
+def _out_of_memory_message(
+    config: RunConfig,
+    *,
+    strategy: str,
+    longest: LongestBatch,
+    rows: Sequence[str],
+    smaller: Sequence[int],
+    free: Mapping[str, tuple[int, int]],
+) -> str:
+    """Return the message on a batch that does not fit, with its rows and what to set.
+
+    `free` has by kind of memory the bytes that were free on this rank before, and the limit.
+    """
+    more = [f"and {len(rows) - _MAX_NAMED_ROWS} more"] if len(rows) > _MAX_NAMED_ROWS else []
+    named = "; ".join([*rows[:_MAX_NAMED_ROWS], *more])
+    had = ", ".join(f"{format_size(left)} of {format_size(limit)} {name}" for name, (left, limit) in free.items())
+    return (
+        f"out of memory: the longest batch of this run does not fit, so step {longest.step} would end it. It has "
+        f"{longest.format()}. Rows: {named}. A forward and backward pass over it needs more than is free on this rank: "
+        f"{had}. To make it fit:\n" + "\n".join(f"  {line}" for line in _advice(config, strategy, smaller))
+    )
+
+
+def _advice(config: RunConfig, strategy: str, smaller: Sequence[int]) -> Iterator[str]:
+    if smaller:
+        yield f"set train.microbatch_size: {smaller[-1]} (the loss stays the same), or auto"
+    if not config.model.gradient_checkpointing:
+        yield "set model.gradient_checkpointing: true (a third more time, the same loss)"
+    if config.data.max_length is not None:
+        yield f"lower data.max_length ({config.data.max_length:,} now)"
+    if config.data.batching.by != "samples":
+        yield "lower data.batching.tokens"
+    if strategy in _LESS_SHARDED:
+        yield "launch with a strategy that shards more: accelerate_configs/fsdp2.yaml or zero3.yaml"
+    if adapter_of(config) is None:
+        yield "train adapters: model.lora"
+    if config.model.quantization is None:
+        yield "quantize the frozen base (QLoRA): model.quantization with model.lora"
+
+
+def memory_settings(config: RunConfig) -> Mapping[str, str]:
+    """Return the settings that a resume may change and on which the memory of a microbatch depends."""
+    model, train = config.model, config.train
+    values = {
+        "model.gradient_checkpointing": model.gradient_checkpointing,
+        "model.activation_offload": model.activation_offload,
+        "model.attention": model.attention,
+        "train.loss_kernel": train.loss_kernel,
+        "train.optimizer.in_backward": train.optimizer.in_backward,
+        "data.batching.padding_free": config.data.batching.padding_free,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def read_record(folder: Path) -> MicrobatchRecord | None:
+    """Return the record in the run folder; None without one that can be read."""
+    try:
+        return MicrobatchRecord.model_validate_json(read_regular(folder / MICROBATCH_FILE))
+    except (OSError, ValueError, ValidationError):
+        return None
+
+
+def write_record(folder: Path, record: MicrobatchRecord) -> None:
+    """Write the record; on one process."""
+    atomic.write_json(folder / MICROBATCH_FILE, record.model_dump())

@@ -1,1 +1,0 @@
-"""The memory and the FLOPs of a job's step, predicted by running it without values."""

@@ -1,0 +1,66 @@
+"""The size that fits is found from the memory of smaller ones, without trying one that does not fit."""
+
+import pytest
+
+from finetune.memory.trial.choose import MARGIN, MemoryLimits, largest_fitting, next_size, predict
+
+
+def search(sizes, limits, memory):
+    """Return the size that is found and the sizes that were tried; `memory` gives the peaks of a size."""
+    measured = {}
+    while (size := next_size(sizes, measured, limits)) is not None:
+        assert size not in measured
+        measured[size] = memory(size)
+    return largest_fitting(measured, limits), list(measured)
+
+
+def affine(base, each):
+    return lambda size: (base + each * size,)
+
+
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+ODD = (1, 3, 5, 15)
+
+
+@pytest.mark.parametrize("sizes", [POWERS, ODD, (1, 7), (5,), tuple(range(1, 61))])
+@pytest.mark.parametrize("limit", [150, 160, 200, 333, 500, 900, 1700, 10_000])
+def test_the_largest_size_that_leaves_the_margin_is_found_and_none_above_the_limit_is_tried(sizes, limit):
+    limits = MemoryLimits((140,), (limit,))
+    memory = affine(140, 10)
+    found, tried = search(sizes, limits, memory)
+    fitting = [size for size in sizes if memory(size)[0] <= limit - MARGIN * (limit - 140)]
+    assert found == max(fitting, default=None)
+    assert all(memory(size)[0] <= limit for size in tried[1:])
+    assert len(tried) <= 8
+
+
+def test_the_rank_with_the_least_room_decides():
+    limits = MemoryLimits((140, 140), (10_000, 300))
+    found, _ = search(POWERS, limits, lambda size: (140 + 10 * size, 140 + 10 * size))
+    assert found == 8  # 220 of 300; 16 would take all of them
+
+
+def test_each_kind_of_memory_counts():
+    limits = MemoryLimits((0, 0), (1000, 100))
+    found, tried = search(POWERS, limits, lambda size: (10 * size, 20 + 2 * size))
+    assert (found, max(tried)) == (32, 32)
+
+
+def test_memory_that_grows_faster_than_measured_is_noticed_before_the_limit():
+    limits = MemoryLimits((0,), (1000,))
+    found, tried = search(POWERS, limits, lambda size: (size * size,))
+    assert (found, max(tried)) == (16, 16)
+
+
+def test_the_smallest_size_may_not_fit():
+    assert search(POWERS, MemoryLimits((0,), (100,)), lambda size: None) == (None, [1])
+
+
+def test_a_size_that_was_out_of_memory_is_not_exceeded():
+    limits = MemoryLimits((0,), (1000,))
+    assert search(POWERS, limits, lambda size: (size,) if size <= 8 else None)[0] == 8
+
+
+def test_one_measured_size_is_extrapolated_in_proportion():
+    assert predict(4, {1: (150,)}, MemoryLimits((100,), (1000,))) == (300,)
+    assert predict(4, {1: (150,), 2: (160,)}, MemoryLimits((100,), (1000,))) == (180,)
