@@ -26,7 +26,7 @@ from finetune.commands.doctor.facts.launch import read_facts  # noqa: E402  # fo
 from finetune.config.load import load_config  # noqa: E402
 from finetune.errors import FinetuneError, UserError  # noqa: E402
 from finetune.model.loading.architecture import load_model_config  # noqa: E402
-from finetune.model.shapes import read_shapes  # noqa: E402
+from finetune.model.size import read_shapes  # noqa: E402
 
 from scaling_model.curves import Load  # noqa: E402
 from scaling_model.gloo import measure  # noqa: E402

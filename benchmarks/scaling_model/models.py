@@ -9,7 +9,7 @@ from finetune.commands.plan.work import (
     TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_INTERMEDIATE,
 )
-from finetune.model.shapes import Shapes
+from finetune.model.size import Shapes
 
 GRADIENT_BYTES = 4.0
 """FSDP2 and ZeRO reduce in float32, as `finetune.commands.plan.work` has it."""

@@ -100,16 +100,16 @@ def count_state(
         optimizer_bytes += AVERAGE_BYTES * size.num_trained
     keeps_half = is_zero and train.precision != "fp32"  # DeepSpeed keeps weights in the precision of training
 
-    def kept(by_dtype: Mapping[str, int]) -> int:
+    def stored(by_dtype: Mapping[str, int]) -> int:
         return sum(held // 2 if keeps_half and dtype == "float32" else held for dtype, held in by_dtype.items())
 
-    gradients_bytes = size.largest_trained_bytes if train.optimizer.in_backward else kept(size.trained_bytes_by_dtype)
+    gradients_bytes = size.largest_trained_bytes if train.optimizer.in_backward else stored(size.trained_bytes_by_dtype)
 
     def share(total: int, sharded: Sharded) -> int:
         return -(-total // strategy.expected().num_shards) if sharded in strategy.sharded() else total
 
     return RankMemory(
-        weights_bytes=share(kept(size.bytes_by_dtype), Sharded.PARAMETERS),
+        weights_bytes=share(stored(size.bytes_by_dtype), Sharded.PARAMETERS),
         gradients_bytes=share(gradients_bytes, Sharded.GRADIENTS),
         optimizer_bytes=share(optimizer_bytes, Sharded.OPTIMIZER),
         process_bytes=process_bytes,

@@ -127,21 +127,21 @@ def fewest_layers(stacks: Sequence[LayerStack]) -> KeptLayers:
     return kept
 
 
-def with_one_more(stacks: Sequence[LayerStack], kept: KeptLayers) -> Iterator[tuple[int, KeptLayers]]:
+def with_one_more(stacks: Sequence[LayerStack], layers_of: KeptLayers) -> Iterator[tuple[int, KeptLayers]]:
     """Yield for each kind of which layers are left out: their number, and the kept layers with one of them more."""
     for stack in stacks:
-        own = kept[stack.name]
+        own = layers_of[stack.name]
         num_kept = Counter(stack.kinds[index] for index in own)
         for kind, number in Counter(stack.kinds).items():
             if number > num_kept[kind]:
                 more = next(index for index, each in enumerate(stack.kinds) if each == kind and index not in own)
-                yield number - num_kept[kind], {**kept, stack.name: sorted([*own, more])}
+                yield number - num_kept[kind], {**layers_of, stack.name: sorted([*own, more])}
 
 
-def with_layers(model: Any, kept: KeptLayers) -> Any:
+def with_layers(model: Any, layers_of: KeptLayers) -> Any:
     """Return a copy of the model that consists of these layers alone, like a smaller model of its type."""
-    whole = {name: model.get_submodule(name) for name in kept}
-    for name, indices in kept.items():
+    whole = {name: model.get_submodule(name) for name in layers_of}
+    for name, indices in layers_of.items():
         _set(model, name, nn.ModuleList([whole[name][index] for index in indices]))
     try:
         small = copy.deepcopy(model)
@@ -149,7 +149,7 @@ def with_layers(model: Any, kept: KeptLayers) -> Any:
         for name, layers in whole.items():
             _set(model, name, layers)
     shortened: set[int] = set()
-    for name, indices in kept.items():
+    for name, indices in layers_of.items():
         _renumber(small.get_submodule(name), indices)
         config = getattr(_owner(small, name), "config", None)
         if config is not None and id(config) not in shortened:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from finetune.data.order.dataset_view import DatasetView
-from finetune.model.shapes import read_shapes
+from finetune.model.size import read_shapes
 from finetune.runtime.gpus import find_gpu
 from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.parameters import num_values

@@ -64,8 +64,8 @@ def test_the_unsharded_gradient_of_an_accumulation_counts_on_every_rank(job):
 def test_the_line_names_the_parts_that_are_counted_and_those_that_are_not():
     memory = RankMemory(BILLION, 2 * BILLION, 3 * BILLION, process_bytes=BILLION)
     assert memory.line == (
-        "memory: 7.0 GB per rank = weights 1.0 GB + gradients 2.0 GB + optimizer state 3.0 GB + process 1.0 GB, without "
-        "activations (`finetune plan` predicts the peak)"
+        "memory: 7.0 GB per rank = weights 1.0 GB + gradients 2.0 GB + optimizer state 3.0 GB + process 1.0 GB, "
+        "without activations (`finetune plan` predicts the peak)"
     )
     assert ", without the teacher and activations (" in replace(memory, has_teacher=True).line
     assert memory.peak_line.startswith("memory: weights, gradients and optimizer state 6.0 GB, measured peak ")
@@ -73,8 +73,8 @@ def test_the_line_names_the_parts_that_are_counted_and_those_that_are_not():
 
 def test_a_planned_peak_is_the_prediction():
     memory = RankMemory(BILLION, BILLION, BILLION, planned_bytes=7 * BILLION)
-    assert memory.line.startswith("memory: 7.0 GB per rank, as planned, for weights 1.0 GB + ")
-    assert memory.line.endswith(" + optimizer state 1.0 GB, activations and buffers")
+    assert memory.line.startswith("memory: 7.0 GB per rank, as planned = weights 1.0 GB + ")
+    assert memory.line.endswith(" + optimizer state 1.0 GB + activations and buffers")
     assert memory.peak_line.startswith("memory: planned 7.0 GB, measured peak ")
 
 

@@ -12,7 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.memory.layout import Method, method_of
 from finetune.model.activations import CheckpointingMode
 from finetune.model.loading.architecture import load_model_config
-from finetune.model.shapes import Shapes, read_shapes
+from finetune.model.size import Shapes, read_shapes
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_run_plan, make_training_data
 

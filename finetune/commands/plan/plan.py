@@ -87,9 +87,8 @@ def make_plan(
     for hardware in machines:  # an error in a table comes before what takes time
         prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
     job = read_job(loaded)
-    memory = PlannedMemory(
-        predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict, clock=clock
-    )
+    predict = predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
+    memory = PlannedMemory(predict, clock=clock)
     run = read_measured_run(Path(loaded.config.run.folder), gpu_table=options.gpu_table)
     machines, measured = _calibrated(machines, job, memory, run)
     planned = [

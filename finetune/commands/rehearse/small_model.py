@@ -109,7 +109,7 @@ def _kept_layers(values: Values, stacks: Sequence[LayerStack]) -> Mapping[str, S
     return kept
 
 
-def kept_layers(kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]:
+def kept_layers(layer_kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]:
     """Return the layers to keep: the first ones until every kind is among them, at least two.
 
     Where these are too many and the config lists its layers, the first of each kind is picked.
@@ -117,11 +117,11 @@ def kept_layers(kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]
     >>> kept_layers("aaaa", can_pick=False), kept_layers("a" * 40 + "b", can_pick=True)
     ((0, 1), (0, 40))
     """
-    firsts = sorted(kinds.index(kind) for kind in set(kinds))
+    firsts = sorted(layer_kinds.index(kind) for kind in set(layer_kinds))
     num_needed = max(firsts[-1] + 1, MIN_LAYERS)
     if num_needed > MAX_PREFIX and can_pick:
         return tuple(firsts if len(firsts) >= MIN_LAYERS else [*firsts, firsts[-1] + 1])
-    return tuple(range(min(num_needed, len(kinds))))
+    return tuple(range(min(num_needed, len(layer_kinds))))
 
 
 def _checked(config: PreTrainedConfig, section: ModelSection, *, head: str, real: PreTrainedModel) -> PreTrainedModel:

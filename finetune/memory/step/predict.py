@@ -1,7 +1,7 @@
 """The memory and the FLOPs of a job's step under any strategy, before any weight is loaded.
 
-The job's own step runs on tensors without values and with few of the model's layers: memory and FLOPs are linear in their
-number. FSDP2 runs in a process group that sends nothing. DeepSpeed's engine cannot run without values: for ZeRO, its own
+The job's own step runs on tensors without values and few of the model's layers: memory and FLOPs are linear in their
+number. FSDP2 runs in a process group that sends nothing. DeepSpeed's engine cannot run without values: for ZeRO, its
 buffers and gathered weights are added to the memory of the same step.
 """
 
@@ -106,9 +106,9 @@ class Predictor:
             self._config, self._task, data=self._data, num_samples=layout.microbatch_size, is_one_sample=is_merged
         )
 
-        def trace(kept: KeptLayers) -> Values:
-            model = make_trainable(with_layers(whole, kept), section, task=self._task, seed=self._config.run.seed)
-            layers = [layer for name in kept for layer in _layers(model, name)]
+        def trace(layers_of: KeptLayers) -> Values:
+            model = make_trainable(with_layers(whole, layers_of), section, task=self._task, seed=self._config.run.seed)
+            layers = [layer for name in layers_of for layer in _layers(model, name)]
             return trace_step(
                 self._config,
                 model,
@@ -133,10 +133,10 @@ def _extrapolated(model: Any, trace: Callable[[KeptLayers], Values]) -> Values:
     stacks = find_stacks(model, with_sizes=True)
     if not can_be_extrapolated(stacks):
         return trace({stack.name: range(len(stack.kinds)) for stack in stacks})
-    kept = fewest_layers(stacks)
-    base: Mapping[Any, float] = trace(kept)
+    layers_of = fewest_layers(stacks)
+    base: Mapping[Any, float] = trace(layers_of)
     found: defaultdict[Any, float] = defaultdict(float, base)
-    for number, more in with_one_more(stacks, kept):
+    for number, more in with_one_more(stacks, layers_of):
         values = trace(more)
         for name in {*base, *values}:
             found[name] += number * (values.get(name, 0.0) - base.get(name, 0.0))

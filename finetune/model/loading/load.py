@@ -34,7 +34,7 @@ from finetune.model.loading.architecture import (
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import initialize_weights
 from finetune.model.loading.pretrained import build_from_config, load_weights, placed_on
-from finetune.model.quantize import quantization_config
+from finetune.model.loading.quantize import quantization_config
 from finetune.model.upstream import (
     allow_missing_embeddings,
     disable_cpu_repacking,
