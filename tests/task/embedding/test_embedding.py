@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from finetune.data.encoding.groups.eos import append_eos, ends_with_eos
 from finetune.errors import DataError
-from finetune.model.activations import enable_gradient_checkpointing
+from finetune.model.activations.checkpointing import enable_gradient_checkpointing
 from finetune.runtime import seeds
 from finetune.task.embedding.embedding import GRADIENT
 from finetune.task.embedding.step_losses import OwnVectors

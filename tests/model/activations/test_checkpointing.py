@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from finetune.errors import ModelError
-from finetune.model import activations
-from finetune.model.activations import enable_gradient_checkpointing, is_saved
+from finetune.model.activations import checkpointing
+from finetune.model.activations.checkpointing import enable_gradient_checkpointing, is_saved
 from tests.model.attention.flash_on_cpu import flash_on_cpu
 from tests.model.attention.small_models import row_of, tiny_model, tokens
 
@@ -158,7 +158,7 @@ def test_an_operator_of_flash_attention_that_is_registered_later_is_called_once(
     """`flash_attn` is imported when the first layer runs, after checkpointing was enabled."""
     calls = []
     weight = torch.ones(4, 4, requires_grad=True)
-    context = partial(create_selective_checkpoint_contexts, activations._policy)
+    context = partial(create_selective_checkpoint_contexts, checkpointing._policy)
     with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
         library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
         library.impl("_flash_attn_varlen_forward", lambda q: calls.append(1) or q.clone(), "CompositeExplicitAutograd")

@@ -4,11 +4,11 @@ from safetensors.torch import load_file
 
 from finetune.config.sections.model import LoraSection, QuantizationSection
 from finetune.errors import MissingPackage, ModelError
+from finetune.model import quantize
 from finetune.model.adapters import lora
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.loading import quantize
-from finetune.model.loading.quantize import quantization_config, unquantized_weights_folder
+from finetune.model.quantize import quantization_config, unquantized_weights_folder
 from finetune.model.size import measure_model
 
 BATCH = torch.arange(24).reshape(2, 12)

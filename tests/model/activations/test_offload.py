@@ -11,8 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import LoraSection
-from finetune.model import activation_offload, compilation
-from finetune.model.activation_offload import (
+from finetune.model.activations import compilation
+from finetune.model.activations import offload as activation_offload
+from finetune.model.activations.offload import (
     MAX_LEAVING,
     NUM_PREFETCHED,
     CudaStreamCopies,
