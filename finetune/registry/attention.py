@@ -14,7 +14,6 @@ class AttentionEntry(Entry):
 
     takes_boundaries: bool = False  # of the samples in a row; others find them in the positions
     masks_whole_rows: bool = False  # with a mask of the row's length squared, where samples share it
-    stores_scores: bool = False  # of every token with every other one, for the backward pass
     package: str | None = None  # that has to be installed, for CUDA GPUs alone
 
 
@@ -23,7 +22,7 @@ ATTENTIONS = Table(
     AttentionEntry,
     (
         AttentionEntry(name="auto", description="the fastest one that keeps the samples of a row apart"),
-        AttentionEntry(name="eager", masks_whole_rows=True, stores_scores=True),
+        AttentionEntry(name="eager", masks_whole_rows=True),
         AttentionEntry(name="sdpa", masks_whole_rows=True),
         AttentionEntry(name="flash_attention_2", takes_boundaries=True, package="flash_attn"),
         AttentionEntry(name="flash_attention_3", takes_boundaries=True, package="flash_attn_interface"),

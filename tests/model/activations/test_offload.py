@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import LoraSection
-from finetune.model.activations import compilation
+from finetune.model import compilation
 from finetune.model.activations import offload as activation_offload
 from finetune.model.activations.offload import (
     MAX_LEAVING,
@@ -26,7 +26,7 @@ from finetune.model.compilation import compile_model
 from finetune.task.model_inputs import unwrap_model
 from tests.devices import EVERY_DEVICE
 from tests.live_bytes import peak_memory
-from tests.model.test_activations import IDS, gradients
+from tests.model.activations.test_checkpointing import IDS, gradients
 
 SMALLEST = 512
 
