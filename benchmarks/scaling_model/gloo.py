@@ -18,9 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.commands.doctor.facts.launch import LinkFacts
-from finetune.commands.doctor.link.measure import measure_link
-from finetune.commands.doctor.link.strategies import bus_bandwidth
+from finetune.commands.doctor.strategies import bus_bandwidth
+from finetune.commands.doctor.subjects.ranks import LinkFacts, measure_link
 from finetune.commands.plan.cost.collectives import LAUNCH_SECONDS, Cluster
 from finetune.commands.plan.cost.step_time import Device, Work, step_time
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from finetune.commands.doctor.facts.launch import Facts, LinkFacts, PairSpeed
-from finetune.commands.doctor.link.strategies import bus_bandwidth
+from finetune.commands.doctor.facts import Facts
+from finetune.commands.doctor.strategies import bus_bandwidth
+from finetune.commands.doctor.subjects.ranks import LinkFacts, PairSpeed
 from finetune.commands.plan.cost.collectives import Cluster
 from finetune.commands.plan.cost.step_time import TRAINING_SHARE, Device
 from finetune.commands.plan.hardware import Hardware, parse_hardware

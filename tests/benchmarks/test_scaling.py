@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 import scaling
 
-from finetune.commands.doctor.facts.launch import (
-    AllReduceSpeed,
-    Facts,
-    LinkFacts,
-    PairSpeed,
-    RankFacts,
-)
+from finetune.commands.doctor.facts import Facts
+from finetune.commands.doctor.subjects.ranks import AllReduceSpeed, LinkFacts, PairSpeed, RankFacts
 from finetune.commands.plan.cost.step_time import STRAGGLER_NOISE
 from finetune.errors import UserError
 

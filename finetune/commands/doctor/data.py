@@ -1,19 +1,24 @@
-"""`finetune doctor --data`: measure the job's data loader with several numbers of workers, and say what to set."""
+"""`finetune doctor --data`: measure the job's data loader with several numbers of workers, and recommend settings."""
 
 import json
+import random
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from rich.table import Table
+from torch.utils.data import DataLoader
 
-from finetune.commands.doctor.loader_speed import LoaderMeasurement, measure, seconds_between_passes, settings_to_try
 from finetune.commands.printing import print_table
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
+from finetune.data.batch import Batch
 from finetune.data.loader import train_loader
 from finetune.data.workers import LoaderSettings, MachineResources, machine_resources
 from finetune.report.history import EVENTS_FILE, read_history
@@ -23,106 +28,106 @@ from finetune.runtime.files.read import read_json
 from finetune.runtime.text.library_output import quiet_libraries
 
 MAX_WAITING_SHARE = 0.02
-"""Share of a step that may be spent waiting: less is not worth a process."""
+"""The share of a step that may be spent waiting: less is not worth a process."""
 
 NEARLY_FASTEST = 0.9
-"""Where nobody knows how fast the model is: a share of the fastest pace that is as good as the fastest."""
+"""Where the speed of the model is unknown: the share of the fastest rate that counts as equally fast."""
 
 WARM_UP_STEPS = 2
 
+MIN_BATCHES = 4
 
-def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> float:
-    """Return the share of a step that a rank would wait which consumes so many tokens per second of computing.
-
-    Without workers a batch is loaded before it is computed on; with workers, while the one before it is.
-    """
-    loaded = measured.tokens_per_second
-    if measured.settings.num_workers == 0:
-        return consumed_per_second / (consumed_per_second + loaded)
-    return max(0.0, 1.0 - loaded / consumed_per_second)
+MakeLoader = Callable[..., "DataLoader[Batch]"]
+"""From settings and `first_step` to a loader of one rank's batches, endless unless `num_steps` is given."""
 
 
-def choose_settings(found: Sequence[LoaderMeasurement], consumed_per_second: float | None) -> LoaderMeasurement:
-    """Return the setting with the fewest workers that is fast enough, or the fastest where none is."""
-    by_cost = sorted(found, key=lambda each: (each.settings.num_workers, each.settings.prefetch_factor or 0))
-    if consumed_per_second is None:
-        best = max(each.tokens_per_second for each in found)
-        return _fastest_of([each for each in by_cost if each.tokens_per_second >= NEARLY_FASTEST * best])
-    enough = [each for each in by_cost if waiting_share(each, consumed_per_second) <= MAX_WAITING_SHARE]
-    if enough:
-        return _fastest_of(enough)
-    return min(by_cost, key=lambda each: waiting_share(each, consumed_per_second))
+@dataclass(frozen=True)
+class LoaderRun:
+    """One measurement: the time to the first batch, and the rate of those after it."""
+
+    first_seconds: float
+    samples_per_second: float
+    tokens_per_second: float
 
 
-def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
-    """Return the tokens that one rank of the run has consumed per second of computing; None where no run tells."""
-    if not (run_folder / EVENTS_FILE).is_file():
-        return None
-    rates = read_history(run_folder).steps.compute_rates(num_warm_up=WARM_UP_STEPS)
-    return median(rates.tolist()) / _world(run_folder) if len(rates) else None
+@dataclass(frozen=True)
+class LoaderMeasurement:
+    """All measurements of one setting."""
 
+    settings: LoaderSettings
+    passes: tuple[LoaderRun, ...]
 
-def _fastest_of(sufficient: Sequence[LoaderMeasurement]) -> LoaderMeasurement:
-    """Return the fastest of those that have as few workers as the first."""
-    fewest = sufficient[0].settings.num_workers
-    return max(
-        (each for each in sufficient if each.settings.num_workers == fewest), key=lambda each: each.tokens_per_second
-    )
+    @property
+    def samples_per_second(self) -> float:
+        """Return the median over the rounds."""
+        return median(run.samples_per_second for run in self.passes)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the median over the rounds."""
+        return median(run.tokens_per_second for run in self.passes)
 
-def _world(run_folder: Path) -> int:
-    try:
-        return int(read_json(run_folder / "environment.json")["launcher"].get("WORLD_SIZE", "1"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 1
+    @property
+    def first_seconds(self) -> float:
+        """Return the median time to the first batch."""
+        return median(run.first_seconds for run in self.passes)
+
+    @property
+    def spread(self) -> float:
+        """Return the difference of the fastest and the slowest round, as a share of the median."""
+        rates = [run.samples_per_second for run in self.passes]
+        return (max(rates) - min(rates)) / self.samples_per_second if self.samples_per_second else 0.0
 
 
 _ENDLESS = 1 << 40
-"""Steps of a loader of which only the first are taken."""
+"""The steps of a loader of which only the first are used."""
 
 
 def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:
-    """Print samples and tokens per second of the job's loader for each setting worth a try, and what to write.
+    """Print samples and tokens per second of the job's loader for each setting worth trying, and the keys to write.
 
-    Tokenises first, as training would. Where the job's run folder has events of an earlier run, the answer counts on
-    how fast that one consumed. Raises ConfigError and DataError as training does.
+    Tokenizes first, as training does. Where the job's run folder has events of an earlier run, the answer is based on
+    the rate at which that run consumed tokens. Raises ConfigError and DataError as training does.
     """
     quiet_libraries(is_main=True)
     loaded = load_config(path, overrides)
     config, resources = loaded.config, machine_resources()
-    lessons = make_training_data(config, RunLog(is_main=True), locations=loaded.sources)
-    make_loader = partial(_loader, config, lessons)
-    tried = settings_to_try(resources)
-    found = measure(make_loader, tried, num_rounds=num_rounds, seconds=seconds, log=_log)
+    training_data = make_training_data(config, RunLog(is_main=True), locations=loaded.sources)
+    make_loader = partial(_loader, config, training_data)
+    settings = settings_to_try(resources)
+    measurements = measure(make_loader, settings, num_rounds=num_rounds, seconds=seconds, log=_log)
     consumed = tokens_per_second_of_a_rank(Path(config.run.folder))
-    print(_where(resources))
-    print_table(loading_table(found, consumed))
-    best = choose_settings(found, consumed)
+    device = "copied to the GPU" if resources.has_device else "no GPU"
+    print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians; spread: (max - min) / median")
+    print_table(loading_table(measurements, consumed))
+    best = choose_settings(measurements, consumed)
     restart = _restarts(make_loader, best.settings)
     print(_reason(best, consumed, run_folder=config.run.folder))
     if restart is not None:
-        anew, kept = restart
-        print(f"a further pass (an evaluation) starts after {kept:.2f} s with persistent workers, {anew:.2f} s without")
+        new, persistent = restart
+        print(
+            f"another pass (an evaluation) starts after {persistent:.2f} s with persistent workers, {new:.2f} s without"
+        )
     print(f"\nWrite in {path.name}:\n\ndata:\n{yaml_lines(best.settings)}")
 
 
-def loading_table(found: Sequence[LoaderMeasurement], consumed: float | None) -> Table:
-    """Return a row for each setting, with the share that a step would wait where the pace of a run is known."""
+def loading_table(measurements: Sequence[LoaderMeasurement], consumed: float | None) -> Table:
+    """Return a row for each setting, with the share that a step waits where the rate of a run is known."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = ["num_workers", "prefetch_factor", "pin_memory", "samples/s", "spread", "tokens/s", "first batch"]
     for name in names if consumed is None else [*names, "a step waits"]:
         table.add_column(name, justify="right", no_wrap=True)
-    for each in found:
-        settings = each.settings
-        waits = () if consumed is None else (f"{waiting_share(each, consumed):.1%}",)
+    for measured in measurements:
+        settings = measured.settings
+        waits = () if consumed is None else (f"{waiting_share(measured, consumed):.1%}",)
         table.add_row(
             str(settings.num_workers),
             str(settings.prefetch_factor or "-"),
             json.dumps(settings.pin_memory),
-            f"{each.samples_per_second:,.0f}",
-            f"{each.spread:.0%}",
-            f"{each.tokens_per_second:,.0f}",
-            f"{each.first_seconds:.2f} s",
+            f"{measured.samples_per_second:,.0f}",
+            f"{measured.spread:.0%}",
+            f"{measured.tokens_per_second:,.0f}",
+            f"{measured.first_seconds:.2f} s",
             *waits,
         )
     return table
@@ -164,19 +169,19 @@ def _loader(
 
 
 def _restarts(make_loader: Any, settings: LoaderSettings) -> tuple[float, float] | None:
-    """Return how long a second pass takes to start, with new workers and with those of the first."""
+    """Return the seconds to the start of a second pass, with new workers and with those of the first."""
     if settings.num_workers == 0:
         return None
-    kept = LoaderSettings(settings.num_workers, settings.pin_memory, True, settings.prefetch_factor)
-    return seconds_between_passes(make_loader, settings), seconds_between_passes(make_loader, kept)
+    persistent = LoaderSettings(settings.num_workers, settings.pin_memory, True, settings.prefetch_factor)
+    return seconds_between_passes(make_loader, settings), seconds_between_passes(make_loader, persistent)
 
 
 def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str) -> str:
     number = best.settings.num_workers
     if consumed is None:
         return (
-            f"num_workers: {number} is the smallest that loads about as fast as any. {run_folder} has no run to tell "
-            "how fast the model consumes: train a few steps and ask again for an answer that knows."
+            f"num_workers: {number} is the smallest that loads about as fast as any. {run_folder} has no run from "
+            "which to read the speed of the model: train a few steps and repeat this command for a better answer."
         )
     return (
         f"a rank of the run in {run_folder} consumes {consumed:,.0f} tokens/s while it computes: with num_workers: "
@@ -184,11 +189,113 @@ def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str)
     )
 
 
-def _where(resources: MachineResources) -> str:
-    device = "copied to the GPU" if resources.has_device else "no GPU"
-    spread = "medians, spread is (fastest - slowest) / median"
-    return f"one rank's loader alone, {resources.num_cores} cores, {device}; {spread}"
-
-
 def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def settings_to_try(resources: MachineResources) -> list[LoaderSettings]:
+    """Return the settings worth trying on this machine: no worker, 1, 2, 4, ... up to its cores per rank."""
+    numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, resources.cores_per_rank)]
+    pins = (False, True) if resources.has_device else (False,)
+    settings = [LoaderSettings(0, pin, False, None) for pin in pins]
+    for number in numbers:
+        settings += [LoaderSettings(number, pin, False, 2) for pin in pins]
+        settings.append(LoaderSettings(number, resources.has_device, False, 4))
+    return settings
+
+
+def measure(
+    make_loader: MakeLoader,
+    settings: Sequence[LoaderSettings],
+    *,
+    num_rounds: int,
+    seconds: float,
+    log: Callable[[str], None],
+) -> list[LoaderMeasurement]:
+    """Return the measurements of the settings: each once a round, in a new order in each round."""
+    runs: Mapping[LoaderSettings, list[LoaderRun]] = {setting: [] for setting in settings}
+    for number in range(num_rounds):
+        log(f"round {number + 1} of {num_rounds}")
+        for setting in random.Random(number).sample(list(settings), len(settings)):
+            runs[setting].append(_measure_once(make_loader(setting, first_step=number), seconds=seconds))
+    return [LoaderMeasurement(setting, tuple(passes)) for setting, passes in runs.items()]
+
+
+def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) -> float:
+    """Return the time to the first batch of a second pass over the same loader, as in a repeated evaluation."""
+    loader = make_loader(settings, first_step=0, num_steps=1)
+    for _ in loader:
+        pass
+    started = time.perf_counter()
+    next(iter(loader))
+    return time.perf_counter() - started
+
+
+def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> LoaderRun:
+    started = time.perf_counter()
+    batches = _on_device(loader)
+    next(batches)
+    first = begun = time.perf_counter()
+    samples = tokens = 0
+    for number, batch in enumerate(batches, start=1):
+        samples, tokens = samples + len(batch.sample_ids), tokens + batch.num_tokens
+        if number >= MIN_BATCHES and time.perf_counter() - begun >= seconds:
+            break
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    taken = time.perf_counter() - begun
+    return LoaderRun(first - started, samples / taken, tokens / taken)
+
+
+def _on_device(loader: "DataLoader[Batch]") -> Iterator[Batch]:
+    """Yield the batches where training would have them: copied to the GPU where there is one."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    for batch in loader:
+        yield batch if device is None else batch.to(device, non_blocking=True)
+
+
+def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> float:
+    """Return the share of a step that a rank waits if it consumes this number of tokens per second of computing.
+
+    Without workers a batch is loaded before it is computed on; with workers, while the one before it is.
+    """
+    loaded = measured.tokens_per_second
+    if measured.settings.num_workers == 0:
+        return consumed_per_second / (consumed_per_second + loaded)
+    return max(0.0, 1.0 - loaded / consumed_per_second)
+
+
+def choose_settings(measurements: Sequence[LoaderMeasurement], consumed_per_second: float | None) -> LoaderMeasurement:
+    """Return the setting with the fewest workers that is fast enough, or the fastest where none is."""
+    by_cost = sorted(
+        measurements, key=lambda measured: (measured.settings.num_workers, measured.settings.prefetch_factor or 0)
+    )
+    if consumed_per_second is None:
+        best = max(measured.tokens_per_second for measured in measurements)
+        return _fastest_of([measured for measured in by_cost if measured.tokens_per_second >= NEARLY_FASTEST * best])
+    enough = [measured for measured in by_cost if waiting_share(measured, consumed_per_second) <= MAX_WAITING_SHARE]
+    if enough:
+        return _fastest_of(enough)
+    return min(by_cost, key=lambda measured: waiting_share(measured, consumed_per_second))
+
+
+def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
+    """Return the tokens that one rank of the run has consumed per second of computing; None without events."""
+    if not (run_folder / EVENTS_FILE).is_file():
+        return None
+    rates = read_history(run_folder).steps.compute_rates(num_warm_up=WARM_UP_STEPS)
+    return median(rates.tolist()) / _world(run_folder) if len(rates) else None
+
+
+def _fastest_of(sufficient: Sequence[LoaderMeasurement]) -> LoaderMeasurement:
+    """Return the fastest of those that have as few workers as the first."""
+    fewest = sufficient[0].settings.num_workers
+    candidates = [measured for measured in sufficient if measured.settings.num_workers == fewest]
+    return max(candidates, key=lambda measured: measured.tokens_per_second)
+
+
+def _world(run_folder: Path) -> int:
+    try:
+        return int(read_json(run_folder / "environment.json")["launcher"].get("WORLD_SIZE", "1"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 1

@@ -1,4 +1,4 @@
-"""Facts and findings as they are printed, and as JSON."""
+"""The printed report of facts and findings, and the same as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -6,11 +6,13 @@ from statistics import median
 
 from rich.table import Table
 
-from finetune.commands.doctor.checks.findings import Finding, finding_as_json, format_finding
-from finetune.commands.doctor.checks.links import pair_links
-from finetune.commands.doctor.facts.host import Gpu, HostFacts
-from finetune.commands.doctor.facts.launch import Facts, LinkFacts, facts_as_json
-from finetune.commands.doctor.link.strategies import NOMINAL, compute_seconds, strategy_costs
+from finetune.commands.doctor.facts import Facts, HostFacts, facts_as_json
+from finetune.commands.doctor.strategies import NOMINAL, compute_seconds, strategy_costs
+from finetune.commands.doctor.subjects.findings import Finding, finding_as_json, format_finding
+from finetune.commands.doctor.subjects.gpus import Gpu
+from finetune.commands.doctor.subjects.links import pair_links
+from finetune.commands.doctor.subjects.network import NetworkFacts
+from finetune.commands.doctor.subjects.ranks import LinkFacts
 from finetune.commands.printing import print_facts, print_json, print_table
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.terminal import printable
@@ -24,13 +26,13 @@ def print_as_json(facts: Facts, findings: Sequence[Finding]) -> None:
 
 
 def print_report(facts: Facts, findings: Sequence[Finding]) -> None:
-    """Print the machines, what was measured between ranks, and what is found."""
+    """Print the machines, the measurements between ranks, and the findings."""
     for host in facts.hosts:
         if len(facts.hosts) > 1:
             print(printable(f"{host.hostname}:"))
         print_facts(_host_lines(host))
         for gap in host.unread:
-            print(printable(f"not found out: {gap}"))
+            print(printable(f"unknown: {gap}"))
     if facts.link is not None:
         _print_link(facts, facts.link)
     print()
@@ -42,8 +44,8 @@ def print_report(facts: Facts, findings: Sequence[Finding]) -> None:
 
 def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
     system, software, gpus = host.system, host.software, host.gpus
-    is_in = f"{', WSL2' if system.is_wsl else ''}{', in a container' if system.is_container else ''}"
-    yield "system", f"{system.platform}{is_in}"
+    environment = f"{', WSL2' if system.is_wsl else ''}{', in a container' if system.is_container else ''}"
+    yield "system", f"{system.platform}{environment}"
     yield "python", software.python
     yield "packages", ", ".join(f"{name} {number}" for name, number in software.packages.items())
     if gpus.driver is not None:
@@ -52,14 +54,15 @@ def _host_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
     for gpu in gpus.gpus:
         yield f"GPU {gpu.index}", _gpu_line(gpu)
     if gpus.topology is not None:
-        yield "links", _links_line(host)
-    cores = f"{system.usable_cores} may be used of {system.num_cores}"
+        links = Counter(pair_links(gpus.topology).values())
+        yield "links", ", ".join(f"{count} x {link}" for link, count in links.items())
+    cores = f"{system.usable_cores} usable of {system.num_cores}"
     yield "cores", f"{cores}, {len(system.numa)} NUMA nodes" if len(system.numa) > 1 else cores
-    most = system.memory_limit_bytes
-    limit = "" if most is None else f", the container may use {format_size(most)}"
+    maximum = system.memory_limit_bytes
+    limit = "" if maximum is None else f", the container may use {format_size(maximum)}"
     yield "memory", f"{format_size(system.available_bytes)} free of {format_size(system.memory_bytes)}{limit}"
     yield "open files", f"{system.files_soft:,}, which a run raises up to {system.files_hard:,} where it needs more"
-    yield from _network_lines(host)
+    yield from _network_lines(host.network)
     for disk in host.storage.disks:
         speed = disk.write_bytes_per_second
         written = "" if speed is None else f", writes {format_size(round(speed))}/s"
@@ -89,20 +92,12 @@ def _gpu_line(gpu: Gpu) -> str:
     return ", ".join(parts)
 
 
-def _links_line(host: HostFacts) -> str:
-    found = Counter(pair_links(host.gpus.topology).values())
-    return ", ".join(f"{count} x {link}" for link, count in found.items())
-
-
-def _network_lines(host: HostFacts) -> Iterator[tuple[str, str]]:
-    network = host.network
+def _network_lines(network: NetworkFacts) -> Iterator[tuple[str, str]]:
     if network.interfaces:
-        yield (
-            "interfaces",
-            ", ".join(f"{each.name} {each.address}{'' if each.is_up else ' (down)'}" for each in network.interfaces),
-        )
+        states = (f"{link.name} {link.address}{'' if link.is_up else ' (down)'}" for link in network.interfaces)
+        yield "interfaces", ", ".join(states)
     if network.infiniband:
-        yield "InfiniBand", ", ".join(f"{each.device} {each.state} {each.rate}" for each in network.infiniband)
+        yield "InfiniBand", ", ".join(f"{port.device} {port.state} {port.rate}" for port in network.infiniband)
     hub = network.hub
     if hub is not None:
         answer = hub.problem or f"answers in {hub.seconds or 0:.2f} s"
@@ -113,10 +108,10 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
     hosts = len({rank.hostname for rank in facts.ranks})
     print(f"\nall-reduce over {facts.world} ranks on {hosts} host{'s' * (hosts > 1)}, {link.backend}")
     world, table = facts.world, _table("size", "time", "algorithm bandwidth", "bus bandwidth")
-    for each in link.all_reduce:
-        rate = each.num_bytes / each.seconds
+    for speed in link.all_reduce:
+        rate = speed.num_bytes / speed.seconds
         bus = 2 * (world - 1) / world * rate
-        table.add_row(format_size(each.num_bytes), _time(each.seconds), _rate(rate), _rate(bus))
+        table.add_row(format_size(speed.num_bytes), _time(speed.seconds), _rate(rate), _rate(bus))
     print_table(table)
     _print_pairs(link)
     _print_strategies(facts)
@@ -125,13 +120,13 @@ def _print_link(facts: Facts, link: LinkFacts) -> None:
 def _print_pairs(link: LinkFacts) -> None:
     if len(link.pairs) < 2:
         return
-    slowest = sorted(link.pairs, key=lambda each: each.bytes_per_second)[:_MAX_PAIRS]
-    usual = median(each.bytes_per_second for each in link.pairs)
+    slowest = sorted(link.pairs, key=lambda pair: pair.bytes_per_second)[:_MAX_PAIRS]
+    usual = median(pair.bytes_per_second for pair in link.pairs)
     shown = f"{len(slowest)} of {len(link.pairs)}; median {_rate(usual)}"
     print(f"\nmessages between two ranks, the slowest first ({shown})")
     table = _table("ranks", "latency", "bandwidth")
-    for each in slowest:
-        table.add_row(f"{each.first}-{each.second}", _time(each.latency_seconds), _rate(each.bytes_per_second))
+    for pair in slowest:
+        table.add_row(f"{pair.first}-{pair.second}", _time(pair.latency_seconds), _rate(pair.bytes_per_second))
     print_table(table)
 
 
@@ -156,7 +151,7 @@ def _table(*names: str) -> Table:
 
 
 def _time(seconds: float) -> str:
-    """Return a duration with a fitting unit.
+    """Return a duration in a suitable unit.
 
     >>> _time(0.00012), _time(2.5)
     ('120 us', '2.50 s')

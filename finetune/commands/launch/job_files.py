@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.doctor.facts.launch import read_facts
 from finetune.commands.launch.contents import check_text
-from finetune.commands.launch.network import network_variables
 from finetune.commands.launch.torchrun import make_job, require_shared_batch
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
 from finetune.config.load import LoadedConfig
@@ -21,7 +19,12 @@ from finetune.errors import StrategyError, UserError
 from finetune.launch.jobs.request import JobRequest
 from finetune.launch.supervisor.agent import Job
 from finetune.runtime.files import atomic
+from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import write_file_to_stdout
+
+with lazily():  # torch, only for --doctor FILE
+    from finetune.commands.doctor import facts as doctor_facts
+    from finetune.commands.launch import network
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that are another one on each host."""
@@ -66,7 +69,9 @@ def check_job(words: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
     )
     require_shared_batch(loaded, file, world=words.world)
     _check_processes(file, num_nodes=words.nodes, world=words.world)
-    network = network_variables(read_facts(words.doctor), num_nodes=words.nodes) if words.doctor is not None else {}
+    variables = {}
+    if words.doctor is not None:
+        variables = network.network_variables(doctor_facts.read_facts(words.doctor), num_nodes=words.nodes)
     run = loaded.config.run
     request = JobRequest(
         name=_job_name(words.name, Path(run.folder).name),
@@ -78,7 +83,7 @@ def check_job(words: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         max_restarts=words.max_restarts,
         stop_seconds=words.stop,
         uses_gpus=not words.cpu,
-        environment={**network, **read_environment(words.env)},
+        environment={**variables, **read_environment(words.env)},
     )
     return request, loaded
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from finetune.commands.doctor.checks.check import check_facts
-from finetune.commands.doctor.facts.host import HostFacts, InfinibandPort
-from finetune.commands.doctor.facts.launch import Facts
+from finetune.commands.doctor.checks import check_facts
+from finetune.commands.doctor.facts import Facts, HostFacts
+from finetune.commands.doctor.subjects.network import InfinibandPort
 
 ACTIVE = "ACTIVE"
 

@@ -1,13 +1,13 @@
-"""Recorded machines, and what is changed about them."""
+"""Recorded machines, and changes to them."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.doctor.checks.check import check_facts
-from finetune.commands.doctor.checks.findings import Finding
-from finetune.commands.doctor.facts.host import HostFacts
-from finetune.commands.doctor.facts.launch import Facts, RankFacts, read_facts
+from finetune.commands.doctor.checks import check_facts
+from finetune.commands.doctor.facts import Facts, HostFacts, read_facts
+from finetune.commands.doctor.subjects.findings import Finding
+from finetune.commands.doctor.subjects.ranks import RankFacts
 
 FOLDER = Path(__file__).parent / "machines"
 NAMES = ("h100_nvswitch", "a10_two_sockets", "rtx4090_pair", "wsl2", "laptop_4060", "cpu_node")
@@ -23,19 +23,21 @@ def host_of(name: str, **changes: Any) -> HostFacts:
     return replace(host, **parts)
 
 
-def found(*hosts: HostFacts, **facts: Any) -> dict[str, Finding]:
-    """Return what is found, by key; of several findings with one key the most severe."""
+def findings_of(*hosts: HostFacts, **facts: Any) -> dict[str, Finding]:
+    """Return the findings by key; the most severe of several with one key."""
     findings: dict[str, Finding] = {}
-    for each in check_facts(Facts(hosts, **facts)):
-        findings.setdefault(each.key, each)
+    for finding in check_facts(Facts(hosts, **facts)):
+        findings.setdefault(finding.key, finding)
     return findings
 
 
 def ranks_of(*hosts: str, **values: Any) -> tuple[RankFacts, ...]:
     """Return a rank for each name of a machine."""
-    own: dict[str, int] = {}
+    local_ranks: dict[str, int] = {}
     ranks = []
     for number, host in enumerate(hosts):
-        own[host] = own.get(host, -1) + 1
-        ranks.append(RankFacts(number, host, own[host], packages={"torch": "2.13.0"}, python="3.11.7", **values))
+        local_ranks[host] = local_ranks.get(host, -1) + 1
+        ranks.append(
+            RankFacts(number, host, local_ranks[host], packages={"torch": "2.13.0"}, python="3.11.7", **values)
+        )
     return tuple(ranks)

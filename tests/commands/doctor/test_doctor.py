@@ -1,4 +1,4 @@
-"""Sabotaged set-ups of this machine: each is named with its fix. All but the GPUs and `/dev/shm` are real."""
+"""Faults set up on this machine are reported with their fixes. All but the GPUs and `/dev/shm` are real."""
 
 import json
 import sys
@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from finetune.commands.doctor.doctor import examine
-from finetune.commands.doctor.gather import gpus, storage
-from tests.commands.doctor.gather.test_gathered import ANSWERS, FakeNvml, write_job
-from tests.commands.doctor.gather.test_topology import program
+from finetune.commands.doctor.subjects import gpus, storage
 from tests.commands.doctor.recorded import FOLDER
+from tests.commands.doctor.subjects.test_links import program
+from tests.commands.doctor.test_facts import ANSWERS, FakeNvml, write_job
 from tests.launching import capture
 
 Sabotage = Callable[[Path, pytest.MonkeyPatch], Path | None]
@@ -113,40 +113,37 @@ SABOTAGED: tuple[tuple[Sabotage, str, str, str], ...] = (
 )
 
 
-NAMES = [each[0].__name__ for each in SABOTAGED]
-
-
 @pytest.fixture
 def small_probe(monkeypatch):
     monkeypatch.setattr(storage, "_PROBE_BYTES", 1 << 20)
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "key", "severity", "fix"), SABOTAGED, ids=[each[0].__name__ for each in SABOTAGED]
+    ("sabotage", "key", "severity", "fix"), SABOTAGED, ids=[case[0].__name__ for case in SABOTAGED]
 )
-def test_a_sabotaged_machine_is_named_with_its_fix(
+def test_each_fault_of_a_machine_is_reported_with_its_fix(
     tmp_path, monkeypatch, capsys, small_probe, sabotage, key, severity, fix
 ):
     job = sabotage(tmp_path, monkeypatch)
     code = examine(job, [], as_json=True)
-    found = {each["key"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
-    assert found[key]["severity"] == severity and fix in found[key]["fix"], found[key]
-    assert code == int(any(each["severity"] == "must_fix" for each in found.values()))
+    findings = {finding["key"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert findings[key]["severity"] == severity and fix in findings[key]["fix"], findings[key]
+    assert code == int(any(finding["severity"] == "must_fix" for finding in findings.values()))
 
 
-def test_a_machine_is_described_and_what_it_lacks_printed_with_reason_and_fix(
+def test_the_report_describes_the_machine_and_prints_reason_and_fix_of_a_finding(
     tmp_path, monkeypatch, capsys, small_probe
 ):
     leave_a_lock(tmp_path, monkeypatch)
     assert examine(None, []) == 1
     printed = capsys.readouterr().out
-    assert "torch 2." in printed and "may be used of" in printed
+    assert "torch 2." in printed and "usable of" in printed
     lines = printed.splitlines()
     start = lines.index(f"FIX: {tmp_path}/lock was left by a build that was killed: every later run would wait for it")
     assert lines[start + 1].startswith("    why: ") and lines[start + 2].startswith(f"    fix: rm {tmp_path}/lock")
 
 
-def test_what_is_printed_as_json_is_checked_elsewhere(tmp_path, monkeypatch, capsys, small_probe):
+def test_facts_printed_as_json_can_be_checked_on_another_machine(tmp_path, monkeypatch, capsys, small_probe):
     leave_a_lock(tmp_path, monkeypatch)
     examine(None, [], as_json=True)
     (tmp_path / "facts.json").write_text(capsys.readouterr().out)
@@ -156,7 +153,7 @@ def test_what_is_printed_as_json_is_checked_elsewhere(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.full
-def test_a_limit_on_open_files_is_named_with_what_is_needed():
+def test_a_low_limit_on_open_files_is_reported_with_the_number_needed():
     limited = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500)); "
         "sys.argv = ['finetune', 'doctor']; runpy.run_module('finetune', run_name='__main__')"

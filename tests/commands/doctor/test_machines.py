@@ -1,13 +1,13 @@
-"""Six recorded machines: what the doctor finds on each, and with which fix."""
+"""Six recorded machines: the findings on each, with their fixes."""
 
 import json
 
 import pytest
 
-from finetune.commands.doctor.checks.findings import Severity
-from finetune.commands.doctor.facts.launch import Facts, facts_as_json, read_facts
-from finetune.commands.doctor.gather.topology import parse_topology
-from tests.commands.doctor.recorded import FOLDER, NAMES, found, host_of
+from finetune.commands.doctor.facts import Facts, facts_as_json, read_facts
+from finetune.commands.doctor.subjects.findings import Severity
+from finetune.commands.doctor.subjects.links import parse_topology
+from tests.commands.doctor.recorded import FOLDER, NAMES, findings_of, host_of
 
 MUST, SHOULD, NOTE = Severity.MUST_FIX, Severity.SHOULD_FIX, Severity.NOTE
 
@@ -54,24 +54,24 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recorded_machine_is_known_by_its_findings(name):
-    findings = found(host_of(name))
-    assert {key: each.severity for key, each in findings.items()} == {
+def test_a_recorded_machine_has_exactly_the_expected_findings(name):
+    findings = findings_of(host_of(name))
+    assert {key: finding.severity for key, finding in findings.items()} == {
         key: severity for key, (severity, _) in EXPECTED[name].items()
     }
     assert [key for key, (_, fix) in EXPECTED[name].items() if fix not in findings[key].fix] == []
-    assert all(each.what and each.why and each.fix for each in findings.values())
+    assert all(finding.what and finding.why and finding.fix for finding in findings.values())
 
 
 @pytest.mark.parametrize("name", ["h100_nvswitch", "a10_two_sockets", "rtx4090_pair"])
-def test_its_topology_is_what_nvidia_smi_printed(name):
+def test_the_recorded_topology_equals_the_parsed_output_of_nvidia_smi(name):
     topology = parse_topology((FOLDER / f"{name}.topo.txt").read_text())
     assert topology == host_of(name).gpus.topology
     assert len([gpu for gpu in topology.links if gpu.startswith("GPU")]) == len(host_of(name).gpus.gpus)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_facts_survive_the_way_through_json(tmp_path, name):
+def test_facts_written_as_json_are_read_back_unchanged(tmp_path, name):
     facts = Facts((host_of(name),))
     (tmp_path / "facts.json").write_text(json.dumps({"facts": facts_as_json(facts), "findings": []}))
     assert read_facts(tmp_path / "facts.json") == facts

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from finetune.commands.doctor.facts.host import GpuFacts, HostFacts, InfinibandPort, NetworkFacts
-from finetune.commands.doctor.facts.launch import Facts, facts_as_json
+from finetune.commands.doctor.facts import Facts, HostFacts, facts_as_json
+from finetune.commands.doctor.subjects.gpus import GpuFacts
+from finetune.commands.doctor.subjects.network import InfinibandPort, NetworkFacts
 from finetune.commands.launch.job_files import check_job
 from finetune.commands.launch.network import network_variables
 from tests.commands.doctor.recorded import FOLDER, host_of

@@ -1,1 +1,0 @@
-"""Pure checks: facts in, findings out. They ask neither the machine nor a clock."""
