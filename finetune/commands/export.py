@@ -31,6 +31,7 @@ from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
+from finetune.registry.tasks import reads_of_head
 from finetune.run.export_proof import load_options
 from finetune.run.final_export import (
     MERGED_UNQUANTIZED,
@@ -51,7 +52,6 @@ from finetune.runtime.text.library_output import quiet_libraries
 from finetune.train.evaluate import average_formula
 
 _MAX_LISTED = 5
-_READS = {"image_classification": "images", "image_text_to_text": "both"}
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:
 
     Raises ModelError if there are some that cannot be read.
     """
-    reads: Any = _READS.get(saved.head, "text")
+    reads = reads_of_head(saved.head)
     for source in dict.fromkeys((str(saved.folder), saved.base)):
         if not Path(source).is_dir() or has_processing(Path(source), reads=reads):
             try:

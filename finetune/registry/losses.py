@@ -119,6 +119,7 @@ class PairLossEntry(Entry):
     """A loss on texts that belong together, or that have a score."""
 
     scores: tuple[float, float] | None = None  # the lowest and the highest score that it accepts; None: it reads none
+    is_logit: bool = False  # what the model predicts: its sigmoid is the score
     compares_rows: bool = False  # with all others of the global batch
     reads: frozenset[str] = frozenset()  # keys of `task.embedding` that not all losses read
 
@@ -174,6 +175,7 @@ RERANKING_LOSSES = Table(
             description="of scored pairs; the binary cross-entropy with a score from 0 to 1",
             implementation="finetune.task.embedding.reranking:binary_cross_entropy",
             scores=(0.0, 1.0),
+            is_logit=True,
         ),
         PairLossEntry(
             name="mse",

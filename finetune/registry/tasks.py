@@ -278,6 +278,11 @@ TASKS = Table(
 )
 
 
+def reads_of_head(head: str) -> InputKind:
+    """Return what the inputs of a model with this head are made from; text for an unknown one."""
+    return next((entry.reads for entry in TASKS if entry.head == head), "text")
+
+
 def tasks_where(fact: str) -> tuple[str, ...]:
     """Return the names of the tasks for which a fact of their entry holds: `tasks_where("is_chat")`."""
     return tuple(entry.name for entry in TASKS if getattr(entry, fact))

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
+from finetune.registry.tasks import TASKS
 from finetune.report.events import (
     Answered,
     CheckpointSaved,
@@ -102,7 +103,8 @@ def _(event: RunEnded) -> tuple[str, ...]:
 
 def throughput_unit(config: Mapping[str, Any]) -> str:
     """Return the unit of a job's throughput."""
-    return "images" if config.get("task", {}).get("name") == "image_classification" else "tokens"
+    name = config.get("task", {}).get("name")
+    return "tokens" if name not in TASKS or TASKS[name].has_tokens else "images"
 
 
 def format_step(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> str:

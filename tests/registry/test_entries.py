@@ -14,7 +14,7 @@ from finetune.registry.metrics import METRICS
 from finetune.registry.optimizers import OPTIMIZERS, OptimizerEntry, OptimizerState, state_of_class
 from finetune.registry.schedules import SCHEDULES
 from finetune.registry.table import import_attribute
-from finetune.registry.tasks import TASKS, tasks_where
+from finetune.registry.tasks import TASKS, reads_of_head, tasks_where
 from finetune.registry.trackers import TRACKERS
 from finetune.train.optim.optimizers import build_optimizer
 from finetune.train.optim.parameter_groups import NamedParameter
@@ -57,6 +57,11 @@ def test_tasks_read_formats_and_measure_metrics_that_exist():
 def test_our_attention_takes_boundaries_and_cannot_be_chosen():
     assert takes_boundaries(PER_SAMPLE_ATTENTION) and PER_SAMPLE_ATTENTION not in ATTENTIONS.choices
     assert not takes_boundaries("sdpa") and not takes_boundaries("kernels/another") and not takes_boundaries(None)
+
+
+def test_a_head_reads_what_its_task_reads():
+    assert reads_of_head("image_text_to_text") == "both" and reads_of_head("image_classification") == "images"
+    assert reads_of_head("causal_lm") == reads_of_head("a_head_of_tomorrow") == "text"
 
 
 def test_tasks_are_listed_by_a_fact():

@@ -171,7 +171,8 @@ def prompt_adapters_fit(config: RunConfig) -> Iterator[Problem]:
     if kind == "prefix_tuning" and config.model.gradient_checkpointing:
         message = "learned keys and values are a cache, which recomputed layers do not read. Write `false`."
         yield Problem("model.gradient_checkpointing", message)
-    if config.task.name == "seq2seq" and config.evaluate is not None and config.evaluate.generate is not None:
+    is_seq2seq = TASKS[config.task.name].head == "seq2seq_lm"
+    if is_seq2seq and config.evaluate is not None and config.evaluate.generate is not None:
         message = f"generation with an encoder-decoder ignores `model.{kind}`. Remove `generate`."
         yield Problem("evaluate.generate", message)
 

@@ -99,7 +99,7 @@ class RerankingTask(BaseTask):
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
         sums = {"loss_sum": self._losses(scores, batch).sum(), "num_rows": scores.new_full((), len(ids))}
         if self._is_scored:
-            predicted = scores.sigmoid() if self.section.loss == "bce" else scores
+            predicted = scores.sigmoid() if RERANKING_LOSSES[self.section.loss].is_logit else scores
             columns = torch.stack([batch.labels, predicted], dim=1).to("cpu", torch.float64)
             return EvaluationOutput(sums, torch.cat([ids[:, None], columns], dim=1))
         of_each = ids[batch.extras[GROUP].cpu()]

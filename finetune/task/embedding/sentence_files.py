@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.sections.task import EmbeddingSection, RerankingSection
+from finetune.registry.losses import RERANKING_LOSSES
 
 _POOLING_MODES = {
     "cls": "pooling_mode_cls_token",
@@ -45,8 +46,9 @@ def embedding_files(section: EmbeddingSection, *, dimension: int, max_length: in
 
 
 def activation_of(section: RerankingSection) -> str:
-    """Return what `CrossEncoder` makes of a score: the probability that `bce` has trained, else the score itself."""
-    return f"torch.nn.modules.{'activation.Sigmoid' if section.loss == 'bce' else 'linear.Identity'}"
+    """Return what `CrossEncoder` makes of a score: a probability where the score is a logit, else the score itself."""
+    is_logit = RERANKING_LOSSES[section.loss].is_logit
+    return f"torch.nn.modules.{'activation.Sigmoid' if is_logit else 'linear.Identity'}"
 
 
 def reranking_files(section: RerankingSection, *, max_length: int) -> Mapping[str, Any]:
