@@ -1,0 +1,112 @@
+"""Names, labels and texts that are markup stay texts on every page, as Chromium draws it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.compare.compare import write_comparison
+from finetune.commands.preview.preview import preview
+from finetune.commands.sweep.results.page import write_page
+from finetune.commands.sweep.results.ranking import RunResult
+from finetune.commands.sweep.state.outcome import FINISHED, Outcome
+from tests.browser import Browser
+from tests.commands.preview.test_classes import JOB
+from tests.report.page.events import answered, ended, evaluated, started, taken, write_run
+from tests.report.page.test_in_browser import report_of
+
+pytestmark = pytest.mark.full
+
+TEXTS = {
+    "script": "</script><script>window.hurt=1</script>",
+    "image": "<img src=x onerror=window.hurt=1>",
+    "link": "<a href='javascript:window.hurt=1' style='x'>%{x}</a><b>bold</b>",
+    "attribute": "\"'><svg onload=window.hurt=1><!--<script>",
+    "template": "{{7*7}}{% raw %}$\\bad{x}$ &lt;i&gt;\u2028]]>",
+}
+HOVER = """for (const plot of document.querySelectorAll(".plot")) {
+    const points = plot.data.map((_, curve) => ({curveNumber: curve, pointNumber: 0}));
+    if (points.length) Plotly.Fx.hover(plot, points); }"""
+OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
+ELEMENTS = "img, iframe, object, embed, form, link, base, a[href], svg a, b b, [onerror], [onload]"
+FOREIGN = f"""return [...document.querySelectorAll("{ELEMENTS}")]
+    .filter(each => !each.closest(".modebar")).map(each => each.outerHTML.slice(0, 200))"""
+
+
+def hostile_run(folder: Path, text: str, *, seed: int = 0) -> Path:
+    """Write a run in which every text that a user, a plugin or a row decides is this one."""
+    skipped = {"event": "StepSkipped", "time": 0, "step": 1, "reason": text, "sample_ids": [1], "rows": text}
+    profiled = {"event": "Profiled", "time": 0, "step": 9, "first_step": 5, "num_steps": 4, "wall_seconds": 2.0}
+    write_run(
+        folder,
+        [
+            started(strategy=f"ddp {text}", arithmetic=[text], config={"task": {"name": text}}),
+            *(taken(step, 1.0 + seed, metrics={text: 1.0 / step}, device={text: 1.0}) for step in range(1, 31)),
+            evaluated(20, **{"loss": 1.0, text: 0.5}),
+            evaluated(30, **{"loss": 1.0, text: 0.6}),
+            answered(20, text, prompt=text, reference=text),
+            {"event": "Warned", "time": 0, "step": 1, "message": text},
+            {"event": "Noted", "time": 0, "step": 1, "message": text},
+            skipped,
+            {**profiled, "seconds": {text: 2.0}, "trace": text},
+            ended(30, text),
+        ],
+    )
+    (folder / "resolved.yaml").write_text(f"key: {json.dumps(f'{seed} {text}')}  # {text}\n")
+    (folder / "environment.json").write_text(json.dumps({text: f"{seed} {text}", "command": [text]}))
+    counts = {"rows": 1, "samples": 1, "tokens": 1, "targets": 1}
+    (folder / "audit.json").write_text(json.dumps({"sources": [{"key": text, "counts": counts}]}))
+    return folder
+
+
+def as_name(text: str) -> str:
+    """Return the text as a file name; the tags that end keep no slash."""
+    return text.replace("/", "\u2215")
+
+
+def require_only_text(browser: Browser, page: Path, text: str, *, num_scripts: int) -> None:
+    """Open the page, open, hover over and switch whatever can be, and require that no text has become anything else."""
+    if num_scripts:
+        browser.open(page)
+    else:
+        browser.driver.get(page.as_uri())
+    browser.run(OPEN_ALL)
+    if num_scripts:
+        browser.run(HOVER)
+        assert browser.run("return document.querySelectorAll('.plot .main-svg').length") >= 4
+    else:
+        text = text.replace("\u2028", "\\u2028")  # a preview makes visible what is not
+    assert browser.run("return window.hurt ?? null") is None
+    assert browser.run(FOREIGN) == []
+    assert browser.run("return document.scripts.length") == num_scripts
+    assert text in browser.run("return document.body.textContent")
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=list(TEXTS))
+def test_texts_of_a_run_stay_texts_in_its_report(browser: Browser, tmp_path: Path, text: str):
+    folder = hostile_run(tmp_path / as_name(text), text)
+    require_only_text(browser, report_of(folder), text, num_scripts=4)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=list(TEXTS))
+def test_texts_of_runs_stay_texts_in_a_comparison_and_the_page_of_a_sweep(browser: Browser, tmp_path: Path, text: str):
+    runs = [hostile_run(tmp_path / f"{number} {as_name(text)}", text, seed=number) for number in range(2)]
+    write_comparison(runs, tmp_path / "compare.html")
+    require_only_text(browser, tmp_path / "compare.html", text, num_scripts=4)
+    outcome = Outcome(FINISHED, text, 30, 30)
+    results = [RunResult(run.name, {text: text}, (text,), run, outcome, 1.0, 1.0, 4, 30, 1.0, 1.0) for run in runs]
+    page = write_page(results, tmp_path)
+    assert page is not None
+    require_only_text(browser, page, text, num_scripts=4)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=list(TEXTS))
+def test_rows_labels_and_file_names_stay_texts_in_a_preview(browser: Browser, tmp_path: Path, text: str):
+    name = f"{as_name(text)}.jsonl"
+    rows = [{"text": text, "label": text}] * 3 + [{"text": "c", "label": f"2 {text}"}]
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = JOB.replace("TASK", "text_classification").replace("rows.jsonl", json.dumps(name))
+    (tmp_path / "job.yaml").write_text(job)
+    preview(tmp_path / "job.yaml", (), num_rows=4, html=tmp_path / "page.html", start=0)
+    require_only_text(browser, tmp_path / "page.html", text, num_scripts=0)
