@@ -1,8 +1,14 @@
-"""`/metrics` for Prometheus: the state of the run as of its last events, served by a thread of the main process."""
+"""`/metrics` for Prometheus: the state of the run as of its last events, served by threads of the main process."""
 
+import io
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from socketserver import ThreadingMixIn
+from threading import Thread
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from finetune.errors import UserError
 from finetune.report.events import (
@@ -22,6 +28,9 @@ from finetune.runtime.optional import require
 
 STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper edges of the histogram of step times."""
+
+MAX_CLIENTS, CLIENT_SECONDS = 16, 10.0
+"""Connections at a time, and how long each may take."""
 
 _GAUGES: Mapping[str, str] = {
     "step": "Optimizer steps taken.",
@@ -112,12 +121,16 @@ class PrometheusReporter:
             self._flops = event.flops_per_token, event.peak_flops_per_second
         port, address = self._place
         try:
-            self._server = self._client.start_http_server(port, addr=address, registry=self._registry)
+            server = _Server(address, port)
         except OSError as error:
             raise UserError(
                 f"report.prometheus: port {port} of {address} cannot be served: {error.strerror}. Another run may "
                 "serve its own there: give each a port of its own."
             ) from error
+        server.set_app(self._client.make_wsgi_app(self._registry))
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        self._server = server, thread
 
     def _take_step(self, event: StepTaken) -> None:
         self._meter.add(event)
@@ -160,6 +173,53 @@ class PrometheusReporter:
     def _set_labelled(self, name: str, values: Mapping[str, float]) -> None:
         for label, value in values.items():
             self._labelled[name].labels(label).set(value)
+
+
+class _Handler(WSGIRequestHandler):
+    """Writes nothing to the run's log, whatever a client does."""
+
+    timeout = CLIENT_SECONDS
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Write no line per request."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Return what a client that disconnects early may write its traceback to."""
+        return io.StringIO()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Disconnects clients that are slow or too many: they would use up the descriptors that checkpoints need."""
+
+    daemon_threads = True
+
+    def __init__(self, address: str, port: int) -> None:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, place = found[0]
+        self._clients: dict[socket.socket, float] = {}  # until when each may stay, by time.monotonic()
+        super().__init__(place[:2], _Handler)  # type: ignore[arg-type]
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether there is room for another client, and count it."""
+        has_room = len(self._clients) < MAX_CLIENTS
+        if has_room:
+            self._clients[request] = time.monotonic() + CLIENT_SECONDS
+        return has_room
+
+    def service_actions(self) -> None:
+        """Disconnect those that have stayed too long, such as one that sends a byte now and then."""
+        for request, until in list(self._clients.items()):
+            if until < time.monotonic():
+                with suppress(OSError):  # it has left
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close the connection of a client."""
+        self._clients.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a client that was disconnected, or has left."""
 
 
 def require_client() -> Any:

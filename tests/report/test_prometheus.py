@@ -3,7 +3,9 @@
 import json
 import re
 import socket
+import time
 import urllib.request
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +85,50 @@ def test_what_is_not_known_is_not_served(served, take_step):
     assert not {f"finetune_{name}" for name in COLUMNS} & scrape(port).keys()
     fresh = PrometheusReporter(port, address="127.0.0.1", name="a", world=1)
     assert not [metric.name for metric in fresh._registry.collect() if metric.name.startswith("finetune_gpu")]
+
+
+def test_a_name_cannot_add_a_line(started):
+    hostile = 'a"} 1\nfinetune_loss 0\n# HELP x \\" \\n{'
+    port = free_port()
+    reporter = PrometheusReporter(port, address="127.0.0.1", name=hostile, world=1)
+    reporter(started)
+    reporter(Evaluated(20, {hostile: 1.5}, num_rows=7, seconds=0.1))
+    found = scrape(port)
+    reporter.close()
+    assert "finetune_loss" not in found
+    escaped = hostile.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    assert found[f'finetune_evaluation{{metric="{escaped}"}}'] == 1.5
+
+
+def test_slow_clients_are_disconnected_and_take_no_more_than_their_share_of_descriptors(started, monkeypatch):
+    monkeypatch.setattr(prometheus, "CLIENT_SECONDS", 1000.0)
+    port = free_port()
+    reporter = PrometheusReporter(port, address="127.0.0.1", name="a", world=1)
+    reporter(started)
+    server = reporter._server[0]
+    with ExitStack() as clients:
+        slow = [
+            clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            for _ in range(prometheus.MAX_CLIENTS)
+        ]
+        for client in slow:
+            client.sendall(b"GET /met")
+        wait_until(lambda: len(server._clients) == len(slow))
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as one_too_many:
+            assert one_too_many.recv(1) == b""
+        for client in slow:
+            client.sendall(b"r")  # a byte now and then
+        server._clients.update(dict.fromkeys(server._clients, 0.0))  # time has passed
+        wait_until(lambda: not server._clients)
+        assert scrape(port)["finetune_running"] == 1
+    reporter.close()
+
+
+def wait_until(is_reached):
+    deadline = time.monotonic() + 30
+    while not is_reached() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_reached()
 
 
 def test_the_run_that_has_ended_says_so_and_is_no_longer_served(served):
