@@ -25,6 +25,9 @@ _QUOTED = re.compile(r"""b'[^']*'|b"[^"]*\"""")
 """Bytes of a file that Pillow shows in its messages."""
 
 _BACKGROUND = (255, 255, 255, 255)
+_STRIP_PIXELS = 1 << 20
+"""Pixels that are converted at a time where a conversion needs several copies."""
+
 _WHITE_16 = 65_535
 _FAULTS = (
     OSError,
@@ -60,8 +63,8 @@ def decode_image(encoded: bytes, *, mode: Mode = "RGB") -> Image.Image:
     MAX_PIXELS.
     """
     with _opened(encoded) as image:
-        upright = ImageOps.exif_transpose(image)
-        return _flat(upright, mode)
+        ImageOps.exif_transpose(image, in_place=True)
+        return _flat(image, mode)
 
 
 def image_facts(encoded: bytes) -> ImageFacts:
@@ -104,16 +107,27 @@ def _formats() -> tuple[str, ...]:
 
 
 def _flat(image: Image.Image, mode: Mode) -> Image.Image:
-    if image.mode.startswith("I"):
-        image = _of_8_bits(image)
+    """Return the image in the mode, converted in strips: an image within the limit is there twice, not seven times."""
+    image.load()
     if image.mode == "F":
         raise DataError("its pixels are floats. Save it with 8 bits per channel")
-    if image.has_transparency_data:
-        coloured = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", coloured.size, _BACKGROUND), coloured)
-    flat = image.convert(mode)
-    flat.load()
+    if image.mode == mode and not image.has_transparency_data:
+        return image
+    flat = Image.new(mode, image.size)
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        flat.paste(_flat_strip(strip).convert(mode), (0, top))
     return flat
+
+
+def _flat_strip(strip: Image.Image) -> Image.Image:
+    if strip.mode.startswith("I"):
+        strip = _of_8_bits(strip)
+    if not strip.has_transparency_data:
+        return strip
+    colored = strip.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", colored.size, _BACKGROUND), colored)
 
 
 def _of_8_bits(image: Image.Image) -> Image.Image:

@@ -91,3 +91,22 @@ def test_a_flipped_bit_is_an_image_or_a_sentence(kind):
         with contextlib.suppress(DataError):
             decode_image(bytes(damaged))
             image_facts(bytes(damaged))
+
+
+TRANSPARENT = {"P": 0, "L": 7, "RGB": (1, 2, 3)}
+"""What of a mode without alpha is transparent."""
+
+
+@pytest.mark.parametrize("transparency", [True, False])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I"])
+def test_an_image_that_is_converted_in_strips_is_the_image(mode, transparency, monkeypatch):
+    values = np.random.default_rng(0).integers(0, 256, (37, 23, 4), dtype=np.uint8)
+    deep = Image.fromarray(values.view(np.uint16)[..., 0].copy())
+    image = deep if mode.startswith("I") else Image.fromarray(values, "RGBA").convert(mode)
+    keys = {"transparency": TRANSPARENT[mode]} if transparency and mode in TRANSPARENT else {}
+    content = encoded(image, "TIFF" if mode in ("CMYK", "YCbCr") else "PNG", **keys)
+    for wanted in ("RGB", "L"):
+        whole = np.asarray(decode_image(content, mode=wanted))
+        monkeypatch.setattr(decode, "_STRIP_PIXELS", 50)
+        assert np.array_equal(np.asarray(decode_image(content, mode=wanted)), whole)
+        monkeypatch.undo()
