@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from finetune.commands.rehearse.report import Change
 from finetune.config.load import read_text
@@ -33,6 +33,9 @@ _DEEPSPEED_MACHINE_KEYS = (
 )
 _COPIES, _SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
 _SEQUENCE = "parallelism_config_sp_size"
+_SECTIONS = ("parallelism_config", "fsdp_config", "deepspeed_config")
+_MAX_COUNT = 10**6
+"""Processes of a launch: more are a slip of the pen."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,37 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
     if distributed_type not in DISTRIBUTED_TYPES:
         supported = ", ".join(DISTRIBUTED_TYPES)
         raise failure("distributed_type", f"`{written}` is not supported. Write one of {supported}.")
+    for key, message in _wrong_types(values):
+        raise failure(key, message)
     counts = []
     for key in ("num_processes", "num_machines"):
         count = values.get(key, 1)
-        if not isinstance(count, int) or count < 1:
+        if not _is_count(count):
             raise failure(key, f"`{count}` is not a number of {key.removeprefix('num_')}. Write 1 or more.")
         counts.append(count)
     file = AccelerateFile(path, values, distributed_type, *counts)
     for key, message in _problems(file):
         raise failure(key, message)
     return file
+
+
+def _wrong_types(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each section without keys of its own, and each of their values that is of another type, with its key."""
+    for name in _SECTIONS:
+        section = values.get(name)
+        if section is not None and not isinstance(section, dict):
+            yield name, f"`{section}` is not a section. Write keys with values."
+            return
+    for name, size in (values.get("parallelism_config") or {}).items():
+        if name in (_COPIES, _SHARDS, _SEQUENCE) and size is not None and not _is_count(size):
+            yield f"parallelism_config.{name}", f"`{size}` is not a number of processes. Write 1 or more."
+    named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if named is not None and not isinstance(named, str):
+        yield "deepspeed_config.deepspeed_config_file", f"`{named}` is not the name of a file."
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_COUNT
 
 
 def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
@@ -220,8 +244,12 @@ def _without_fp16(values: dict[str, Any], folder: Path) -> Iterator[Change]:
     named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is None or not Path(named).is_file():
         return
-    deepspeed = json.loads(Path(named).read_text(encoding="utf-8"))
-    if deepspeed.pop("fp16", {}).get("enabled") is True:
+    try:
+        deepspeed = json.loads(Path(named).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StrategyError(f"deepspeed_config_file: {named} is not valid JSON: {error}.") from error
+    fp16 = deepspeed.pop("fp16", None) if isinstance(deepspeed, dict) else None
+    if isinstance(fp16, dict) and fp16.get("enabled") is True:
         written = folder / "deepspeed.json"
         written.write_text(json.dumps(deepspeed), encoding="utf-8")
         values["deepspeed_config"]["deepspeed_config_file"] = str(written)

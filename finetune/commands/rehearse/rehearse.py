@@ -61,10 +61,13 @@ from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.model import require_adaptable, require_buildable, require_routers
 from finetune.runtime.files import atomic
+from finetune.runtime.resources import available_bytes, format_size
 from finetune.runtime.text.library_output import quiet_libraries
 
 _CHARACTERS_PER_TOKEN = 4
 _MIN_FIRST_ROWS = 32
+_PROCESS_BYTES = 400 << 20
+"""What a process takes with its libraries and the smallest model."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ def rehearse(request: Request, *, is_json: bool) -> int:
         except PhaseError as error:
             log = error.log if error.log is not None and error.log.exists() else None
             if log is not None and request.keep is None:  # the folder is removed
-                log = Path(shutil.copy(log, tempfile.mkdtemp(prefix="finetune-rehearse-failed-")))
+                try:
+                    log = Path(shutil.copy(log, tempfile.mkdtemp(prefix="finetune-rehearse-failed-")))
+                except OSError:  # a full disk, which is then what the error says
+                    log = None
             report.failed(error.phase, str(error), log=None if log is None else str(log))
             return error.exit_code
     report.finish()
@@ -174,6 +180,7 @@ class _Phases:
         loaded = load_config(self._request.config, self._request.overrides)
         file = read_accelerate_file(self._request.accelerate)
         require_divisible_batch(loaded, num_processes=file.data_parallel_size)
+        _require_memory(self._request.processes)
         is_fp16 = loaded.config.train.precision == "fp16"
         local_file = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16, folder=self._folder)
         self._report.replaced += local_file.changes
@@ -279,3 +286,13 @@ def _format_batch(train: TrainSection, processes: int) -> str:
     accumulation = train.global_batch_size // (processes * train.microbatch_size)
     shares = f"{processes} x {train.microbatch_size} x {accumulation} accumulated"
     return f"global batch {train.global_batch_size} = {shares}"
+
+
+def _require_memory(processes: int) -> None:
+    """Raise UserError where the libraries alone, once per process, do not fit into the free memory."""
+    free = available_bytes()
+    if processes > 1 and processes * _PROCESS_BYTES > free:
+        raise UserError(
+            f"--processes {processes}: each takes at least {format_size(_PROCESS_BYTES)}, and {format_size(free)} are "
+            f"free on this machine. Write --processes {max(1, free // _PROCESS_BYTES)} or fewer."
+        )

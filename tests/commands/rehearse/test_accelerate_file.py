@@ -71,6 +71,19 @@ def test_fp16_in_job_and_file_is_replaced_by_bf16(tmp_path):
             "  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 4\n",
             "2 copies x 4 shards are 8 processes, and num_processes is 16",
         ),
+        ("distributed_type: FSDP\nnum_processes: true\n", "line 2, num_processes: `True` is not a number"),
+        ("distributed_type: FSDP\nnum_processes: 1000000000\n", "line 2, num_processes: `1000000000` is not a number"),
+        ("distributed_type: FSDP\nfsdp_config: [1]\n", r"line 2, fsdp_config: `\[1\]` is not a section"),
+        ("distributed_type: FSDP\nparallelism_config: x\n", "line 2, parallelism_config: `x` is not a section"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: 1\n", "line 2, deepspeed_config: `1` is not a section"),
+        (
+            "distributed_type: FSDP\nparallelism_config: {parallelism_config_dp_shard_size: x}\n",
+            "parallelism_config_dp_shard_size: `x` is not a number of processes",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: [1]}\n",
+            r"deepspeed_config_file: `\[1\]` is not the name of a file",
+        ),
     ],
 )
 def test_a_file_that_fails_on_the_real_machines_is_refused_with_its_line(tmp_path, text, message):
@@ -81,3 +94,15 @@ def test_a_file_that_fails_on_the_real_machines_is_refused_with_its_line(tmp_pat
 def test_a_missing_file_is_one_message(tmp_path):
     with pytest.raises(UserError, match=r"--accelerate .*gone\.yaml: it cannot be read"):
         read_accelerate_file(tmp_path / "gone.yaml")
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"fp16": true}', "null"])
+def test_a_damaged_deepspeed_config_is_refused_or_left_as_it_is(tmp_path, content):
+    (tmp_path / "ds.json").write_text(content)
+    section = f"deepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}}}\n"
+    file = read_accelerate_file(written(tmp_path, f"distributed_type: DEEPSPEED\n{section}"))
+    if content == "{":
+        with pytest.raises(StrategyError, match=r"ds\.json is not valid JSON"):
+            for_this_machine(file, processes=2, is_fp16=True, folder=tmp_path)
+    else:
+        assert for_this_machine(file, processes=2, is_fp16=True, folder=tmp_path).processes == 2

@@ -41,6 +41,14 @@ def test_a_mistake_is_reported_before_anything_is_launched(tmp_path, capsys, ove
     assert code == 2 and f"rehearse: {phase} ... FAILED" in out and message in out
 
 
+def test_more_processes_than_fit_into_memory_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("finetune.commands.rehearse.rehearse.available_bytes", lambda: 4 << 30)
+    code, out = rehearsed(write_job(tmp_path), capsys, processes=64)
+    assert code == 2 and "rehearse: job ... FAILED" in out
+    assert "--processes 64: each takes at least 419.4 MB, and 4.3 GB are free" in out
+    assert "Write --processes 10 or fewer" in out
+
+
 def test_a_damaged_row_is_reported_with_its_line(tmp_path, capsys):
     code, out = rehearsed(write_job(tmp_path, last='{"prompt": "cut off\n'), capsys)
     assert code == 2 and "rehearse: model ... ok" in out
