@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import RunFingerprint
@@ -164,7 +165,7 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
         conversion.prepared.accelerator.load_state(str(folder))
     except (FinetuneError, KeyboardInterrupt, torch.AcceleratorError):
         raise
-    except Exception as error:  # whatever safetensors, pickle, DeepSpeed and the model make of a damaged file
+    except (Exception, CheckpointException) as error:  # whatever libraries make of a damaged file; not an Exception
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         raise CheckpointError(
             f"--from {folder}: Accelerate cannot load it ({type(error).__name__}: {reason}). It is damaged, or of "

@@ -2,11 +2,14 @@
 
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from torch import equal
+from torch.distributed.checkpoint.api import CheckpointException
 
 from finetune.checkpoint.read.load import open_checkpoint
+from finetune.commands import convert
 from finetune.commands.convert import convert_from, convert_to, require_accelerate_folder
 from finetune.errors import CheckpointError, UserError
 from finetune.strategy.protocol import Expected
@@ -135,3 +138,18 @@ def test_a_folder_of_another_strategy_or_world_is_refused_by_what_it_lacks(tmp_p
     with pytest.raises(CheckpointError, match=missing) as refusal:
         require_accelerate_folder(tmp_path, strategy=strategy, world=2)
     assert f"not written under {strategy.name} with 2 processes" in str(refusal.value)
+
+
+def test_what_torch_raises_for_a_damaged_folder_is_one_message(tmp_path):
+    assert not issubclass(CheckpointException, Exception)
+
+    def load_state(folder):
+        raise CheckpointException("load", {0: (ValueError("the file ends too early"), [])})
+
+    strategy = Launched("fsdp2", fsdp_version=2)
+    conversion = SimpleNamespace(
+        context=SimpleNamespace(strategy=strategy),
+        prepared=SimpleNamespace(accelerator=SimpleNamespace(load_state=load_state)),
+    )
+    with pytest.raises(CheckpointError, match=r"Accelerate cannot load it .* Nothing was written"):
+        convert._read_folder(tmp_path, conversion, step=4)
