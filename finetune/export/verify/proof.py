@@ -132,7 +132,9 @@ class ExportProof:
         path.write_text(json.dumps(request), encoding="utf-8")
         answer = self._answer(path, limit_seconds=_LIMIT_SECONDS + report.size_bytes / _BYTES_PER_SECOND)
         if answer["problems"]:
-            raise ExportError(_refusal(report.folder, answer["problems"], aside=failed_folder(final or report.folder)))
+            is_wrong = answer.get("is_complete", True)
+            aside = failed_folder(final or report.folder)
+            raise ExportError(_refusal(report.folder, answer["problems"], aside=aside, is_wrong=is_wrong))
         shutil.rmtree(failed_folder(final or report.folder), ignore_errors=True)  # of an earlier attempt
         return _sentence(answer, num_rows=len(expected.rows), seconds=time.monotonic() - started)
 
@@ -151,7 +153,7 @@ class ExportProof:
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
             why = f"no answer after {limit_seconds / 60:.0f} minutes" if is_late else why
             last = lines[-1][:300] if lines else "no output"
-            return {"problems": [f"the process that loads it ended with {why}: {last}"]}
+            return {"problems": [f"the process that loads it ended with {why}: {last}"], "is_complete": False}
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found
 
@@ -248,13 +250,15 @@ def failed_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{FAILED_SUFFIX}")
 
 
-def _refusal(folder: Path, problems: Iterable[str], *, aside: Path) -> str:
+def _refusal(folder: Path, problems: Iterable[str], *, aside: Path, is_wrong: bool) -> str:
+    """Return the message; `is_wrong` is false where the folder may be right, as nothing has verified it."""
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     listed = "\n".join(f"  - {problem}" for problem in problems)
+    verdict = "is not the model that was trained" if is_wrong else "could not be verified"
     return (
-        f"export: the exported folder, loaded in a fresh process, is not the model that was trained. It was renamed to "
-        f"{aside}; do not use it. The checkpoints are unchanged.\n{listed}\n"
+        f"export: the exported folder, loaded in a fresh process, {verdict}. It was renamed to {aside}; do not use it. "
+        f"The checkpoints are unchanged.\n{listed}\n"
         "The same command exports and verifies again. If that fails, too, report it with the lines above; "
         "`export.verify: false` (`--no-verify`) writes the folder without this proof."
     )
