@@ -19,6 +19,8 @@ FinetuneError
 """
 
 import errno
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,3 +147,21 @@ def disk_text(error: OSError) -> str | None:
     if error.errno in (*REFUSED, *BROKEN) and error.filename:
         return f"{place}cannot be written or read: {error.strerror}."
     return None
+
+
+_RUST = re.compile(r"Os \{ code: (\d+)|\(os error (\d+)\)")
+"""How libraries in Rust (safetensors, tokenizers) write the number of an operating system's error."""
+
+_TORCH = re.compile(r"PytorchStreamWriter failed writing|unexpected pos \d+ vs")
+"""What `torch.save` makes of a file that cannot grow, without the number."""
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the system's error that this is, or that a library has made another one of."""
+    if isinstance(error, OSError):
+        return error
+    found = _RUST.search(str(error))
+    if found is not None:
+        number = int(found[1] or found[2])
+        return OSError(number, os.strerror(number))
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if _TORCH.search(str(error)) else None

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 
 import typer
 
-from finetune.errors import FinetuneError, UserError, disk_text
+from finetune.errors import FinetuneError, UserError, disk_text, system_error
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,
@@ -84,11 +84,15 @@ def guarded_command_line() -> Iterator[None]:
                 )
                 _print_error(UserError(text))
                 code = UserError.exit_code
+            elif (refused := system_error(error)) is not None and disk_text(refused) is not None:
+                code = _end_by_surroundings(refused)
             else:
                 print_traceback(error)
                 code = 1
     unwritten = flush_streams()
-    if unwritten is not None and (not code or unwritten.errno == errno.EPIPE):
+    if unwritten is not None and unwritten.errno == errno.EPIPE:
+        code = CLOSED_PIPE
+    elif unwritten is not None and not code:
         unwritten.filename = unwritten.filename or "standard output"
         code = _end_by_surroundings(unwritten)
     raise SystemExit(code)

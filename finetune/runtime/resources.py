@@ -4,7 +4,6 @@ Errors of a full or read-only disk become one error, which says how much space i
 """
 
 import os
-import re
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.errors import FULL, FinetuneError, disk_text
+from finetune.errors import FULL, FinetuneError, disk_text, system_error
 
 
 def format_size(num_bytes: int) -> str:
@@ -103,10 +102,6 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
         return available
 
 
-_RUST = re.compile(r"Os \{ code: (\d+)|\(os error (\d+)\)")
-"""How libraries in Rust (safetensors, tokenizers) write the number of an operating system's error."""
-
-
 @contextmanager
 def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[None]:
     """Turn what a disk has refused to take into one error of this kind; `folders` are where things are written.
@@ -118,7 +113,7 @@ def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[
     except FinetuneError:
         raise
     except Exception as error:
-        refused = _of_system(error)
+        refused = system_error(error)
         text = None if refused is None else _text(refused, folders)
         if text is None:
             raise
@@ -134,17 +129,6 @@ def free_bytes(folder: Path) -> int:
     """Return what is free on the disk of a folder, which need not exist yet."""
     place = folder.absolute()
     return shutil.disk_usage(next(each for each in (place, *place.parents) if each.is_dir())).free
-
-
-def _of_system(error: BaseException) -> OSError | None:
-    """Return the system's error that this is, or that a library has made another one of."""
-    if isinstance(error, OSError):
-        return error
-    found = _RUST.search(str(error))
-    if found is None:
-        return None
-    number = int(found[1] or found[2])
-    return OSError(number, os.strerror(number))
 
 
 def _text(error: OSError, folders: Sequence[Path]) -> str | None:

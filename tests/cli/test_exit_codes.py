@@ -3,7 +3,7 @@ import time
 import pytest
 import typer
 
-from finetune.cli.exit_codes import handle_errors
+from finetune.cli.exit_codes import guarded_command_line, handle_errors
 from finetune.errors import CheckpointError, ConfigError, NonFiniteError, Problem, TrainingError
 
 
@@ -76,3 +76,18 @@ def test_under_a_launcher_the_message_says_to_ignore_the_launchers_traceback(mon
     assert capsys.readouterr().err.endswith("Ignore the launcher's traceback below: it only reports this exit.\n")
     assert ended(TrainingError("a shard is missing")) == 1
     assert "Ignore" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Error while serializing: I/O error: No space left on device (os error 28)",
+        "[enforce fail at inline_container.cc:815] . PytorchStreamWriter failed writing file data/3: file write failed",
+        "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0",
+    ],
+)
+def test_a_full_disk_is_one_message_whatever_a_library_makes_of_it(text, capsys):
+    with pytest.raises(SystemExit) as ended, guarded_command_line():
+        raise RuntimeError(text)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: the disk is full (No space left on device). Make room.\n"

@@ -154,6 +154,7 @@ def _forked(request: Mapping[str, Any]) -> Outcome:
     if not in_time:
         os.killpg(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
+    left_running = _group_lives(pid)  # first: what carries on the output of a full disk is then over
     outcome = Outcome(
         code=os.waitstatus_to_exitcode(status) if in_time else None,
         stdout=_text(out),
@@ -163,7 +164,7 @@ def _forked(request: Mapping[str, Any]) -> Outcome:
         grown_bytes=max(0, usage.ru_maxrss * 1024 - base),
         peak_bytes=usage.ru_maxrss * 1024,
         acts=tuple(json.loads(line) for line in _text(trail).splitlines()),
-        left_running=_group_lives(pid),
+        left_running=left_running,
     )
     for descriptor in (out, err, trail, given):
         os.close(descriptor)

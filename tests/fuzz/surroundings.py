@@ -1,5 +1,6 @@
 """What a process may find around it: closed, full and broken outputs, no current folder, no free descriptors."""
 
+import ctypes
 import os
 import resource
 import shutil
@@ -11,6 +12,8 @@ FULL_OUTPUT, FULL_ERRORS = "stdout is full", "stderr is full"
 BROKEN_OUTPUT, BROKEN_STREAMS = "nobody reads stdout", "nobody reads stdout and stderr"
 NO_FOLDER, FEW_FILES = "the current folder is deleted", "few files may be open"
 NOT_WRITABLE, FULL_DISK, ASCII = "home and temporary folder cannot be written", "the disk is full", "ASCII alone"
+FULL_SOON, FULL_LATER = "the disk is full after 9000 bytes", "the disk is full after 60000 bytes"
+READ_ONLY = "an ordinary user to whom all files are read-only"
 SURROUNDINGS = (
     CLOSED_OUTPUT,
     CLOSED_ERRORS,
@@ -23,8 +26,15 @@ SURROUNDINGS = (
     FEW_FILES,
     NOT_WRITABLE,
     FULL_DISK,
+    FULL_SOON,
+    FULL_LATER,
     ASCII,
+    READ_ONLY,
 )
+_CAPABILITY_VERSION_3 = 0x20080522
+_REPLACED: list[object] = []
+"""Streams that close their descriptors, which others use by then, when nothing refers to them."""
+
 _NAMES = ("stdin", "stdout", "stderr")
 
 
@@ -54,12 +64,25 @@ def apply(surroundings: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 4, open_now + 4))
     elif surroundings == NOT_WRITABLE:
         os.environ |= {"HOME": "/proc/home", "TMPDIR": "/proc/tmp", "HF_HOME": "/proc/hf", "XDG_CACHE_HOME": "/proc/c"}
-    elif surroundings == FULL_DISK:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+    elif surroundings in (FULL_DISK, FULL_SOON, FULL_LATER):
+        size = {FULL_DISK: 2048, FULL_SOON: 9000, FULL_LATER: 60000}[surroundings]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         _send_through_pipe()
+    elif surroundings == READ_ONLY:
+        _lose_privileges(Path.cwd())
     elif surroundings == ASCII:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(encoding="ascii")
+
+
+def _lose_privileges(folder: Path) -> None:
+    """Let nothing in the folder but its temporary files be written, and give up root's right to do so nevertheless."""
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink() and folder / "tmp" not in (path, *path.parents):
+            path.chmod(path.stat().st_mode & ~0o222)
+    header, no_capabilities = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    if ctypes.CDLL(None, use_errno=True).capset(header, no_capabilities) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _send_through_pipe() -> None:
@@ -81,4 +104,5 @@ def _send_through_pipe() -> None:
 
 
 def _open_streams() -> None:
+    _REPLACED.extend((sys.stdout, sys.stderr))
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)

@@ -1,5 +1,6 @@
 """Every command in every kind of surroundings ends in time, with a known exit code and without a traceback."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -88,6 +89,8 @@ def test_every_command_is_typed_here():
 @pytest.mark.slow
 @pytest.mark.parametrize("around", surroundings.SURROUNDINGS)
 def test_no_command_ends_with_a_traceback_in(around: str, ground: Ground):
+    if around == surroundings.READ_ONLY and os.getuid() != 0:
+        pytest.skip("only root can remove such a folder again")
     typed = [(*name.split(), *words) for name, each in TYPED.items() for words in each] + [("--help",), ("--version",)]
     found = {" ".join(words): wrong for words in typed if (wrong := violation(ground, words, around))}
     assert not found, "\n\n".join(f"{words}\n{wrong}" for words, wrong in found.items())
@@ -133,3 +136,19 @@ def test_a_closed_descriptor_is_not_taken_by_the_next_file():
     )
     done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" <&- >&-'], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("around", "code", "message"),
+    [
+        (surroundings.FULL_OUTPUT, 2, "the disk is full"),
+        (surroundings.FULL_DISK, 0, "| `run.hang_after_seconds` |"),
+        (surroundings.BROKEN_OUTPUT, CLOSED_PIPE, ""),
+        (surroundings.BROKEN_STREAMS, CLOSED_PIPE, ""),
+        (surroundings.CLOSED_OUTPUT, 0, ""),
+    ],
+)
+def test_the_surroundings_are_what_their_names_say(around: str, code: int, message: str, ground: Ground):
+    outcome = ground.outcome(("reference",), surroundings=around)
+    assert outcome.code == code and message in outcome.stderr
