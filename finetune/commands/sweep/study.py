@@ -221,6 +221,8 @@ class SweepStudy:
         for trial in self._study.get_trials(deepcopy=False):
             if _RUN in trial.user_attrs:  # else the sweep was killed while it chose the values
                 run = _STORED_RUN.validate_json(json.dumps(trial.user_attrs[_RUN]))
+                if run.name in ("", "..") or Path(run.name).name != run.name:
+                    raise ValueError(f"`{truncate(run.name)}` is not the name of a run")
                 self.runs[run.name] = replace(run, values={**self.facts.former, **run.values})
                 self._trials[run.name] = trial.number
 

@@ -232,6 +232,19 @@ def test_records_that_do_not_fit_are_damage_and_another_format_is_named(opened):
         opened()
 
 
+def test_a_name_that_leads_out_of_the_folder_is_damage(opened):
+    study = opened()
+    search(study, num_runs=1)
+    (name,) = study.runs
+    path = study.folder / "sweep.journal"
+    text = path.read_text()
+    assert f'"name":"{name}"' in text
+    for hostile in ("../../elsewhere", "/etc", "a/b", "..", ""):
+        path.write_text(text.replace(f'"name":"{name}"', f'"name":"{hostile}"'))
+        with pytest.raises(UserError, match=r"the file is damaged: .* is not the name of a run"):
+            opened()
+
+
 def test_a_line_that_was_cut_off_by_a_kill_is_dropped(opened):
     study = opened()
     search(study, num_runs=3)
