@@ -76,7 +76,7 @@ def with_config_values(
 
 
 def check_names(config_class: Any, values: Mapping[str, Any], *, key: str) -> None:
-    """Raise ModelError for a value that neither the class nor its model reads, or that another key sets."""
+    """Raise ModelError for a value that the config does not have, or that another key sets."""
     known = known_names(config_class)
     for name in values:
         if name in _SET_ELSEWHERE:
@@ -85,13 +85,8 @@ def check_names(config_class: Any, values: Mapping[str, Any], *, key: str) -> No
             raise ModelError(f"{key}.{name}: it changes nothing in what the model computes. Remove it.")
         if name not in known:
             hint = suggestion(name, sorted(known))
-            raise ModelError(
-                f"{key}.{name}: neither the config nor the model of `{_kind(config_class)}` reads it.{hint}"
-            )
-
-
-def _kind(config_class: Any) -> str:
-    return getattr(config_class, "model_type", "") or str(config_class.__name__)
+            model_type = getattr(config_class, "model_type", "") or config_class.__name__
+            raise ModelError(f"{key}.{name}: the config of `{model_type}` has no such value.{hint}")
 
 
 def _merged(
