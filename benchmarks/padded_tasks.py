@@ -30,9 +30,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402  # the threads are set before
 
 from finetune.data.batch import Batch  # noqa: E402
+from finetune.run.setup.accelerator import make_accelerator  # noqa: E402
 from finetune.run.setup.data import prepare_data  # noqa: E402
 from finetune.run.setup.precompute import precompute  # noqa: E402
-from finetune.run.setup.prepared_model import make_accelerator, prepare_model  # noqa: E402
+from finetune.run.setup.prepared_model import prepare_model  # noqa: E402
 
 from comparison.product import make_context_of  # noqa: E402  # the folder is not a package
 
@@ -97,9 +98,16 @@ class Layout:
     def __init__(self, job: Path, overrides: tuple[str, ...]) -> None:
         context = make_context_of(job, overrides)
         data = prepare_data(context)
-        accelerator = make_accelerator(context)
-        self._prepared = prepare_model(context, data.training_data, accelerator=accelerator, learning_rate=1e-5)
-        training_data = precompute(context, data.training_data, self._prepared)
+        accelerator = make_accelerator(context.config, context.strategy, log=context.log)
+        self._prepared = prepare_model(
+            context.config,
+            context.strategy,
+            data.training_data,
+            accelerator=accelerator,
+            learning_rate=1e-5,
+            log=context.log,
+        )
+        training_data = precompute(context.config, data.training_data, self._prepared, log=context.log)
         self._view, self._task, self._train = training_data.training, training_data.task, context.config.train
         self._prepared.model.train()
 

@@ -23,9 +23,10 @@ from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
 from finetune.report.reporter import NullReporter
 from finetune.run.context import RunContext, make_context
+from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import TrainingData, prepare_data
 from finetune.run.setup.evaluator import make_evaluator
-from finetune.run.setup.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
@@ -147,9 +148,14 @@ def build(job: Path, overrides: Sequence[str] = ()) -> Built:
     """Return the job, built. Collective."""
     context = make_context_of(job, overrides)
     data = prepare_data(context)
-    accelerator = make_accelerator(context)
+    accelerator = make_accelerator(context.config, context.strategy, log=context.log)
     prepared = prepare_model(
-        context, data.training_data, accelerator=accelerator, learning_rate=data.plan.schedule.peak
+        context.config,
+        context.strategy,
+        data.training_data,
+        accelerator=accelerator,
+        learning_rate=data.plan.schedule.peak,
+        log=context.log,
     )
     return Built(context.loaded, data.training_data, prepared)
 
@@ -169,7 +175,7 @@ def loaders(job: Path, *, num_steps: int) -> Callable[[int], Any]:
     """Return what gives the prepared loader of the job's batches from a step on."""
     context = make_context_of(job, [f"train.steps={num_steps}", "data.shuffle=true"])
     config, training_data = context.config, prepare_data(context).training_data
-    accelerator = make_accelerator(context)
+    accelerator = make_accelerator(context.config, context.strategy, log=context.log)
     batches = partial(
         train_loader,
         training_data.training,

@@ -31,8 +31,9 @@ from finetune.errors import CheckpointError, FinetuneError, UserError
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.context import RunContext, make_context
 from finetune.run.samples import matches_data_order
+from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import TrainingData, prepare_data
-from finetune.run.setup.prepared_model import PreparedModel, make_accelerator, prepare_model
+from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.state.fingerprint import make_fingerprint
 from finetune.runtime import distributed
@@ -201,8 +202,14 @@ def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
 def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:
     small = make_context(_with_smallest_microbatch(loaded), strategy)
     data = prepare_data(small)
-    rate = data.plan.schedule.peak
-    prepared = prepare_model(small, data.training_data, accelerator=make_accelerator(small), learning_rate=rate)
+    prepared = prepare_model(
+        small.config,
+        strategy,
+        data.training_data,
+        accelerator=make_accelerator(small.config, strategy, log=small.log),
+        learning_rate=data.plan.schedule.peak,
+        log=small.log,
+    )
     return Conversion(replace(small, loaded=loaded), checkpoints, data.training_data, prepared)
 
 
@@ -269,8 +276,8 @@ def _read_progress(folder: Path) -> Progress | None:
 
 
 def _fingerprint(conversion: Conversion) -> RunFingerprint:
-    model = conversion.prepared.unwrapped_model
-    return make_fingerprint(conversion.context, conversion.training_data, model=model)
+    context, model = conversion.context, conversion.prepared.unwrapped_model
+    return make_fingerprint(context.config, context.strategy, conversion.training_data, model=model, log=context.log)
 
 
 def _folder_kind(conversion: Conversion) -> str:

@@ -28,7 +28,7 @@ from finetune.export.verify.proof import staged_export
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
-from finetune.run.context import RunContext
+from finetune.run.context import RunPaths
 from finetune.run.export_proof import Trained, begin_proof, expected_of_run, needs_unmerged, trained_logits
 from finetune.run.setup.model import build_model
 from finetune.run.setup.prepared_model import BuiltRun, make_weights
@@ -105,26 +105,26 @@ def resolve_export_section(config: RunConfig) -> ExportSection:
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, progress: Progress, reason: str) -> None:
+def export_final(loaded: LoadedConfig, built: BuiltRun, reporter: Reporter, *, progress: Progress, reason: str) -> None:
     """Gather the weights and write them on rank 0, unless they were written already. Collective.
 
     An adapter's base is written only where it exists nowhere else, or where the adapter is merged into it.
     """
-    loaded, run_folder, prepared = context.loaded, context.paths.folder, built.prepared
-    is_there = distributed.is_main() and is_exported(run_folder, step=progress.step, section=loaded.config.export)
+    paths, prepared = RunPaths(Path(loaded.config.run.folder)), built.prepared
+    is_there = distributed.is_main() and is_exported(paths.folder, step=progress.step, section=loaded.config.export)
     if distributed.broadcast_object(is_there):
-        reporter(Noted(progress.step, f"{context.paths.final} already holds the model of this step"))
+        reporter(Noted(progress.step, f"{paths.final} already holds the model of this step"))
         return
     fault_point("export.begin", step=progress.step)
     preprocessors = export_inputs(built.training_data.processing, built.training_data.task, prepared.unwrapped_model)
-    with make_weights(context, prepared).swapped_in():
+    with make_weights(loaded.config.train, prepared).swapped_in():
         rows, logits = trained_logits(loaded.config, built.training_data, prepared, preprocessors=preprocessors)
         weights = gather_weights(prepared.accelerator, prepared.model, trained_only=exports_trained_only(loaded.config))
     with distributed.rank_0_works_alone():
         fault_point("export.write", step=progress.step)
         if distributed.is_main():
             _write_final(
-                context,
+                loaded,
                 built,
                 reporter,
                 progress=progress,
@@ -136,7 +136,7 @@ def export_final(context: RunContext, built: BuiltRun, reporter: Reporter, *, pr
 
 
 def _write_final(
-    context: RunContext,
+    loaded: LoadedConfig,
     built: BuiltRun,
     reporter: Reporter,
     *,
@@ -146,7 +146,8 @@ def _write_final(
     trained: Trained,
 ) -> None:
     """Export the gathered weights, prove them and record the step they are from. Not collective: for rank 0."""
-    loaded, run_folder, training_data = context.loaded, context.paths.folder, built.training_data
+    run_folder, training_data = Path(loaded.config.run.folder), built.training_data
+    final = RunPaths(run_folder).final
     _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
     (run_folder / FINAL_RECORD).unlink(missing_ok=True)
     model, head = built.prepared.unwrapped_model, training_data.task.head
@@ -159,7 +160,7 @@ def _write_final(
             "facts": _card(loaded, progress, head=head),
         }
         unmerged = write_unmerged(Path(aside) / "adapter", loaded.config, how)
-        final, section = context.paths.final, resolve_export_section(loaded.config)
+        section = resolve_export_section(loaded.config)
         with staged_export(final) as staged:
             report = export_model(staged, section=section, final=final, **how)
             weights.clear()  # the proof needs the memory
@@ -168,8 +169,8 @@ def _write_final(
             proved = proof.check(report, expected, final=final)
     report = replace(report, folder=final)
     _record(loaded, report, step=progress.step, reason=reason)
-    exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {context.paths.final}"
-    for text in filter(None, (exported, proved, vllm_hint(context.paths.final))):
+    exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"
+    for text in filter(None, (exported, proved, vllm_hint(final))):
         reporter(Noted(progress.step, text))
 
 

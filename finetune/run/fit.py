@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
@@ -25,6 +26,7 @@ from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
+from finetune.strategy.protocol import Strategy
 from finetune.train.loop import report_steps, train
 from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import STOP_FILE
@@ -46,16 +48,17 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
     save = ReportingSaver(restored.checkpointer, reporter, supervision.status.checkpoint, before=sync)
     with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
         parts = make_parts(
-            context,
+            config,
             restored.built,
             reporter=reporter,
             save=save,
             signals=supervision.signals,
             startup=supervision.startup,
             gpu=gpu,
+            log=context.log,
         )
         parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
-        reporter(_run_started(context, restored, previous=supervision.status.previous))
+        reporter(_run_started(config, context.strategy, restored, previous=supervision.status.previous))
         started = time.monotonic()
         supervision.status.run(progress, num_steps=plan.num_steps)
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
@@ -64,12 +67,14 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
         return TrainingOutcome(_run_loop(parts, progress, supervision=supervision), started)
 
 
-def _run_started(context: RunContext, restored: RestoredRun, *, previous: Mapping[str, Any]) -> RunStarted:
-    config, plan, prepared = context.config, restored.built.plan, restored.built.prepared
+def _run_started(
+    config: RunConfig, strategy: Strategy, restored: RestoredRun, *, previous: Mapping[str, Any]
+) -> RunStarted:
+    plan, prepared = restored.built.plan, restored.built.prepared
     return RunStarted(
         step=restored.progress.step,
         num_steps=plan.num_steps,
-        strategy=describe_strategy(context.strategy),
+        strategy=describe_strategy(strategy),
         arithmetic=plan.arithmetic,
         config=config.model_dump(),
         flops_per_token=prepared.flops_per_token,
@@ -87,7 +92,7 @@ def finish(
     """Export the model where the run is finished, report its end and return the exit code. Collective."""
     progress, built, is_final = restored.progress, restored.built, fitted.reason in FINAL_REASONS
     if is_final:
-        export_final(context, built, reporter, progress=progress, reason=fitted.reason)
+        export_final(context.loaded, built, reporter, progress=progress, reason=fitted.reason)
     if fitted.reason == STOP_FILE and distributed.is_main():
         remove_stop_file(context.paths.stop_file, log=lambda text: reporter(Warned(progress.step, text)))
     code = supervision.end(fitted.reason)

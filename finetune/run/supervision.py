@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
+from finetune.config.load import LoadedConfig
+from finetune.config.sections.run import OnEndSection
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError, UserError
 from finetune.memory.trial.limits import is_out_of_memory
+from finetune.report.run_log import RunLog
 from finetune.report.timing import StartupTimer
-from finetune.run.context import RunContext
 from finetune.run.state.finished import FinishedRun
 from finetune.runtime import distributed
 from finetune.runtime.processes import stop_with_launcher
@@ -130,18 +132,18 @@ def _state_of(reason: str) -> str:
 
 
 @contextmanager
-def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Supervision]:
+def supervised_run(loaded: LoadedConfig, startup: StartupTimer, *, log: RunLog) -> Iterator[Supervision]:
     """Supervise this process; rank 0 locks the run folder.
 
     One of several processes that meets an error exits here, with all others, and shows the first error of all; a
     single process lets its error pass. Raises UserError where another run writes to the folder, or where the disk
     of the folder or of the cache is full.
     """
-    rank, folder = distributed.rank(), context.paths.folder
-    with record_signals() as received, lock_run_folder(folder, log=context.log) if rank == 0 else nullcontext():
+    config, rank, folder = loaded.config, distributed.rank(), Path(loaded.config.run.folder)
+    with record_signals() as received, lock_run_folder(folder, log=log) if rank == 0 else nullcontext():
         stop_with_launcher()
         if (warning := raise_file_limit(distributed.world())) is not None:
-            context.log(f"warning: {warning}")
+            log(f"warning: {warning}")
         if rank == 0:
             require_newest_attempt()
             hang.keep_previous_reports(folder)
@@ -149,13 +151,13 @@ def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Super
         file.start()
         leave = ProcessExit(file, rank=rank)
         watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
-        sentinel = RunSentinel(_order_of_end(context, file))
-        folders = (folder, cache_folder(context.config.data))
+        sentinel = RunSentinel(_end_hook(loaded, launch=file.launch))
+        folders = (folder, cache_folder(config.data))
         supervision = Supervision(received, file, leave, watchdog, startup, folders=folders, sentinel=sentinel)
         try:
             with running_watchdog(watchdog), supervision.recording_first_error():
                 if rank == 0:  # others once it is known that this run is the only one in the folder
-                    _start_sentinel(context, sentinel)
+                    _start_sentinel(config.run.on_end_section, sentinel, log=log)
                 yield supervision
         except BaseException as error:
             if stop := watchdog.stop_before_training():  # whatever a signal interrupted
@@ -167,9 +169,10 @@ def supervised_run(context: RunContext, startup: StartupTimer) -> Iterator[Super
             kill_children()
 
 
-def _order_of_end(context: RunContext, file: StatusFile) -> EndHook | None:
-    """Return what `run.on_end` orders on this machine; None where nothing is to be run, or another rank starts it."""
-    section, rank = context.config.run.on_end_section, distributed.rank()
+def _end_hook(loaded: LoadedConfig, *, launch: str) -> EndHook | None:
+    """Return what to run on this machine at the end; None where nothing is, or another rank starts it."""
+    run, rank = loaded.config.run, distributed.rank()
+    section = run.on_end_section
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if section is None or not is_first or (section.where == "first_host" and rank != 0):
         return None
@@ -181,25 +184,24 @@ def _order_of_end(context: RunContext, file: StatusFile) -> EndHook | None:
         restart_seconds=section.restart_seconds,
         idle_after_seconds=section.idle_after_seconds,
         timeout_seconds=section.timeout_seconds,
-        run_folder=str(context.paths.folder),
-        log=str(context.paths.folder / (ON_END_LOG if rank == 0 else f"on_end-{host}.log")),
+        run_folder=run.folder,
+        log=str(Path(run.folder) / (ON_END_LOG if rank == 0 else f"on_end-{host}.log")),
         host=host,
-        launch=file.launch,
-        url=context.loaded.remote or "",
+        launch=launch,
+        url=loaded.remote or "",
     )
 
 
-def _start_sentinel(context: RunContext, sentinel: RunSentinel) -> None:
-    section = context.config.run.on_end_section
+def _start_sentinel(section: OnEndSection | None, sentinel: RunSentinel, *, log: RunLog) -> None:
     if section is None or (pid := sentinel.start()) is None:
         return
     who = "each machine" if section.where == "each_host" else "this machine"
-    context.log(
+    log(
         f"run.on_end: when the run ends ({', '.join(section.when)}), {who} runs `{printable(section.command)}`. "
         f"Process {pid} waits for that; `kill {pid}` calls it off here."
     )
     if 1 in (os.getpid(), os.getppid()):
-        context.log(
+        log(
             "warning: run.on_end: this looks like the first process of a container or like a service of systemd, which "
             "end all that a run leaves behind, and the command with it. See docs/interruptions.md."
         )

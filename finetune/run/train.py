@@ -6,7 +6,6 @@ that the run starts from, `restore` loads a checkpoint into what `build` returne
 
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 
 from accelerate import Accelerator
 
@@ -19,16 +18,12 @@ from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
 from finetune.run.fit import finish, fit
 from finetune.run.remote.background import Uploader, make_uploader
+from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.checks import require_sample_isolation
 from finetune.run.setup.data import PreparedData, prepare_data, verify_before_training
 from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.precompute import add_frozen_models
-from finetune.run.setup.prepared_model import (
-    BuiltRun,
-    make_accelerator,
-    make_step_task,
-    prepare_model,
-    require_sample_isolation,
-)
+from finetune.run.setup.prepared_model import BuiltRun, make_step_task, prepare_model
 from finetune.run.setup.strategy import require_exact_slices
 from finetune.run.state.resume import find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
@@ -46,34 +41,43 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     startup = StartupTimer.from_process_start()
     context = validate(loaded)
     uploader = make_uploader(context.loaded)
-    with supervised_run(context, startup) as supervision, model_code_errors():
+    with supervised_run(context.loaded, startup, log=context.log) as supervision, model_code_errors():
         code = _train(context, supervision, uploader=uploader, checksums=checksums)
-    return distributed.shut_down(code, afterwards=partial(_upload_rest, context, uploader, supervision))
+
+    def upload_rest(code: int) -> int:
+        """Upload what is left, when no other process waits for this one any more; return the exit code."""
+        code = uploader.finish(code)
+        if code == 0:
+            push_final(context.loaded)
+        return supervision.sentinel.exit(code)
+
+    return distributed.shut_down(code, afterwards=upload_rest)
 
 
 def _train(
     context: RunContext, supervision: Supervision, *, uploader: Uploader, checksums: ChecksumPrefetch | None
 ) -> int:
-    checksums = fetch_run_folder(context, checksums)
-    validate_model(context)
+    config, strategy, log = context.config, context.strategy, context.log
+    checksums = fetch_run_folder(context.loaded, checksums, log=log)
+    validate_model(context.loaded, strategy, log=log)
     data = prepare_data(context)
     supervision.startup.end("data")
-    accelerator = make_accelerator(context)
+    accelerator = make_accelerator(config, strategy, log=log)
     supervision.gather_peers()
-    if finished := find_finished(context, data):
+    if finished := find_finished(config, strategy, data, log=log):
         return supervision.end_finished(finished, num_steps=data.plan.num_steps)
     built = build(context, data, accelerator=accelerator, supervision=supervision)
     restored = restore(context, built, checksums)
     with supervision.startup.phase("longest batch"):
         context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
     restored = replace(restored, built=built)
-    costs = InterruptionCosts(supervision.status.add, hours_stated=context.config.run.hours_between_interruptions)
-    reporter = uploader.watch_reporter(open_run_folder(context, built, costs=costs))
+    costs = InterruptionCosts(supervision.status.add, hours_stated=config.run.hours_between_interruptions)
+    reporter = uploader.watch_reporter(open_run_folder(context.loaded, built, costs=costs, log=log))
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):
         fitted = fit(context, restored, reporter=reporter, supervision=supervision)
         code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)
     for line in costs.lines:
-        context.log(line)
+        log(line)
     return code
 
 
@@ -82,14 +86,17 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
 
     Collective.
     """
+    config, log = context.config, context.log
     prepared = prepare_model(
-        context,
+        config,
+        context.strategy,
         data.training_data,
         accelerator=accelerator,
         learning_rate=data.plan.schedule.peak,
+        log=log,
         plan=data.plan,
     )
-    require_sample_isolation(context, data.training_data, prepared)
+    require_sample_isolation(config, data.training_data, prepared, log=log)
     require_exact_slices(
         prepared.model,
         config=unwrap_model(prepared.unwrapped_model).config,
@@ -98,14 +105,6 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
     )
     verify_before_training(data.training_data)
     supervision.startup.end("model")
-    supervision.watchdog.detect_hangs(context.config.run.hang_after_seconds)
-    training_data = add_frozen_models(context, data.training_data, prepared)
-    return BuiltRun(training_data, data.plan, prepared, make_step_task(context, training_data.task, prepared))
-
-
-def _upload_rest(context: RunContext, uploader: Uploader, supervision: Supervision, code: int) -> int:
-    """Upload what is left, when no other process waits for this one any more; return the exit code."""
-    code = uploader.finish(code)
-    if code == 0:
-        push_final(context.loaded)
-    return supervision.sentinel.exit(code)
+    supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
+    training_data = add_frozen_models(config, data.training_data, prepared, log=log)
+    return BuiltRun(training_data, data.plan, prepared, make_step_task(config, training_data.task, prepared))

@@ -8,6 +8,7 @@ from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.loading.sentence_modules import pooling_warning
 from finetune.registry.tasks import TASKS
+from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
 from finetune.run.remote.download import with_local_folder
@@ -16,6 +17,7 @@ from finetune.run.setup.strategy import launched_strategy, require_sliceable_mod
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.launch_file import is_set_by_accelerate
+from finetune.strategy.protocol import Strategy
 
 
 def validate(loaded: LoadedConfig) -> RunContext:
@@ -23,15 +25,20 @@ def validate(loaded: LoadedConfig) -> RunContext:
     quiet_libraries(is_main=distributed.is_main())
     loaded = with_local_folder(loaded)
     context = make_context(loaded, launched_strategy(loaded))
-    require_supported_by_strategy(context.config, context.strategy.name)
-    require_mergeable(context.config, strategy=context.strategy.name)
-    _require_vector_sizes(context.config)
-    _warn_of_other_pooling(context)
-    _report_default_strategy(context)
+    config, strategy = context.config, context.strategy.name
+    require_supported_by_strategy(config, strategy)
+    require_mergeable(config, strategy=strategy)
+    _require_vector_sizes(config)
+    if TASKS[config.task.name].head == "embedding" and distributed.is_main():
+        warning = pooling_warning(config.model, config.task.embedding.pooling)
+        if warning is not None:
+            context.log(warning)
+    if distributed.world() > 1 and not is_set_by_accelerate(os.environ) and distributed.is_main():
+        context.log(f"{strategy}: no accelerate file was given. --accelerate FILE chooses another strategy.")
     return context
 
 
-def validate_model(context: RunContext) -> None:
+def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog) -> None:
     """Raise an error where the values of `model.from_config` or `model.config` give no model.
 
     And where the model does not take the adapters or samples of that length, or lacks the routers that a key is about.
@@ -39,15 +46,15 @@ def validate_model(context: RunContext) -> None:
     """
     if not distributed.is_main():
         return
-    section = context.config.model
+    section = loaded.config.model
     if section.from_config is not None or section.config_changes:
-        require_buildable(context.loaded)
-    require_adaptable(context.loaded, strategy=context.strategy.name)
-    require_routers(context.loaded)
-    require_sliceable_model(context.config, size=context.strategy.expected().sequence_size)
-    warning = require_positions(context.loaded)
+        require_buildable(loaded)
+    require_adaptable(loaded, strategy=strategy.name)
+    require_routers(loaded)
+    require_sliceable_model(loaded.config, size=strategy.expected().sequence_size)
+    warning = require_positions(loaded)
     if warning is not None:
-        context.log(warning)
+        log(warning)
 
 
 def _require_vector_sizes(config: RunConfig) -> None:
@@ -61,20 +68,4 @@ def _require_vector_sizes(config: RunConfig) -> None:
         raise ModelError(
             f"task.embedding.matryoshka_dims: {too_large[0]} is more than the {whole} numbers of this model's vectors. "
             "Remove it, or write a smaller one."
-        )
-
-
-def _warn_of_other_pooling(context: RunContext) -> None:
-    """Log a warning where the model of an embedding job was trained with another pooling."""
-    if TASKS[context.config.task.name].head == "embedding" and distributed.is_main():
-        warning = pooling_warning(context.config.model, context.config.task.embedding.pooling)
-        if warning is not None:
-            context.log(warning)
-
-
-def _report_default_strategy(context: RunContext) -> None:
-    """Log that it is DDP where several processes were started and nobody has chosen a strategy."""
-    if distributed.world() > 1 and not is_set_by_accelerate(os.environ) and distributed.is_main():
-        context.log(
-            f"{context.strategy.name}: no accelerate file was given. --accelerate FILE chooses another strategy."
         )

@@ -15,11 +15,11 @@ from finetune.data.token_cache.store import TokenCache
 from finetune.errors import UserError
 from finetune.report.reporter import NullReporter
 from finetune.report.run_log import RunLog
-from finetune.run.context import make_context
+from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import input_identity
 from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.precompute import precompute_set
-from finetune.run.setup.prepared_model import PreparedModel, make_accelerator
+from finetune.run.setup.prepared_model import PreparedModel
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.setup.teacher import attach_teacher
 from finetune.runtime import distributed
@@ -69,17 +69,19 @@ def measure(target: EvaluationTarget) -> Measurement:
 
     Raises UserError where the job has no validation rows.
     """
-    context = make_context(target.loaded, launched_strategy(_evaluation_job(target.loaded)))
+    strategy = launched_strategy(_evaluation_job(target.loaded))
+    log = RunLog(is_main=distributed.is_main())
     config, task = target.config, target.task()
-    rows = _validation(target, task, log=context.log)
+    rows = _validation(target, task, log=log)
     repair(rows, seconds=None)
-    accelerator = make_accelerator(context)  # first: quantized weights are loaded to the device that it chooses
+    # Before the model: quantized weights are loaded to the device that it chooses.
+    accelerator = make_accelerator(config, strategy, log=log)
     with unsharded(accelerator):
         model = target.initial_model(task)
     model.to(accelerator.device)
     prepared = PreparedModel(accelerator, model, model, None)
-    precomputed = precompute_set(context, task, rows, key="data.validation", prepared=prepared)
-    task = attach_teacher(context, task, accelerator)
+    precomputed = precompute_set(config, task, rows, key="data.validation", prepared=prepared, log=log)
+    task = attach_teacher(config.model, task, accelerator=accelerator, log=log)
     target.load_weights(model)
     generate = config.evaluate.generate if config.evaluate else None
     evaluator = make_evaluator(

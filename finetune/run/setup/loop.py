@@ -18,8 +18,9 @@ from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_ru
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns
 from finetune.report.reporter import Reporter
+from finetune.report.run_log import RunLog
 from finetune.report.timing import StartupTimer
-from finetune.run.context import RunContext
+from finetune.run.context import RunPaths
 from finetune.run.samples import record_samples
 from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
@@ -65,7 +66,7 @@ def _has_ghost_norms(model: nn.Module) -> bool:
 
 
 def make_parts(
-    context: RunContext,
+    config: RunConfig,
     built: BuiltRun,
     *,
     reporter: Reporter,
@@ -73,16 +74,17 @@ def make_parts(
     signals: ReceivedSignals,
     startup: StartupTimer,
     gpu: DeviceColumns,
+    log: RunLog,
 ) -> TrainingComponents:
     """Return the record that the loop works with; its first step reports what the start took."""
-    config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
+    training_data, prepared, plan = built.training_data, built.prepared, built.plan
     stopping = config.train.early_stopping
     return TrainingComponents(
         accelerator=prepared.accelerator,
         model=prepared.model,
         optimizer=prepared.optimizer,
         task=built.step_task,
-        groups=partial(_timed_groups, context, built, startup=startup, report=reporter),
+        groups=partial(_timed_groups, config, built, startup=startup, report=reporter),
         plan=plan,
         deliveries=SampleVerifier(training_data.training, plan.global_batch_size),
         place=training_data.training.samples.place,
@@ -92,12 +94,12 @@ def make_parts(
         scales_loss=config.train.precision == "fp16",
         meters=Meters(built.step_task.step_metrics, device=gpu),
         reporter=reporter,
-        evaluate=_evaluation(context, built, reporter=reporter),
+        evaluate=_evaluation(config, built, reporter=reporter),
         save=save,
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
         save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
-        stop_sources=make_stop_sources(context, signals=signals, save=save, started=startup.started_at),
+        stop_sources=make_stop_sources(config, signals=signals, save=save, started=startup.started_at, log=log),
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
         before_batch=prepared.before_batch,
@@ -114,8 +116,8 @@ def make_update(config: RunConfig, prepared: PreparedModel) -> Update:
     return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
 
 
-def _groups(context: RunContext, built: BuiltRun, *, first_step: int) -> Iterator[tuple[Batch, ...]]:
-    config, training_data, prepared, plan = context.config, built.training_data, built.prepared, built.plan
+def _groups(config: RunConfig, built: BuiltRun, *, first_step: int) -> Iterator[tuple[Batch, ...]]:
+    training_data, prepared, plan = built.training_data, built.prepared, built.plan
     loader = train_loader(
         training_data.training,
         training_data.task.collate,
@@ -133,11 +135,11 @@ def _groups(context: RunContext, built: BuiltRun, *, first_step: int) -> Iterato
     handed = end_batch_norm_steps(placed, prepared.model)
     if not config.report.sample_ids:
         return handed
-    return record_samples(handed, run_folder=context.paths.folder, first_step=first_step)
+    return record_samples(handed, run_folder=Path(config.run.folder), first_step=first_step)
 
 
-def _evaluation(context: RunContext, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
-    config, training_data, prepared = context.config, built.training_data, built.prepared
+def _evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
+    training_data, prepared = built.training_data, built.prepared
     if config.evaluate is None or training_data.validation_set is None:
         return NoEvaluation()
     evaluator = make_evaluator(
@@ -150,24 +152,25 @@ def _evaluation(context: RunContext, built: BuiltRun, *, reporter: Reporter) -> 
         answer_metrics=training_data.answer_metrics,
         reporter=reporter,
     )
-    return SyncedBatchNormEvaluation(prepared.model, EvaluationWithWeights(make_weights(context, prepared), evaluator))
+    return SyncedBatchNormEvaluation(
+        prepared.model, EvaluationWithWeights(make_weights(config.train, prepared), evaluator)
+    )
 
 
 def make_stop_sources(
-    context: RunContext, *, signals: ReceivedSignals, save: CheckpointSaving, started: float
+    config: RunConfig, *, signals: ReceivedSignals, save: CheckpointSaving, started: float, log: RunLog
 ) -> StopSources:
     """Return everything that can request a stop of this rank.
 
     Only rank 0 looks for the file `STOP` in the run folder, and one process of a machine for the spot notice.
     """
-    config = context.config
     found: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
     if config.train.time_limit_minutes:
         found[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
     if distributed.is_main():
-        found[STOP_FILE] = StopFile(context.paths.stop_file)
+        found[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
-        found[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=context.log).start()
+        found[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
     return StopSources(signals, found)
 
 
@@ -180,14 +183,14 @@ def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
 
 
 def _timed_groups(
-    context: RunContext, built: BuiltRun, *, startup: StartupTimer, report: Reporter, first_step: int
+    config: RunConfig, built: BuiltRun, *, startup: StartupTimer, report: Reporter, first_step: int
 ) -> Iterator[tuple[Batch, ...]]:
     """Yield the groups; report the start at the second request, when a step is over, and the memory at the third.
 
     The second step is the first with activations and optimizer state at the same time.
     """
     startup.end("run folder")
-    coming = _groups(context, built, first_step=first_step)
+    coming = _groups(config, built, first_step=first_step)
     for group in islice(coming, 1):
         yield group
         startup.end("first step")

@@ -15,26 +15,32 @@ from finetune.checkpoint.format.manifest import read_manifest_of_step
 from finetune.checkpoint.format.metadata import read_metadata
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
+from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
 from finetune.config.sections.model import ModelSection
 from finetune.errors import CheckpointError, ConfigError, ModelError, Problem
 from finetune.model.activations.offload import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config, has_adapter
+from finetune.model.attention.supported_models import has_sinks
+from finetune.model.attention.varlen_kernels import missing_kernel_warning
 from finetune.model.batch_norm import set_batch_norm
 from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds, load_model_config
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
 from finetune.model.loading.load import load_model
-from finetune.model.loading.pretrained import read_saved_adapter_config
+from finetune.model.loading.pretrained import base_mismatch_warning, read_saved_adapter_config
 from finetune.model.new_tokens import add_embedding_rows, new_token_ids
 from finetune.model.positions.limits import positions_of, table_size
 from finetune.model.quantize import unquantized_weights_folder
+from finetune.model.size import precision_warnings
 from finetune.registry.tasks import TASKS
+from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import InitContext
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
+from finetune.task.model_inputs import is_padding_free, unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss.routers import find_routers
 
@@ -144,6 +150,37 @@ def adapter_summary_of(model: Any) -> tuple[str, ...]:
     """Return the line on what LoRA adapts in a mixture of experts; none for a model that it does not concern."""
     line = lora.adapter_summary(model) if has_adapter(model) else None
     return () if line is None else (line,)
+
+
+def model_warnings(config: RunConfig, model: Any) -> Iterator[str]:
+    """Yield what to log about precision, kernels, offloading and a base that an adapter was not trained on."""
+    section, train = config.model, config.train
+    for warning in precision_warnings(
+        dtype=section.dtype,
+        is_lora=adapter_of(config) is not None,
+        modules_to_save=section.lora.modules_to_save if section.lora else (),
+        uses_stochastic_rounding=train.optimizer.stochastic_rounding,
+        state_dtype=train.optimizer.state_dtype,
+    ):
+        yield f"warning: {warning}"
+    if section.attention == "auto" and is_padding_free(resolve_padding_free(config).batching):
+        has_attention_sinks = has_sinks(unwrap_model(model).config)
+        missing = missing_kernel_warning(is_half=computes_in_half(config), has_sinks=has_attention_sinks)
+        if missing:
+            yield f"warning: {missing}"
+    if section.activation_offload and section.gradient_checkpointing == "selective":
+        yield (
+            "warning: model.activation_offload: only the inputs of layers are offloaded, because "
+            "`gradient_checkpointing: selective` keeps what it saves on the device. Write `true` or `false` instead."
+        )
+    mismatch = base_mismatch_warning(section.adapter, name=section.name) if section.adapter else None
+    if mismatch:
+        yield mismatch
+
+
+def computes_in_half(config: RunConfig) -> bool:
+    """Tell whether forward passes compute in 16 bits."""
+    return config.train.precision != "fp32" or config.model.dtype != "float32"
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenIds:

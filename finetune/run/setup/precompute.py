@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.config.run_config import RunConfig
 from finetune.data.audit.audit import Prepared, Streamed
 from finetune.data.order.dataset_view import fingerprint_of
 from finetune.data.order.mixing import MixedSamples
@@ -33,7 +34,7 @@ from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
 from finetune.model.frozen_models import reference_identity, reference_mode
-from finetune.run.context import RunContext
+from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.prepared_model import PreparedModel
 from finetune.run.setup.teacher import attach_teacher, load_unsharded_teacher, teacher_identity
@@ -61,16 +62,19 @@ class Scorer:
     scoring_context: Callable[[], AbstractContextManager[None]]  # entered while it scores
 
 
-def add_frozen_models(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> TrainingData:
+def add_frozen_models(
+    config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog
+) -> TrainingData:
     """Return the data with everything that its task precomputes, and its task with a live teacher where it has one.
 
     Raises ModelError for the teacher, DataError as `precompute` does. Collective.
     """
-    data = precompute(context, training_data, prepared)
-    return replace(data, task=attach_teacher(context, data.task, prepared.accelerator))
+    data = precompute(config, training_data, prepared, log=log)
+    task = attach_teacher(config.model, data.task, accelerator=prepared.accelerator, log=log)
+    return replace(data, task=task)
 
 
-def precompute(context: RunContext, training_data: TrainingData, prepared: PreparedModel) -> TrainingData:
+def precompute(config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, log: RunLog) -> TrainingData:
     """Return the data with what the task precomputes for each sample, of training and of validation.
 
     The prepared model must have the weights that the run started from. Raises DataError for streams, whose samples are
@@ -79,7 +83,8 @@ def precompute(context: RunContext, training_data: TrainingData, prepared: Prepa
     task = training_data.task
     if task.precomputed is None:
         return training_data
-    work = _Precomputation(context, task.precomputed, make_scorer(context, task, prepared), task, prepared)
+    scorer = make_scorer(config, task, prepared, log=log)
+    work = _Precomputation(config, log, task.precomputed, scorer, task, prepared)
     sets = [work.load_or_compute(key, source) for key, source in training_data.sources.items()]
     is_mix = isinstance(training_data.training.samples, MixedSamples)
     training = replace(training_data.training, samples=MixedSamples(tuple(sets)) if is_mix else sets[0])
@@ -90,22 +95,21 @@ def precompute(context: RunContext, training_data: TrainingData, prepared: Prepa
 
 
 def precompute_set(
-    context: RunContext, task: Task, rows: TokenCache, *, key: str, prepared: PreparedModel
+    config: RunConfig, task: Task, rows: TokenCache, *, key: str, prepared: PreparedModel, log: RunLog
 ) -> TokenCache | PrecomputedSet:
     """Return one set with what the task precomputes for its samples, by the model as it starts. Collective."""
     if task.precomputed is None:
         return rows
-    scorer = make_scorer(context, task, prepared)
-    return _Precomputation(context, task.precomputed, scorer, task, prepared).load_or_compute(key, rows)
+    scorer = make_scorer(config, task, prepared, log=log)
+    return _Precomputation(config, log, task.precomputed, scorer, task, prepared).load_or_compute(key, rows)
 
 
-def make_scorer(context: RunContext, task: Task, prepared: PreparedModel) -> Scorer:
+def make_scorer(config: RunConfig, task: Task, prepared: PreparedModel, *, log: RunLog) -> Scorer:
     """Return the model that scores the task's samples, identified by a digest. Collective."""
-    config, log = context.config, context.log
     section, distillation = config.model, config.task.distillation
     if task.precomputed is not None and task.precomputed.scorer == "teacher" and distillation is not None:
-        load = cache(partial(load_unsharded_teacher, context, task, prepared.accelerator))
-        teacher = {"teacher": teacher_identity(context), "dtype": distillation.teacher_dtype}
+        load = cache(partial(load_unsharded_teacher, section, task, accelerator=prepared.accelerator, log=log))
+        teacher = {"teacher": teacher_identity(config, log=log), "dtype": distillation.teacher_dtype}
         return Scorer(load, teacher, nullcontext)
     describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.unwrapped_model, log=log)
     identity = run_on_rank_0(describe)
@@ -116,7 +120,8 @@ def make_scorer(context: RunContext, task: Task, prepared: PreparedModel) -> Sco
 class _Precomputation:
     """Computes the values of one set after the other, or finds them in the cache."""
 
-    context: RunContext
+    config: RunConfig
+    log: RunLog
     precomputed: Precomputed
     scorer: Scorer
     task: Task
@@ -124,7 +129,7 @@ class _Precomputation:
 
     def load_or_compute(self, key: str, source: Prepared | Streamed) -> PrecomputedSet:
         """Return the set of the source with the precomputed values of its samples. Collective."""
-        config, log = self.context.config, self.context.log
+        config, log = self.config, self.log
         if not isinstance(source, TokenCache):
             raise DataError(f"{key}: {self.precomputed.title} cannot be precomputed for a stream. Remove `stream`.")
         made_of = {
@@ -149,9 +154,9 @@ class _Precomputation:
         damage = _damage(folder)
         if damage is None:
             return True
-        aside = quarantine_set(folder, lambda: _damage(folder) is not None, log=self.context.log)
+        aside = quarantine_set(folder, lambda: _damage(folder) is not None, log=self.log)
         if aside is not None:
-            self.context.log(f"warning: {key}: {damage}. It was moved aside to {aside.name} and is computed again.")
+            self.log(f"warning: {key}: {damage}. It was moved aside to {aside.name} and is computed again.")
         return folder.is_dir()
 
     def _compute(self, key: str, source: TokenCache, folder: Path, *, made_of: Mapping[str, Any]) -> float:
@@ -183,14 +188,14 @@ class _Precomputation:
             if time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
                 logged_at = time.monotonic()
                 done = min(start + size * distributed.world(), len(source))
-                self.context.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
+                self.log(f"{key}: {self.precomputed.title}: {done:,} of {len(source):,} samples")
 
     def _microbatch_size(self, source: TokenCache) -> int:
         """Return the samples of a forward pass: as many as in an evaluation, at least two.
 
         What `train.microbatch_size: auto` comes to is found later, when the weights may be those of a checkpoint.
         """
-        evaluate, train = self.context.config.evaluate, self.context.config.train
+        evaluate, train = self.config.evaluate, self.config.train
         written = evaluate.microbatch_size if evaluate is not None else None
         if written is None and train.microbatch_size == "auto":
             return samples_of_positions(int(source.lengths.max()))

@@ -5,32 +5,42 @@ from typing import Any
 
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
+from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import base_digest
 from finetune.model.loading.pretrained import adapter_digest
-from finetune.run.context import RunContext
+from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData, input_identity
 from finetune.run.setup.padding_free import recorded_layout
 from finetune.run.setup.teacher import teacher_identity
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
+from finetune.strategy.protocol import Strategy
 
 
-def make_fingerprint(context: RunContext, training_data: TrainingData, *, model: Any) -> RunFingerprint:
+def make_fingerprint(
+    config: RunConfig, strategy: Strategy, training_data: TrainingData, *, model: Any, log: RunLog
+) -> RunFingerprint:
     """Return what checkpoints remember of this run; rank 0 reads the frozen weights for all ranks. Collective.
 
     `model` is the model as it was built; its config knows the commit that a hub model came from.
     """
-    config = context.config
     precomputed = training_data.task.precomputed
     is_reference = precomputed is not None and precomputed.scorer == "reference"
-    digest = partial(base_digest, config.model, model=model, is_reference=is_reference, log=context.log)
+    digest = partial(base_digest, config.model, model=model, is_reference=is_reference, log=log)
     base = run_on_rank_0(digest)
     adapter = run_on_rank_0(lambda: adapter_digest(config.model.adapter))
-    return fingerprint_with(context, training_data, base=base, adapter=adapter, teacher=teacher_identity(context))
+    teacher = teacher_identity(config, log=log)
+    return fingerprint_with(config, strategy, training_data, base=base, adapter=adapter, teacher=teacher)
 
 
 def fingerprint_with(
-    context: RunContext, training_data: TrainingData, *, base: str | None, adapter: str | None, teacher: str | None
+    config: RunConfig,
+    strategy: Strategy,
+    training_data: TrainingData,
+    *,
+    base: str | None,
+    adapter: str | None,
+    teacher: str | None,
 ) -> RunFingerprint:
     """Return the same with these digests of frozen weights, first adapter and teacher; None: there is none."""
     digests = {"training data": training_data.training.fingerprint, "tokenizer": _input_digests(training_data)}
@@ -40,20 +50,16 @@ def fingerprint_with(
         digests["first adapter"] = adapter
     if teacher is not None:
         digests["teacher"] = teacher
+    sequence_size = strategy.expected().sequence_size
     return RunFingerprint(
-        identity={**keys_that_must_match(context.config), **digests},
-        settings=keys_that_may_differ(context.config),
+        identity={**keys_that_must_match(config), **digests},
+        settings=keys_that_may_differ(config),
         origin={
-            "strategy": _strategy(context),
+            "strategy": strategy.name + (f" with rows shared by {sequence_size}" if sequence_size > 1 else ""),
             "processes": str(distributed.world()),
-            **recorded_layout(context.config),
+            **recorded_layout(config),
         },
     )
-
-
-def _strategy(context: RunContext) -> str:
-    size = context.strategy.expected().sequence_size
-    return context.strategy.name + (f" with rows shared by {size}" if size > 1 else "")
 
 
 def _input_digests(training_data: TrainingData) -> str:

@@ -11,6 +11,8 @@ from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.sharding.access import build_access
+from finetune.config.run_config import RunConfig
+from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext
 from finetune.run.samples import require_same_samples
 from finetune.run.setup.data import PreparedData
@@ -19,6 +21,7 @@ from finetune.run.state.fingerprint import fingerprint_with, make_fingerprint
 from finetune.run.state.finished import BEST_METRIC_KEYS, FinishedRun, format_finished, read_finished_run
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.progress import Progress
+from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import warm_up_ddp_buckets
 
 
@@ -31,23 +34,22 @@ class RestoredRun:
     progress: Progress
 
 
-def find_finished(context: RunContext, data: PreparedData) -> FinishedRun | None:
+def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, log: RunLog) -> FinishedRun | None:
     """Return the run if its last checkpoint is complete and `final/` is from it; else it is left to `restore`.
 
     Sizes of files are compared, and digests of those that are used here. Needs no model. Raises CheckpointError where
     the config is no longer the one that the run was trained with. Collective.
     """
-    config = context.config
-    found = run_on_rank_0(lambda: read_finished_run(config, num_steps=data.plan.num_steps))
-    if found is None:
+    finished_run = run_on_rank_0(lambda: read_finished_run(config, num_steps=data.plan.num_steps))
+    if finished_run is None:
         return None
-    finished, manifest = found
+    finished, manifest = finished_run
     saved = manifest.run.identity
     base, adapter, teacher = saved.get("base weights"), saved.get("first adapter"), saved.get("teacher")
-    wanted = fingerprint_with(context, data.training_data, base=base, adapter=adapter, teacher=teacher)
+    wanted = fingerprint_with(config, strategy, data.training_data, base=base, adapter=adapter, teacher=teacher)
     lines = format_finished(config, finished, manifest.run, wanted=wanted)
     for line in lines or ():
-        context.log(line)
+        log(line)
     return finished if lines is not None else None
 
 
@@ -55,7 +57,7 @@ def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | 
     """Return the run resumed from its checkpoint, or as it was built where there is none. Collective."""
     config, log = context.config, context.log
     training_data, prepared = built.training_data, built.prepared
-    fingerprint = make_fingerprint(context, training_data, model=prepared.unwrapped_model)
+    fingerprint = make_fingerprint(config, context.strategy, training_data, model=prepared.unwrapped_model, log=log)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checkpointer = Checkpointer(
         context.paths.checkpoints,

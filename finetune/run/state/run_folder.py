@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.explain import resolved_yaml
+from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import DataSection
 from finetune.data.token_cache.cache import cache_folder
@@ -22,7 +23,7 @@ from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import Reporter
-from finetune.run.context import RunContext
+from finetune.report.run_log import RunLog
 from finetune.run.remote.download import download_run
 from finetune.run.setup.data_audit import write_audit
 from finetune.run.setup.padding_free import resolve_padding_free
@@ -51,20 +52,22 @@ _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""
 
 
-def fetch_run_folder(context: RunContext, checksums: ChecksumPrefetch | None) -> ChecksumPrefetch | None:
+def fetch_run_folder(
+    loaded: LoadedConfig, checksums: ChecksumPrefetch | None, *, log: RunLog
+) -> ChecksumPrefetch | None:
     """Remove leftovers of killed starts, download what is newer at the run's URL, and return the started checksums."""
     if distributed.is_main():
-        remove_leftovers(context)
-    download_run(context.loaded, log=print)
-    return checksums or prefetch_checksums(context.loaded)
+        remove_leftovers(loaded.config, log=log)
+    download_run(loaded, log=print)
+    return checksums or prefetch_checksums(loaded)
 
 
-def remove_leftovers(context: RunContext) -> None:
+def remove_leftovers(config: RunConfig, *, log: RunLog) -> None:
     """Remove them from the run folder, which this process has locked, and from the cache where they are abandoned.
 
     Raises OSError where the folder cannot be written: a full disk is reported before any data is prepared.
     """
-    config, log, run = context.config, context.log, context.paths.folder
+    run = Path(config.run.folder)
     cleared = remove_stale(run, seconds=STALE_SECONDS_LOCKED, below=True)
     for folder in {cache_folder(config.data), Path(digests.CACHE_FOLDER).expanduser()}:
         cleared += remove_stale(folder, seconds=STALE_SECONDS_SHARED, below=True)
@@ -149,9 +152,9 @@ def _require_undamaged(folder: Path) -> None:
 SECRETS_REMOVED = "# As written, except for values that look like secrets: they are replaced by '[redacted]'.\n"
 
 
-def open_run_folder(context: RunContext, built: BuiltRun, *, costs: InterruptionCosts) -> Reporter:
+def open_run_folder(loaded: LoadedConfig, built: BuiltRun, *, costs: InterruptionCosts, log: RunLog) -> Reporter:
     """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective."""
-    loaded, log, folder, training_data = context.loaded, context.log, context.paths.folder, built.training_data
+    folder, training_data = Path(loaded.config.run.folder), built.training_data
     resources = machine_resources()
     loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.samples.loading_cost)
     if sentence := format_loader_settings(loaded.config.data, loading, resources=resources):

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from finetune.config.load import load_config
+from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import prepare_data
-from finetune.run.setup.prepared_model import make_accelerator, prepare_model
+from finetune.run.setup.prepared_model import prepare_model
 from finetune.run.validate import validate
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
@@ -36,9 +37,16 @@ def main() -> None:
     job, file, *overrides = sys.argv[1:]
     context = validate(load_config(Path(job), overrides))
     data = prepare_data(context)
-    accelerator = make_accelerator(context)
+    accelerator = make_accelerator(context.config, context.strategy, log=context.log)
     rate = data.plan.schedule.peak
-    prepare_model(context, data.training_data, accelerator=accelerator, learning_rate=rate)
+    prepare_model(
+        context.config,
+        context.strategy,
+        data.training_data,
+        accelerator=accelerator,
+        learning_rate=rate,
+        log=context.log,
+    )
     if distributed.is_main():
         atomic.write_json(Path(file), group_timeouts())
     distributed.shut_down(0)

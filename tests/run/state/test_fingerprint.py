@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.load import load_config
 from finetune.model.processing import Processing
-from finetune.run.context import RunContext, RunPaths
 from finetune.run.state.fingerprint import make_fingerprint
 from finetune.task.preference.dpo import precomputed_reference
 
@@ -32,9 +31,8 @@ def facts(tmp_path):
         )
         loaded = load_config(tmp_path / "job.yaml", overrides)
         strategy = SimpleNamespace(name="ddp", expected=lambda: SimpleNamespace(sequence_size=sequence_size))
-        context = RunContext(loaded, strategy, print, RunPaths(tmp_path))
         model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
-        return make_fingerprint(context, training_data(**changed), model=model)
+        return make_fingerprint(loaded.config, strategy, training_data(**changed), model=model, log=print)
 
     return of
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from finetune.errors import UserError
-from finetune.run.setup import tf32
-from finetune.run.setup.tf32 import has_tf32, set_tf32
+from finetune.run.setup import accelerator
+from finetune.run.setup.accelerator import has_tf32, set_tf32
 from tests.devices import ON_GPU
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def state():
     [(None, False, True), (None, True, False), (True, True, True), (True, False, True), (False, False, False)],
 )
 def test_it_is_on_where_the_gpu_has_it_unless_the_run_is_deterministic(monkeypatch, wanted, is_deterministic, is_on):
-    monkeypatch.setattr(tf32, "has_tf32", lambda device: True)
+    monkeypatch.setattr(accelerator, "has_tf32", lambda device: True)
     lines = list(set_tf32(wanted, CPU, is_deterministic=is_deterministic, is_float32=True))
     assert state() is is_on
     assert len(lines) == 1
@@ -53,7 +53,7 @@ def test_it_is_on_where_the_gpu_has_it_unless_the_run_is_deterministic(monkeypat
 
 
 def test_a_run_in_half_precision_is_not_told_what_it_does_not_pay(monkeypatch):
-    monkeypatch.setattr(tf32, "has_tf32", lambda device: True)
+    monkeypatch.setattr(accelerator, "has_tf32", lambda device: True)
     assert list(set_tf32(False, CPU, is_deterministic=False, is_float32=False)) == []
 
 
