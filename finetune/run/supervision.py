@@ -179,7 +179,6 @@ def _end_hook(loaded: LoadedConfig, *, launch: str) -> EndHook | None:
     host = re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"
     return EndHook(
         command=section.command,
-        shown=printable(section.command),
         when=section.when,
         restart_seconds=section.restart_seconds,
         idle_after_seconds=section.idle_after_seconds,

@@ -1,26 +1,36 @@
 """Runs the user's command: its output in a log, without secrets; killed with all it has started at its time limit."""
 
 import os
-import select
 import signal
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from finetune.runtime.text.terminal import printable
 
-_MAX_BYTES = 1 << 20
-_CHUNK_BYTES = 1 << 16
-
 TIMED_OUT = 124
 
-OF_A_LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"),
-    *("MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
+_MAX_BYTES = 1 << 20
+_MAX_LINE = 1 << 16
+_DRAIN_SECONDS = 0.2
+"""To log the last lines; a process that the command left in the background may hold the output open."""
+
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CROSS_RANK",
+    "CROSS_SIZE",
 )
-_BEGINNINGS = ("TORCHELASTIC_", "ACCELERATE_", "ROLE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCH_NCCL_")
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "ROLE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCH_NCCL_")
 
 
 class EndLog:
@@ -42,7 +52,7 @@ def command_environment(variables: Mapping[str, str], facts: Mapping[str, str]) 
     plain = {
         name: value
         for name, value in variables.items()
-        if name not in OF_A_LAUNCHER and not name.startswith(_BEGINNINGS)
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     return plain | dict(facts)
 
@@ -50,7 +60,7 @@ def command_environment(variables: Mapping[str, str], facts: Mapping[str, str]) 
 def run_command(
     command: str, *, environment: Mapping[str, str], log: Callable[[str], None], timeout_seconds: float
 ) -> int:
-    """Run the command by `/bin/sh` and return its exit code, 124 where it took too long, 127 where it cannot run."""
+    """Run the command by `/bin/sh`; return its exit code, 124 after a timeout, 127 where it cannot be run."""
     try:
         process = subprocess.Popen(
             ["/bin/sh", "-c", command],
@@ -63,55 +73,26 @@ def run_command(
     except (OSError, ValueError) as error:
         log(printable(f"{type(error).__name__}: {error}"))
         return 127
-    try:
-        return _follow(process, log=log, deadline=time.monotonic() + timeout_seconds)
-    finally:
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _follow(process: "subprocess.Popen[bytes]", *, log: Callable[[str], None], deadline: float) -> int:
-    """Log whole lines as they come, until the shell has ended; what it left in the background may go on."""
     assert process.stdout is not None
-    output = process.stdout.fileno()
-    os.set_blocking(output, False)
-    rest, left, code = b"", _MAX_BYTES, None
-    while code is None:
-        select.select([output], [], [], 0.1)
-        code = process.poll()
-        if code is None and time.monotonic() > deadline:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = TIMED_OUT
-        content, is_over = _read(output)
-        if is_over and code is None:
-            time.sleep(0.1)  # nothing more will come, and `select` returns at once
-        shown = content[: max(left, 0)]
-        left -= len(content)
-        whole, end, rest = (rest + shown).rpartition(b"\n")
-        if end or len(rest) > _CHUNK_BYTES:
-            rest = rest if end else _log_bytes(rest, log)
-            _log_bytes(whole, log)
-    _log_bytes(rest, log)
-    if left < 0:
-        log(f"(and {-left:,} bytes more)")
+    output = threading.Thread(target=_log_output, args=(process.stdout, log), daemon=True)
+    output.start()
+    try:
+        code = process.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        code = TIMED_OUT
+    output.join(_DRAIN_SECONDS)
     return code
 
 
-def _read(output: int) -> tuple[bytes, bool]:
-    """Return what there is to read now, and whether that was all."""
-    found = b""
-    with suppress(BlockingIOError):
-        while chunk := os.read(output, _CHUNK_BYTES):
-            found += chunk
-            if len(found) > _MAX_BYTES:
-                return found, False
-        return found, True
-    return found, False
-
-
-def _log_bytes(content: bytes, log: Callable[[str], None]) -> bytes:
-    if content:
-        log(printable(content.decode("utf-8", errors="replace")))
-    return b""
+def _log_output(stream: IO[bytes], log: Callable[[str], None]) -> None:
+    """Log each line when it comes, up to a limit, and then how much was left out."""
+    num_bytes = 0
+    while line := stream.readline(_MAX_LINE):
+        if num_bytes < _MAX_BYTES:
+            log(printable(line.rstrip(b"\n").decode("utf-8", errors="replace")))
+        num_bytes += len(line)
+    if num_bytes > _MAX_BYTES:
+        log(f"(cut after {_MAX_BYTES:,} of {num_bytes:,} bytes)")

@@ -1,45 +1,37 @@
 """How a run has ended on this machine, and whether its command is due: pure decisions."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 OUTCOMES = ("finished", "failed", "failed_start", "stopped", "interrupted", "idle")
 KILLED = "killed"
-NOT_UPLOADED = "not everything was uploaded"
+WAIT, LEAVE = "wait", "leave"
 
-_BY_A_PERSON = ("signal SIGINT", "interrupted")
-_LONGEST_REASON = 100
+_MAX_REASON_LENGTH = 100
 
-Process = tuple[int, float]
-"""A process by its number and when it was created (unix seconds): numbers are given again."""
+Process = Sequence[float]
+"""A process by its number and when it was created (unix seconds): numbers are used again."""
 
 
 @dataclass(frozen=True)
 class EndHook:
-    """What is to be done, of which run; durations in seconds."""
+    """What to run at the end of which run: plain values, which are sent as JSON. Durations in seconds."""
 
     command: str
-    shown: str  # the command as it may be printed
-    when: tuple[str, ...]
+    when: Sequence[str]
     restart_seconds: float
     idle_after_seconds: float
     timeout_seconds: float
     run_folder: str
-    log: str  # file that gets the command's output
+    log: str  # file for the command's output
     host: str
     launch: str  # as in status.json
     url: str = ""  # where the run is uploaded to
-    processes: tuple[Process, ...] = ()  # ranks of this host
-    launchers: tuple[Process, ...] = ()  # that may start the run again
+    processes: Sequence[Process] = ()  # ranks of this host
+    launchers: Sequence[Process] = ()  # that may start the run again
     has_trained: bool = False  # this start, or one that it replaces
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> "EndHook":
-        """Return the order of JSON values."""
-        pairs = {name: tuple((int(pid), float(at)) for pid, at in values[name]) for name in ("processes", "launchers")}
-        return cls(**{**values, "when": tuple(values["when"]), **pairs})
 
 
 @dataclass(frozen=True)
@@ -52,75 +44,67 @@ class RunEnd:
     step: int = 0
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What the sentinel sees at a moment."""
+def next_action(
+    end: RunEnd, hook: EndHook, *, is_alive: bool, quiet_seconds: float, ended_seconds: float = 0.0
+) -> str | RunEnd:
+    """Return WAIT, LEAVE where there is nothing to do any more, or the end for which the command is due now.
 
-    is_alive: bool  # a process of the run on this machine, or a launcher that may start it again
-    quiet_seconds: float  # since the last sign of progress
-    ended_seconds: float = 0.0  # since nothing is alive any more
-    is_replaced: bool = False  # the run was started again, and has another sentinel
-    end: RunEnd = field(default_factory=lambda: RunEnd("failed", KILLED, 1))
-
-
-WAIT, LEAVE = "wait", "leave"
-
-
-def next_action(seen: Observation, order: EndHook) -> str | RunEnd:
-    """Return WAIT, LEAVE where nothing is to be done any more, or the end for which the command is due now."""
-    if seen.is_replaced:
+    `is_alive`: a process of the run, or a launcher that may start it again, exists on this machine. `quiet_seconds` is
+    the time since the last sign of progress, `ended_seconds` the time since no process has been alive.
+    """
+    if is_alive:
+        is_idle = "idle" in hook.when and quiet_seconds > hook.idle_after_seconds
+        return RunEnd("idle", "no progress", 1, end.step) if is_idle else WAIT
+    if end.outcome not in hook.when:
         return LEAVE
-    if seen.is_alive:
-        is_idle = "idle" in order.when and seen.quiet_seconds > order.idle_after_seconds
-        return RunEnd("idle", "no progress", 1, seen.end.step) if is_idle else WAIT
-    if seen.end.outcome not in order.when:
-        return LEAVE
-    wait = 0.0 if seen.end.outcome == "finished" else order.restart_seconds
-    return seen.end if seen.ended_seconds >= wait else WAIT
+    return end if end.outcome == "finished" or ended_seconds >= hook.restart_seconds else WAIT
 
 
-def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *, order: EndHook) -> RunEnd:
+def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *, hook: EndHook) -> RunEnd:
     """Return how the run has ended: as its process has announced at its very end, else as status.json says.
 
-    A status of another launch says nothing of this machine. One that shows no end was left by a killed run.
+    The status of another launch is ignored. One that shows no end was left by a killed run.
     """
-    facts = status if status.get("launch") == order.launch else {}
+    facts = status if status.get("launch") == hook.launch else {}
     step = _whole(facts.get("step"), 0)
-    failed = "failed" if order.has_trained else "failed_start"
-    state, code = (announced or facts).get("state"), _whole((announced or facts).get("exit_code"), 1)
-    reason = _word((announced or facts).get("reason"))
+    failed = "failed" if hook.has_trained else "failed_start"
+    source = announced or facts
+    state, code, reason = source.get("state"), _whole(source.get("exit_code"), 1), _plain_words(source.get("reason"))
     if state == "finished" and announced is not None:
-        return RunEnd("finished", reason, 0, step) if code == 0 else RunEnd("failed", NOT_UPLOADED, code, step)
+        if code == 0:
+            return RunEnd("finished", reason, 0, step)
+        return RunEnd("failed", "not everything was uploaded", code, step)
     if state == "stopped" and code != 1:
-        return RunEnd("interrupted" if reason in _BY_A_PERSON else "stopped", reason, code, step)
+        is_by_a_person = reason in ("signal SIGINT", "interrupted")
+        return RunEnd("interrupted" if is_by_a_person else "stopped", reason, code, step)
     if state in ("stopped", "failed"):
         error = facts.get("error")
-        name = error.get("type") if isinstance(error, Mapping) else None
-        return RunEnd(failed, _word(name) or reason or "error", code or 1, step)
+        error_type = _plain_words(error.get("type")) if isinstance(error, Mapping) else ""
+        return RunEnd(failed, error_type or reason or "error", code or 1, step)
     return RunEnd(failed, KILLED, 1, step)
 
 
-def describe_end(end: RunEnd, order: EndHook) -> dict[str, str]:
-    """Return the environment variables that tell the command what has happened."""
+def describe_end(end: RunEnd, hook: EndHook) -> dict[str, str]:
+    """Return the environment variables that describe the end to the command."""
     return {
         "FINETUNE_OUTCOME": end.outcome,
         "FINETUNE_REASON": end.reason,
         "FINETUNE_EXIT_CODE": str(end.exit_code),
         "FINETUNE_STEP": str(end.step),
-        "FINETUNE_RUN_FOLDER": order.run_folder,
-        "FINETUNE_RUN_URL": order.url,
-        "FINETUNE_STATUS_FILE": f"{order.run_folder}/status.json",
+        "FINETUNE_RUN_FOLDER": hook.run_folder,
+        "FINETUNE_RUN_URL": hook.url,
+        "FINETUNE_STATUS_FILE": f"{hook.run_folder}/status.json",
     }
 
 
-def _whole(value: Any, otherwise: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+def _whole(value: Any, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-def _word(value: Any) -> str:
-    """Return a reason as words alone: it may be the name of anybody's exception.
+def _plain_words(value: Any) -> str:
+    """Return a reason without special characters: it may be the name of anybody's exception.
 
-    >>> _word("signal SIGTERM"), _word("$(reboot)")
+    >>> _plain_words("signal SIGTERM"), _plain_words("$(reboot)")
     ('signal SIGTERM', 'reboot')
     """
-    return re.sub(r"[^\w .-]", "", str(value))[:_LONGEST_REASON].strip() if isinstance(value, str) else ""
+    return re.sub(r"[^\w .-]", "", str(value))[:_MAX_REASON_LENGTH].strip() if isinstance(value, str) else ""

@@ -1,7 +1,7 @@
-"""The process that outlives a run: `python -m finetune.runtime.supervision.on_end.sentinel`, orders on standard input.
+"""The process that outlives a run. It reads messages on standard input, each line a JSON object.
 
-Each line is a JSON object: the `order` first, then `beat` for progress, `processes` once all ranks are known,
-`has_trained`, `end` with how the run has ended, and `call_off`. SIGTERM calls it off, too.
+The `hook` comes first, then `beat` for progress, `processes` once all ranks are known, `has_trained`, `end` with how
+the run has ended, and `call_off`. SIGTERM calls it off, too.
 """
 
 import json
@@ -20,160 +20,151 @@ from typing import Any, NoReturn
 import psutil
 
 from finetune.runtime.supervision.on_end.command import TIMED_OUT, EndLog, command_environment, run_command
-from finetune.runtime.supervision.on_end.outcome import (
-    LEAVE,
-    EndHook,
-    Observation,
-    Process,
-    RunEnd,
-    describe_end,
-    end_of_run,
-    next_action,
-)
-from finetune.runtime.text.terminal import format_json
+from finetune.runtime.supervision.on_end.outcome import WAIT, EndHook, RunEnd, describe_end, end_of_run, next_action
+from finetune.runtime.text.terminal import format_json, printable
 
 REPLACED = signal.SIGUSR1
 """Sent to the sentinel of an earlier start by that of a new one."""
 
 _TICK_SECONDS = 1.0
 _SUSPENDED_SECONDS = 30.0  # between two ticks: the machine or this process slept, and nobody was idle
-_EXIT_SECONDS = 60.0  # after a process has announced its end: one that lives on is not the run's alone
+_EXIT_SECONDS = 60.0  # after a process has announced its end; one that is still there then does not count
 _MAX_STATUS_BYTES = 4 << 20
 
 
 class Sentinel:
     """Waits for the end of one run on this machine."""
 
-    def __init__(self, order: EndHook, *, source: int = 0) -> None:
-        self._order = order
+    def __init__(self, source: int) -> None:
+        """`source` is the descriptor of the run's messages; waits for the first one, raises EOFError without it."""
         self._source: int | None = source
-        self._rest = b""
+        self._buffer = b""
+        self._hook: EndHook | None = None
         self._announced: Mapping[str, Any] | None = None
         self._announced_at = self._ended_at = float("inf")
         self._last_beat = self._last_tick = time.monotonic()
-        self._is_called_off = self._is_replaced = False
-        self._claim = Path(order.run_folder) / f".on_end-{order.host}.json"
-        self._log = EndLog(Path(order.log))
+        self._is_over = False  # called off, or replaced
+        while self._hook is None:
+            if self._source is None:
+                raise EOFError("the run has ended before it sent its hook")
+            self._read(self._source)
+
+    @property
+    def hook(self) -> EndHook:
+        """Return what to run, with what the run has reported meanwhile."""
+        assert self._hook is not None
+        return self._hook
+
+    @property
+    def _claim(self) -> Path:
+        return Path(self.hook.run_folder) / f".on_end-{self.hook.host}.json"
 
     def claim(self) -> None:
-        """Take the place of the sentinel of an earlier start on this machine, which ends if it is still there."""
-        before = _read_object(self._claim)
-        pid = before.get("pid")
-        is_other = before.get("launch") != self._order.launch
-        if is_other and isinstance(pid, int) and _lives((pid, before.get("created"))):
-            if before.get("has_trained") is True:
-                self._order = replace(self._order, has_trained=True)
+        """Take over from the sentinel of an earlier start on this machine, which ends if it still exists."""
+        signal.signal(signal.SIGTERM, self._call_off)
+        signal.signal(REPLACED, self._give_way)
+        earlier = _read_object(self._claim)
+        if earlier.get("launch") != self.hook.launch and _is_running((earlier.get("pid"), earlier.get("created"))):
+            self._hook = replace(self.hook, has_trained=self.hook.has_trained or earlier.get("has_trained") is True)
             with suppress(OSError):
-                os.kill(pid, REPLACED)
+                os.kill(earlier["pid"], REPLACED)
         self._write_claim()
 
     def wait(self) -> RunEnd | None:
         """Return the end for which the command is due; None where there is nothing to do."""
-        signal.signal(signal.SIGTERM, self._call_off)
-        signal.signal(REPLACED, self._give_way)
-        while not self._is_called_off:
-            self._listen()
-            action = next_action(self._look(), self._order)
-            if isinstance(action, RunEnd):
-                return action
-            if action == LEAVE:
-                return None
+        while not self._is_over:
+            if self._source is None:
+                time.sleep(_TICK_SECONDS)
+            elif select.select([self._source], [], [], _TICK_SECONDS)[0]:
+                self._read(self._source)
+            action = self._next_action(time.monotonic())
+            if action != WAIT and not self._is_over:
+                return action if isinstance(action, RunEnd) else None
         return None
 
     def run(self, end: RunEnd) -> None:
-        """Run the command, once, and log how it went."""
-        order = self._order
+        """Run the command, once, and log the result."""
         for number in (signal.SIGTERM, REPLACED):
-            signal.signal(number, _pass)  # ignored ones would be for the command, too; it may end the machine itself
-        self._log(
-            f"{_now()} {order.host}: {end.outcome} ({end.reason}, step {end.step}, exit code {end.exit_code}); runs "
-            f"{order.shown}"
-        )
+            signal.signal(number, lambda *_: None)  # ignored ones would be for the command, too: it may end the machine
+        facts = f"{end.outcome} ({end.reason}, step {end.step}, exit code {end.exit_code})"
+        self._log(f"{facts}; runs {printable(self.hook.command)}")
         started = time.monotonic()
-        environment = command_environment(os.environ, describe_end(end, order))
-        code = run_command(order.command, environment=environment, log=self._log, timeout_seconds=order.timeout_seconds)
+        code = run_command(
+            self.hook.command,
+            environment=command_environment(os.environ, describe_end(end, self.hook)),
+            log=EndLog(Path(self.hook.log)),
+            timeout_seconds=self.hook.timeout_seconds,
+        )
         seconds = time.monotonic() - started
         if code == TIMED_OUT:
-            result = f"warning: the command was killed after {seconds:.1f} s (run.on_end.timeout_seconds)"
+            self._log(f"warning: the command was killed after {seconds:.1f} s (run.on_end.timeout_seconds)")
         elif code:
-            result = f"warning: the command failed with exit code {code} after {seconds:.1f} s"
+            self._log(f"warning: the command failed with exit code {code} after {seconds:.1f} s")
         else:
-            result = f"done after {seconds:.1f} s"
-        self._log(f"{_now()} {order.host}: {result}")
+            self._log(f"done after {seconds:.1f} s")
 
     def release(self) -> None:
-        """Remove the claim, unless it is another one's by now."""
+        """Remove the claim, unless another sentinel has taken over."""
         if _read_object(self._claim).get("pid") == os.getpid():
             with suppress(OSError):
                 self._claim.unlink()
 
     def _call_off(self, number: int, frame: object) -> None:
-        self._is_called_off = True
-        self._log(f"{_now()} {self._order.host}: called off by {signal.Signals(number).name}")
+        self._is_over = True
+        self._log(f"called off by {signal.Signals(number).name}")
 
     def _give_way(self, number: int, frame: object) -> None:
-        self._is_replaced = True
+        self._is_over = True
 
-    def _look(self) -> Observation:
-        now = time.monotonic()
+    def _log(self, text: str) -> None:
+        EndLog(Path(self.hook.log))(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC} {self.hook.host}: {text}")
+
+    def _next_action(self, now: float) -> str | RunEnd:
         if now - self._last_tick > _SUSPENDED_SECONDS:
             self._last_beat = now
         self._last_tick = now
-        is_alive = self._is_alive(now)
+        processes = self.hook.processes if now - self._announced_at < _EXIT_SECONDS else ()
+        is_alive = any(map(_is_running, (*self.hook.launchers, *processes)))
         while not is_alive and self._source is not None and select.select([self._source], [], [], 0)[0]:
-            self._read()  # the last words of a process that has just ended
+            self._read(self._source)  # the last message of a process that has just ended
         self._ended_at = float("inf") if is_alive else min(self._ended_at, now)
-        status = _read_object(Path(self._order.run_folder) / "status.json")
-        return Observation(
+        status = _read_object(Path(self.hook.run_folder) / "status.json")
+        return next_action(
+            end_of_run(self._announced, status, hook=self.hook),
+            self.hook,
             is_alive=is_alive,
             quiet_seconds=now - self._last_beat,
             ended_seconds=now - self._ended_at,
-            is_replaced=self._is_replaced,
-            end=end_of_run(self._announced, status, order=self._order),
         )
 
-    def _is_alive(self, now: float) -> bool:
-        if any(map(_lives, self._order.launchers)):
-            return True
-        return now - self._announced_at < _EXIT_SECONDS and any(map(_lives, self._order.processes))
-
-    def _listen(self) -> None:
-        """Take in what the run says, for a tick at most."""
-        if self._source is None:
-            time.sleep(_TICK_SECONDS)
-            return
-        if select.select([self._source], [], [], _TICK_SECONDS)[0]:
-            self._read()
-
-    def _read(self) -> None:
-        if self._source is None:
-            return
-        content = os.read(self._source, 1 << 16)
+    def _read(self, source: int) -> None:
+        content = os.read(source, 1 << 16)
         if not content:
             self._source = None
-        *lines, self._rest = (self._rest + content).split(b"\n")
+        *lines, self._buffer = (self._buffer + content).split(b"\n")
         for line in lines:
             with suppress(ValueError, TypeError, KeyError):
-                self._take(json.loads(line))
+                self._handle(json.loads(line))
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         self._last_beat = time.monotonic()
+        if "hook" in message:
+            self._hook = EndHook(**message["hook"])
         if "processes" in message:
-            self._order = replace(self._order, processes=tuple((pid, at) for pid, at in message["processes"]))
+            self._hook = replace(self.hook, processes=message["processes"])
         if "has_trained" in message:
-            self._order = replace(self._order, has_trained=True)
+            self._hook = replace(self.hook, has_trained=True)
             self._write_claim()
         if "end" in message:
             self._announced, self._announced_at = dict(message["end"]), time.monotonic()
-        self._is_called_off = self._is_called_off or "call_off" in message
+        self._is_over = self._is_over or "call_off" in message
 
     def _write_claim(self) -> None:
-        facts = {"pid": os.getpid(), "created": psutil.Process().create_time(), "launch": self._order.launch}
+        facts = {"pid": os.getpid(), "created": psutil.Process().create_time(), "launch": self.hook.launch}
         temporary = self._claim.with_name(f"{self._claim.name}.{os.getpid()}")
         with suppress(OSError):
             try:
-                text = format_json(facts | {"has_trained": self._order.has_trained})
-                temporary.write_text(text, encoding="utf-8")
+                temporary.write_text(format_json(facts | {"has_trained": self.hook.has_trained}), encoding="utf-8")
                 temporary.replace(self._claim)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -185,11 +176,10 @@ def main() -> NoReturn:
         os._exit(0)
     code = 1
     try:
-        sentinel = Sentinel(_first_order(sys.stdin.fileno()), source=sys.stdin.fileno())
+        sentinel = Sentinel(sys.stdin.fileno())
         sentinel.claim()
         os.write(sys.stdout.fileno(), f"{os.getpid()}\n".encode())
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         end = sentinel.wait()
         if end is not None:
             sentinel.run(end)
@@ -199,44 +189,24 @@ def main() -> NoReturn:
         os._exit(code)
 
 
-def _first_order(source: int) -> EndHook:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(source, 1)
-        if not byte:
-            raise EOFError("the run has ended before it said what to do")
-        line += byte
-    return EndHook.from_plain(json.loads(line)["order"])
-
-
-def _pass(number: int, frame: object) -> None:
-    """Do nothing."""
-
-
-def _lives(process: tuple[Any, Any] | Process) -> bool:
-    pid, created = process
-    if not isinstance(pid, int) or not isinstance(created, int | float):
-        return False
+def _is_running(process: Any) -> bool:
+    """Return whether the process with this number and creation time exists; False for damaged values."""
     try:
-        found = psutil.Process(pid)
-        return bool(abs(found.create_time() - created) < 1.0 and found.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.Error, ValueError, OverflowError):
+        pid, created = process
+        running = psutil.Process(pid)
+        return bool(abs(running.create_time() - created) < 1.0 and running.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, ValueError, TypeError, OverflowError):
         return False
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(_MAX_STATUS_BYTES) or b"null")
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            value = json.loads(file.read(_MAX_STATUS_BYTES) or b"null")
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return value if isinstance(value, dict) else {}
 
 
 if __name__ == "__main__":

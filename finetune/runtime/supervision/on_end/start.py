@@ -1,4 +1,4 @@
-"""The run's side of `run.on_end`: starts the sentinel, and lets it know of progress and of the end."""
+"""The run's side of `run.on_end`: starts the sentinel, and reports progress and the end to it."""
 
 import os
 import select
@@ -28,50 +28,50 @@ _PROGRAM = f"import sys; sys.path.append(sys.argv[1]); from {_MODULE} import mai
 _PACKAGE_PARENT = str(Path(finetune.__file__).parents[1])
 _BEAT_SECONDS = 5.0
 _READY_SECONDS = 60.0
-_LEAST_CPU_SECONDS = 0.02  # of work between two beats: an upload; waiting for one takes less
+_MIN_CPU_SECONDS = 0.02  # of work between two beats: an upload; waiting for one takes less
 _PREPARING, _TRAINING, _ENDING = "preparing", "training", "ending"
 
 
 class RunSentinel:
-    """The sentinel of this machine; without an order, or before it is started, everything does nothing."""
+    """The sentinel of this machine; without a hook, or before it is started, everything does nothing."""
 
-    def __init__(self, order: EndHook | None) -> None:
-        self._order = order
+    def __init__(self, hook: EndHook | None) -> None:
+        self._hook = hook
         self._pipe: int | None = None
         self._lock = threading.Lock()
         self._phase = _PREPARING
         self._end: dict[str, str] = {}
         self._main_thread = OwnActivity()
-        self._seen = (0.0, 0.0)  # the last heartbeat, and the processor time
+        self._last_heartbeat_at = self._last_cpu_seconds = 0.0
 
     def start(self) -> int | None:
         """Start it, unless that is done; return its process number. Raises UserError where that is impossible."""
-        if self._order is None or self._pipe is not None:
+        if self._hook is None or self._pipe is not None:
             return None
-        me = psutil.Process()
-        order = replace(self._order, processes=(_identity(me),), launchers=tuple(map(_identity, find_launchers(me))))
+        own = psutil.Process()
+        hook = replace(self._hook, processes=[_identity(own)], launchers=list(map(_identity, find_launchers(own))))
         try:
-            pid, self._pipe = _start_process(order)
+            pid, self._pipe = _start_process(hook)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"run.on_end: the process that waits for the end of the run cannot be started: {error}. Without it the "
-                "command would never be run. Leave `run.on_end` out to train all the same."
+                "command would never be run. Remove `run.on_end` to train without it."
             ) from error
-        threading.Thread(target=self._beat, name="on_end", daemon=True).start()
+        threading.Thread(target=self._send_beats, name="on_end", daemon=True).start()
         return pid
 
     def watch(self, peers: Sequence[Peer], *, host: str) -> None:
         """Name all processes of the run on this machine."""
-        found = []
+        processes = []
         for peer in peers:
             with suppress(psutil.Error):
                 if peer.host == host:
-                    found.append(_identity(psutil.Process(peer.pid)))
-        if found:
-            self._send({"processes": found})
+                    processes.append(_identity(psutil.Process(peer.pid)))
+        if processes:
+            self._send({"processes": processes})
 
     def begin_training(self) -> None:
-        """From now on, progress is what the hang watchdog takes for it."""
+        """From now on, only the points that the hang watchdog knows are progress."""
         self._phase = _TRAINING
         self._send({"has_trained": True})
 
@@ -89,23 +89,25 @@ class RunSentinel:
         """Have it end without running the command."""
         self._send({"call_off": True})
 
-    def _beat(self) -> None:
+    def _send_beats(self) -> None:
         while self._pipe is not None:
-            if self._has_moved():
+            if self._has_progressed():
                 self._send({"beat": True})
             time.sleep(_BEAT_SECONDS)
 
-    def _has_moved(self) -> bool:
-        """Tell whether a point was passed or, outside training, work was done since the last call."""
-        before, self._seen = self._seen, (heartbeat.last_heartbeat_at(), time.process_time())
-        if self._seen[0] != before[0] or self._phase == _TRAINING:
-            return self._seen[0] != before[0]
-        if self._phase == _PREPARING:  # the watchdog, which works in any case, is another thread
-            return self._main_thread.has_moved()
-        return self._seen[1] - before[1] > _LEAST_CPU_SECONDS
+    def _has_progressed(self) -> bool:
+        """Return whether a point was passed or, outside training, work was done since the last call."""
+        heartbeat_at, cpu_seconds = heartbeat.last_heartbeat_at(), time.process_time()
+        has_passed_point = heartbeat_at != self._last_heartbeat_at
+        has_worked = cpu_seconds - self._last_cpu_seconds > _MIN_CPU_SECONDS
+        self._last_heartbeat_at, self._last_cpu_seconds = heartbeat_at, cpu_seconds
+        if has_passed_point or self._phase == _TRAINING:
+            return has_passed_point
+        # While preparing, only the main thread counts: that of the watchdog works in any case.
+        return self._main_thread.has_moved() if self._phase == _PREPARING else has_worked
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._lock, suppress(OSError):  # it was killed, or is suspended: the run goes on
+        with self._lock, suppress(OSError):  # it was killed, or is suspended: the run continues
             if self._pipe is not None:
                 os.write(self._pipe, format_json(message).encode() + b"\n")
 
@@ -115,14 +117,14 @@ def find_launchers(process: psutil.Process) -> list[psutil.Process]:
 
     `accelerate launch` and `torchrun`, and the supervisor of `finetune launch torchrun --supervise` above them.
     """
-    found: list[psutil.Process] = []
+    launchers: list[psutil.Process] = []
     with suppress(psutil.Error):
         for parent in process.parents():
-            is_elastic = not found and ELASTIC_VARIABLE in os.environ
+            is_elastic = not launchers and ELASTIC_VARIABLE in os.environ
             if not (is_elastic or is_launcher(parent.cmdline()) or is_supervisor(parent.cmdline())):
                 break
-            found.append(parent)
-    return found
+            launchers.append(parent)
+    return launchers
 
 
 def is_supervisor(command: Sequence[str]) -> bool:
@@ -139,7 +141,7 @@ def _identity(process: psutil.Process) -> Process:
     return process.pid, process.create_time()
 
 
-def _start_process(order: EndHook) -> tuple[int, int]:
+def _start_process(hook: EndHook) -> tuple[int, int]:
     """Return the sentinel's process number and the pipe to it; raises OSError or ValueError."""
     reading, writing = os.pipe()
     try:
@@ -149,18 +151,18 @@ def _start_process(order: EndHook) -> tuple[int, int]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-        ) as started:
-            os.write(writing, format_json({"order": asdict(order)}).encode() + b"\n")
-            assert started.stdout is not None
-            has_answered = select.select([started.stdout], [], [], _READY_SECONDS)[0]
-            answer = started.stdout.readline() if has_answered else b""
+        ) as process:
+            os.write(writing, format_json({"hook": asdict(hook)}).encode() + b"\n")
+            assert process.stdout is not None
+            if not select.select([process.stdout], [], [], _READY_SECONDS)[0]:
+                raise ValueError(f"it did not answer within {_READY_SECONDS:g} s")
+            answer = process.stdout.readline()
+        if not answer.strip().isdigit():
+            raise ValueError("it exited at once")
     except BaseException:
         os.close(writing)
         raise
     finally:
         os.close(reading)
-    if not answer.strip().isdigit():
-        os.close(writing)
-        raise ValueError(f"it did not answer within {_READY_SECONDS:g} s" if not has_answered else "it ended at once")
     os.set_blocking(writing, False)
     return int(answer), writing

@@ -1,5 +1,6 @@
 """How a run has ended, from what it announced, what it wrote down, or that it is gone; and when the command is due."""
 
+import json
 from dataclasses import asdict, replace
 from itertools import product
 from typing import get_args
@@ -12,16 +13,14 @@ from finetune.runtime.supervision.on_end.outcome import (
     OUTCOMES,
     WAIT,
     EndHook,
-    Observation,
     RunEnd,
     describe_end,
     end_of_run,
     next_action,
 )
 
-ORDER = EndHook(
+HOOK = EndHook(
     command="true",
-    shown="true",
     when=("finished", "failed", "idle"),
     restart_seconds=60.0,
     idle_after_seconds=3600.0,
@@ -39,9 +38,8 @@ def test_the_outcomes_are_those_of_the_key():
     assert get_args(section.Outcome) == OUTCOMES
 
 
-def test_an_order_survives_json():
-    plain = {**asdict(ORDER), "when": list(ORDER.when), "processes": [[1, 2]], "launchers": []}
-    assert EndHook.from_plain(plain) == ORDER
+def test_a_hook_survives_json():
+    assert asdict(EndHook(**json.loads(json.dumps(asdict(HOOK))))) == json.loads(json.dumps(asdict(HOOK)))
 
 
 def status(state: str, **fields) -> dict:
@@ -85,59 +83,58 @@ ENDS = [
 
 @pytest.mark.parametrize(("announced", "facts", "wanted"), ENDS)
 def test_the_end_of_a_run(announced, facts, wanted):
-    end = end_of_run(announced, facts, order=ORDER)
+    end = end_of_run(announced, facts, hook=HOOK)
     assert (end.outcome, end.exit_code) == (wanted[0], wanted[2])
     assert end.reason.startswith(wanted[1])
 
 
 def test_before_training_a_failure_is_a_failed_start():
-    order = replace(ORDER, has_trained=False)
-    assert end_of_run(None, status("failed", error=ERROR, exit_code=2), order=order).outcome == "failed_start"
-    assert end_of_run(None, status("starting"), order=order).outcome == "failed_start"
+    hook = replace(HOOK, has_trained=False)
+    assert end_of_run(None, status("failed", error=ERROR, exit_code=2), hook=hook).outcome == "failed_start"
+    assert end_of_run(None, status("starting"), hook=hook).outcome == "failed_start"
 
 
 @pytest.mark.parametrize("hostile", [{"state": ["x"], "step": "9", "exit_code": True, "error": "no"}, {"error": 5}])
 def test_a_damaged_status_is_a_killed_run(hostile):
-    end = end_of_run(None, {"launch": "here:1", **hostile}, order=ORDER)
+    end = end_of_run(None, {"launch": "here:1", **hostile}, hook=HOOK)
     assert (end.outcome, end.step, end.exit_code) == ("failed", 0, 1)
 
 
 def test_a_reason_is_words_alone():
     error = {"type": "X'; rm -rf $HOME `id`\n\x1b[31m"}
-    end = end_of_run(None, status("failed", error=error, exit_code=1), order=ORDER)
+    end = end_of_run(None, status("failed", error=error, exit_code=1), hook=HOOK)
     assert end.reason == "X rm -rf HOME id31m"
-    assert describe_end(end, ORDER)["FINETUNE_REASON"] == end.reason
-    assert all("\x00" not in value for value in describe_end(end, ORDER).values())
+    assert describe_end(end, HOOK)["FINETUNE_REASON"] == end.reason
+    assert all("\x00" not in value for value in describe_end(end, HOOK).values())
 
 
 def test_nothing_is_due_while_something_lives_and_moves():
-    """Over the whole space: alive, not replaced and not quiet is always waiting."""
+    """Over the whole space: alive and not quiet is always waiting."""
     ends = [RunEnd(outcome, "", 1) for outcome in OUTCOMES]
     quiet = (0.0, 3600.0)
-    assert {
-        next_action(Observation(True, seconds, 1e9, False, end), ORDER) for seconds, end in product(quiet, ends)
-    } == {WAIT}
+    actions = {
+        next_action(end, HOOK, is_alive=True, quiet_seconds=seconds, ended_seconds=1e9)
+        for seconds, end in product(quiet, ends)
+    }
+    assert actions == {WAIT}
 
 
 def test_a_run_without_progress_is_idle_whatever_lives():
-    action = next_action(Observation(is_alive=True, quiet_seconds=3601.0), ORDER)
+    end = RunEnd("failed", "killed", 1)
+    action = next_action(end, HOOK, is_alive=True, quiet_seconds=3601.0)
     assert isinstance(action, RunEnd) and action.outcome == "idle"
-    assert next_action(Observation(is_alive=True, quiet_seconds=1e9), replace(ORDER, when=("failed",))) == WAIT
-
-
-def test_a_run_that_was_started_again_is_left_to_its_own_sentinel():
-    for is_alive, seconds in product((True, False), (0.0, 1e9)):
-        assert next_action(Observation(is_alive, seconds, seconds, is_replaced=True), ORDER) == LEAVE
+    assert next_action(end, replace(HOOK, when=("failed",)), is_alive=True, quiet_seconds=1e9) == WAIT
 
 
 def test_only_a_finished_run_is_not_waited_for():
     for outcome in ("failed", "stopped", "failed_start", "interrupted"):
-        order, end = replace(ORDER, when=(outcome,)), RunEnd(outcome, "", 1)
-        assert next_action(Observation(False, 0.0, 59.0, end=end), order) == WAIT
-        assert next_action(Observation(False, 0.0, 60.0, end=end), order) == end
+        hook, end = replace(HOOK, when=(outcome,)), RunEnd(outcome, "", 1)
+        assert next_action(end, hook, is_alive=False, quiet_seconds=0.0, ended_seconds=59.0) == WAIT
+        assert next_action(end, hook, is_alive=False, quiet_seconds=0.0, ended_seconds=60.0) == end
     finished = RunEnd("finished", "", 0)
-    assert next_action(Observation(False, 0.0, 0.0, end=finished), ORDER) == finished
+    assert next_action(finished, HOOK, is_alive=False, quiet_seconds=0.0) == finished
 
 
 def test_an_outcome_that_is_not_listed_does_nothing():
-    assert next_action(Observation(False, 0.0, 0.0, end=RunEnd("interrupted", "", 130)), ORDER) == LEAVE
+    interrupted = RunEnd("interrupted", "", 130)
+    assert next_action(interrupted, HOOK, is_alive=False, quiet_seconds=0.0) == LEAVE

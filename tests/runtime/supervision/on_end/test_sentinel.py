@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.runtime.supervision.on_end.outcome import EndHook
 from finetune.runtime.supervision.on_end.start import RunSentinel, find_launchers, is_supervisor
 from finetune.runtime.supervision.status import Peer
 
@@ -21,14 +20,13 @@ WAIT_SECONDS = 60.0
 
 RUN = """
 import json, os, sys, time
-from finetune.runtime.supervision.on_end.outcome import Order
+from finetune.runtime.supervision.on_end.outcome import EndHook
 from finetune.runtime.supervision.on_end.start import RunSentinel
-order = Order.from_plain(json.loads(sys.argv[1]))
-sentinel = RunSentinel(order)
+sentinel = RunSentinel(EndHook(**json.loads(sys.argv[1])))
 print(sentinel.start(), flush=True)
 exec(sys.argv[2])
 """
-"""A run: it starts its sentinel as a rank does, and then lives as it is told."""
+"""A run: it starts its sentinel as a rank does, and then executes its second argument."""
 
 
 @dataclass
@@ -54,12 +52,18 @@ class FakeRun:
         return self.log
 
 
-def order_of(folder: Path, **changed) -> dict:
+def hook_of(folder: Path, **changed) -> dict:
     return {
-        **{"command": 'echo "$FINETUNE_OUTCOME $FINETUNE_REASON"', "shown": "echo", "run_folder": str(folder)},
-        **{"when": ["finished", "failed", "idle", "stopped"], "restart_seconds": 0.0, "idle_after_seconds": 600.0},
-        **{"timeout_seconds": 5.0, "log": str(folder / "on_end.log"), "host": "here", "launch": "here:1"},
-        **{"processes": [], "launchers": [], **changed},
+        "command": 'echo "$FINETUNE_OUTCOME $FINETUNE_REASON"',
+        "run_folder": str(folder),
+        "when": ["finished", "failed", "idle", "stopped"],
+        "restart_seconds": 0.0,
+        "idle_after_seconds": 600.0,
+        "timeout_seconds": 5.0,
+        "log": str(folder / "on_end.log"),
+        "host": "here",
+        "launch": "here:1",
+        **changed,
     }
 
 
@@ -70,7 +74,7 @@ def begin(tmp_path: Path) -> Iterator:
     def start(name: str, life: str, **changed) -> FakeRun:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", RUN, json.dumps(order_of(folder, **changed)), life]
+        command = [sys.executable, "-c", RUN, json.dumps(hook_of(folder, **changed)), life]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         runs.append(FakeRun(folder, process, 0))
         return runs[-1]
@@ -137,7 +141,7 @@ def test_a_new_start_takes_the_place_of_the_old_sentinel_and_knows_that_the_run_
     assert first.log.count("failed killed") == 1
 
 
-def test_nothing_is_started_without_an_order():
+def test_nothing_is_started_without_a_hook():
     sentinel = RunSentinel(None)
     assert sentinel.start() is None
     sentinel.watch([Peer(0, "here", 1)], host="here")
@@ -151,8 +155,3 @@ def test_a_shell_is_no_launcher_and_ours_is_one(monkeypatch: pytest.MonkeyPatch)
     assert find_launchers(psutil.Process()) == []
     assert is_supervisor(["/usr/bin/python3", "/usr/bin/finetune", "launch", "torchrun", "--supervise"])
     assert not is_supervisor(["python", "-m", "finetune", "train", "launch"])
-
-
-def test_an_order_of_another_kind_is_refused():
-    with pytest.raises(TypeError):
-        EndHook.from_plain({**order_of(Path("/tmp")), "other": 1})
