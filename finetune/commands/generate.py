@@ -35,6 +35,7 @@ from finetune.model.loading.saved import (
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
+from finetune.runtime.no_op import no_op
 from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config
@@ -134,7 +135,7 @@ def generate_file(
     quiet_libraries(is_main=distributed.is_main())
     saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
-    origin = find_local(SourceSection(path=str(rows)), key="--input", log=_no_log)
+    origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
     raw = list(_raw_rows(origin))  # a file that is no such rows is refused before all of it is hashed
     about = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
@@ -162,10 +163,6 @@ def _weight_files(folder: Path | None) -> Any:
         return None
     states = [(path, path.stat()) for path in sorted(folder.absolute().glob("*.safetensors"))]
     return [[str(path), state.st_size, state.st_mtime_ns] for path, state in states]
-
-
-def _no_log(sentence: str) -> None:
-    """Say nothing."""
 
 
 def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:

@@ -82,3 +82,20 @@ def local_rows(tensor: Tensor) -> tuple[int, int] | None:
 def canonical_name(name: str) -> str:
     """Return the parameter's name in the plain model, without what wrappers put in front of it or into it."""
     return _WRAPPERS.sub("", name)
+
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every number is finite; waits for the device.
+
+    Block by block, to save memory; a finite sum makes the elementwise check unnecessary.
+
+    >>> is_finite(torch.tensor([1.0, float("inf")])), is_finite(torch.tensor([3e38, 3e38]))
+    (False, True)
+    """
+    if not tensor.is_floating_point():
+        return True
+    blocks = torch.split(tensor.reshape(-1), _BLOCK_ELEMENTS)
+    return all(math.isfinite(float(block.sum())) or bool(block.isfinite().all()) for block in blocks)

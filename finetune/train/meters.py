@@ -155,11 +155,6 @@ def _rows(records: Sequence[StepRecord], losses: Tensor, others: Sequence[Tensor
     return torch.cat([norms[:, None].to(losses), losses[:, None], *others], dim=1)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Tell whether every element is finite; waits for the device."""
-    return bool(torch.isfinite(tensor).all().item())
-
-
 def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
     """Return named scalars of one dtype summed over the ranks, in that dtype. Collective."""
     if not sums:

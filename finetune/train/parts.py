@@ -13,16 +13,13 @@ from finetune.data.batch import Batch
 from finetune.data.sample_checks import SampleVerifier
 from finetune.report.profile.window import NullProfile, Profile
 from finetune.report.reporter import Reporter
+from finetune.runtime.no_op import no_op
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters
 from finetune.train.plan import StepPlan
 from finetune.train.stopping import StopSources
 from finetune.train.update import Update
-
-
-def no_op(*_: object) -> None:
-    """Do nothing."""
 
 
 class StepTask(Protocol):

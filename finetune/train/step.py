@@ -19,12 +19,14 @@ from finetune.data.sample_checks import Delivery, extend_digest, join_uint64, sp
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
+from finetune.runtime.no_op import no_op
+from finetune.runtime.parameters import is_finite
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.strategy.gradient_sync import accumulate_gradients
-from finetune.train.meters import StepRecord, is_finite
+from finetune.train.meters import StepRecord
 from finetune.train.optim.optimizers import begin_step
-from finetune.train.parts import TrainingComponents, no_op
+from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"

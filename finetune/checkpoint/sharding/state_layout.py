@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.errors import CheckpointError
+from finetune.runtime.no_op import no_op
 from finetune.runtime.parameters import canonical_name
 
 T = TypeVar("T")
@@ -20,22 +21,22 @@ T = TypeVar("T")
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by canonical name; tied ones once, under the first of their names."""
-    return _unique(unwrap_model(model).named_parameters())
+    return _unique(_without_engine(model).named_parameters())
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the persistent buffers by canonical name."""
     found: list[tuple[str, Tensor]] = []
-    for prefix, module in unwrap_model(model).named_modules():
+    for prefix, module in _without_engine(model).named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found.append((f"{prefix}.{name}" if prefix else name, buffer))
     return _unique(found)
 
 
-def unwrap_model(model: nn.Module) -> nn.Module:
+def _without_engine(model: nn.Module) -> nn.Module:
     """Return the model inside DDP or DeepSpeed's engine."""
-    is_engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
+    is_engine = any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__)
     inner = model.module if isinstance(model, DistributedDataParallel) or is_engine else model
     assert isinstance(inner, nn.Module)
     return inner
@@ -52,10 +53,6 @@ def _unique(found: Iterable[tuple[str, T]]) -> dict[str, T]:
             )
         named[plain] = value
     return named
-
-
-def do_nothing() -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,9 @@ class StateLayout:
     shards: Mapping[str, ShardView]  # by canonical name, in the model's order on every rank; with frozen parameters
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # persistent ones
     contributes: bool = True  # False on a rank whose shards are copies of another rank's (HSDP)
-    reshard: Callable[[], None] = do_nothing  # makes the shards valid by freeing gathered parameters; not collective
+    reshard: Callable[[], None] = no_op  # makes the shards valid by freeing gathered parameters; not collective
     create_optimizer_state: Callable[[], None] | None = None  # None: as for any torch optimizer
-    update_model_copies: Callable[[], None] = do_nothing  # copies written values to where training reads. Collective.
+    update_model_copies: Callable[[], None] = no_op  # copies written values to where training reads. Collective.
 
 
 def replicated_view(parameter: nn.Parameter) -> ShardView:

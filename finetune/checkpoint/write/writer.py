@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from finetune import __version__
@@ -34,7 +32,8 @@ from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group, run_on_all_ranks, run_on_rank_0
 from finetune.runtime.files import atomic
-from finetune.runtime.resources import format_size
+from finetune.runtime.parameters import is_finite
+from finetune.runtime.resources import format_size, free_bytes
 from finetune.runtime.supervision.attempt import require_newest_attempt
 from finetune.runtime.supervision.heartbeat import fault_point
 
@@ -42,7 +41,6 @@ SLACK_BYTES = 16 << 20
 """An upper bound for the files of a checkpoint besides its tensors."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_BLOCK_ELEMENTS = 1 << 20
 
 
 @dataclass
@@ -112,19 +110,6 @@ class RankWriter:
             if problem is not None:
                 raise CheckpointError(f"{self._staging}: {problem}, right after it was written. Check the disk.")
             fault_point("save.written", step=self._step, path=self._staging / name)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether every number is finite; by block, and a finite sum spares the elementwise check.
-
-    >>> import torch
-    >>> is_finite(torch.tensor([1.0, float("inf")])), is_finite(torch.tensor([3e38, 3e38]))
-    (False, True)
-    """
-    if not tensor.is_floating_point():
-        return True
-    blocks = torch.split(tensor.reshape(-1), _BLOCK_ELEMENTS)
-    return all(isfinite(float(block.sum())) or bool(block.isfinite().all()) for block in blocks)
 
 
 def write_checkpoint(
@@ -239,7 +224,7 @@ def _versions() -> dict[str, str]:
 
 def require_disk_space(folder: Path, num_bytes: int) -> None:
     """Raise CheckpointError if the folder's disk has no space for one more checkpoint of this size."""
-    free, needed = shutil.disk_usage(folder).free, num_bytes + SLACK_BYTES
+    free, needed = free_bytes(folder), num_bytes + SLACK_BYTES
     if free < needed:
         raise CheckpointError(
             f"{folder}: a checkpoint needs {format_size(needed)}, but {format_size(free)} are free (an old one is "
@@ -257,13 +242,7 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         advice = ""
         if error.errno in _FULL:
             advice = (
-                f" {format_size(_free_bytes(folder))} are free; earlier checkpoints are intact. Free disk space, lower "
+                f" {format_size(free_bytes(folder))} are free; earlier checkpoints are intact. Free disk space, lower "
                 "checkpoint.keep_last, or set run.folder to another disk."
             )
         raise CheckpointError(f"cannot write {folder}: {error}.{advice}") from error
-
-
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

@@ -20,6 +20,7 @@ from finetune.data.sources.source import Source, find_origin, open_source, texts
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.registry.formats import FORMATS
+from finetune.runtime.no_op import no_op
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.terminal import format_json
 
@@ -90,7 +91,7 @@ def _section(keys: Keys) -> TrainingSourceSection:
 def _load_tokenizer(name: str) -> Any:
     section = ModelSection(tokenizer=TokenizerSection(name=name))
     try:
-        return load_tokenizer(section, texts=list, cache_folder=Path(), log=lambda _: None)
+        return load_tokenizer(section, texts=list, cache_folder=Path(), log=no_op)
     except FinetuneError as error:
         raise UserError(f"--tokenizer: {error}") from error
 
@@ -130,7 +131,7 @@ def _facts_of_keys(keys: Keys) -> Iterator[tuple[str, str]]:
 
 
 def _first_rows(keys: Keys, most: int) -> list[Row]:
-    origin = find_origin(_section(keys), key=_KEY, log=lambda _: None)
+    origin = find_origin(_section(keys), key=_KEY, log=no_op)
     raws = (raw for shard in origin.shards() for raw in shard.rows())
     rows = [raw.parse() for raw in islice(raws, most)]
     if not rows:
@@ -143,7 +144,7 @@ def _best_format(keys: Keys, rows: Sequence[Row], *, kind: str) -> tuple[Source 
     for guess in guess_columns(rows, kind=kind):
         tried = {**keys, **guess}
         try:
-            source = open_source(_section(tried), key=_KEY, log=lambda _: None)
+            source = open_source(_section(tried), key=_KEY, log=no_op)
             for raw in islice(source.rows(), _GUESSED_ROWS):
                 source.format.read(raw)
         except DataError:

@@ -17,6 +17,7 @@ from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
+from finetune.runtime.no_op import no_op
 from finetune.runtime.supervision.heartbeat import keep_alive
 
 T = TypeVar("T")
@@ -70,12 +71,12 @@ class Windows:
         self._desk = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_desk": None, "_say": _log_nothing}
+        return {**self.__dict__, "_desk": None, "_say": no_op}
 
     def _own(self) -> "_ReaderState":
         if self._desk is None or self._desk.pid != os.getpid():
             is_copy = self._desk is not None
-            self._desk = _ReaderState(self.job, log=_log_nothing if is_copy else self._log)
+            self._desk = _ReaderState(self.job, log=no_op if is_copy else self._log)
         return self._desk
 
 
@@ -208,7 +209,3 @@ def _find(job: StreamJob, window: int, *, log: Callable[[str], None]) -> TokenCa
 
 def _changed_at(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def _log_nothing(message: str) -> None:
-    """Log nothing: the rank that this process loads for does."""

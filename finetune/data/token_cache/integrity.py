@@ -11,6 +11,7 @@ import xxhash
 
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import quarantine
+from finetune.runtime.no_op import no_op
 
 _BITS = (1 << 64) - 1
 
@@ -92,13 +93,9 @@ def _describe_damaged(folder: Path, is_damaged: Callable[[], bool]) -> str | Non
     """Return what has become of a folder that is damaged, None of one that is not."""
     again = "Run the same command again: it rebuilds the set and resumes from the last checkpoint."
     try:
-        aside = quarantine_set(folder, is_damaged, log=_log_nothing)
+        aside = quarantine_set(folder, is_damaged, log=no_op)
     except DataError as error:
         return str(error)
     if aside is not None:
         return f"{folder} is set aside as {aside.name}. {again}"
     return None if folder.exists() else f"{folder} has been set aside by another process. {again}"
-
-
-def _log_nothing(message: str) -> None:
-    """Log nothing: the message of the refusal suffices."""

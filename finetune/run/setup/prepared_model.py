@@ -31,6 +31,7 @@ from finetune.run.setup.model import (
 from finetune.run.setup.optimizer import make_optimizer, plan_accumulation
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.runtime import distributed
+from finetune.runtime.no_op import no_op
 from finetune.runtime.resources import resident_bytes
 from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.protocol import Strategy
@@ -45,7 +46,7 @@ from finetune.task.router_loss.routers import Router, find_routers
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
 from finetune.train.optim.parameter_groups import list_parameters
-from finetune.train.parts import StepTask, no_op
+from finetune.train.parts import StepTask
 from finetune.train.plan import StepPlan
 
 

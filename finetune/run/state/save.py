@@ -7,11 +7,8 @@ from finetune.checkpoint.write.saver import SavedCheckpoint
 from finetune.errors import CheckpointError
 from finetune.report.events import CheckpointSaved, Warned
 from finetune.report.reporter import Reporter
+from finetune.runtime.no_op import no_op
 from finetune.runtime.progress import Progress
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class ReportingSaver:
@@ -23,7 +20,7 @@ class ReportingSaver:
         reporter: Reporter,
         on_saved: Callable[[str], None],
         *,
-        before: Callable[[], None] = nothing,
+        before: Callable[[], None] = no_op,
     ) -> None:
         """`on_saved` is called with the path of each written checkpoint, for the status file.
 

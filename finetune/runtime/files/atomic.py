@@ -26,6 +26,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from finetune.runtime.files.read import parse_json, read_regular
+from finetune.runtime.no_op import no_op
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
@@ -170,17 +171,13 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def do_nothing(staging: Path) -> None:
-    """Do nothing."""
-
-
 def build_once(
     folder: Path,
     build: Callable[[Path], None],
     *,
     log: Callable[[str], None],
     goes_on: bool = False,
-    while_waiting: Callable[[Path], None] = do_nothing,
+    while_waiting: Callable[[Path], None] = no_op,
 ) -> bool:
     """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
 
@@ -216,7 +213,7 @@ def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[s
     It is checked again under the lock, while no other process builds or renames it; None if it is intact or missing.
     Raises OSError where it cannot be renamed.
     """
-    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: None):
+    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=no_op):
         if not os.path.lexists(folder) or not is_damaged():
             return None
         return _rename_aside(folder)

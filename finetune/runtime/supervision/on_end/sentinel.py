@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from finetune.runtime.no_op import no_op
 from finetune.runtime.supervision.on_end.command import TIMED_OUT, EndLog, command_environment, run_command
 from finetune.runtime.supervision.on_end.outcome import WAIT, EndHook, RunEnd, describe_end, end_of_run, next_action
 from finetune.runtime.text.terminal import format_json, printable
@@ -85,7 +86,7 @@ class Sentinel:
     def run(self, end: RunEnd) -> None:
         """Run the command, once, and log the result."""
         for number in (signal.SIGTERM, REPLACED):
-            signal.signal(number, lambda *_: None)  # ignored ones would be for the command, too: it may end the machine
+            signal.signal(number, no_op)  # ignored ones would be for the command, too: it may end the machine
         facts = f"{end.outcome} ({end.reason}, step {end.step}, exit code {end.exit_code})"
         self._log(f"{facts}; runs {printable(self.hook.command)}")
         started = time.monotonic()
