@@ -4,8 +4,8 @@ FinetuneError
 ├── UserError              the user can fix it: exit code 2, no traceback
 │   ├── ConfigError        the job YAML, an override or the combination of keys; carries every problem at once
 │   ├── DataError          a row, a file or a whole dataset cannot be trained on
-│   ├── ModelError         the model, tokenizer or adapter asked for cannot be loaded
-│   ├── StrategyError      Accelerate did not build what its YAML asked for
+│   ├── ModelError         the model, tokenizer or adapter cannot be loaded as requested
+│   ├── StrategyError      Accelerate did not build what its YAML requests
 │   ├── CheckpointError    a checkpoint cannot be written, trusted or resumed
 │   ├── MissingPackage     an optional package is needed; names the extra that brings it
 │   └── RegistryError      a name is not in the registry's table, or an entry cannot be added to it
@@ -88,11 +88,11 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """A model, tokenizer or adapter that cannot be had as asked."""
+    """A model, tokenizer or adapter cannot be loaded as requested."""
 
 
 class StrategyError(UserError):
-    """What was launched or built differs from what was asked for."""
+    """What was launched or built differs from what was requested."""
 
 
 class CheckpointError(UserError):
@@ -108,7 +108,7 @@ class RegistryError(UserError):
 
 
 class HubError(FinetuneError):
-    """The hub did not take what was to be uploaded; it is still on the disk."""
+    """Uploading to the hub failed; the files are still on the disk."""
 
 
 class TrainingError(FinetuneError):
@@ -116,7 +116,7 @@ class TrainingError(FinetuneError):
 
 
 class DiskError(TrainingError):
-    """A disk did not take what was to be written."""
+    """Writing to disk failed."""
 
 
 class ExportError(TrainingError):
@@ -128,11 +128,11 @@ class NonFiniteError(TrainingError):
 
 
 class LostContact(TrainingError):
-    """Another process of the run has gone without a word."""
+    """Another process of the run exited unexpectedly."""
 
 
 class Hang(TrainingError):
-    """Nothing has moved for too long."""
+    """No progress within the timeout."""
 
 
 def disk_text(error: OSError) -> str | None:

@@ -42,7 +42,8 @@ def export(
     source: Source,
     step: Step = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: a new one in or beside the source.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder to write. Default: a new one in or next to the source."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base model.")] = False,
     dtype: Annotated[

@@ -48,7 +48,7 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
             except OSError as error:
                 code = _end_by_surroundings(error)
             except EOFError as error:
-                raise RuntimeError("a file ended too early") from error  # typer would say "Aborted!" and no more
+                raise RuntimeError("a file ended too early") from error  # typer would only print "Aborted!"
             except KeyboardInterrupt:
                 code = _end_by_interrupt()
         raise typer.Exit(code or 0)

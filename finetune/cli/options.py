@@ -26,7 +26,7 @@ Verify = Annotated[
     bool,
     typer.Option(
         "--verify/--no-verify",
-        help="Compare the written folder, in a fresh process, with what was to be written. Default: as the job says.",
+        help="Compare the written folder, in a fresh process, with the exported weights. Default: as in the job.",
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens in an answer.")]

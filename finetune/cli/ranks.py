@@ -1,4 +1,4 @@
-"""Commands that may be started as several processes get their ranks from whoever has started them."""
+"""Commands that may be started as several processes get their ranks from their launcher."""
 
 import functools
 import os

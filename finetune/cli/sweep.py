@@ -24,7 +24,7 @@ Values = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, max=4096, metavar="N", help="Processes of each run. Default: 1, or as the file says."),
+    typer.Option(min=1, max=4096, metavar="N", help="Processes of each run. Default: 1, or as in the file."),
 ]
 AccelerateFile = Annotated[
     Path | None,

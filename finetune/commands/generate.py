@@ -35,7 +35,7 @@ from finetune.model.loading.saved import (
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.redact import redacted_config

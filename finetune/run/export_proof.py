@@ -1,4 +1,4 @@
-"""What a run says of the model that it exports: its logits on a few held rows, and its tokens, for `export.verify`.
+"""What a run records of the model it exports: its logits on a few held rows, and its tokens, for `export.verify`.
 
 The prepared model itself computes the logits, with the weights that are about to be gathered: no copy of them stands
 between the training and the proof.
@@ -101,7 +101,7 @@ class Trained:
 def expected_of_run(
     config: RunConfig, training_data: TrainingData, trained: Trained, *, unmerged: Path | None
 ) -> Expected:
-    """Return what the run says of its export."""
+    """Return what the export must reproduce."""
     text = trained.preprocessors.text
     tokens = None
     if text is not None:

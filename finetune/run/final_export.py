@@ -183,7 +183,7 @@ def write_unmerged(folder: Path, config: RunConfig, how: Mapping[str, Any]) -> P
 
 
 def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:
-    """Raise DiskError where the disk has no space for the weights in this type, beside an existing `final/`."""
+    """Raise DiskError where the disk has no space for the weights in this type, next to an existing `final/`."""
     free = free_bytes(run_folder)
     num_bytes = sum(weight.numel() * (_ITEM_BYTES[dtype] if dtype else weight.itemsize) for weight in weights)
     if free < num_bytes:
@@ -195,7 +195,7 @@ def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: s
 
 
 def export_inputs(processing: Processing, task: Task, model: Any) -> Preprocessors:
-    """Return the tokenizer, the processor and the task's files that are exported beside the model's weights."""
+    """Return the tokenizer, the processor and the task's files that are exported with the model's weights."""
     tokenizer = processing.tokenizer
     language = None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer), arguments_of(tokenizer))
     return Preprocessors(language, processing.processor, task.export_files(model.config))
@@ -224,7 +224,7 @@ def _record(loaded: LoadedConfig, report: ExportReport, *, step: int, reason: st
 def push_final(loaded: LoadedConfig, *, log: Callable[[str], None] = print) -> None:
     """Upload `final/` once, from rank 0; log its address, or a warning why it failed. Not collective.
 
-    The record beside `final/` keeps the outcome, and the same command retries a failed upload.
+    The record next to `final/` keeps the outcome, and the same command retries a failed upload.
     """
     section, run = loaded.config.export, Path(loaded.config.run.folder)
     if section.push_to_hub is None or not distributed.is_main() or (record := read_record(run)) is None:

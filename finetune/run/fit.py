@@ -1,4 +1,4 @@
-"""From the first step to what the run leaves behind: train, export, report the end."""
+"""From the first step to the exported model: train, export, report the end."""
 
 import time
 from collections.abc import Mapping

@@ -78,7 +78,7 @@ def peak_flops(device: torch.device, *, precision: str, world: int) -> float | N
 
 
 def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any]:
-    """Return what a device costs, in USD per hour, and who says so; empty where that is not known, as on a CPU."""
+    """Return what a device costs, in USD per hour, and the price's source; empty where unknown, as on a CPU."""
     if stated is not None:
         return {"usd_per_hour": stated, "source": "report.price_per_device_hour"}
     kind = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -72,7 +72,7 @@ def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
 
 
 def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:
-    """Raise CheckpointError unless the samples behind the checkpoint are those that the order gives to its steps."""
+    """Raise CheckpointError unless the checkpoint was trained on the samples that the order gives to its steps."""
     if not matches_data_order(progress, pool=pool, global_batch_size=global_batch_size):
         raise CheckpointError(
             f"{path} was trained for {progress.step} steps on other samples than this job's order gives, or on samples "
@@ -97,7 +97,7 @@ def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_si
 
 
 def _drop_repeated_steps(folder: Path, *, after_step: int) -> None:
-    """Take out of the record what is handed out again; each file is one rank's to mend, so nobody has to wait.
+    """Remove from the record the steps that are taken again; each rank repairs its own file, so none has to wait.
 
     A damaged line goes, too; a file that cannot be read is put aside: the record informs, and stops no run.
     """

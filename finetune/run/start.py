@@ -16,7 +16,7 @@ with lazily(freeze=True):  # torch
 
 
 def start(path: Path, overrides: Sequence[str], *, accelerate_file: Path | None = None) -> int:
-    """Train as the job file says, spread as the accelerate file says, if one is given, and return the exit code.
+    """Train the job, distributed as the accelerate file says if one is given, and return the exit code.
 
     The checksums of the checkpoint that the run will resume from are computed while torch is being imported.
     """

@@ -61,7 +61,7 @@ class Supervision:
     sentinel: RunSentinel
 
     def gather_peers(self) -> None:
-        """Learn which processes belong to the run, so that one that vanishes can be named. Collective."""
+        """Learn which processes belong to the run, so that one that exits unexpectedly can be named. Collective."""
         self.process_exit.peers = gather_peers()
         self.status.met(self.process_exit.peers)
         self.sentinel.start()
@@ -81,7 +81,7 @@ class Supervision:
 
     def end_finished(self, finished: FinishedRun, *, num_steps: int) -> int:
         """Report that there is nothing left to do, and return the exit code of a success."""
-        self.sentinel.call_off()  # who starts a run that is over may want to look at it
+        self.sentinel.call_off()  # whoever starts a finished run may want to look at it
         path, reason = str(finished.checkpoint), finished.reason
         return record_finished(self.status, finished.progress, path, reason, num_steps=num_steps)
 
@@ -202,5 +202,5 @@ def _start_sentinel(section: OnEndSection | None, sentinel: RunSentinel, *, log:
     if 1 in (os.getpid(), os.getppid()):
         log(
             "warning: run.on_end: this looks like the first process of a container or like a service of systemd, which "
-            "end all that a run leaves behind, and the command with it. See docs/interruptions.md."
+            "kill all that a run leaves behind, and the command with it. See docs/interruptions.md."
         )

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Group(Enum):
-    """A process group of all ranks beside torch's default one, over which training sends tensors.
+    """A process group of all ranks besides torch's default one, over which training sends tensors.
 
     The collectives of one never wait for, or mix with, those of another.
     """
@@ -98,7 +98,7 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def sum_in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, added rank by rank. Collective.
 
-    The same to the bit whatever is summed beside it: an all-reduce begins each chunk of its buffer at another rank.
+    Bitwise the same whatever else is summed with it: an all-reduce starts each chunk of its buffer at another rank.
     """
     if _answers_alone:
         return tensor.clone()

@@ -1,4 +1,4 @@
-"""Packages that may be missing, and modules that are imported when they are first used. Imports no torch.
+"""Packages that may be missing, modules that are imported when first used, callbacks not given. Imports no torch.
 
     with lazily():
         from finetune.model.adapters import build
@@ -6,6 +6,12 @@
 The statement is a real one, so type checker, linter and the tests of the architecture see it. What it binds is the
 module, not yet imported: `build.add_adapter(...)` imports it (PEP 810's `lazy import`, until Python has it). A job then
 pays, in seconds and in memory, only for what it uses: plain fine-tuning never imports peft.
+
+The standard library's `importlib.util.LazyLoader` does not keep these promises (seen with Python 3.11.7). Two threads
+that use a module at the same time see it half imported (https://github.com/python/cpython/issues/114763). Parent
+packages are imported at once, which for `from peft.tuners import lora` is peft, and a missing package raises at the
+statement. Lazy modules stay in `sys.modules`, where code that looks at all of them, such as `inspect.getmodule`,
+imports them.
 """
 
 import gc
@@ -39,6 +45,10 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         ) from error
 
 
+def no_op(*_: object) -> None:
+    """Do nothing: a callback that nobody needs."""
+
+
 @contextmanager
 def lazily(*, freeze: bool = False) -> Iterator[None]:
     """Have the import statements of this block, in this thread, bind modules that are imported when first used.
@@ -46,7 +56,7 @@ def lazily(*, freeze: bool = False) -> Iterator[None]:
     Write `from package import module` (never a class or function: it would have to be looked up now), and `import
     package.module as module` where the package imports what is looked up in it, as transformers does. `freeze` is for
     a command, which imports nearly all that the process will ever use: the garbage collector does not run meanwhile and
-    never looks at those objects again.
+    never visits those objects again.
     """
     finder = _LazyFinder(freeze=freeze)
     sys.meta_path.insert(0, finder)
@@ -58,7 +68,7 @@ def lazily(*, freeze: bool = False) -> Iterator[None]:
 
 
 class _LazyModule(ModuleType):
-    """Stands for a module: whatever is looked up in it is looked up in the real one, which is imported for that."""
+    """A proxy of a module, which is imported when an attribute is looked up; lookups are passed on to it."""
 
     def __init__(self, name: str, *, freeze: bool) -> None:
         super().__init__(name)
@@ -74,8 +84,13 @@ class _LazyModule(ModuleType):
     def _import(self) -> ModuleType:
         if not self._freeze:
             return importlib.import_module(self.__name__)
-        with _no_garbage_collection():
+        usual = gc.get_threshold()
+        gc.set_threshold(_NEVER, *usual[1:])
+        try:
             return importlib.import_module(self.__name__)
+        finally:
+            gc.freeze()  # modules last as long as the process; forked processes share objects that nobody writes to
+            gc.set_threshold(*usual)
 
 
 class _LazyFinder(MetaPathFinder, Loader):
@@ -84,16 +99,16 @@ class _LazyFinder(MetaPathFinder, Loader):
     def __init__(self, *, freeze: bool) -> None:
         self._freeze = freeze
         self._thread = get_ident()
-        self._found: list[_LazyModule] = []
+        self._modules: list[_LazyModule] = []
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for any module; None in other threads, which import as ever."""
+        """Return a spec for any module; None in other threads, whose imports are ordinary."""
         return ModuleSpec(name, self, is_package=True) if get_ident() == self._thread else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return what stands for the module."""
+        """Return the lazy module."""
         module = _LazyModule(spec.name, freeze=self._freeze)
-        self._found.append(module)
+        self._modules.append(module)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -101,26 +116,11 @@ class _LazyFinder(MetaPathFinder, Loader):
 
     def clean_up(self) -> None:
         """Leave no trace where modules are looked up, so that any other import is an ordinary one."""
-        for module in self._found:
+        for module in self._modules:
             parent, _, name = module.__name__.rpartition(".")
             if sys.modules.get(module.__name__) is module:
                 del sys.modules[module.__name__]
             if parent in sys.modules and vars(sys.modules[parent]).get(name) is module:
                 delattr(sys.modules[parent], name)
-        for module in self._found:
+        for module in self._modules:
             module._is_bound = True
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile, and never what exists at the end: modules last as long as the process.
-
-    Processes that are forked later share those objects, too, as the collector no longer writes to them.
-    """
-    usual = gc.get_threshold()
-    gc.set_threshold(_NEVER, *usual[1:])
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.set_threshold(*usual)

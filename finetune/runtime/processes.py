@@ -1,7 +1,7 @@
 """How processes end: a worker with the process that it serves, a rank with its launcher.
 
 A process exits without the interpreter's teardown, in which libraries' threads now and then abort. What comes before
-that in a teardown still happens: threads that are no daemons end, and what was registered with `atexit` runs, so that
+that in a teardown still happens: non-daemon threads end, and what was registered with `atexit` runs, so that
 profiles and coverage are written, trackers send what they hold, temporary folders are removed. Imports no torch.
 """
 
@@ -30,7 +30,7 @@ RUN_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 
 
 def ignore_run_signals(worker: int = 0) -> None:
-    """Have a process that loads data ignore what is meant for the run; it ends with the process that it serves.
+    """Have a data loading process ignore signals to the run; it ends with the process that it serves.
 
     Launchers and Slurm signal whole groups of processes, and a run whose data loader has died cannot save itself.
     """
@@ -141,7 +141,7 @@ _BESIDE_STUCK_SECONDS = 3.0
 
 
 def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
-    """Run the handlers registered with `atexit`, flush, and exit this process, after so many seconds at the latest."""
+    """Run the handlers registered with `atexit`, flush, and exit this process, after `seconds` at the latest."""
     is_main = threading.current_thread() is threading.main_thread()
     limit = seconds if seconds is not None else _EXIT_HANDLERS_SECONDS if is_main else _BESIDE_STUCK_SECONDS
     try:

@@ -1,6 +1,6 @@
 """Cores, memory, disk space and open files that this process may use, within its container. Imports no torch.
 
-Errors of a full or read-only disk become one error, which says how much space is left.
+Errors of a full or read-only disk become one error, which names the space that is left.
 """
 
 import os
@@ -93,7 +93,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return the bytes that this machine can still give, or the container where that allows less."""
+    """Return the bytes that this machine, or its container where that allows less, can still allocate."""
     available = int(psutil.virtual_memory().available)
     try:
         limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -104,7 +104,7 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 @contextmanager
 def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[None]:
-    """Turn what a disk has refused to take into one error of this kind; `folders` are where things are written.
+    """Turn failed writes into one error of this type; `folders` are where things are written.
 
     For a full disk the message names the free space of the folders; any other error counts only for these folders.
     """
@@ -126,7 +126,7 @@ def format_free_space(folders: Sequence[Path]) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what is free on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     place = folder.absolute()
     return shutil.disk_usage(next(each for each in (place, *place.parents) if each.is_dir())).free
 
@@ -149,7 +149,7 @@ _OWN_FILES = 512
 """Libraries, weights, prepared data, logs, and the pipes of loader processes."""
 
 _FILES_PER_RANK = 3
-"""The store has a socket for each rank in the process that keeps it, as has each full mesh of gloo beside it."""
+"""The store has a socket for each rank in the process that keeps it, and so does each full mesh of gloo."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def file_limit() -> FileLimit:
 
 
 def files_needed(world: int) -> int:
-    """Return how many files and sockets a process may have open in a run of so many.
+    """Return how many files and sockets a process may have open in a run of `world` processes.
 
     >>> files_needed(8), files_needed(1000)
     (536, 3512)

@@ -25,7 +25,7 @@ class SequenceGroup:
 
 
 def open_sequence_groups(size: int) -> None:
-    """Open the groups of so many consecutive ranks each; 1 opens none. Collective."""
+    """Open groups of `size` consecutive ranks each; 1 opens none. Collective."""
     global _size, _opened
     _size, _opened = size, None
     if size > 1:

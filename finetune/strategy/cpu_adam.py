@@ -56,7 +56,7 @@ def _part_of_deepspeed(name: str) -> Any:
 
 
 def missing_tool(tools: BuildTools, *, needs_nvcc: bool, is_compiled: bool) -> str | None:
-    """Return the first tool that is missing with the command that installs it; None where all are there.
+    """Return the first tool that is missing with the command that installs it; None where all exist.
 
     What is compiled already needs no compiler, but DeepSpeed asks for ninja all the same. DeepSpeed 0.19.8 compiles it
     by the C++ compiler alone; where its builder is one of CUDA's, nvcc is run, too.

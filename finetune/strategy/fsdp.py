@@ -61,7 +61,7 @@ class FullySharded:
         return frozenset(Sharded)
 
     def expected(self) -> Expected:
-        """Return the FSDP version that was asked for, over all processes."""
+        """Return the requested FSDP version, over all processes."""
         return Expected(
             ("FSDP",),
             self._environment.world,

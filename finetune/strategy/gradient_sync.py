@@ -47,7 +47,7 @@ def choose_accumulation(
     """Return how to accumulate `num_batches` microbatches.
 
     `unsharded_bytes` is the size of the whole gradient, `free_bytes` what the rank with the least memory will have left
-    beside weights, sharded gradients and optimizer state. The gradient may take half of it: the rest is for
+    besides weights, sharded gradients and optimizer state. The gradient may take half of it: the rest is for
     activations. A deterministic run does not depend on how much is free, since the order of the sum does. Where trained
     parameters are held in bfloat16, so are the shards of their gradient: their sum over microbatches loses digits, so
     it is the last resort.

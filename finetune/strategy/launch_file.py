@@ -35,7 +35,7 @@ _NO_GROUP, _SUPPORTED = "NO", ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MUL
 def use_launch_file(file: Path) -> list[str]:
     """Set the variables that `accelerate launch` sets for this file, and return what the user should know.
 
-    Raises StrategyError for a file that Accelerate refuses, where the environment says something else than the file,
+    Raises StrategyError for a file that Accelerate refuses, where the environment contradicts the file,
     and where the file is for another number of processes than were started.
     """
     name = f"--accelerate {file}"
@@ -161,7 +161,7 @@ def _group_of_one() -> dict[str, str]:
 
 
 def _differences(defaults: Any, *, world: int, name: str) -> list[str]:
-    """Return a sentence with what the file says of processes and their address, where the launcher has it otherwise."""
+    """Return a sentence with what the file sets of processes and their address, where the launcher differs."""
     here = os.environ
     found = {
         "num_processes": (defaults.num_processes, world),
@@ -169,9 +169,9 @@ def _differences(defaults: Any, *, world: int, name: str) -> list[str]:
         "main_process_ip": (defaults.main_process_ip, here.get("MASTER_ADDR")),
         "main_process_port": (defaults.main_process_port, here.get("MASTER_PORT")),
     }
-    said = [
+    overruled = [
         f"{key}: {written} (here {actual})"
         for key, (written, actual) in found.items()
         if None not in (written, actual) and str(written) != str(actual)
     ]
-    return [f"{name}: {', '.join(said)}. The launcher decides."] if said else []
+    return [f"{name}: {', '.join(overruled)}. The launcher decides."] if overruled else []

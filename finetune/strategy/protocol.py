@@ -56,7 +56,7 @@ class Strategy(Protocol):
     name: str
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
-        """Return what is entered while the Accelerator is built; process groups that it makes get the timeout."""
+        """Return the context in which the Accelerator is built; process groups created there get the timeout."""
 
     def plugin(self) -> PluginSettings:
         """Return what `Accelerator()` is given."""

@@ -23,7 +23,7 @@ class JobSettings:
     optimizer: str = "adamw"
     averages_weights: bool = False  # of the weights, in the optimizer
     unfreezes_later: bool = False  # some parameters are trained only after a number of steps
-    has_mixed_dtypes: bool = False  # frozen weights in 16 bits beside float32 adapters
+    has_mixed_dtypes: bool = False  # frozen weights in 16 bits with float32 adapters
     pins_memory: bool = False
     offloads_activations: bool = False
     updates_in_backward: bool = False

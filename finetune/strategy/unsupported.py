@@ -25,7 +25,7 @@ class Unsupported:
 
 TENSOR = Unsupported(
     "tensor parallelism",
-    "beside FSDP2, Accelerate 1.15 imports `ReplicateParallel`, which transformers 5.23 no longer has, and without "
+    "with FSDP2, Accelerate 1.15 imports `ReplicateParallel`, which transformers 5.23 no longer has, and without "
     "FSDP2 it has no data parallelism (accelerate#4193)",
     "Remove it: FSDP2 and ZeRO-3 shard every layer over all processes. Where that is not enough: torchtitan, "
     "or Megatron-LM",
@@ -75,7 +75,7 @@ NVME = Unsupported(
 )
 UNKNOWN = Unsupported(
     "such a size",
-    "Accelerate does not know it, and would ignore it without a word",
+    "Accelerate does not know it, and would silently ignore it",
     "Remove it",
 )
 
@@ -150,7 +150,7 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _deepspeed_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the DeepSpeed config that the file names; nothing where it cannot be read, which the launch tells."""
+    """Return the DeepSpeed config that the file names; nothing where it cannot be read: the launch reports that."""
     name = _section(values, "deepspeed_config").get("deepspeed_config_file")
     try:
         content = json.loads(Path(str(name)).read_text(encoding="utf-8")) if name else {}

@@ -2,7 +2,7 @@
 
 The counts go round a ring of all ranks, some 50 microseconds each: with 1,000 ranks 60 to 100 ms, in which a short step
 could be taken. So they are started before the last backward pass. A stop that is requested after that is heard one step
-later, which is why slow steps, whose device hides the ring anyway, are not counted ahead.
+later, which is why slow steps, whose device hides the ring anyway, are not counted in advance.
 """
 
 import time
@@ -15,7 +15,7 @@ from finetune.train.parts import TrainingComponents
 from finetune.train.step import StepCounts, start_step_counts
 
 SLOW_SECONDS = 1.0
-"""From here on a step is not counted ahead."""
+"""From here on a step is not counted in advance."""
 
 
 @dataclass(frozen=True)

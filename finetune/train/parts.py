@@ -13,7 +13,7 @@ from finetune.data.batch import Batch
 from finetune.data.sample_checks import SampleVerifier
 from finetune.report.profile.window import NullProfile, Profile
 from finetune.report.reporter import Reporter
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Cadence, NeverDue, Progress
 from finetune.train.early_stopping import EarlyStopping, NeverStop
 from finetune.train.meters import Meters

@@ -19,7 +19,7 @@ from finetune.data.sample_checks import Delivery, extend_digest, join_uint64, sp
 from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.parameters import is_finite
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import fault_point

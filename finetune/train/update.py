@@ -1,6 +1,6 @@
 """The update: gradients clipped to their global norm, then the optimizer's step, unless the gradient is not finite.
 
-On a GPU the host does not wait to know whether it is. A fused optimizer is told by a flag on the device to change
+On a GPU the host does not wait to know whether it is. A fused optimizer reads a flag on the device that makes it change
 nothing (`found_inf`, the protocol of `torch.amp.GradScaler`), and the host reads the norms at the next log point.
 
 `UpdateInBackward` updates each parameter as soon as its gradient is whole, and then frees the gradient: no more than

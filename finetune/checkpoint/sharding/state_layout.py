@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.errors import CheckpointError
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.parameters import canonical_name
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ Supervised = Annotated[
     bool,
     typer.Option(
         "--supervise",
-        help="Run on this host, with the supervisors of the other hosts: when a host is lost the run goes on without "
+        help="Run on this host, with the supervisors of the other hosts: when a host is lost the run continues without "
         "it from the newest checkpoint, when one comes it takes part. Start the same command on each host.",
     ),
 ]

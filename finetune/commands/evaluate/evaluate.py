@@ -18,10 +18,9 @@ from finetune.report.run_log import RunLog
 from finetune.run.setup.accelerator import make_accelerator
 from finetune.run.setup.data import input_identity
 from finetune.run.setup.evaluator import make_evaluator
-from finetune.run.setup.precompute import precompute_set
+from finetune.run.setup.precompute import attach_teacher, precompute_set
 from finetune.run.setup.prepared_model import PreparedModel
 from finetune.run.setup.strategy import launched_strategy
-from finetune.run.setup.teacher import attach_teacher
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.text.library_output import quiet_libraries

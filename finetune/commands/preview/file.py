@@ -20,7 +20,7 @@ from finetune.data.sources.source import Source, find_origin, open_source, texts
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.registry.formats import FORMATS
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.terminal import format_json
 

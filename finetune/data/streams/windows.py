@@ -17,7 +17,7 @@ from finetune.data.streams.producer import NUM_KEPT_WINDOWS, StreamJob
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.supervision.heartbeat import keep_alive
 
 T = TypeVar("T")

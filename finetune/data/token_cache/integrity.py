@@ -11,7 +11,7 @@ import xxhash
 
 from finetune.errors import DataError
 from finetune.runtime.files.atomic import quarantine
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 
 _BITS = (1 << 64) - 1
 

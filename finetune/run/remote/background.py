@@ -23,10 +23,10 @@ class Uploader(Protocol):
     """Whoever keeps a run's folder also elsewhere, while it is entered."""
 
     def watch_reporter(self, reporter: Reporter) -> Reporter:
-        """Return the reporter so that it also tells the mirror when there is something to upload."""
+        """Return the reporter, which then also notifies the mirror when there is something to upload."""
 
     def finish(self, code: int) -> int:
-        """Wait until everything is there and return the exit code, which is no success where something is missing."""
+        """Wait until everything is uploaded and return the exit code: a failure where something is missing."""
 
     def __enter__(self) -> object: ...
 
@@ -90,11 +90,11 @@ class BackgroundUploader:
             self._thread.join(_SECONDS_AFTER_ERROR)
 
     def watch_reporter(self, reporter: Reporter) -> Reporter:
-        """Return the reporter so that it also wakes the uploads, and tells what they warn of."""
+        """Return the reporter, which then also wakes the uploads and reports their warnings."""
         return _UploadingReporter(reporter, self)
 
     def wake(self) -> None:
-        """Have what is new uploaded."""
+        """Start uploading new files."""
         self._due.set()
 
     def warnings(self) -> list[str]:
@@ -102,12 +102,12 @@ class BackgroundUploader:
         return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
     def finish(self, code: int) -> int:
-        """Wait until everything is there, and say so; return the code, or 1 for a success that is not there."""
+        """Wait until everything is uploaded, and log it; return the code, or 1 for a success that was not uploaded."""
         self._end()
         if self._thread.ident is None:  # a run that was over already: an earlier start may have left something
             self._thread.start()
         self._thread.join()
-        for warning in self.warnings():  # nobody else is left to tell them
+        for warning in self.warnings():  # the reporter is closed
             print(f"warning: {warning}", flush=True)
         if not self._failures:
             print(f"everything is at {self._url}", flush=True)
@@ -132,7 +132,7 @@ class BackgroundUploader:
             self._due.clear()
             is_last = self._ending.is_set()
             self._failures = self._uploads.sync(is_last=is_last)
-            if not (is_last and self._failures):  # `finish` tells those in full
+            if not (is_last and self._failures):  # `finish` reports those in full
                 self._queue_warnings()
 
     def _queue_warnings(self) -> None:
@@ -143,7 +143,7 @@ class BackgroundUploader:
 
 
 class _UploadingReporter:
-    """A reporter beside which a mirror stands."""
+    """A reporter that also notifies a mirror."""
 
     def __init__(self, reporter: Reporter, mirror: BackgroundUploader) -> None:
         self._reporter = reporter

@@ -35,7 +35,7 @@ def with_local_folder(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def download_run(loaded: LoadedConfig, *, log: Callable[[str], None]) -> None:
-    """Bring what is newer at the run's URL to its stage, in one process while the others wait on a lock file.
+    """Download what is newer at the run's URL to its local folder, in one process while the others wait on a lock file.
 
     No collective, as it may take longer than one allows. Raises CheckpointError where the URL cannot be reached or
     written to: now, and not when the first checkpoint is due. Does nothing for a run without a URL.
@@ -116,7 +116,7 @@ def _download_checkpoint(remote: RemoteFolder, path: Path) -> str | None:
             remote.download(f"{place}/{name}", staging / name)
         problem = first_file_problem(staging, manifest.files, manifest.files)
         if problem is None and manifest.step != layout.step_of(path):
-            problem = f"its manifest says step {manifest.step}"
+            problem = f"its manifest is of step {manifest.step}"
     except OtherFormatError:
         shutil.rmtree(staging, ignore_errors=True)
         raise

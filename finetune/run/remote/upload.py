@@ -102,7 +102,7 @@ class FolderSync:
     def _linked(self, path: Path) -> Iterator[Path | None]:
         """Hand out the checkpoint's files under names that stay while it is uploaded; None where it is gone already.
 
-        Retention goes on meanwhile. Where the file system has no links, the files themselves are handed out.
+        Retention continues meanwhile. Where the file system has no links, the files themselves are handed out.
         """
         links = self._folder / _LINKS / path.name
         shutil.rmtree(links, ignore_errors=True)

@@ -17,6 +17,7 @@ from finetune.strategy.experts import keep_experts_in_graph, set_zero3_leaf_modu
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.upstream import (
     broadcast_rank_0_buffers,
+    drop_not_yet_unfrozen_from_zero_norm,
     keep_bf16_parameters,
     keep_ddp_buffers_local,
     prefetch_fsdp2_layers,
@@ -73,6 +74,8 @@ def prepare(
     check_prepared(prepared_model, strategy.expected(), strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, prepared_model)
     keep_ddp_buffers_local(prepared_model)
+    if config.train.unfreeze:
+        drop_not_yet_unfrozen_from_zero_norm(prepared_model)
     return prepared_model, prepared_optimizer
 
 

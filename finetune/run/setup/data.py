@@ -1,4 +1,4 @@
-"""The training data of a run: tokenizer, task and tokenised samples, made without any process group."""
+"""The training data of a run: tokenizer, task and tokenized samples, made without any process group."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +90,7 @@ def make_training_data(
     locations: KeyLocations = MappingProxyType({}),
     builds: bool = True,
 ) -> TrainingData:
-    """Return what there is to learn; one process tokenises, others wait on a file. NotPrepared without `builds`."""
+    """Return the training data; one process tokenizes, the others wait on a file. NotPrepared without `builds`."""
     data = config.data
     generate = config.evaluate.generate if config.evaluate else None
     answer_metrics = load_metrics(generate.metrics if generate else ())
@@ -123,7 +123,7 @@ def make_training_data(
 
 
 def input_identity(processing: Processing, task: Task) -> dict[str, str]:
-    """Return all that decides what becomes of a row beside `data:`, by name: part of a prepared set's key."""
+    """Return what decides how a row is encoded besides `data:`, by name: part of a token cache's key."""
     identity = dict(processing.identity)
     if processing.tokenizer is not None:
         identity |= tokenizer_identity(processing.tokenizer)
@@ -160,7 +160,7 @@ def _open_dataset(
     stream: Callable[..., tuple[DatasetView, Streamed]],
     audited: dict[str, Prepared | Streamed],
 ) -> DatasetView:
-    """Return the source as a pool, and put into `audited` what an audit can tell of it."""
+    """Return the view of the source, and put into `audited` what its audit reads."""
     seed = derive_seed(config.run.seed, source.key) if config.data.train.mix else config.run.seed
     if stream_of(source.section) is not None:
         pool, audited[source.key] = stream(source, seed=seed)
@@ -170,16 +170,16 @@ def _open_dataset(
 
 
 def _mix(pools: Sequence[DatasetView], config: RunConfig, data: DataSection) -> DatasetView:
-    """Return the pools mixed as the job says, sorted by length where it says so; `data` is its resolved section."""
+    """Return the views mixed, and sorted by length, as configured; `data` is its resolved section."""
     seed = config.run.seed
     pool = mixed_view(pools, data.train, seed=seed, unit=data.batching.unit) if data.train.mix else pools[0]
     return grouped_by_length(pool, data.batching, seed=seed, global_batch_size=config.train.global_batch_size)
 
 
 def make_run_plan(config: RunConfig, training_data: TrainingData, *, sequence_size: int = 1) -> StepPlan:
-    """Return the number of steps and the shape of each, and what there is to say of the data that they see.
+    """Return the number of steps and the shape of each, and the lines to log about the data that they see.
 
-    So many ranks as `sequence_size` share each microbatch.
+    `sequence_size` ranks share each microbatch.
     """
     training, batch = training_data.training, config.train.global_batch_size
     plan = make_plan(
@@ -204,19 +204,19 @@ def _steps_for_tokens(training: DatasetView, global_batch_size: int, tokens: int
 
 
 VERIFY_TIMEOUT_SECONDS = 10.0
-"""For a large set; what is verified later is compared sample by sample, too, before a step learns from it."""
+"""For a large set; what is verified later is compared sample by sample, too, before a step trains on it."""
 
 
 def verify_before_training(training_data: TrainingData) -> None:
-    """Have sets made again in which damage has been found by now; no collective: each rank sees to what it reads.
+    """Rebuild sets in which damage has been detected by now. Not collective: each rank checks what it reads.
 
-    Where something is worked out of all samples beforehand, all of them are verified first.
+    Where something is precomputed for all samples, all of them are verified first.
     """
     verify_sets(training_data, seconds=VERIFY_TIMEOUT_SECONDS if training_data.task.precomputed is None else None)
 
 
 def verify_sets(training_data: TrainingData, *, seconds: float | None = None) -> None:
-    """Wait until all sets are verified, at most so long for each; those found to be damaged are made again."""
+    """Wait until all sets are verified, at most `seconds` for each; damaged ones are rebuilt."""
     for prepared in (*training_data.sources.values(), training_data.validation_set):
         if isinstance(prepared, TokenCache):
             repair(prepared, seconds=seconds)

@@ -22,7 +22,7 @@ AUDIT_FILE = "audit.json"
 
 
 def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit:
-    """Return the audit of what the job is trained on; of a stream, of what is prepared by now."""
+    """Return the audit of the training data; of a stream, of the rows prepared by now."""
     task = TASKS[config.task.name]
     is_template_checked = task.chooses_turns and not task.has_images
     return audit_sources(
@@ -37,7 +37,7 @@ def audit_training_data(config: RunConfig, training_data: TrainingData) -> Audit
 
 
 def write_audit(folder: Path, config: RunConfig, training_data: TrainingData, *, log: RunLog) -> None:
-    """Write the audit into the run folder and say what no count of a single source tells."""
+    """Write the audit into the run folder and log what no count of a single source shows."""
     audit = audit_training_data(config, training_data)
     atomic.write_json(folder / AUDIT_FILE, audit.as_json())
     for line in _notices(audit):

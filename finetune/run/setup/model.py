@@ -129,7 +129,7 @@ def recorded_parameters(config: RunConfig) -> frozenset[str]:
 
 
 def parameters_in(path: Path | None) -> frozenset[str]:
-    """Return the names of the parameters in a checkpoint; none where it cannot be read, which loading it says."""
+    """Return the names of the parameters in a checkpoint; none where it cannot be read: loading raises the error."""
     if path is None:
         return frozenset()
     try:
@@ -191,7 +191,7 @@ _KEY = re.compile(r"(model\.(?:from_config|config|rope_scaling)(?:\.\w+)*): (.*)
 
 
 def require_buildable(loaded: LoadedConfig) -> None:
-    """Raise ModelError where the job's model cannot be built, or not be asked anything; takes no memory for weights.
+    """Raise ModelError where the job's model cannot be built, or cannot be called; takes no memory for weights.
 
     Where a value of `model.from_config` or `model.config` is the reason, it is a ConfigError with its line.
     """
@@ -208,7 +208,7 @@ def require_buildable(loaded: LoadedConfig) -> None:
 
 
 def require_adaptable(loaded: LoadedConfig, *, strategy: str = "") -> None:
-    """Raise ConfigError where LoRA cannot be had as asked on this model's experts and router. Reads no weights."""
+    """Raise ConfigError where LoRA cannot adapt this model's experts and router as requested. Reads no weights."""
     problems = [with_location(each, loaded.sources) for each in _adapter_problems(loaded.config, strategy)]
     if problems:
         raise ConfigError(problems, loaded.path.name)
@@ -318,7 +318,9 @@ def _router_problems(config: RunConfig) -> Iterator[Problem]:
     name = f"`{model.config.model_type}`"
     try:
         if not find_routers(model):
-            yield from (Problem(key, f"{name} has no routers: it is no mixture of experts. Remove it.") for key in keys)
+            yield from (
+                Problem(key, f"{name} has no routers: it is not a mixture of experts. Remove it.") for key in keys
+            )
             return
     except ModelError as error:
         yield from (Problem(key, f"{name} is not supported: {error}. Remove it.") for key in keys)

@@ -20,7 +20,7 @@ from finetune.registry.tasks import TASKS
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 
 AdapterConfig = Mapping[str, Any] | None
-"""What an adapter_config.json says."""
+"""The content of an adapter_config.json."""
 
 LAYOUT, PADDING_FREE = "batches", "padding-free"
 """What a checkpoint records where samples share rows that older versions padded."""
@@ -31,7 +31,7 @@ def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: Adapt
 
     It depends on the job, on the model's config and on the checkpoint that the run resumes from: a resumed run lays
     its samples out as before, also where only newer versions know the model. `model` is the config of a model in place
-    of the job's, with the adapter beside it.
+    of the job's, with its adapter.
     """
     data, batching = config.data, config.data.batching
     is_free = batching.padding_free
@@ -74,7 +74,7 @@ def why_padded(config: RunConfig, *, model: Any = None, adapter: AdapterConfig =
         own = load_model_config(config.model) if model is None else model
         teachers = _teachers(config)
     except ModelError:
-        return "the model cannot be loaded"  # which is said where it is loaded
+        return "the model cannot be loaded"  # loading it raises the error
     reasons = (*(padding_reason(each) for each in (own, *teachers)), None)
     if (reason := next((each for each in reasons if each), None)) is not None:
         return reason
@@ -111,7 +111,7 @@ def _resumes_padded(config: RunConfig) -> bool:
     try:
         return path is not None and read_manifest_of_step(path).run.origin.get(LAYOUT) != PADDING_FREE
     except (CheckpointError, OSError):
-        return False  # which is said where it is resumed from
+        return False  # resuming raises the error
 
 
 def _teachers(config: RunConfig) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Values precomputed for each sample by a frozen model: reference log-probabilities, a teacher's top-k.
+"""Frozen models: a live teacher, and values precomputed for each sample (reference log-probabilities, top-k).
 
 They are computed once and cached by content. The frozen model is a teacher, or the prepared model as the run starts
 from it, so nothing is held twice; a resumed run must precompute before its checkpoint is loaded.
@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.model import ModelSection
 from finetune.data.audit.audit import Prepared, Streamed
 from finetune.data.order.dataset_view import fingerprint_of
 from finetune.data.order.mixing import MixedSamples
@@ -33,15 +35,23 @@ from finetune.data.token_cache.cache import cache_folder
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
-from finetune.model.frozen_models import reference_identity, reference_mode
+from finetune.model.frozen_models import (
+    check_teacher_tokenizer,
+    load_teacher,
+    reference_identity,
+    reference_mode,
+    teacher_digest,
+)
+from finetune.model.size import measure_model
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.prepared_model import PreparedModel
-from finetune.run.setup.teacher import attach_teacher, load_unsharded_teacher, teacher_identity
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.runtime.files.atomic import temporary_path
 from finetune.runtime.supervision.heartbeat import keep_alive
+from finetune.strategy.upstream import unsharded
+from finetune.task.distillation import DistillationTask
 from finetune.task.protocol import Precomputed, Task
 
 _SECONDS_BETWEEN_LOG_LINES = 30.0
@@ -114,6 +124,34 @@ def make_scorer(config: RunConfig, task: Task, prepared: PreparedModel, *, log: 
     describe = partial(reference_identity, section, seed=config.run.seed, model=prepared.unwrapped_model, log=log)
     identity = run_on_rank_0(describe)
     return Scorer(lambda: prepared.model, identity, partial(reference_mode, prepared.unwrapped_model, section))
+
+
+def attach_teacher(model: ModelSection, task: Task, *, accelerator: Accelerator, log: RunLog) -> Task:
+    """Return the task with its live teacher; as it is where it has none. Raises ModelError."""
+    if not isinstance(task, DistillationTask) or task.section.cache:
+        return task
+    return task.attach_teacher(load_unsharded_teacher(model, task, accelerator=accelerator, log=log))
+
+
+def load_unsharded_teacher(model: ModelSection, task: Task, *, accelerator: Accelerator, log: RunLog) -> nn.Module:
+    """Return the teacher, unsharded on this rank's device: never wrapped, trained or saved; raises ModelError."""
+    assert isinstance(task, DistillationTask)
+    section = task.section
+    check_teacher_tokenizer(section, model=model, tokenizer=task.tokenizer)
+    with unsharded(accelerator):
+        size = len(task.tokenizer)
+        teacher: nn.Module = load_teacher(section, model=model, vocabulary_size=size, device=accelerator.device)
+    log(f"teacher {section.teacher}, unsharded in every process: {measure_model(teacher).lines[1]}")
+    return teacher
+
+
+def teacher_identity(config: RunConfig, *, log: RunLog) -> str | None:
+    """Return what identifies the teacher's weights, None where there is no teacher. Collective."""
+    section = config.task.distillation
+    if section is None:
+        return None
+    digest: str = run_on_rank_0(lambda: teacher_digest(section, model=config.model, log=log))
+    return digest
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,10 @@ from finetune.run.setup.model import (
 from finetune.run.setup.optimizer import make_optimizer, plan_accumulation
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.runtime import distributed
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.resources import resident_bytes
 from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.protocol import Strategy
-from finetune.strategy.upstream import drop_not_yet_unfrozen_from_zero_norm
 from finetune.task.lm_loss.fallback import fallback_warning
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import unwrap_model
@@ -114,8 +113,7 @@ def prepare_model(
     optimizer = make_optimizer(config, list_parameters(unwrapped), learning_rate=learning_rate, log=log)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(unwrapped, alpha=noise).set_batch if noise else no_op
-    if config.model.compile != "off":
-        _compile(unwrap_model(unwrapped), config.model.compile, strategy=strategy, log=log)
+    _compile(unwrap_model(unwrapped), config.model.compile, strategy=strategy, log=log)
     routers = _find_routers(config, unwrapped, log=log)
     flops = model_flops(unwrapped, training_data.training, plan) if plan else None
     model, prepared_optimizer = accelerators.prepare(
@@ -124,8 +122,6 @@ def prepare_model(
     kernel, _ = resolve_kernel(config.train.loss_kernel)
     if (fallback := fallback_warning(model, training_data.task.head, kernel)) is not None:
         log(fallback)
-    if config.train.unfreeze:
-        drop_not_yet_unfrozen_from_zero_norm(model)
     return PreparedModel(
         accelerator,
         unwrapped,
@@ -172,8 +168,10 @@ def _log_size(
     return accumulation, memory if plan else None
 
 
-def _compile(model: Any, mode: Literal["regional", "full"], *, strategy: Strategy, log: RunLog) -> None:
+def _compile(model: Any, mode: Literal["off", "regional", "full"], *, strategy: Strategy, log: RunLog) -> None:
     """Compile what the job names, before a strategy wraps or shards it; under ZeRO-3 warn that nothing is compiled."""
+    if mode == "off":
+        return
     if strategy.name == "zero3":
         log(
             f"warning: model.compile: {mode} has no effect under ZeRO-3, which gathers parameters in hooks of every "

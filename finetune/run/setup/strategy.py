@@ -63,7 +63,7 @@ def job_settings(config: RunConfig) -> JobSettings:
 
 
 def require_sliceable_model(config: RunConfig, *, size: int) -> None:
-    """Raise StrategyError where so many ranks as `size` cannot share the rows of this job's model exactly."""
+    """Raise StrategyError where `size` ranks cannot share the rows of this job's model exactly."""
     if size == 1:
         return
     model = load_model_config(config.model)
@@ -152,7 +152,7 @@ def require_supported_by_strategy(config: RunConfig, strategy: str) -> None:
 
 
 def require_tied_weights_supported(model: Any, strategy: str) -> None:
-    """Raise StrategyError where adapters stand on one of two tied weights, which Accelerate cannot tie anew under FSDP.
+    """Raise StrategyError where adapters stand on one of two tied weights, which Accelerate cannot retie under FSDP.
 
     `fsdp2_prepare_model` of accelerate 1.15 calls `tie_weights` after peft has wrapped the module: KeyError.
     """
@@ -162,7 +162,7 @@ def require_tied_weights_supported(model: Any, strategy: str) -> None:
         if strategy in _FSDP and own not in base.get_submodule(module)._parameters:
             raise StrategyError(
                 f"an adapter, or a copy that is trained in full, on the tied weight `{module}` does not work under "
-                f"{strategy}: Accelerate ties weights anew by the base's names, and peft's wrapper has changed them "
+                f"{strategy}: Accelerate ties weights again by the base's names, and peft's wrapper has changed them "
                 "(fsdp2_prepare_model of accelerate 1.15). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or "
                 f"leave `{module}` out of `model.lora.target_modules` and `modules_to_save`."
             )
@@ -177,7 +177,7 @@ class _Limit:
 
 
 def _trains_new_tokens(config: RunConfig) -> bool:
-    """Tell whether peft trains the rows of new tokens beside adapters; rows of modules trained in full are theirs."""
+    """Tell whether peft trains the rows of new tokens next to adapters; rows of modules trained in full are theirs."""
     return config.model.new_tokens is not None and config.model.lora is not None
 
 
@@ -204,7 +204,7 @@ _LIMITS = (
         "model.new_tokens with model.lora",
         _FSDP,
         _trains_new_tokens,
-        "Accelerate ties weights anew by the base's names, and peft's wrapper around the embedding has changed them "
+        "Accelerate ties weights again by the base's names, and peft's wrapper around the embedding has changed them "
         "(fsdp2_prepare_model of accelerate 1.15). Launch with accelerate_configs/zero2.yaml or ddp.yaml, or train all "
         "weights.",
     ),
@@ -212,15 +212,15 @@ _LIMITS = (
         "model.quantization",
         ("zero3",),
         _is_quantized,
-        "its partitioning at birth does not support quantised weights, so every rank would hold the whole base first "
-        "(https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1249). Launch with "
+        "its partitioning at construction does not support quantized weights, so every rank would hold the whole base "
+        "first (https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1249). Launch with "
         "accelerate_configs/zero2.yaml or fsdp2.yaml.",
     ),
     _Limit(
         "model.quantization other than 4-bit bitsandbytes",
         _FSDP,
         _is_not_4bit_bitsandbytes,
-        "FSDP splits nothing but floating-point numbers, and only 4-bit weights of bitsandbytes can be stored as such "
+        "FSDP shards only floating-point tensors, and only 4-bit weights of bitsandbytes can be stored as such "
         "(https://huggingface.co/docs/bitsandbytes/main/fsdp_qlora). Write `bits: 4`, or launch with ddp.yaml.",
     ),
 )

@@ -11,7 +11,7 @@ from finetune.model.loading.pretrained import adapter_digest
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData, input_identity
 from finetune.run.setup.padding_free import recorded_layout
-from finetune.run.setup.teacher import teacher_identity
+from finetune.run.setup.precompute import teacher_identity
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_rank_0
 from finetune.strategy.protocol import Strategy
@@ -63,7 +63,7 @@ def fingerprint_with(
 
 
 def _input_digests(training_data: TrainingData) -> str:
-    """Return what turns rows into inputs; the chat template matters to whoever talks to the model, too."""
+    """Return what turns rows into inputs; the chat template is part of it."""
     return ", ".join(
         f"{name} {digest}" for name, digest in input_identity(training_data.processing, training_data.task).items()
     )

@@ -1,6 +1,6 @@
 """Whether a run is finished, read from its folder as JSON alone, without torch.
 
-The record beside `final/` names the step, the files with their sizes, and size and times of the input files.
+The record next to `final/` names the step, the files with their sizes, and size and times of the input files.
 """
 
 import os
@@ -98,7 +98,7 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 FINAL_RECORD = "final.json"
-"""Which step `final/` is from, why the run was over then, what `export:` said, the sizes of its files, its inputs."""
+"""Which step `final/` is from, why the run ended, its `export:` section, the sizes of its files, its inputs."""
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -137,7 +137,7 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
         if path is None or not is_complete(path, manifest := read_manifest_of_step(path)):
             return None
         progress = Progress.from_state_dict(read_metadata(path, manifest).progress)
-    except OtherFormatError:  # said before a model is built
+    except OtherFormatError:  # reported before a model is built
         raise
     except (CheckpointError, OSError):  # whatever it is, `continue_run` meets it too, and sets aside or refuses
         return None
@@ -150,7 +150,7 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
 def format_finished(
     config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, wanted: RunFingerprint
 ) -> list[str] | None:
-    """Return what there is to say of a run that is over; None where it is not: its best is of another metric.
+    """Return what to log about a finished run; None where it is not finished: its best is of another metric.
 
     Raises CheckpointError where the config is no longer the one it was trained with.
     """
@@ -183,7 +183,7 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
 
 
 def read_record(run_folder: Path) -> dict[str, Any] | None:
-    """Return the record beside `final/`; None where there is none, or none that can be believed: it is made again."""
+    """Return the record next to `final/`; None where it does not exist or is damaged: the model is exported again."""
     try:
         return dict(parse_as(_RECORD, read_regular(run_folder / FINAL_RECORD)))
     except (OSError, ValueError):
@@ -191,7 +191,7 @@ def read_record(run_folder: Path) -> dict[str, Any] | None:
 
 
 def is_complete(path: Path, manifest: Manifest) -> bool:
-    """Tell whether all files are there with their sizes; those that are no tensors also with their digests."""
+    """Return whether all files exist with their sizes, and files without tensors also with their digests."""
     if any((path / name).stat().st_size != facts.size_bytes for name, facts in manifest.files.items()):
         return False
     return first_file_problem(path, manifest.files, manifest.files.keys() & layout.METADATA_FILES) is None

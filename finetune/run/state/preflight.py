@@ -1,7 +1,7 @@
 """What a start does before torch is imported: answer from the run folder alone, and start to compute checksums.
 
 The answer is that the run is finished, or that it cannot be resumed. Whatever is not clear from the folder is left to
-the start itself: what is damaged, at a URL, or depends on the data.
+the start itself: damaged files, a URL, anything that depends on the data.
 """
 
 import os
@@ -36,7 +36,7 @@ with lazily():  # numpy
 
 
 def preflight(loaded: LoadedConfig) -> int | None:
-    """Return the exit code of a run that is over; None where the start has to say.
+    """Return the exit code of a finished run; None where the start has to decide.
 
     Raises CheckpointError, on every rank alike, where the start would refuse to continue. Not collective.
     """
@@ -76,7 +76,7 @@ def _refuse_changes(config: RunConfig) -> None:
     if path is None or is_url(resume) or (manifest := _manifest(path)) is None:
         return
     wanted = _facts_from_config(config, manifest.run)
-    if wanted is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to tell
+    if wanted is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to report
         check_changes(path, manifest.run, wanted=wanted, allowed=config.checkpoint.allow_changes)
 
 
@@ -99,7 +99,7 @@ def _facts_from_config(config: RunConfig, saved: RunFingerprint) -> RunFingerpri
 
 
 def _finished(config: RunConfig, *, rank: int) -> int | None:
-    """Return 0 for a run that is over and whose inputs nobody has touched, and say so; None otherwise."""
+    """Return 0 for a finished run whose inputs are unchanged, and log it; None otherwise."""
     num_steps = config.train.steps
     if num_steps is None or config.export.push_to_hub is not None or not _is_one_machine():
         return None
@@ -111,9 +111,9 @@ def _finished(config: RunConfig, *, rank: int) -> int | None:
     sentences = format_finished(config, finished, manifest.run, wanted=wanted)
     if sentences is None:
         return None
-    say = RunLog(is_main=rank == 0)
+    log = RunLog(is_main=rank == 0)
     for sentence in sentences:
-        say(sentence)
+        log(sentence)
     status = open_status_file(Path(config.run.folder), rank=rank)
     status.start()
     return record_finished(status, finished.progress, str(finished.checkpoint), finished.reason, num_steps=num_steps)

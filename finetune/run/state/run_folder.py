@@ -177,6 +177,6 @@ def open_run_folder(loaded: LoadedConfig, built: BuiltRun, *, costs: Interruptio
 
 
 def config_copy(text: str) -> str:
-    """Return the job file as it was written; where it holds secrets, without them and with a last line that says so."""
+    """Return the job file as it was written; where it holds secrets, without them and with a last line about it."""
     cleaned = redacted_yaml(text)
     return text if cleaned == text else cleaned.rstrip("\n") + "\n" + SECRETS_REMOVED

@@ -7,7 +7,7 @@ from finetune.checkpoint.write.saver import SavedCheckpoint
 from finetune.errors import CheckpointError
 from finetune.report.events import CheckpointSaved, Warned
 from finetune.report.reporter import Reporter
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Progress
 
 

@@ -26,7 +26,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from finetune.runtime.files.read import parse_json, read_regular
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import format_json
 
@@ -51,7 +51,7 @@ _NAME = re.compile(
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a name beside `path` under which a process writes what is to become it; never the same twice."""
+    """Return a name next to `path` under which a process writes its new content; never the same twice."""
     name = path.name if len(os.fsencode(path.name)) <= _LONGEST_BYTES else "long"
     return path.with_name(f".{name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
 
@@ -59,7 +59,7 @@ def temporary_path(path: Path) -> Path:
 def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[Path]:
     """Remove what dead writers have left in the folder and return it; `below`: in its folders, too.
 
-    Writers on other hosts cannot be inspected: what has not changed for so many seconds counts as abandoned. Where a
+    Writers on other hosts cannot be inspected: files unchanged for that many seconds count as abandoned. Where a
     folder was being replaced and its writer was killed between the two renames, it gets its older content back.
     """
     cleared = []

@@ -22,7 +22,7 @@ _KINDS = {
 
 
 class NotAFile(OSError):
-    """The path exists and is not a regular file; the message says what it is."""
+    """The path exists and is not a regular file; the message names its type."""
 
 
 def require_regular(path: Path) -> os.stat_result:
@@ -60,16 +60,16 @@ _MIN_READ_BYTES = 1 << 20
 
 
 def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the file's content; raises OSError for what is no regular file, or has more bytes."""
+    """Return the file's content; raises OSError for anything but a regular file of at most that size."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise OSError(errno.EINVAL, f"has {size} bytes; the maximum is {max_bytes}", str(path))
-        return file.read(min(max_bytes, max(size, _MIN_READ_BYTES)))  # so many bytes are allocated first
+        return file.read(min(max_bytes, max(size, _MIN_READ_BYTES)))  # this many bytes are allocated first
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value; raises ValueError for whatever is no JSON, nesting too deep to be read included."""
+    """Return the value; raises ValueError for anything but valid JSON, also where its nesting is too deep."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -82,7 +82,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def parse_as(schema: TypeAdapter[T], content: bytes) -> T:
-    """Return the JSON as the schema says; raises ValueError that names the first place where it does not fit."""
+    """Return the JSON validated by the schema; raises ValueError that names the first mismatch."""
     try:
         return schema.validate_json(content)
     except ValidationError as error:

@@ -18,7 +18,7 @@ class Activity(Protocol):
     """What shows that rank 0 gets on."""
 
     def has_moved(self) -> bool:
-        """Tell whether there was any activity since the last call that told so."""
+        """Return whether there was any activity since the last call that returned true."""
 
 
 class OwnActivity:

@@ -15,7 +15,7 @@ _CLOSE = 2.0
 """By this factor the interval may be off the best one: the optimum is flat, and a quarter of the loss is added."""
 
 _CHEAP = 0.005
-"""Of the steps' time: saving more often than need be for so little is no loss."""
+"""Of the steps' time: saving more often than necessary at less cost than this is not a loss."""
 
 
 def young_interval(*, save: float, between_failures: float) -> float:
@@ -45,7 +45,7 @@ def daly_interval(*, save: float, between_failures: float) -> float:
 def expected_time(work: float, *, interval: float, save: float, restart: float, between_failures: float) -> float:
     """Return how long `work` takes with failures, by Daly's equation 20 (exponential times between them).
 
-    `restart` passes after each failure before the work goes on; `interval` is the computation between checkpoints.
+    `restart` passes after each failure before the work continues; `interval` is the computation between checkpoints.
 
     >>> expected_time(100.0, interval=10.0, save=0.0, restart=0.0, between_failures=1e9) < 100.001
     True

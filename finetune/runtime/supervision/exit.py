@@ -72,7 +72,7 @@ class ProcessExit:
         self._exit(self._status.claim_exit(ended), message=None)
 
     def replaced(self, message: str) -> None:
-        """Exit without a word in the status file, which is a newer attempt's; print the message."""
+        """Exit without touching the status file, which belongs to a newer attempt; print the message."""
         print(printable(f"error: {message}"), file=sys.stderr, flush=True)
         self._leave(1)
 

@@ -21,7 +21,7 @@ from finetune.errors import UserError
 VARIABLE = "FINETUNE_FAULTS"
 
 INJECTED = "fault injected"
-"""How the line on standard error begins that each injected fault leaves."""
+"""The start of the line that each injected fault prints to standard error."""
 
 POINTS = (
     *("prepare.write", "prepare.saved", "prepare.finish", "prepare.done"),
@@ -77,7 +77,7 @@ class Fault:
         return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
 
     def inject(self, path: Path | None, tensor: Any = None) -> None:
-        """Inject the fault into the process, the file at `path` or the tensor; standard error says so before."""
+        """Inject the fault into the process, the file at `path` or the tensor; printed to standard error first."""
         self.has_struck = True
         print(f"{INJECTED}: {self.action} at {self.point}", file=sys.stderr, flush=True)
         _INJECTORS[self.action](self, path)

@@ -114,7 +114,7 @@ def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     """Return a sentence that names the ranks which the others wait for, as far as that can be determined.
 
     Those without a report come first, then those that are at an earlier point, then those that are in no collective.
-    One that waits for its device is behind because others are: it is not named.
+    One that waits for its device is late because others are: it is not named.
     """
     silent = sorted(set(range(world)) - {report.rank for report in reports})
     if silent:

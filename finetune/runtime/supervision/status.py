@@ -139,7 +139,7 @@ class StatusFile:
         self._facts["ranks"] = [asdict(peer) for peer in peers]
 
     def run(self, progress: Progress, *, num_steps: int) -> None:
-        """Say that training begins; from now on the step is read from `progress`."""
+        """Record that training begins; from now on the step is read from `progress`."""
         self._progress = progress
         self._facts |= {"state": RUNNING, "num_steps": num_steps}
         self._keep()

@@ -52,7 +52,7 @@ class Watchdog:
         self._is_over = threading.Event()
 
     def detect_hangs(self, limit_seconds: float | None) -> None:
-        """From now on, end the run after so many seconds without progress; None never does."""
+        """From now on, end the run after this many seconds without progress; None never does."""
         self._watched_since = time.monotonic()
         self._limit = limit_seconds
 
@@ -74,7 +74,7 @@ class Watchdog:
             try:
                 self.look()
                 num_failures = 0
-            except Exception as error:  # whatever it is, the run must not go on unwatched
+            except Exception as error:  # whatever it is, the run must not continue unsupervised
                 num_failures += 1
                 self._report_failure(error, num_failures=num_failures)
 
@@ -97,7 +97,7 @@ class Watchdog:
     def look(self) -> None:
         """Look once."""
         now = time.monotonic()
-        if now - self._looked_at > _PAUSE_SECONDS:  # this process itself was suspended: that is no hang
+        if now - self._looked_at > _PAUSE_SECONDS:  # this process itself was suspended: that is not a hang
             self._watched_since = now
         self._looked_at = now
         self._note.hear()
@@ -115,9 +115,9 @@ class Watchdog:
                 self._end_hang(silent)
 
     def _look_after_others(self) -> None:
-        """End this process where another has ended the run, is gone, or where a stop is asked for before the start.
+        """End this process where another has ended the run, is gone, or where a stop is requested before the start.
 
-        The main thread has a few seconds to exit by itself: its error says more.
+        The main thread has a few seconds to exit by itself: its error has more details.
         """
         first, patience = self._status.first(), _QUIET_SECONDS
         if first is not None and first.rank == self._rank:

@@ -23,7 +23,7 @@ FOUR, EIGHT = (f"model={{name: org/base, lora: {{}}, quantization: {{bits: {bits
         ([TOKENS, LORA], "zero3", "model.new_tokens with model.lora does not work under zero3: peft trains rows"),
         ([TOKENS, LORA], "fsdp2", "Accelerate ties weights anew by the base's names"),
         ([FOUR], "zero3", r"bitsandbytes/issues/1249\). Launch with"),
-        ([EIGHT], "fsdp2", "FSDP splits nothing but floating-point numbers"),
+        ([EIGHT], "fsdp2", "FSDP shards only floating-point tensors"),
     ],
 )
 def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, strategy, reason):

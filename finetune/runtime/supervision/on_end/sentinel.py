@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from finetune.runtime.no_op import no_op
+from finetune.runtime.optional import no_op
 from finetune.runtime.supervision.on_end.command import TIMED_OUT, EndLog, command_environment, run_command
 from finetune.runtime.supervision.on_end.outcome import WAIT, EndHook, RunEnd, describe_end, end_of_run, next_action
 from finetune.runtime.text.terminal import format_json, printable
