@@ -60,8 +60,8 @@ def _held_rows(
     if not samples:
         start_id = getattr(inner.config, "decoder_start_token_id", None)
         return made_up_rows(preprocessors, head=task.head, start_id=start_id)
-    found = [inputs for each in samples for inputs in _inputs(task.collate([each]), inner, head=task.head)]
-    return tuple(held_row(inputs, head=task.head) for inputs in found[:NUM_ROWS])
+    inputs_of_rows = [inputs for sample in samples for inputs in _inputs(task.collate([sample]), inner, head=task.head)]
+    return tuple(held_row(inputs, head=task.head) for inputs in inputs_of_rows[:NUM_ROWS])
 
 
 def _samples(training_data: TrainingData) -> Iterator[Features]:
@@ -106,9 +106,9 @@ def expected_of_run(
     tokens = None
     if text is not None:
         texts = (
-            text.tokenizer.decode(each.arrays["input_ids"].tolist())
-            for each in islice(_samples(training_data), _MAX_TRAINING_TEXTS)
-            if "input_ids" in each.arrays
+            text.tokenizer.decode(sample.arrays["input_ids"].tolist())
+            for sample in islice(_samples(training_data), _MAX_TRAINING_TEXTS)
+            if "input_ids" in sample.arrays
         )
         tokens = expected_tokens(text.tokenizer, texts, renders=lambda turns: template_renders(text.tokenizer, turns))
     return Expected(trained.rows, trained.logits, computed_in(config), tokens, text, unmerged)

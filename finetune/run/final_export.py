@@ -3,8 +3,9 @@
 A failed upload is a warning: it fails no training.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -145,26 +146,30 @@ def _write_final(
     weights: dict[str, Tensor],
     trained: Trained,
 ) -> None:
-    """Export the gathered weights, prove them and record the step they are from. Not collective: for rank 0."""
+    """Export the gathered weights, verify them and record the step they are from. Not collective: for rank 0."""
     run_folder, training_data = Path(loaded.config.run.folder), built.training_data
     final = RunPaths(run_folder).final
     _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
     (run_folder / FINAL_RECORD).unlink(missing_ok=True)
     model, head = built.prepared.unwrapped_model, training_data.task.head
     with begin_proof(loaded.config, model, head=head) as proof, TemporaryDirectory(dir=run_folder, prefix=".") as aside:
-        base = load_unquantized_base(loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print)
-        how: dict[str, Any] = {
-            "model": model,
-            "weights": {**weights, **base},
-            "preprocessors": trained.preprocessors,
-            "facts": _card(loaded, progress, head=head),
-        }
-        unmerged = write_unmerged(Path(aside) / "adapter", loaded.config, how)
-        section = resolve_export_section(loaded.config)
+        weights |= load_unquantized_base(
+            loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print
+        )
+        export = partial(
+            export_model,
+            model=model,
+            weights=weights,
+            preprocessors=trained.preprocessors,
+            facts=_card(loaded, progress, head=head),
+        )
+        unmerged = None
+        if needs_unmerged(loaded.config):
+            adapter_section = loaded.config.export.model_copy(update={"merge": False, "dtype": None})
+            unmerged = export(Path(aside) / "adapter", section=adapter_section).folder
         with staged_export(final) as staged:
-            report = export_model(staged, section=section, final=final, **how)
-            weights.clear()  # the proof needs the memory
-            how.clear()
+            report = export(staged, section=resolve_export_section(loaded.config), final=final)
+            weights.clear()  # verifying needs the memory
             expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
             proved = proof.check(report, expected, final=final)
     report = replace(report, folder=final)
@@ -172,14 +177,6 @@ def _write_final(
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"
     for text in filter(None, (exported, proved, vllm_hint(final))):
         reporter(Noted(progress.step, text))
-
-
-def write_unmerged(folder: Path, config: RunConfig, how: Mapping[str, Any]) -> Path | None:
-    """Write the adapter that is merged as it is, where the proof of the merge needs it; return its folder."""
-    if not needs_unmerged(config):
-        return None
-    section = config.export.model_copy(update={"merge": False, "dtype": None})
-    return export_model(folder, section=section, **how).folder
 
 
 def _require_disk_space(run_folder: Path, weights: Iterable[Tensor], *, dtype: str | None) -> None:

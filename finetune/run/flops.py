@@ -70,19 +70,19 @@ def peak_flops(device: torch.device, *, precision: str, world: int) -> float | N
 
     That of the dtype in which matrices are multiplied; TF32 where float32 products are allowed to use it.
     """
-    kind = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if kind is None:
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if gpu is None:
         return None
     uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    return world * kind.peak_flops("tf32" if uses_tf32 else precision)
+    return world * gpu.peak_flops("tf32" if uses_tf32 else precision)
 
 
 def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any]:
     """Return what a device costs, in USD per hour, and the price's source; empty where unknown, as on a CPU."""
     if stated is not None:
         return {"usd_per_hour": stated, "source": "report.price_per_device_hour"}
-    kind = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    price = lowest(prices_of(kind.name), "on_demand") if kind is not None else None
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    price = lowest(prices_of(gpu.name), "on_demand") if gpu is not None else None
     if price is None:
         return {}
     return {"usd_per_hour": price.on_demand, "source": f"{price.provider} on demand; {price.source}"}
@@ -90,14 +90,14 @@ def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any
 
 def _looked_up(model: nn.Module) -> set[int]:
     """Return the parameters of embeddings, without one that is the head's matrix, too."""
-    heads = {id(each.weight) for each in model.modules() if isinstance(each, nn.Linear)}
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    return {id(each.weight) for each in tables} - heads
+    heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return {id(module.weight) for module in tables} - heads
 
 
 def _expert_share(config: Any) -> float:
     """Return the share of the routed experts that compute one token."""
     text = config.get_text_config(decoder=True)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    total = next((found for name in names if isinstance(found := getattr(text, name, None), int) and found), 1)
+    total = next((count for name in names if isinstance(count := getattr(text, name, None), int) and count), 1)
     return (getattr(text, "num_experts_per_tok", None) or total) / total

@@ -64,11 +64,11 @@ def _write(file: FileIO, waiting: bytes) -> bytes:
 
 def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:
     """Return the record by step: each rank's microbatches, each of which lists its sample ids."""
-    found: dict[int, list[list[list[int]]]] = {}
+    microbatches_by_step: dict[int, list[list[list[int]]]] = {}
     for path in sorted((run_folder / SAMPLES_FOLDER).glob("rank-*.jsonl")):
         for line in _lines(path):
-            found.setdefault(line["step"], []).append(line["microbatches"])
-    return found
+            microbatches_by_step.setdefault(line["step"], []).append(line["microbatches"])
+    return microbatches_by_step
 
 
 def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, global_batch_size: int) -> None:

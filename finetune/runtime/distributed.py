@@ -118,9 +118,9 @@ def gather_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor
         return [own.clone() for _ in sizes]
     padded = own.new_zeros((max(sizes), *own.shape[1:]))
     padded[: len(own)] = own
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded)
-    return [each[:size] for each, size in zip(found, sizes, strict=True)]
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [rows[:size] for rows, size in zip(gathered, sizes, strict=True)]
 
 
 def gather_objects(value: T, *, group: Group = Group.HOST) -> list[T]:

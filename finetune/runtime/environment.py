@@ -74,8 +74,8 @@ def environment_facts() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of this package and of those that decide what a run computes; absent ones are left out."""
-    found = {name: _version(name) for name in PACKAGES} | {"finetune": __version__}  # installed or not
-    return {name: number for name, number in found.items() if number is not None}
+    versions = {name: _version(name) for name in PACKAGES} | {"finetune": __version__}  # installed or not
+    return {name: number for name, number in versions.items() if number is not None}
 
 
 def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -96,8 +96,8 @@ def default_config(variables: Mapping[str, str]) -> dict[str, Any]:
     cache = Path(variables.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     folder = Path(variables.get("HF_HOME", str(cache))).expanduser() / "accelerate"
     files = [folder / "default_config.yaml", folder / "default_config.json"]
-    found = [file for file in files if file.is_file()]
-    return {"path": str(found[0] if found else files[0]), "exists": bool(found)}
+    existing = [file for file in files if file.is_file()]
+    return {"path": str(existing[0] if existing else files[0]), "exists": bool(existing)}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

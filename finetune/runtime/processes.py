@@ -122,8 +122,8 @@ def launch_id(variables: Mapping[str, str], *, host: str, pid: int, parent: int)
     address = variables.get("MASTER_ADDR")
     if address is None or int(variables.get("WORLD_SIZE", "1")) == 1:
         return f"{host}:{pid}"
-    place = f"{host}:{parent}" if address in ("127.0.0.1", "localhost", "::1") else address
-    return f"{place}:{variables.get('MASTER_PORT')}:{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    endpoint = f"{host}:{parent}" if address in ("127.0.0.1", "localhost", "::1") else address
+    return f"{endpoint}:{variables.get('MASTER_PORT')}:{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _command(pid: int) -> list[str]:

@@ -85,7 +85,7 @@ def parse_progress(content: bytes | str) -> Progress:
 
 
 def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
-    names = {each.name for each in fields(Progress)} - {"knows_contents"}  # implied by the version
+    names = {field.name for field in fields(Progress)} - {"knows_contents"}  # implied by the version
     if state["version"] == VERSION and (missing := sorted(names - state.keys())):
         raise ValueError(f"{missing[0]}: it is missing")
     try:
@@ -100,8 +100,10 @@ def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
 @cache
 def _schema() -> type[BaseModel]:
     """Return the schema that follows from the dataclass, so that a new field is checked without a word here."""
-    wanted: dict[str, Any] = {each.name: (_BOUNDED.get(each.type, each.type), ...) for each in fields(Progress)}
-    return create_model("StoredProgress", __config__=ConfigDict(strict=True, extra="forbid"), **wanted)
+    schema_fields: dict[str, Any] = {
+        field.name: (_BOUNDED.get(field.type, field.type), ...) for field in fields(Progress)
+    }
+    return create_model("StoredProgress", __config__=ConfigDict(strict=True, extra="forbid"), **schema_fields)
 
 
 @dataclass(frozen=True)

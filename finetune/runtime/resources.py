@@ -52,9 +52,9 @@ def quota_cores(groups: Path, *, within: str = "/") -> float | None:
     """
     own = groups / within.strip("/")
     folders = [own, *own.parents[: len(own.parts) - len(groups.parts)]]
-    found = [cores for folder in folders if (cores := _quota(folder)) is not None]
-    found += [cores for name in ("cpu", "cpu,cpuacct") if (cores := _cgroup_v1_quota(groups / name)) is not None]
-    return min(found, default=None)
+    limits = [cores for folder in folders if (cores := _quota(folder)) is not None]
+    limits += [cores for name in ("cpu", "cpu,cpuacct") if (cores := _cgroup_v1_quota(groups / name)) is not None]
+    return min(limits, default=None)
 
 
 def _quota(folder: Path) -> float | None:
@@ -127,8 +127,8 @@ def format_free_space(folders: Sequence[Path]) -> str:
 
 def free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet."""
-    place = folder.absolute()
-    return shutil.disk_usage(next(each for each in (place, *place.parents) if each.is_dir())).free
+    path = folder.absolute()
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.is_dir())).free
 
 
 def _text(error: OSError, folders: Sequence[Path]) -> str | None:
@@ -137,8 +137,8 @@ def _text(error: OSError, folders: Sequence[Path]) -> str | None:
         return None
     if error.errno in FULL:
         return f"{text} {format_free_space(folders)}. The same command continues once there is room."
-    place = Path(str(error.filename)).absolute()
-    is_ours = any(place.is_relative_to(folder.absolute()) for folder in folders)
+    path = Path(str(error.filename)).absolute()
+    is_ours = any(path.is_relative_to(folder.absolute()) for folder in folders)
     return f"{text} {_ADVICE}" if is_ours else None
 
 
@@ -164,7 +164,7 @@ def file_limit() -> FileLimit:
     """Return the limit of this process; unlimited is a very large number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 1 << 30
-    return FileLimit(*(most if each == resource.RLIM_INFINITY else each for each in (soft, hard)))
+    return FileLimit(*(most if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)))
 
 
 def files_needed(world: int) -> int:

@@ -30,8 +30,8 @@ def keep_random_state() -> AbstractContextManager[None]:
     """Return a context after which torch draws the numbers that it would have drawn without it, on this device too."""
     if not torch.accelerator.is_available():
         return torch.random.fork_rng(devices=())
-    kind = str(torch.accelerator.current_accelerator()).partition(":")[0]
-    return torch.random.fork_rng(devices=(torch.accelerator.current_device_index(),), device_type=kind)
+    device_type = str(torch.accelerator.current_accelerator()).partition(":")[0]
+    return torch.random.fork_rng(devices=(torch.accelerator.current_device_index(),), device_type=device_type)
 
 
 def use_deterministic_kernels() -> None:

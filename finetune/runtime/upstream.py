@@ -132,19 +132,19 @@ def _why_unknown(path: Path) -> str | None:
         return "the file cannot be read"
     if os.geteuid() not in (0, uid):
         return "it belongs to another user, whose processes cannot be inspected"
-    mount, kind = _mount(path)
-    if kind.startswith(SHARED_FILE_SYSTEMS):
-        return f"it is on a {kind} file system, which another machine may write to"
+    mount, file_system = _mount(path)
+    if file_system.startswith(SHARED_FILE_SYSTEMS):
+        return f"it is on a {file_system} file system, which another machine may write to"
     if mount != Path("/") and any(mark.exists() for mark in _CONTAINER_MARKS):
         return f"it is on {mount}, which other containers may share"
     return None
 
 
 def _mount(path: Path) -> tuple[Path, str]:
-    place = path.resolve()
-    mounts = [(Path(each.mountpoint), each.fstype) for each in psutil.disk_partitions(all=True)]
-    found = [(mount, kind) for mount, kind in mounts if place.is_relative_to(mount)]
-    return max(found, key=lambda each: len(each[0].parts), default=(Path("/"), ""))
+    resolved = path.resolve()
+    mounts = [(Path(partition.mountpoint), partition.fstype) for partition in psutil.disk_partitions(all=True)]
+    containing = [(mount, file_system) for mount, file_system in mounts if resolved.is_relative_to(mount)]
+    return max(containing, key=lambda partition: len(partition[0].parts), default=(Path("/"), ""))
 
 
 _CHECK_SECONDS = 5.0

@@ -29,8 +29,8 @@ def describe_strategy(strategy: Strategy) -> str:
     """
     world = strategy.expected().num_processes
     processes = "1 process" if world == 1 else f"{world} processes"
-    split = [kind.value for kind in Sharded if kind in strategy.sharded()]
-    copied = [kind.value for kind in Sharded if kind not in strategy.sharded()]
+    split = [part.value for part in Sharded if part in strategy.sharded()]
+    copied = [part.value for part in Sharded if part not in strategy.sharded()]
     if world == 1:
         return f"{strategy.name} on 1 process"
     parts = [f"{verb} {_join_words(kinds)}" for kinds, verb in ((split, "splits"), (copied, "copies")) if kinds]

@@ -37,9 +37,9 @@ class DataParallel:
         """Return DDP over all processes, or no distribution for one that was started alone."""
         if not self._is_distributed:
             return Expected(("NO",), num_processes=1)
-        kind = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
+        distributed_type = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
         return Expected(
-            (kind, "MULTI_XPU", "MULTI_NPU"),
+            (distributed_type, "MULTI_XPU", "MULTI_NPU"),
             self._environment.world,
             "DistributedDataParallel",
             sequence_size=self._environment.sequence_size,

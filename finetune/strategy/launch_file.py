@@ -42,11 +42,13 @@ def use_launch_file(file: Path) -> list[str]:
     world, has_ranks = int(os.environ.get("WORLD_SIZE", "1")), "RANK" in os.environ
     with _without_launch_variables() as before:
         defaults, variables = _accelerate_variables(file, world=world, name=name)
-    kind = defaults.distributed_type.value
-    _refuse_other_world(defaults, kind=kind, world=world, has_ranks=has_ranks or bool(before), name=name)
+    distributed_type = defaults.distributed_type.value
+    _refuse_other_world(
+        defaults, distributed_type=distributed_type, world=world, has_ranks=has_ranks or bool(before), name=name
+    )
     _refuse_contradictions(before, variables, name=name)
     os.environ.update(variables)
-    if not has_ranks and kind != _NO_GROUP:
+    if not has_ranks and distributed_type != _NO_GROUP:
         os.environ.update(_group_of_one())
     if _THREADS in variables:
         torch.set_num_threads(int(variables[_THREADS]))  # torch has read the variable already
@@ -94,19 +96,21 @@ def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, di
         options = launch.launch_command_parser().parse_args(words)
         options, defaults, has_precision = launch._validate_launch_command(options)
         _require_supported(defaults)
-        found = _chosen_environment(options, defaults, has_precision=has_precision)
+        variables = _chosen_environment(options, defaults, has_precision=has_precision)
     except Exception as error:  # whatever a damaged file leads to
         raise StrategyError(f"{name}: {error or type(error).__name__}") from error
-    set_here = {key: value for key, value in found.items() if os.environ.get(key) != value and key not in _ADDRESS}
+    set_here = {key: value for key, value in variables.items() if os.environ.get(key) != value and key not in _ADDRESS}
     if str(Path.cwd()) in os.environ.get(_PATH, "").split(os.pathsep):
         set_here.pop(_PATH, None)
     return defaults, set_here
 
 
 def _require_supported(defaults: Any) -> None:
-    kind = getattr(defaults.distributed_type, "value", None)
-    if defaults.compute_environment.value != "LOCAL_MACHINE" or kind not in _SUPPORTED:
-        raise ValueError(f"distributed_type {kind} is not supported here. Supported: {', '.join(_SUPPORTED)}.")
+    distributed_type = getattr(defaults.distributed_type, "value", None)
+    if defaults.compute_environment.value != "LOCAL_MACHINE" or distributed_type not in _SUPPORTED:
+        raise ValueError(
+            f"distributed_type {distributed_type} is not supported here. Supported: {', '.join(_SUPPORTED)}."
+        )
     if defaults.mpirun_config:
         raise ValueError("mpirun_config is for `accelerate launch`. Remove it, and start with mpirun itself.")
     if not isinstance(defaults.num_processes, int) or not isinstance(defaults.num_machines, int):
@@ -121,14 +125,14 @@ def _chosen_environment(options: Any, defaults: Any, *, has_precision: bool) -> 
     if options.use_deepspeed:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
         options.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        found = launch.prepare_deepspeed_cmd_env(options)[1]
+        variables = launch.prepare_deepspeed_cmd_env(options)[1]
     elif options.use_fsdp or options.multi_gpu:
-        found = launch.prepare_multi_gpu_env(options)
+        variables = launch.prepare_multi_gpu_env(options)
     else:
         return dict(launch.prepare_simple_launcher_cmd_env(options)[1])
     if not check_cuda_p2p_ib_support():
-        found = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | found
-    return dict(found)
+        variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | variables
+    return dict(variables)
 
 
 def _refuse_contradictions(before: Mapping[str, str], variables: Mapping[str, str], *, name: str) -> None:
@@ -145,8 +149,8 @@ def _refuse_contradictions(before: Mapping[str, str], variables: Mapping[str, st
         )
 
 
-def _refuse_other_world(defaults: Any, *, kind: str, world: int, has_ranks: bool, name: str) -> None:
-    if kind == _NO_GROUP and world > 1:
+def _refuse_other_world(defaults: Any, *, distributed_type: str, world: int, has_ranks: bool, name: str) -> None:
+    if distributed_type == _NO_GROUP and world > 1:
         raise StrategyError(f"{name}: distributed_type NO is for one process, and {world} were started.")
     if not has_ranks and defaults.num_processes > 1:
         raise StrategyError(
@@ -163,7 +167,7 @@ def _group_of_one() -> dict[str, str]:
 def _differences(defaults: Any, *, world: int, name: str) -> list[str]:
     """Return a sentence with what the file sets of processes and their address, where the launcher differs."""
     here = os.environ
-    found = {
+    settings = {
         "num_processes": (defaults.num_processes, world),
         "num_machines": (defaults.num_machines, world // max(1, int(here.get("LOCAL_WORLD_SIZE", world)))),
         "main_process_ip": (defaults.main_process_ip, here.get("MASTER_ADDR")),
@@ -171,7 +175,7 @@ def _differences(defaults: Any, *, world: int, name: str) -> list[str]:
     }
     overruled = [
         f"{key}: {written} (here {actual})"
-        for key, (written, actual) in found.items()
+        for key, (written, actual) in settings.items()
         if None not in (written, actual) and str(written) != str(actual)
     ]
     return [f"{name}: {', '.join(overruled)}. The launcher decides."] if overruled else []

@@ -32,32 +32,34 @@ class JobSettings:
 
 def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     """Return a sentence for each contradiction between the accelerate config and the job."""
-    found = []
-    wanted = ACCELERATE_PRECISION[job.precision]
-    if environment.precision not in ("no", wanted):
-        found.append(
+    conflicts = []
+    required = ACCELERATE_PRECISION[job.precision]
+    if environment.precision not in ("no", required):
+        conflicts.append(
             f"the accelerate config sets mixed_precision: {environment.precision}, but the job sets train.precision: "
             f"{job.precision}. Set `mixed_precision: 'no'` in the accelerate config."
         )
     if job.precision == "fp16" and not environment.has_device:
-        found.append("train.precision: fp16 needs a GPU, and none was found. Set fp32 or bf16.")
+        conflicts.append("train.precision: fp16 needs a GPU, and none was found. Set fp32 or bf16.")
     if job.pins_memory and not environment.has_device:
-        found.append("data.pin_memory: true has no effect without a GPU, and none was found. Remove it.")
+        conflicts.append("data.pin_memory: true has no effect without a GPU, and none was found. Remove it.")
     if environment.fsdp_activation_checkpointing:
-        found.append(
+        conflicts.append(
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
             "Set it to false, and model.gradient_checkpointing: true in the job."
         )
     if environment.fsdp_version and environment.fsdp_offload_params and not environment.has_device:
-        found.append("fsdp_offload_params: true offloads parameters from a GPU, and none was found. Set it to false.")
+        conflicts.append(
+            "fsdp_offload_params: true offloads parameters from a GPU, and none was found. Set it to false."
+        )
     if environment.fsdp_version == 1 and job.has_mixed_dtypes:
-        found.append(
+        conflicts.append(
             "FSDP1 flattens all parameters into one buffer and cannot hold frozen 16-bit weights and float32 adapters. "
             "Launch with accelerate_configs/fsdp2.yaml, or set model.dtype: float32."
         )
-    found += environment.unsupported
-    found += _sequence_conflicts(environment)
-    return found + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
+    conflicts += environment.unsupported
+    conflicts += _sequence_conflicts(environment)
+    return conflicts + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
 
 
 def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
@@ -79,26 +81,26 @@ def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
-    found = []
+    conflicts = []
     if job.offloads_activations and not environment.has_device:
-        found.append("model.activation_offload: true has no effect without a GPU, and none was found. Remove it.")
+        conflicts.append("model.activation_offload: true has no effect without a GPU, and none was found. Remove it.")
     if job.updates_in_backward and _is_distributed(environment):
-        found.append(
+        conflicts.append(
             "train.optimizer.in_backward: true works on one process only: on several, a gradient is complete only "
             "after it has been reduced. Remove it, or start one process without FSDP and DeepSpeed."
         )
     flattens = environment.fsdp_version == 1 or environment.zero_stage is not None
     if flattens and OPTIMIZERS[job.optimizer].needs_matrices:
-        found.append(
+        conflicts.append(
             f"train.optimizer.name: {job.optimizer} needs whole matrices, and FSDP1 and ZeRO give the optimizer "
             "flattened parts of them. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
         )
     if flattens and job.rounds_by_position:
-        found.append(
+        conflicts.append(
             "train.optimizer.state_dtype and stochastic_rounding need a parameter's rows, and FSDP1 and ZeRO give the "
             "optimizer flattened parts. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
         )
-    return found
+    return conflicts
 
 
 def _is_distributed(environment: LaunchEnvironment) -> bool:
@@ -108,29 +110,31 @@ def _is_distributed(environment: LaunchEnvironment) -> bool:
 def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     if environment.zero_stage is None:
         return []
-    found = []
+    conflicts = []
     if environment.zero_stage == 0:
-        found.append("ZeRO stage 0 shards nothing. Launch with accelerate_configs/ddp.yaml.")
+        conflicts.append("ZeRO stage 0 shards nothing. Launch with accelerate_configs/ddp.yaml.")
     for key, value in _set_by_job(environment.world, job).items():
         written = environment.deepspeed.get(key, "auto")
         if written != "auto" and written != value:
-            found.append(f"the DeepSpeed config sets {key}: {written}, but the job requires {value}. Set `auto` there.")
-    found += [
+            conflicts.append(
+                f"the DeepSpeed config sets {key}: {written}, but the job requires {value}. Set `auto` there."
+            )
+    conflicts += [
         f"the DeepSpeed config has a section `{section}`, which only the job may set. Remove it there."
         for section in ("optimizer", "scheduler")
         if section in environment.deepspeed
     ]
-    found += [
-        f"the DeepSpeed config sets {kind}.enabled: true, but the job sets train.precision: {job.precision}. "
+    conflicts += [
+        f"the DeepSpeed config sets {precision}.enabled: true, but the job sets train.precision: {job.precision}. "
         "Set `auto` there."
-        for kind in ("bf16", "fp16")
-        if environment.deepspeed.get(kind, {}).get("enabled") is True and job.precision != kind
+        for precision in ("bf16", "fp16")
+        if environment.deepspeed.get(precision, {}).get("enabled") is True and job.precision != precision
     ]
     if offloads_optimizer(environment.deepspeed) and not OPTIMIZERS[job.optimizer].may_be_offloaded:
-        found.append(
+        conflicts.append(
             f"an offloaded optimizer must be adamw (DeepSpeedCPUAdam), but the job sets {job.optimizer}. Set adamw."
         )
-    return found + _offload_conflicts(environment, job)
+    return conflicts + _offload_conflicts(environment, job)
 
 
 def _offload_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
@@ -161,16 +165,16 @@ def complete_deepspeed_config(config: Mapping[str, Any], *, world: int, job: Job
 
 def refuse_conflicts(strategy: str, environment: LaunchEnvironment, job: JobSettings) -> None:
     """Raise StrategyError with every conflict; do nothing when there is none."""
-    found = find_conflicts(environment, job)
+    conflicts = find_conflicts(environment, job)
     if job.strategy not in (None, strategy):
-        found.insert(
+        conflicts.insert(
             0,
             f"the job sets run.strategy: {job.strategy}, but {strategy} was launched. "
             f"Launch with --config_file accelerate_configs/{job.strategy}.yaml, or change run.strategy.",
         )
-    if found:
-        count = len(found)
-        lines = "\n".join(f"  {line}" for line in found)
+    if conflicts:
+        count = len(conflicts)
+        lines = "\n".join(f"  {line}" for line in conflicts)
         raise StrategyError(
             f"the job and the accelerate config contradict each other in {count} point{'s' * (count > 1)}\n{lines}"
         )

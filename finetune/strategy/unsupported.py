@@ -88,9 +88,9 @@ _PREFIX = "parallelism_config_"
 
 def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a message for each variable of the launcher, and each section of DeepSpeed's config, that asks for one."""
-    found = [
-        kind.sentence(f"{_PREFIX}{name}_size: {size}")
-        for name, kind in _SIZES.items()
+    problems = [
+        feature.sentence(f"{_PREFIX}{name}_size: {size}")
+        for name, feature in _SIZES.items()
         if (size := variables.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) not in ("", "1", "None")
     ]
     flags = {
@@ -98,24 +98,24 @@ def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[
         "ACCELERATE_USE_SAGEMAKER": ("compute_environment: AMAZON_SAGEMAKER", SAGEMAKER),
         "ACCELERATE_IN_TPU_POD": ("distributed_type: XLA", TPU),
     }
-    for name, (written, kind) in flags.items():
+    for name, (written, feature) in flags.items():
         if variables.get(name, "false").lower() in ("1", "true", "yes"):
-            found.append(kind.sentence(written))
+            problems.append(feature.sentence(written))
     if variables.get("PJRT_DEVICE", "").upper() == "TPU":
-        found.append(TPU.sentence("PJRT_DEVICE: TPU"))
+        problems.append(TPU.sentence("PJRT_DEVICE: TPU"))
     backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":
-        found.append(DYNAMO.sentence(f"dynamo_backend: {backend}"))
+        problems.append(DYNAMO.sentence(f"dynamo_backend: {backend}"))
     for name in _OFFLOADS:
         if variables.get(f"ACCELERATE_DEEPSPEED_{name.upper()}_DEVICE") == "nvme":
-            found.append(NVME.sentence(f"{name}_device: nvme"))
-    return (*found, *(kind.sentence(written) for written, kind in _in_deepspeed(deepspeed)))
+            problems.append(NVME.sentence(f"{name}_device: nvme"))
+    return (*problems, *(feature.sentence(written) for written, feature in _in_deepspeed(deepspeed)))
 
 
 def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]]:
-    for name, kind in _OF_DEEPSPEED.items():
+    for name, feature in _OF_DEEPSPEED.items():
         if config.get(name):
-            yield f"the DeepSpeed config's section `{name}`", kind
+            yield f"the DeepSpeed config's section `{name}`", feature
     for name in _OFFLOADS:
         if _section(_section(config, "zero_optimization"), name).get("device") == "nvme":
             yield f"the DeepSpeed config's `zero_optimization.{name}.device: nvme`", NVME
@@ -123,11 +123,11 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
 
 def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a key of an accelerate file and the message, for each that asks for one of them."""
-    kind = str(values.get("distributed_type", "")).upper()
-    if kind == "MEGATRON_LM":
-        yield "distributed_type", MEGATRON.sentence(f"`{kind}`")
-    if kind in ("XLA", "TPU"):
-        yield "distributed_type", TPU.sentence(f"`{kind}`")
+    distributed_type = str(values.get("distributed_type", "")).upper()
+    if distributed_type == "MEGATRON_LM":
+        yield "distributed_type", MEGATRON.sentence(f"`{distributed_type}`")
+    if distributed_type in ("XLA", "TPU"):
+        yield "distributed_type", TPU.sentence(f"`{distributed_type}`")
     if str(values.get("compute_environment", "")).upper() == "AMAZON_SAGEMAKER":
         yield "compute_environment", SAGEMAKER.sentence("`AMAZON_SAGEMAKER`")
     for key, size in _section(values, "parallelism_config").items():
@@ -140,8 +140,8 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in _section(values, "deepspeed_config").items():
         if str(key).startswith(_OFFLOADS) and value == "nvme":
             yield f"deepspeed_config.{key}", NVME.sentence("`nvme`")
-    for written, each in _in_deepspeed(_deepspeed_file(values)):
-        yield "deepspeed_config.deepspeed_config_file", each.sentence(written)
+    for written, feature in _in_deepspeed(_deepspeed_file(values)):
+        yield "deepspeed_config.deepspeed_config_file", feature.sentence(written)
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

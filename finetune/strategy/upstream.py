@@ -162,7 +162,7 @@ def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
         return
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList):
-            for layer, following in pairwise(each for each in layers if isinstance(each, FSDPModule)):
+            for layer, following in pairwise(layer for layer in layers if isinstance(layer, FSDPModule)):
                 layer.set_modules_to_forward_prefetch([following])
 
 
@@ -230,11 +230,11 @@ def set_zero_bucket_sizes(accelerator: Accelerator, model: nn.Module) -> None:
         return
     zero = plugin.deepspeed_config["zero_optimization"]
     width = getattr(getattr(model, "config", None), "hidden_size", None)
-    num_trained = sum(full_numel(each) for each in model.parameters() if each.requires_grad)
-    found = zero_bucket_sizes(
+    num_trained = sum(full_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    sizes = zero_bucket_sizes(
         num_trained=num_trained, width=width if isinstance(width, int) else 0, stage=zero["stage"]
     )
-    zero.update({name: size for name, size in found.items() if zero.get(name, "auto") == "auto"})
+    zero.update({name: size for name, size in sizes.items() if zero.get(name, "auto") == "auto"})
 
 
 def zero_bucket_sizes(*, num_trained: int, width: int, stage: int) -> Mapping[str, int]:
@@ -336,8 +336,8 @@ def unsharded(accelerator: Accelerator) -> Iterator[None]:
 def _require_internals(owner: object, name: str, *, package: str) -> None:
     """Raise StrategyError where a package no longer has the attribute that a workaround changes."""
     if not hasattr(owner, name):
-        place = getattr(owner, "__name__", type(owner).__name__)
+        owner_name = getattr(owner, "__name__", type(owner).__name__)
         raise StrategyError(
-            f"{package} {version(package)} is not supported yet: {place}.{name} is missing. "
+            f"{package} {version(package)} is not supported yet: {owner_name}.{name} is missing. "
             f"Install {package} {CHECKED_WITH[package]}."
         )

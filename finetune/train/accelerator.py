@@ -78,37 +78,37 @@ class _OnDevice:
 def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision: str, strategy: str) -> None:
     """Raise StrategyError naming every difference between the Accelerator and what was requested."""
     state = accelerator.state
-    found = [
+    differences = [
         _difference("distributed type", expected.distributed_types, accelerator.distributed_type.name),
         _difference("number of processes", (expected.num_processes,), accelerator.num_processes),
         _difference("processes in the process group", (expected.num_processes,), distributed.world()),
         _difference("mixed precision", (ACCELERATE_PRECISION[precision],), accelerator.mixed_precision),
     ]
     if expected.fsdp_version is not None and state.fsdp_plugin is not None:
-        found.append(_difference("FSDP version", (expected.fsdp_version,), state.fsdp_plugin.fsdp_version))
+        differences.append(_difference("FSDP version", (expected.fsdp_version,), state.fsdp_plugin.fsdp_version))
     if expected.zero_stage is not None and state.deepspeed_plugin is not None:
-        found.append(_difference("ZeRO stage", (expected.zero_stage,), int(state.deepspeed_plugin.zero_stage)))
-    _refuse(found, strategy)
+        differences.append(_difference("ZeRO stage", (expected.zero_stage,), int(state.deepspeed_plugin.zero_stage)))
+    _refuse(differences, strategy)
 
 
 def check_prepared(model: nn.Module, expected: Expected, *, strategy: str) -> None:
     """Raise StrategyError when the prepared model is not of the strategy's kind."""
     names = {cls.__name__ for cls in type(model).__mro__}
-    found: list[str | None] = []
+    differences: list[str | None] = []
     if expected.model_class is not None and expected.model_class not in names:
-        found.append(f"model: requested {expected.model_class}, got {type(model).__name__}")
+        differences.append(f"model: requested {expected.model_class}, got {type(model).__name__}")
     stage: Any = getattr(model, "zero_optimization_stage", None)
     if expected.zero_stage is not None and stage is not None:
-        found.append(_difference("engine's ZeRO stage", (expected.zero_stage,), int(stage())))
-    _refuse(found, strategy)
+        differences.append(_difference("engine's ZeRO stage", (expected.zero_stage,), int(stage())))
+    _refuse(differences, strategy)
 
 
-def _difference(name: str, wanted: tuple[Any, ...], got: object) -> str | None:
-    return None if got in wanted else f"{name}: requested {wanted[0]}, got {got}"
+def _difference(name: str, requested: tuple[Any, ...], got: object) -> str | None:
+    return None if got in requested else f"{name}: requested {requested[0]}, got {got}"
 
 
-def _refuse(found: list[str | None], strategy: str) -> None:
-    lines = [line for line in found if line is not None]
+def _refuse(differences: list[str | None], strategy: str) -> None:
+    lines = [line for line in differences if line is not None]
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
         raise StrategyError(

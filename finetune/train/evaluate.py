@@ -76,7 +76,9 @@ class AveragedWeights:
         records = {(record.name, record.key): record for record in self.access.records()}
         pairs = {records[name, PARAMETER]: record for (name, key), record in records.items() if key == self.key}
         kept = {parameter: self.access.read(parameter).clone() for parameter in pairs}
-        self._write({each: self.formula(kept[each], self.access.read(state)) for each, state in pairs.items()})
+        self._write(
+            {parameter: self.formula(kept[parameter], self.access.read(state)) for parameter, state in pairs.items()}
+        )
         return kept
 
     def _write(self, values: Mapping[TensorRecord, Tensor]) -> None:
@@ -172,7 +174,7 @@ class Evaluator:
 def _gather_records(records: Sequence[Tensor]) -> Tensor | None:
     """Return the records of all ranks by sample, float64 on the CPU; None where the task keeps none. Collective."""
     own = torch.cat(list(records)).to("cpu", torch.float64).numpy() if records else None
-    everyone = [each for each in distributed.gather_objects(own) if each is not None]
+    everyone = [records for records in distributed.gather_objects(own) if records is not None]
     if not everyone:
         return None
     together = np.concatenate(everyone)

@@ -112,7 +112,7 @@ class Meters:
         records, self._records = self._records, []
         if not records:
             return []
-        losses = distributed.sum_in_rank_order(torch.stack([each.losses.sum() for each in records]))
+        losses = distributed.sum_in_rank_order(torch.stack([record.losses.sum() for record in records]))
         rows = _rows(records, losses, _other_sums(records)).tolist()
         memory = peak_memory_bytes()
         events = [
@@ -142,7 +142,7 @@ def _other_sums(records: Sequence[StepRecord]) -> list[Tensor]:
     """Return the other sums of all ranks, [steps, numbers], as a list of one; of none where there are none."""
     if not records[0].sums:
         return []
-    flat = [torch.cat([value.flatten() for value in each.sums.values()]) for each in records]
+    flat = [torch.cat([value.flatten() for value in record.sums.values()]) for record in records]
     return [distributed.sum_tensor(torch.stack(flat))]
 
 

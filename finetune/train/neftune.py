@@ -71,7 +71,7 @@ def _places(batch: Batch, noise: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 def _input_embeddings(model: Any) -> nn.Module | None:
     try:
         is_pair = getattr(model.config, "is_encoder_decoder", False)
-        found = (model.get_encoder() if is_pair else model).get_input_embeddings()
+        embeddings = (model.get_encoder() if is_pair else model).get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(found, nn.Module) else None
+    return embeddings if isinstance(embeddings, nn.Module) else None

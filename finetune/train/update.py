@@ -47,8 +47,8 @@ class DeferredFiniteCheck:
         """Tell whether the host has read that a step was skipped; never waits, so ranks may differ."""
         if self._copy is None or (self._arrival is not None and not self._arrival.query()):
             return False
-        found, self._copy = bool(self._copy.item()), None
-        return found
+        is_bad, self._copy = bool(self._copy.item()), None
+        return is_bad
 
     def reset(self) -> None:
         """Reset the count: the host has read every step by now."""
@@ -97,7 +97,11 @@ class Update:
         self._has_whole_gradients = (
             accelerator.distributed_type.name in _REPLICATED_TYPES and accelerator.scaler is None
         )
-        self._trained = [each for each in model.parameters() if each.requires_grad] if self._has_whole_gradients else []
+        self._trained = (
+            [parameter for parameter in model.parameters() if parameter.requires_grad]
+            if self._has_whole_gradients
+            else []
+        )
         self._optimizer = without_accelerate_wrapper(optimizer) if accelerator.scaler is None else optimizer
         lags = defers_check_on(accelerator.device) and supports_found_inf(self._optimizer, device=accelerator.device)
         self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None
@@ -154,7 +158,7 @@ class Update:
             self.finite_check.reset()
 
     def _clip_whole(self) -> Tensor:
-        gradients = [each.grad for each in self._trained if each.grad is not None]
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         # Where reading it is free, gradients that would be multiplied by 1 are left alone.
         if self._limit is not None and not (is_on_host(norm) and norm.item() + _EPSILON <= self._limit):
@@ -197,10 +201,10 @@ class UpdateInBackward(Update):
 
     def clip(self) -> Tensor:
         """Return the norm of the gradient that was applied, a scalar; nothing is clipped."""
-        norms = [self._norms[each] for each in self._trained if each in self._norms]
+        norms = [self._norms[parameter] for parameter in self._trained if parameter in self._norms]
         self._norms.clear()
-        found = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(self._is_bad)
-        return torch.where(self._is_bad > 0, torch.full_like(self._is_bad, math.nan), found.to(torch.float32))
+        total_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros_like(self._is_bad)
+        return torch.where(self._is_bad > 0, torch.full_like(self._is_bad, math.nan), total_norm.to(torch.float32))
 
     def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
         """Tell whether the weights have been updated; None: it will be known when the norm is read."""

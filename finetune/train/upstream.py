@@ -24,8 +24,8 @@ def supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
     2.13, torch/optim/sgd.py, `_fused_sgd`).
     """
     supports = getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return supports and all(each.device.type == device.type for each in parameters)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return supports and all(parameter.device.type == device.type for parameter in parameters)
 
 
 @contextmanager

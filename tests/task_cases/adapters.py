@@ -33,7 +33,7 @@ NO_ROWS_UNDER_ZERO3 = (
     "alone (TrainableTokensLayer in peft 0.21): train all rows with modules_to_save"
 )
 NO_ROWS_UNDER_FSDP2 = (
-    "Accelerate ties weights anew by the base's names, which peft's wrapper around the embedding has changed "
+    "Accelerate ties weights again by the base's names, which peft's wrapper around the embedding has changed "
     "(fsdp2_prepare_model of accelerate 1.15)"
 )
 NO_BITS_UNDER_ZERO3 = (

@@ -27,7 +27,7 @@ def loss_without_peft(final: Path, folder: Path) -> float:
 
 
 NO_PARTED_TIES = (
-    "Accelerate ties weights anew by the base's names, and peft's wrapper has changed them (fsdp2_prepare_model of "
+    "Accelerate ties weights again by the base's names, and peft's wrapper has changed them (fsdp2_prepare_model of "
     "accelerate 1.15)"
 )
 

@@ -108,12 +108,12 @@ def _download_checkpoint(remote: RemoteFolder, path: Path) -> str | None:
     """Download a checkpoint, marker first, and rename it into place when it verifies; else return what is wrong."""
     staging = path.with_name(f".fetched-{path.name}")
     shutil.rmtree(staging, ignore_errors=True)
-    place = f"{CHECKPOINTS_FOLDER}/{path.name}"
+    remote_folder = f"{CHECKPOINTS_FOLDER}/{path.name}"
     try:
-        remote.download(f"{place}/{layout.MANIFEST}", staging / layout.MANIFEST)
+        remote.download(f"{remote_folder}/{layout.MANIFEST}", staging / layout.MANIFEST)
         manifest = read_manifest(staging)
         for name in manifest.files:
-            remote.download(f"{place}/{name}", staging / name)
+            remote.download(f"{remote_folder}/{name}", staging / name)
         problem = first_file_problem(staging, manifest.files, manifest.files)
         if problem is None and manifest.step != layout.step_of(path):
             problem = f"its manifest is of step {manifest.step}"

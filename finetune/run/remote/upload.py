@@ -80,8 +80,8 @@ class FolderSync:
             yield f"old files of {FINAL_FOLDER}", partial(self._delete_old_export, sizes)
 
     def _checkpoint(self, step: int, path: Path, sizes: dict[str, int]) -> None:
-        place = f"{CHECKPOINTS_FOLDER}/{path.name}"
-        marker = f"{place}/{layout.MANIFEST}"
+        remote_folder = f"{CHECKPOINTS_FOLDER}/{path.name}"
+        marker = f"{remote_folder}/{layout.MANIFEST}"
         with self._linked(path) as linked:
             if linked is None:
                 return
@@ -92,10 +92,10 @@ class FolderSync:
             self._delete([marker] if marker in sizes else [])
             names = set(read_manifest(linked).files)
             for name in sorted(names):
-                self._upload(linked / name, f"{place}/{name}", point="upload.file", step=step)
+                self._upload(linked / name, f"{remote_folder}/{name}", point="upload.file", step=step)
             self._upload(linked / layout.MANIFEST, marker, point="upload.marker", step=step)
             self._up[step] = text
-            ours = {marker, *(f"{place}/{name}" for name in names)}
+            ours = {marker, *(f"{remote_folder}/{name}" for name in names)}
             self._delete(name for name in sizes if step_of(name) == step and name not in ours)
 
     @contextmanager

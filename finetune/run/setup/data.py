@@ -99,22 +99,33 @@ def make_training_data(
     rows = partial(rows_read, sources.train)
     kernel, warnings = resolve_kernel(config.train.loss_kernel)
     layout = resolve_padding_free(config)
-    materials = TaskContext(
-        config.task, layout, processing.tokenizer, processing.processor, rows=rows, loss_kernel=kernel
+    task = build_task(
+        TaskContext(config.task, layout, processing.tokenizer, processing.processor, rows=rows, loss_kernel=kernel)
     )
-    task = build_task(materials)
     for line in (*warnings, *task.data_facts.lines, *format_padding_free(config, layout)):
         log(line)
-    how: dict[str, Any] = {
-        "encode": task.samples.encode,
-        "section": data,
-        "identity": input_identity(processing, task),
-        "unknown_ids": unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset(),
-        "length": task.samples.length_limit,
-        "log": log,
-    }
-    prepare: Callable[[Source], TokenCache] = partial(prepare_set, **how, on_progress=on_progress, builds=builds)
-    stream: Callable[..., tuple[DatasetView, Streamed]] = partial(stream_view, **how)
+    identity = input_identity(processing, task)
+    unknown = unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset()
+    prepare: Callable[[Source], TokenCache] = partial(
+        prepare_set,
+        encode=task.samples.encode,
+        section=data,
+        identity=identity,
+        unknown_ids=unknown,
+        length=task.samples.length_limit,
+        log=log,
+        on_progress=on_progress,
+        builds=builds,
+    )
+    stream: Callable[..., tuple[DatasetView, Streamed]] = partial(
+        stream_view,
+        encode=task.samples.encode,
+        section=data,
+        identity=identity,
+        unknown_ids=unknown,
+        length=task.samples.length_limit,
+        log=log,
+    )
     audited: dict[str, Prepared | Streamed] = {}
     pools = [_open_dataset(source, config, prepare=prepare, stream=stream, audited=audited) for source in sources.train]
     refuse_exceeded(audited, data.audit)

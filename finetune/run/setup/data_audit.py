@@ -63,16 +63,16 @@ def _padding(config: RunConfig, training_data: TrainingData) -> Padding | None:
 def _classes(training_data: TrainingData) -> dict[str, int]:
     """Return the training images of each class; those of streams are not there yet."""
     names = list(training_data.task.data_facts.values["labels"])
-    prepared = [each for each in training_data.sources.values() if isinstance(each, TokenCache)]
-    labels = (piece for each in prepared for piece in each.pieces(LABEL))
+    prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
+    labels = (piece for rows in prepared for piece in rows.pieces(LABEL))
     counts = sum((np.bincount(piece, minlength=len(names)) for piece in labels), np.zeros(len(names)))
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
 def _num_sequences(training_data: TrainingData) -> int:
     """Return the texts of all training samples; those of streams are not there yet."""
-    prepared = [each for each in training_data.sources.values() if isinstance(each, TokenCache)]
-    return sum(len(piece) for each in prepared for piece in each.pieces(LENGTHS_OF_SEQUENCES))
+    prepared = [rows for rows in training_data.sources.values() if isinstance(rows, TokenCache)]
+    return sum(len(piece) for rows in prepared for piece in rows.pieces(LENGTHS_OF_SEQUENCES))
 
 
 def _notices(audit: Audit) -> Iterator[str]:
@@ -94,8 +94,8 @@ def _notices(audit: Audit) -> Iterator[str]:
 def _template_notices(check: TemplateCheck) -> Iterator[str]:
     if check.learnt and not check.is_end_learnt:
         yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
-    for each in check.differences[:1]:  # the others differ likewise
+    for difference in check.differences[:1]:  # the others differ likewise
         yield (
-            f"warning: chat template: {each.case}: the model will be asked with {each.prompt} and is trained on "
-            f"{each.trained}"
+            f"warning: chat template: {difference.case}: the model will be asked with {difference.prompt} and is "
+            f"trained on {difference.trained}"
         )

@@ -164,14 +164,14 @@ def make_stop_sources(
 
     Only rank 0 looks for the file `STOP` in the run folder, and one process of a machine for the spot notice.
     """
-    found: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
+    sources: dict[str, Callable[[], bool]] = {FAILED_SAVE: lambda: save.has_failed}
     if config.train.time_limit_minutes:
-        found[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
+        sources[TIME_LIMIT] = TimeLimit(config.train.time_limit_minutes * 60, started)
     if distributed.is_main():
-        found[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
+        sources[STOP_FILE] = StopFile(RunPaths(Path(config.run.folder)).stop_file)
     if config.run.spot_notice and os.environ.get("LOCAL_RANK", "0") == "0":
-        found[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
-    return StopSources(signals, found)
+        sources[SPOT_NOTICE] = SpotNotice(config.run.spot_notice, log=log).start()
+    return StopSources(signals, sources)
 
 
 def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:

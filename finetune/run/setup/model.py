@@ -141,8 +141,8 @@ def parameters_in(path: Path | None) -> frozenset[str]:
 
 def _computes_from_weights(section: ModelSection) -> bool:
     """Tell whether initial values are computed from the loaded ones."""
-    wanted = section.lora
-    has_factors_of_weights = wanted is not None and (wanted.dora or wanted.init not in ("default", "gaussian"))
+    requested = section.lora
+    has_factors_of_weights = requested is not None and (requested.dora or requested.init not in ("default", "gaussian"))
     return has_factors_of_weights or section.new_tokens is not None or section.prompt_tuning is not None
 
 
@@ -202,33 +202,33 @@ def require_buildable(loaded: LoadedConfig) -> None:
         if named is None:
             raise
         key, message = named.groups()
-        written = next((each for each in (key, *parent_keys(key)) if each in loaded.sources), key)
+        written = next((parent for parent in (key, *parent_keys(key)) if parent in loaded.sources), key)
         text = message if written == key else f"{key.removeprefix(written).lstrip('.')}: {message}"
         raise ConfigError([with_location(Problem(written, text), loaded.sources)], loaded.path.name) from error
 
 
 def require_adaptable(loaded: LoadedConfig, *, strategy: str = "") -> None:
     """Raise ConfigError where LoRA cannot adapt this model's experts and router as requested. Reads no weights."""
-    problems = [with_location(each, loaded.sources) for each in _adapter_problems(loaded.config, strategy)]
+    problems = [with_location(problem, loaded.sources) for problem in _adapter_problems(loaded.config, strategy)]
     if problems:
         raise ConfigError(problems, loaded.path.name)
 
 
 def _adapter_problems(config: RunConfig, strategy: str) -> Iterator[Problem]:
-    section, wanted, is_fsdp1 = config.model, config.model.lora, strategy == "fsdp1"
+    section, requested, is_fsdp1 = config.model, config.model.lora, strategy == "fsdp1"
     if section.adapter is not None and is_fsdp1:
         if read_saved_adapter_config(Path(section.adapter)).get("target_parameters"):
             yield Problem("model.adapter", f"{_NO_PARAMETERS}.")
         return
-    if wanted is None:
+    if requested is None:
         return
-    names_experts = wanted.experts is not None or wanted.router
+    names_experts = requested.experts is not None or requested.router
     if not names_experts and not ((is_fsdp1 or _computes_from_weights(section)) and may_have_experts(section)):
         return
     model = meta_model(section, head=TASKS[config.task.name].head)
-    yield from targets.target_problems(model, wanted)
-    if is_fsdp1 and targets.adapts_parameters(model, wanted):
-        keys = [*(["experts"] if targets.adapts_experts(wanted) else []), *(["router"] if wanted.router else [])]
+    yield from targets.target_problems(model, requested)
+    if is_fsdp1 and targets.adapts_parameters(model, requested):
+        keys = [*(["experts"] if targets.adapts_experts(requested) else []), *(["router"] if requested.router else [])]
         instead = " and ".join(f"`{key}: false`" for key in keys)
         yield Problem(f"model.lora.{keys[0]}", f"{_NO_PARAMETERS}, or write {instead}.")
 
@@ -249,11 +249,11 @@ def require_positions(loaded: LoadedConfig) -> str | None:
     positions = positions_of(load_model_config(config.model)) if config.data.max_length is not None else None
     if positions is None:
         return None
-    longest, kind = config.data.longest, positions.by_length
-    if kind is not None and longest > positions.same_up_to and not _is_alone(config, kind):
-        alone = "; or write `data.batching.by: samples` with 1 for `microbatch_size`" if kind == "longrope" else ""
+    longest, rope_type = config.data.longest, positions.by_length
+    if rope_type is not None and longest > positions.same_up_to and not _is_alone(config, rope_type):
+        alone = "; or write `data.batching.by: samples` with 1 for `microbatch_size`" if rope_type == "longrope" else ""
         raise _problem(
-            f"with `rope_type: {kind}`, a sample of more than {positions.same_up_to:,} tokens changes the rotary "
+            f"with `rope_type: {rope_type}`, a sample of more than {positions.same_up_to:,} tokens changes the rotary "
             "embedding of all others in its forward pass, so that the loss would depend on how samples are batched. "
             f"Write at most {positions.same_up_to:,}{alone}.",
             loaded,
@@ -262,7 +262,7 @@ def require_positions(loaded: LoadedConfig) -> str | None:
         table = table_size(meta_model(config.model, head=TASKS[config.task.name].head))
         if table is not None and longest > table:
             raise _problem(f"the model has only {table:,} positions. Write at most {table:,}.", loaded)
-    if not positions.is_rotary or longest <= positions.number or kind is not None:
+    if not positions.is_rotary or longest <= positions.number or rope_type is not None:
         return None
     values = f"rope_scaling: {{rope_type: yarn, factor: {math.ceil(longest / positions.trained)}.0}}"
     is_new = config.model.from_config is not None
@@ -277,12 +277,12 @@ _MAX_UNUSED_POSITIONS = 8
 """Positions that a table may have before the first one."""
 
 
-def _is_alone(config: RunConfig, kind: str) -> bool:
+def _is_alone(config: RunConfig, rope_type: str) -> bool:
     """Tell whether each sample has a forward pass of its own, whose frequencies then are those of its length."""
     evaluated = None if config.evaluate is None else config.evaluate.microbatch_size
     sizes = {config.train.microbatch_size, evaluated or config.train.microbatch_size}
     is_one = config.data.batching.by == "samples" and sizes == {1}
-    return kind == "longrope" and is_one and TASKS[config.task.name].may_be_packed
+    return rope_type == "longrope" and is_one and TASKS[config.task.name].may_be_packed
 
 
 def _problem(message: str, loaded: LoadedConfig) -> ConfigError:
@@ -295,7 +295,7 @@ _ROUTER_COEFFICIENT = "router_aux_loss_coef"
 
 def require_routers(loaded: LoadedConfig) -> None:
     """Raise ConfigError where a key is about routers that the model does not have, or that are not understood."""
-    problems = [with_location(each, loaded.sources) for each in _router_problems(loaded.config)]
+    problems = [with_location(problem, loaded.sources) for problem in _router_problems(loaded.config)]
     if problems:
         raise ConfigError(problems, loaded.path.name)
 

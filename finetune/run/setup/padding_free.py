@@ -52,8 +52,8 @@ def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]
         return ()
     if data.batching.padding_free is True:
         return ("padding-free batches: the model keeps the samples of a row apart",)
-    how = ", and sorted by length within each step" if data.batching.length_window_steps == 1 else ""
-    return (f"samples are padded{how}: {why_padded(config)}",)
+    sorting = ", and sorted by length within each step" if data.batching.length_window_steps == 1 else ""
+    return (f"samples are padded{sorting}: {why_padded(config)}",)
 
 
 def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:
@@ -125,5 +125,5 @@ def _has_prompt_adapter(config: RunConfig, adapter: AdapterConfig) -> bool:
     if adapter is None and config.model.adapter is not None:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
         adapter = read_adapter_config(path.parent) if path.is_file() else None
-    kind = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
-    return kind in PROMPT_ADAPTERS
+    adapter_type = adapter_of(config) if adapter is None else str(adapter.get("peft_type", "")).lower()
+    return adapter_type in PROMPT_ADAPTERS

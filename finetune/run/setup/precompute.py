@@ -221,7 +221,7 @@ class _Precomputation:
             batch = self.task.collate(features) if features else self.task.dummy_batch(source[0])
             values = self.precomputed.compute(self.scorer.model(), batch.to(self.prepared.accelerator.device))
             gathered = distributed.gather_objects(list(values[: len(features)]))
-            writing.append([each for of_rank in gathered for each in of_rank])
+            writing.append([values_of_sample for of_rank in gathered for values_of_sample in of_rank])
             keep_alive()
             if time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
                 logged_at = time.monotonic()

@@ -88,8 +88,8 @@ def require_exact_slices(model: nn.Module, *, config: Any, tokenizer: Sized | No
         return
     was_training = model.training
     model.eval()
-    ids = [np.arange(7 * place, 7 * place + length) % len(tokenizer) for place, length in enumerate((5, 9, 4, 1))]
-    samples, labels = [Features({"input_ids": each}) for each in ids], np.zeros(sum(map(len, ids)), np.int64)
+    ids = [np.arange(7 * index, 7 * index + length) % len(tokenizer) for index, length in enumerate((5, 9, 4, 1))]
+    samples, labels = [Features({"input_ids": sample}) for sample in ids], np.zeros(sum(map(len, ids)), np.int64)
     row = collate_row(samples, {"input_ids": ids}, token_labels=labels)
     whole = forward_logits(model, row.to(device))[0]
     own = forward_logits(model, slice_batch(row, group).to(device))[0]
@@ -101,9 +101,9 @@ def require_exact_slices(model: nn.Module, *, config: Any, tokenizer: Sized | No
 
 def _require_sliceable_job(config: RunConfig) -> None:
     """Raise StrategyError with everything in the job that would not be exact where ranks share rows."""
-    found = [f"{key}: {reason}" for key, holds, reason in _NOT_IN_SLICES if holds(config)]
-    if found:
-        lines = "\n".join(f"  {line}" for line in found)
+    problems = [f"{key}: {reason}" for key, holds, reason in _NOT_IN_SLICES if holds(config)]
+    if problems:
+        lines = "\n".join(f"  {line}" for line in problems)
         raise StrategyError(f"{SETTING} shares the tokens of a row over ranks, which this job does not allow\n{lines}")
 
 

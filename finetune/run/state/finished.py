@@ -46,15 +46,15 @@ def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
     That is so where something comes from a hub or a bucket, where rows name other files, where there are very many, and
     where one was changed after `before` (unix seconds): what was read then may have been another.
     """
-    if TASKS[config.task.name].has_images or None in (places := list(_input_paths(config))):
+    if TASKS[config.task.name].has_images or None in (sources := list(_input_paths(config))):
         return None
     stamps: Stamps = {}
     try:
-        for path in (each for place in places if place is not None for each in _files(place)):
-            found = path.stat()
-            if max(found.st_mtime, found.st_ctime) >= before or len(stamps) >= _MAX_FILES:
+        for path in (file for source in sources if source is not None for file in _files(source)):
+            facts = path.stat()
+            if max(facts.st_mtime, facts.st_ctime) >= before or len(stamps) >= _MAX_FILES:
                 return None
-            stamps[str(path)] = [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+            stamps[str(path)] = [facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
     except OSError:
         return None
     return stamps
@@ -65,15 +65,15 @@ def are_inputs_unchanged(config: RunConfig, *, since: float) -> bool:
 
     What lies in a hub or a bucket is taken to be as it was.
     """
-    places = [place for place in _input_paths(config) if place is not None]
+    paths = [path for path in _input_paths(config) if path is not None]
     distillation = config.task.distillation
     others = (config.model.name, config.model.adapter, None if distillation is None else distillation.teacher)
-    places += [Path(name) for name in others if name is not None and is_path(name)]
+    paths += [Path(name) for name in others if name is not None and is_path(name)]
     try:
-        found = [each.stat() for place in places for each in _files(place)]
+        stats = [file.stat() for path in paths for file in _files(path)]
     except OSError:
         return False
-    return all(max(each.st_mtime, each.st_ctime) < since for each in found)
+    return all(max(file.st_mtime, file.st_ctime) < since for file in stats)
 
 
 def _input_paths(config: RunConfig) -> Iterator[Path | None]:
@@ -89,11 +89,11 @@ def _input_paths(config: RunConfig) -> Iterator[Path | None]:
         yield Path(name) if is_path(name) else None
 
 
-def _files(place: Path) -> Iterator[Path]:
-    if not place.is_dir():
-        yield place
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
         return
-    for folder, _, names in os.walk(place):
+    for folder, _, names in os.walk(path):
         yield from (Path(folder) / name for name in names)
 
 
@@ -169,11 +169,11 @@ def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
 
     One that was not verified is none where that is wanted now; older versions did not record it.
     """
-    record, wanted = read_record(run_folder), dict(redacted_config(section.model_dump()))
+    record, requested = read_record(run_folder), dict(redacted_config(section.model_dump()))
     if record is None or record["step"] != step:
         return False
     exported = {**record["export"], "verify": record["export"].get("verify", True) or not section.verify}
-    if exported != {**wanted, "verify": True}:
+    if exported != {**requested, "verify": True}:
         return False
     try:
         sizes = {name: (run_folder / FINAL_FOLDER / name).stat().st_size for name in record["files"]}

@@ -75,9 +75,9 @@ def _refuse_changes(config: RunConfig) -> None:
     path = newest if resume == "auto" else Path(resume)
     if path is None or is_url(resume) or (manifest := _manifest(path)) is None:
         return
-    wanted = _facts_from_config(config, manifest.run)
-    if wanted is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to report
-        check_changes(path, manifest.run, wanted=wanted, allowed=config.checkpoint.allow_changes)
+    current = _facts_from_config(config, manifest.run)
+    if current is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to report
+        check_changes(path, manifest.run, wanted=current, allowed=config.checkpoint.allow_changes)
 
 
 def _manifest(path: Path) -> Manifest | None:
@@ -103,12 +103,12 @@ def _finished(config: RunConfig, *, rank: int) -> int | None:
     num_steps = config.train.steps
     if num_steps is None or config.export.push_to_hub is not None or not _is_one_machine():
         return None
-    found = read_finished_run(config, num_steps=num_steps)
-    wanted = None if found is None else _facts_from_config(config, found[1].run)
-    if found is None or wanted is None or not _is_unchanged(config, found[1]):
+    finished_run = read_finished_run(config, num_steps=num_steps)
+    current = None if finished_run is None else _facts_from_config(config, finished_run[1].run)
+    if finished_run is None or current is None or not _is_unchanged(config, finished_run[1]):
         return None
-    finished, manifest = found
-    sentences = format_finished(config, finished, manifest.run, wanted=wanted)
+    finished, manifest = finished_run
+    sentences = format_finished(config, finished, manifest.run, wanted=current)
     if sentences is None:
         return None
     log = RunLog(is_main=rank == 0)

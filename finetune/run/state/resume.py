@@ -46,8 +46,8 @@ def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, 
     finished, manifest = finished_run
     saved = manifest.run.identity
     base, adapter, teacher = saved.get("base weights"), saved.get("first adapter"), saved.get("teacher")
-    wanted = fingerprint_with(config, strategy, data.training_data, base=base, adapter=adapter, teacher=teacher)
-    lines = format_finished(config, finished, manifest.run, wanted=wanted)
+    current = fingerprint_with(config, strategy, data.training_data, base=base, adapter=adapter, teacher=teacher)
+    lines = format_finished(config, finished, manifest.run, wanted=current)
     for line in lines or ():
         log(line)
     return finished if lines is not None else None
@@ -67,19 +67,19 @@ def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | 
         log=log,
         checksums=checksums,
     )
-    found = checkpointer.find()
-    if found is None:
+    checkpoint = checkpointer.find()
+    if checkpoint is None:
         if config.checkpoint.allow_changes:
             log("checkpoint.allow_changes has no effect: there is no checkpoint to resume from")
         return RestoredRun(built, checkpointer, Progress())
-    if found.step > 0:
-        _warm_up(built, first_position=found.step * config.train.global_batch_size)
-    progress = Progress.from_state_dict(checkpointer.load(found))
+    if checkpoint.step > 0:
+        _warm_up(built, first_position=checkpoint.step * config.train.global_batch_size)
+    progress = Progress.from_state_dict(checkpointer.load(checkpoint))
     batch_size = config.train.global_batch_size
-    require_same_samples(found.path, progress, pool=training_data.training, global_batch_size=batch_size)
-    saved = found.manifest.run
+    require_same_samples(checkpoint.path, progress, pool=training_data.training, global_batch_size=batch_size)
+    saved = checkpoint.manifest.run
     reset_incomparable_best(progress, saved, current=fingerprint)
-    log(f"resumes from {found.path} after step {progress.step}")
+    log(f"resumes from {checkpoint.path} after step {progress.step}")
     position = progress.step * batch_size
     was_scaled = saved.identity.get("train.precision") == fingerprint.identity["train.precision"]
     restored = format_restored(position, is_scaled=bool(access.loss_scale.read()), was_scaled=was_scaled)

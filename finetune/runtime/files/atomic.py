@@ -63,11 +63,13 @@ def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[P
     folder was being replaced and its writer was killed between the two renames, it gets its older content back.
     """
     cleared = []
-    for each in (folder, *(_folders(folder) if below else ())):
+    for parent in (folder, *(_folders(folder) if below else ())):
         with suppress(OSError):
-            found = [(path, match) for path in sorted(each.iterdir()) if (match := _NAME.fullmatch(path.name))]
+            temporaries = [(path, match) for path in sorted(parent.iterdir()) if (match := _NAME.fullmatch(path.name))]
             cleared += [
-                path for path, match in found if _is_stale(path, match, seconds) and _remove_stale_path(path, match)
+                path
+                for path, match in temporaries
+                if _is_stale(path, match, seconds) and _remove_stale_path(path, match)
             ]
     return cleared
 
@@ -221,7 +223,7 @@ def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[s
 
 def _rename_aside(path: Path) -> Path:
     numbered = (path.with_name(f".damaged-{path.name}-{number}") for number in count(1))
-    aside = next(each for each in numbered if not os.path.lexists(each))
+    aside = next(candidate for candidate in numbered if not os.path.lexists(candidate))
     path.rename(aside)
     return aside
 

@@ -48,7 +48,7 @@ def files_digest(paths: Sequence[Path]) -> str:
 
 def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
     states = [_state(path) for path in paths]
-    if sum(each["size"] for each in states) < LARGE_BYTES:
+    if sum(state["size"] for state in states) < LARGE_BYTES:
         return read()
     note = _cache_file(name)
     state = hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
@@ -57,7 +57,7 @@ def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str
         if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
             return str(known["digest"])
     digest = read()
-    is_settled = time.time() - max(each["changed"] for each in states) / 1e9 > _MIN_AGE_SECONDS
+    is_settled = time.time() - max(state["changed"] for state in states) / 1e9 > _MIN_AGE_SECONDS
     if is_settled and [_state(path) for path in paths] == states:
         with suppress(OSError):  # remembering is a convenience
             write_json(note, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
@@ -75,13 +75,13 @@ def _sha256(path: Path) -> str:
 
 
 def _state(path: Path) -> dict[str, int]:
-    found = path.stat()
+    facts = path.stat()
     return {
-        "device": found.st_dev,
-        "inode": found.st_ino,
-        "size": found.st_size,
-        "written": found.st_mtime_ns,
-        "changed": found.st_ctime_ns,
+        "device": facts.st_dev,
+        "inode": facts.st_ino,
+        "size": facts.st_size,
+        "written": facts.st_mtime_ns,
+        "changed": facts.st_ctime_ns,
     }
 
 
@@ -115,7 +115,7 @@ def check_digest(value: Any) -> dict[str, Any]:
     """Return the value that `with_digest` was given; raises Damaged where it has another digest."""
     if not isinstance(value, dict) or _DIGEST not in value:
         raise Damaged("it has no digest of itself")
-    content = {name: each for name, each in value.items() if name != _DIGEST}
+    content = {name: content_value for name, content_value in value.items() if name != _DIGEST}
     if value[_DIGEST] != _digest_of(content):
         raise Damaged("it does not fit its own digest")
     return content

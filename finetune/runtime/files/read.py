@@ -44,8 +44,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _regular(state: os.stat_result, path: Path) -> os.stat_result:
     if not stat.S_ISREG(state.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(state.st_mode), "no file")
-        raise NotAFile(0, f"it is {kind}, not a regular file", str(path))
+        file_type = _KINDS.get(stat.S_IFMT(state.st_mode), "no file")
+        raise NotAFile(0, f"it is {file_type}, not a regular file", str(path))
     return state
 
 
@@ -92,5 +92,5 @@ def parse_as(schema: TypeAdapter[T], content: bytes) -> T:
 def first_problem(error: ValidationError) -> str:
     """Return the first thing that is wrong, in one line, without the value itself."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = ".".join(str(part)[:80] for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else str(first["msg"])
+    key = ".".join(str(part)[:80] for part in first["loc"])
+    return f"{key}: {first['msg']}" if key else str(first["msg"])

@@ -35,11 +35,11 @@ class RemoteFolder:
         """Return the size in bytes of every file in the folder and below it; empty where there is no such folder."""
         self._storage.invalidate_cache()
         try:
-            found = self._storage.find(self._root, detail=True)
+            files = self._storage.find(self._root, detail=True)
         except FileNotFoundError:
             return {}
         start = len(self._root.strip("/")) + 1
-        return {path.strip("/")[start:]: int(facts["size"]) for path, facts in found.items()}
+        return {path.strip("/")[start:]: int(facts["size"]) for path, facts in files.items()}
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content, None where there is none."""

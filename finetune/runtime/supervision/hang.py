@@ -95,11 +95,11 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
 
 def read_reports(folder: Path) -> list[HangReport]:
     """Return the reports that exist and can be read, by rank."""
-    found = []
+    reports = []
     for path in sorted((folder / HANG_FOLDER).glob("rank-*.json")):
         with suppress(OSError, ValueError):
-            found.append(parse_as(_REPORT, read_regular(path)))
-    return found
+            reports.append(parse_as(_REPORT, read_regular(path)))
+    return reports
 
 
 def keep_previous_reports(folder: Path) -> None:
@@ -145,7 +145,7 @@ def _called(frame: FrameType) -> str:
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     if position is None or None in position:
         return ""
-    first, last, start, end = (int(each or 0) for each in position)
+    first, last, start, end = (int(number or 0) for number in position)
     lines = [linecache.getline(frame.f_code.co_filename, number).encode() for number in range(first, last + 1)]
     if not all(lines):
         return ""

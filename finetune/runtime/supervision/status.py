@@ -246,8 +246,8 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
         room = os.fstat(file.fileno()).st_size - 1
         error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_MAX_MESSAGE_CHARACTERS]}
         shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_MAX_MESSAGE_CHARACTERS]}
-        for each in (facts, shorter, {**shorter, "ranks": []}):
-            content = format_json(each).encode(errors="backslashreplace")
+        for candidate in (facts, shorter, {**shorter, "ranks": []}):
+            content = format_json(candidate).encode(errors="backslashreplace")
             if len(content) <= room:
                 file.write(content + b" " * (room - len(content)) + b"\n")
                 return

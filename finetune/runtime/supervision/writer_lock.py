@@ -37,22 +37,26 @@ def require_free_names(folder: Path) -> None:
     """Raise UserError where one of a run's own names is taken by something else than the run puts there."""
     problems = [
         problem
-        for names, wanted in ((FILES, stat.S_IFREG), (FOLDERS, stat.S_IFDIR))
+        for names, file_type in ((FILES, stat.S_IFREG), (FOLDERS, stat.S_IFDIR))
         for name in names
-        if (problem := _problem(folder / name, wanted)) is not None
+        if (problem := _problem(folder / name, file_type)) is not None
     ]
     if problems:
         raise UserError(f"run.folder: {'; '.join(problems)}. Move or delete it, or set another run.folder.")
 
 
-def _problem(path: Path, wanted: int) -> str | None:
+def _problem(path: Path, expected_type: int) -> str | None:
     try:
-        found = stat.S_IFMT(path.stat().st_mode)
+        file_type = stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:
         return f"{path} is a broken link" if os.path.lexists(path) else None
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
-    return None if found == wanted else f"{path} is {_KINDS.get(found, 'something else')} and not {_KINDS[wanted]}"
+    return (
+        None
+        if file_type == expected_type
+        else f"{path} is {_KINDS.get(file_type, 'something else')} and not {_KINDS[expected_type]}"
+    )
 
 
 LOCK = ".writer.lock"
@@ -117,7 +121,7 @@ def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
 
 
 def _format_os_error(folder: Path, error: OSError) -> str:
-    blocking = next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None)
+    blocking = next((parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()), None)
     if blocking is not None:
         return f"{folder} cannot be created: {blocking} is not a folder."
     return f"{folder} cannot be written: {error.strerror or error}."

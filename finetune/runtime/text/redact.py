@@ -279,7 +279,7 @@ def _remembered_key(key: str, forms: tuple[str, ...]) -> str:
 
 
 def _without_shapes(text: str) -> str:
-    return _SECRET_SHAPE.sub(REDACTED, text) if any(each in text for each in _BEGINNINGS) else text
+    return _SECRET_SHAPE.sub(REDACTED, text) if any(prefix in text for prefix in _BEGINNINGS) else text
 
 
 def _in_yaml(match: re.Match[str]) -> str:

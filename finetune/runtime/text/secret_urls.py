@@ -54,10 +54,10 @@ def unsigned_url(url: str) -> str:
     scheme, _, rest = url.partition("://")
     rest = rest if scheme.lower() in _CONTAINERS and ":" not in rest.partition("@")[0] else _USER.sub("", rest)
     rest, hash_, fragment = rest.partition("#")
-    place, mark, query = rest.partition("?")
+    address, mark, query = rest.partition("?")
     parts = query.split("&") if mark else []
     kept = [part for part in parts if not (is_secret_parameter(_name(part)) or _is_signing(_name(part), parts))]
-    return f"{scheme}://{place}{'?' if kept else ''}{'&'.join(kept)}{hash_}{fragment}"
+    return f"{scheme}://{address}{'?' if kept else ''}{'&'.join(kept)}{hash_}{fragment}"
 
 
 def secrets_in_urls(text: str) -> Iterator[str]:
@@ -65,9 +65,11 @@ def secrets_in_urls(text: str) -> Iterator[str]:
     for url in _URL.findall(text):
         scheme, _, rest = url.partition("://")
         user = _USER.match(rest)
-        found = [] if user is None or scheme.lower() in _CONTAINERS else [user["user"], *user["user"].split(":", 1)]
-        found += [each["value"] for each in _PARAMETER.finditer(rest) if is_secret_parameter(unquote(each["name"]))]
-        for secret in found:
+        secrets = [] if user is None or scheme.lower() in _CONTAINERS else [user["user"], *user["user"].split(":", 1)]
+        secrets += [
+            match["value"] for match in _PARAMETER.finditer(rest) if is_secret_parameter(unquote(match["name"]))
+        ]
+        for secret in secrets:
             yield from (secret, unquote(secret))
 
 

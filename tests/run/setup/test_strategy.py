@@ -21,12 +21,12 @@ FOUR, EIGHT = (f"model={{name: org/base, lora: {{}}, quantization: {{bits: {bits
     ("written", "strategy", "reason"),
     [
         ([TOKENS, LORA], "zero3", "model.new_tokens with model.lora does not work under zero3: peft trains rows"),
-        ([TOKENS, LORA], "fsdp2", "Accelerate ties weights anew by the base's names"),
+        ([TOKENS, LORA], "fsdp2", "Accelerate ties weights again by the base's names"),
         ([FOUR], "zero3", r"bitsandbytes/issues/1249\). Launch with"),
         ([EIGHT], "fsdp2", "FSDP shards only floating-point tensors"),
     ],
 )
-def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, strategy, reason):
+def test_a_job_that_a_strategy_does_not_support_is_refused_with_the_reason(job, written, strategy, reason):
     with pytest.raises(StrategyError, match=reason):
         require_supported_by_strategy(load_config(job, written).config, strategy)
 
@@ -42,11 +42,11 @@ def test_what_a_strategy_cannot_serve_is_told_with_the_reason(job, written, stra
         ([LORA], "zero3"),
     ],
 )
-def test_what_it_can_serve_is_let_through(job, written, strategy):
+def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
     require_supported_by_strategy(load_config(job, written).config, strategy)
 
 
-def test_what_is_not_exact_where_ranks_share_rows_is_refused_all_at_once(job, monkeypatch):
+def test_all_settings_that_are_not_exact_where_ranks_share_rows_are_refused_at_once(job, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
     assert launched_strategy(load_config(job)).expected().data_parallel_size == 2
