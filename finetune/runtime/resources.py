@@ -136,7 +136,7 @@ def _text(error: OSError, folders: Sequence[Path]) -> str | None:
     if text is None:
         return None
     if error.errno in FULL:
-        return f"{text} {format_free_space(folders)}. The same command continues once there is room."
+        return f"{text} {format_free_space(folders)}. Run the same command again once there is space."
     path = Path(str(error.filename)).absolute()
     is_ours = any(path.is_relative_to(folder.absolute()) for folder in folders)
     return f"{text} {_ADVICE}" if is_ours else None

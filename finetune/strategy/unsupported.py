@@ -55,7 +55,7 @@ CONTEXT = Unsupported(
 )
 TPU = Unsupported(
     "a TPU (XLA)",
-    "no strategy, checkpoint or seed here was ever run on one",
+    "no strategy, checkpoint or seed of this package was ever tested on one",
     "Use MaxText, or a machine with GPUs",
 )
 SAGEMAKER = Unsupported(

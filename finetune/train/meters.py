@@ -53,7 +53,7 @@ class DataWaitMonitor:
         self._has_warned = True
         return (
             f"{share:.0%} of the last {num_steps} steps was spent waiting for data. `finetune doctor --data "
-            "--config JOB.yaml` measures the loader and says what to set (data.num_workers and its neighbours)."
+            "--config JOB.yaml` measures the loader and recommends its settings (data.num_workers and others)."
         )
 
     def _begin(self) -> None:

@@ -206,6 +206,6 @@ def test_a_model_that_brings_arguments_keeps_them_and_says_so(job, capsys):
     own = ["data.chat_template=null", "data.chat_template_arguments=null", base]
     preview(job, own, num_rows=1, html=None, start=0)
     said = capsys.readouterr().out
-    assert 'the tokenizer brings arguments of its chat template, which are used: {"effort": "low"}.' in said
+    assert 'the tokenizer comes with chat template arguments, which are used: {"effort": "low"}.' in said
     preview(job, [*own[::2], "data.chat_template_arguments={}"], num_rows=1, html=None, start=0)
     assert "brings arguments" not in capsys.readouterr().out

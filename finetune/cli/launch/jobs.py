@@ -47,7 +47,7 @@ MaxRestarts = Annotated[
 Stop = Annotated[
     int, typer.Option(min=30, max=86_400, metavar="SECONDS", help="Ranks that are to stop may save for so long.")
 ]
-Cpu = Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs; --gpus-per-node then counts processes.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Request no GPUs; --gpus-per-node then counts processes.")]
 
 
 def add_to(app: typer.Typer) -> None:

@@ -47,7 +47,10 @@ LostAfter = Annotated[
     float, typer.Option(min=2.0, metavar="SECONDS", help="A host that is silent for so long is lost.")
 ]
 Join = Annotated[
-    float, typer.Option(min=0.0, metavar="SECONDS", help="Wait so long for more hosts than the least, at first.")
+    float,
+    typer.Option(
+        min=0.0, metavar="SECONDS", help="At the start, wait this long for more than the minimum number of hosts."
+    ),
 ]
 Stop = Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Ranks that are to stop may save for so long.")]
 

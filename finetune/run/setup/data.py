@@ -36,19 +36,19 @@ from finetune.task.protocol import Task, TaskContext
 from finetune.train.plan import StepPlan, make_plan
 
 _DROPS_UNKNOWN_TEXT = (
-    "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know vanish "
-    "uncounted. Look at `finetune preview`, or choose another tokenizer."
+    "warning: the tokenizer has neither an unknown token nor bytes: characters that it does not know are "
+    "dropped silently. Look at `finetune preview`, or choose another tokenizer."
 )
 
-_BROUGHT_ARGUMENTS = (
-    "the tokenizer brings arguments of its chat template, which are used: {}. `data.chat_template_arguments` replaces "
+_TEMPLATE_ARGUMENTS = (
+    "the tokenizer comes with chat template arguments, which are used: {}. `data.chat_template_arguments` replaces "
     "them."
 )
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What there is to learn, the same on every rank."""
+    """The training data, the same on every rank."""
 
     processing: Processing
     task: Task
@@ -157,7 +157,7 @@ def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, loc
         set_chat_template(processing.tokenizer, config.data.chat_template)
         use_arguments(processing.tokenizer, config.data.chat_template_arguments, locations)
         if config.data.chat_template_arguments is None and (brought := arguments_of(processing.tokenizer)):
-            log(_BROUGHT_ARGUMENTS.format(json.dumps(dict(brought))))
+            log(_TEMPLATE_ARGUMENTS.format(json.dumps(dict(brought))))
         if drops_unknown_text(processing.tokenizer):
             log(_DROPS_UNKNOWN_TEXT)
     return processing

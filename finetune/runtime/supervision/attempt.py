@@ -44,6 +44,6 @@ def require_newest_attempt() -> None:
 def format_newer(newer: int) -> str:
     """Return the message of a process that has been replaced."""
     return (
-        f"attempt {newer} of the run has begun without this host, which was silent for too long: this process, of "
+        f"attempt {newer} of the run has started without this host, which did not respond in time: this process, of "
         f"attempt {own_attempt()}, writes nothing more."
     )

@@ -251,7 +251,7 @@ def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
             if len(content) <= room:
                 file.write(content + b" " * (room - len(content)) + b"\n")
                 return
-    raise OSError(errno.ENOSPC, "there is no room for the final state of the run", str(path))
+    raise OSError(errno.ENOSPC, "there is no space left for the final state of the run", str(path))
 
 
 def previous_end(facts: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ def test_a_replaced_process_writes_and_deletes_nothing(attempt_1, folder, tmp_pa
     before = visible(folder)
     assert before == ["step-000001", "step-000002"]
     mark_attempt(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="attempt 2 of the run has begun without this host"):
+    with pytest.raises(CheckpointError, match="attempt 2 of the run has started without this host"):
         run.train(range(2, 4)).checkpointer.saver.finish()
     assert visible(folder) == before
     with pytest.raises(LostContact):

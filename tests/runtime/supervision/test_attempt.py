@@ -20,7 +20,7 @@ def test_only_a_newer_attempt_replaces_a_process(tmp_path: Path, monkeypatch: py
     assert newer_attempt(mine) == 11
     for name, value in mine.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LostContact, match="attempt 11 of the run has begun without this host"):
+    with pytest.raises(LostContact, match="attempt 11 of the run has started without this host"):
         require_newest_attempt()
 
 

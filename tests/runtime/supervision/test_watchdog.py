@@ -88,7 +88,7 @@ def test_a_process_that_a_newer_attempt_has_replaced_ends_and_leaves_the_status_
     before = (tmp_path / "status.json").read_bytes()
     mark_attempt(tmp_path, 4)
     assert watched.code() == 1
-    assert "attempt 4 of the run has begun without this host" in capsys.readouterr().err
+    assert "attempt 4 of the run has started without this host" in capsys.readouterr().err
     assert (tmp_path / "status.json").read_bytes() == before
 
 
