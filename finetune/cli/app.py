@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, checkpoint, doctor, plan, rehearse, reports, sweep, verify
+from finetune.cli import after_training, before_training, checkpoint, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.launch import torchrun as launch
 from finetune.cli.options import Config, Overrides
@@ -172,8 +172,6 @@ def init(
 
 
 after_training.add_to(app)
-doctor.add_to(app)
-plan.add_to(app)
-rehearse.add_to(app)
+before_training.add_to(app)
 reports.add_to(app)
 sweep.add_to(app)

@@ -14,7 +14,10 @@ ALLOC_CONF = "PYTORCH_ALLOC_CONF"
 EXPANDABLE = "expandable_segments:True"
 
 _NAMES = (
-    *(ALLOC_CONF, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    ALLOC_CONF,
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",  # registers segments, which must not grow then
 )
 """Variables with which a user sets up the allocator, or what needs another one."""

@@ -34,8 +34,24 @@ from finetune.runtime.hub import is_offline
 BUILDING, ABANDONED, UNKNOWN = "building", "abandoned", "unknown"
 
 SHARED_FILE_SYSTEMS = (
-    *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p", "afs", "pvfs", "weka", "panfs"),
-    *("virtiofs", "gfs", "ocfs", "orangefs", "glusterfs"),
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "fuse",
+    "9p",
+    "afs",
+    "pvfs",
+    "weka",
+    "panfs",
+    "virtiofs",
+    "gfs",
+    "ocfs",
+    "orangefs",
+    "glusterfs",
 )
 """Beginnings of the names of file systems that other machines may write to."""
 

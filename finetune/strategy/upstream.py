@@ -271,8 +271,10 @@ def reduce_zero_buckets_in_place(accelerator: Accelerator) -> None:
 
 
 _REDUCTION_KEYS = {
-    *("reduce_scatter", "use_multi_rank_bucket_allreduce"),
-    *("prescale_gradients", "gradient_predivide_factor"),
+    "reduce_scatter",
+    "use_multi_rank_bucket_allreduce",
+    "prescale_gradients",
+    "gradient_predivide_factor",
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.cli.after_training import evaluate, generate
 from finetune.cli.app import check, train
-from finetune.cli.doctor import doctor
+from finetune.cli.before_training import doctor
 from finetune.cli.launch.torchrun import torchrun
 from finetune.cli.ranks import with_ranks
 from finetune.cli.sweep import sweep

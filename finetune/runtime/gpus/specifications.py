@@ -85,8 +85,17 @@ def _read(path: Path) -> tuple[GpuKind, ...]:
 
 
 _KEYS = (
-    *("memory_gib", "tflops", "memory_gbps", "link", "link_gbps", "pcie_gbps", "network_gbps"),
-    *("watts", "matmul_share", "names", "source"),
+    "memory_gib",
+    "tflops",
+    "memory_gbps",
+    "link",
+    "link_gbps",
+    "pcie_gbps",
+    "network_gbps",
+    "watts",
+    "matmul_share",
+    "names",
+    "source",
 )
 
 

@@ -104,8 +104,17 @@ class StatusFile:
         self._progress: Progress | None = None
         self._refreshed = 0.0
         self._facts: dict[str, Any] = {
-            **{"state": STARTING, "step": 0, "num_steps": None, "checkpoint": None, "reason": None, "error": None},
-            **{"ended_by": None, "exit_code": None, "host": me.host, "pid": me.pid, "ranks": [asdict(me)]},
+            "state": STARTING,
+            "step": 0,
+            "num_steps": None,
+            "checkpoint": None,
+            "reason": None,
+            "error": None,
+            "ended_by": None,
+            "exit_code": None,
+            "host": me.host,
+            "pid": me.pid,
+            "ranks": [asdict(me)],
             "previous": None,
         }
 

@@ -19,8 +19,16 @@ from finetune.runtime.files.read import parse_json
 from finetune.runtime.run_folder import FOLDERS
 
 FILES = (
-    *(".writer.lock", ".status.lock", "STOP", "status.json", "events.jsonl", "config.yaml", "resolved.yaml"),
-    *("environment.json", "audit.json", "final.json"),
+    ".writer.lock",
+    ".status.lock",
+    "STOP",
+    "status.json",
+    "events.jsonl",
+    "config.yaml",
+    "resolved.yaml",
+    "environment.json",
+    "audit.json",
+    "final.json",
 )
 
 _KINDS = {

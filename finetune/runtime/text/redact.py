@@ -139,8 +139,30 @@ _SECRET_SHAPE = re.compile(
     re.DOTALL,
 )
 _BEGINNINGS = (
-    *("hf_", "api_org_", "npm_", "ghp_", "gho_", "ghs_", "ghu_", "ghr_", "sk-", "sk_", "rk_", "wandb_v1_"),
-    *("github_pat", "glpat", "xox", "dop_v1", "pypi", "AKIA", "ASIA", "AIza", "ya29.", "SG.", "eyJ", "PRIVATE KEY"),
+    "hf_",
+    "api_org_",
+    "npm_",
+    "ghp_",
+    "gho_",
+    "ghs_",
+    "ghu_",
+    "ghr_",
+    "sk-",
+    "sk_",
+    "rk_",
+    "wandb_v1_",
+    "github_pat",
+    "glpat",
+    "xox",
+    "dop_v1",
+    "pypi",
+    "AKIA",
+    "ASIA",
+    "AIza",
+    "ya29.",
+    "SG.",
+    "eyJ",
+    "PRIVATE KEY",
 )
 """One of them is in every such shape: most texts have none, and are not searched further."""
 

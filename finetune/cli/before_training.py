@@ -1,0 +1,146 @@
+"""What is typed before a job is trained: `doctor`, `plan` and `rehearse`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune.cli.exit_codes import handle_errors
+from finetune.cli.options import Config, Overrides
+from finetune.cli.ranks import with_ranks
+from finetune.errors import UserError
+from finetune.runtime.optional import lazily
+
+with lazily(freeze=True):  # torch
+    from finetune.commands.doctor import data as doctor_data
+    from finetune.commands.doctor import doctor as doctor_command
+    from finetune.commands.plan import outlook as plan_outlook
+    from finetune.commands.plan import plan as plan_command
+    from finetune.commands.rehearse import rehearse as rehearse_command
+
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="NxKIND", help="GPUs of each machine: 8xH100-80GB, several with commas. Default: its own."),
+]
+Nodes = Annotated[int | None, typer.Option(min=1, max=1 << 16, help="Number of such machines.")]
+Prices = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="YAML file of prices, in the form of the package's own.")
+]
+GpuTable = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="YAML file of further kinds of GPUs, in that form, too.")
+]
+Network = Annotated[float | None, typer.Option(min=0.001, metavar="GBIT", help="Network of each machine in Gbit/s.")]
+Disk = Annotated[float, typer.Option(min=0.001, metavar="GB", help="GB/s that checkpoints are written with.")]
+Preemptions = Annotated[
+    float | None, typer.Option(min=0.001, metavar="HOURS", help="Mean time between two preemptions of the job.")
+]
+Restart = Annotated[float, typer.Option(min=0.0, metavar="MINUTES", help="From a preemption to the next step.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    for command in (doctor, plan, rehearse):
+        app.command()(command)
+
+
+@handle_errors
+@with_ranks
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="JOB.yaml", help="Check also what this job reads, writes and communicates."),
+    ] = None,
+    override: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,
+    facts: Annotated[
+        Path | None,
+        typer.Option("--facts", metavar="FILE.json", help="Check the facts that --json printed on another machine."),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Launched: how long to wait for the other ranks.")
+    ] = 60.0,
+    data: Annotated[
+        bool, typer.Option("--data", help="Measure the job's data loader and recommend its settings.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="With --data: rounds of measurements; medians are shown.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="With --data: duration of each measurement.")] = 0.5,
+) -> int:
+    """Print what this machine has and what must be fixed before a run. Exit code 1 if anything must be fixed.
+
+    On several processes, it also measures the link between them and compares their versions and clocks:
+    accelerate launch --config_file ACCELERATE.yaml -m finetune doctor
+    With --data: throughput of the job's data loader by number of workers.
+    """
+    if data and config is None:
+        raise UserError("--data: add --config JOB.yaml, the job whose data loader is measured.")
+    if data and (json or facts is not None):
+        raise UserError("--data: --json and --facts are for the check of a machine. Leave them out.")
+    if facts is not None and (config is not None or override):
+        raise UserError("--facts: the file has the facts of the job, too. Leave --config and --set out.")
+    if data and config is not None:
+        doctor_data.examine_loader(config, override or [], num_rounds=rounds, seconds=seconds)
+        return 0
+    return doctor_command.examine(config, override or [], recorded=facts, as_json=json, wait_seconds=wait)
+
+
+@handle_errors
+def plan(
+    config: Config,
+    override: Overrides = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    prices: Prices = None,
+    gpu_table: GpuTable = None,
+    network_gbit: Network = None,
+    disk: Disk = 1.0,
+    time_between_preemptions: Preemptions = None,
+    restart_minutes: Restart = 10.0,
+) -> int:
+    """Plan a job before paying for GPUs: what fits, how long a step and the job take, and what they cost.
+
+    Memory is predicted by running the job's own step without weights, for every strategy. Exit code 1 where the job
+    fits on none of the GPUs. What is assumed is printed, and explained in docs/planning.md.
+    """
+    options = plan_command.PlanOptions(
+        gpus=gpus,
+        num_nodes=nodes,
+        prices=prices,
+        gpu_table=gpu_table,
+        network_gbit=network_gbit,
+        assumed=plan_outlook.Assumed(
+            hours_between_preemptions=time_between_preemptions,
+            disk_bandwidth=disk * 1e9,
+            restart_seconds=restart_minutes * 60,
+        ),
+    )
+    return plan_command.plan(config, override or [], options, as_json=json)
+
+
+@handle_errors
+def rehearse(
+    config: Config,
+    accelerate: Annotated[
+        Path, typer.Option("--accelerate", metavar="FILE", help="The accelerate file of the real launch.")
+    ],
+    processes: Annotated[int, typer.Option(min=1, max=64, help="Processes on this machine.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, max=1000, metavar="K", help="Steps to take.")] = 4,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the run, its logs and the small model in this folder.")
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=0.1, metavar="MINUTES", help="Kill everything after this time.")
+    ] = 30.0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    override: Overrides = None,
+) -> int:
+    """Rehearse a job of any size on this machine's CPU before GPUs are paid for.
+
+    Checks both files for the real number of processes, makes the architecture small, reads real rows, takes a few
+    steps under the strategy, kills the run, resumes it, exports and verifies the result. Prints what was made small,
+    what was verified and what was not. Loads no weights and touches no run folder. See docs/rehearse.md.
+    """
+    request = rehearse_command.Request(
+        config, tuple(override or ()), accelerate, processes, steps, keep, time_limit_minutes=time_limit
+    )
+    return rehearse_command.rehearse(request, is_json=json)
