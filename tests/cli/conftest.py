@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.__main__ import main
-from finetune.cli import after_training, app, checkpoint, doctor, verify
+from finetune.cli import after_training, app, before_training, checkpoint, verify
 
 REAL = ("check_command", "init_command", "config_schema", "config_paths")
 """What is not replaced by stand-ins: it needs no torch."""
@@ -59,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Replace the commands that need torch: note what would have been called, and return `answer`."""
     noted = SimpleNamespace(made=[], answer=0)
     replaced = 0
-    for module in (app, after_training, checkpoint, doctor, verify):
+    for module in (app, after_training, before_training, checkpoint, verify):
         for name, value in list(vars(module).items()):
             if isinstance(value, ModuleType) and name.endswith(("_command", "_data")) and name not in REAL:
                 monkeypatch.setattr(module, name, StandIn(value.__name__, noted))
