@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from finetune.commands.doctor.strategies import bus_bandwidth
 from finetune.commands.doctor.subjects.ranks import LinkFacts, measure_link
-from finetune.commands.plan.cost.collectives import LAUNCH_SECONDS, Cluster
+from finetune.commands.plan.cost.assumptions import LAUNCH_SECONDS
+from finetune.commands.plan.cost.collectives import Cluster
 from finetune.commands.plan.cost.step_time import Device, Work, step_time
 
 WIDTH, LAYERS, TOKENS = 768, 8, 384

@@ -7,8 +7,9 @@ from statistics import median
 from finetune.commands.doctor.facts import Facts
 from finetune.commands.doctor.strategies import bus_bandwidth
 from finetune.commands.doctor.subjects.ranks import LinkFacts, PairSpeed
+from finetune.commands.plan.cost.assumptions import TRAINING_SHARE
 from finetune.commands.plan.cost.collectives import Cluster
-from finetune.commands.plan.cost.step_time import TRAINING_SHARE, Device
+from finetune.commands.plan.cost.step_time import Device
 from finetune.commands.plan.hardware import Hardware, parse_hardware
 from finetune.errors import UserError
 from finetune.runtime.gpus.specifications import GpuKind, find_gpu

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from finetune.commands.plan.cost.step_time import Work
-from finetune.commands.plan.work import (
+from finetune.commands.plan.cost.assumptions import (
     ADAPTED_TRAFFIC_PER_HIDDEN,
     FUSED_TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_INTERMEDIATE,
 )
+from finetune.commands.plan.cost.step_time import Work
 from finetune.model.size import Shapes
 
 GRADIENT_BYTES = 4.0

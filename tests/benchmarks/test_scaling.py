@@ -10,7 +10,7 @@ import scaling
 
 from finetune.commands.doctor.facts import Facts
 from finetune.commands.doctor.subjects.ranks import AllReduceSpeed, LinkFacts, PairSpeed, RankFacts
-from finetune.commands.plan.cost.step_time import STRAGGLER_NOISE
+from finetune.commands.plan.cost.assumptions import STRAGGLER_NOISE
 from finetune.errors import UserError
 
 from scaling_model.curves import STRATEGIES, WORLDS, Load, curve, largest_that_pays, memory_bytes, shard_choices, spot

@@ -1,4 +1,4 @@
-"""What earlier runs of the job say: how much longer or shorter a step took than the cost model says."""
+"""The pace of an earlier run of the job, by which the cost model is corrected."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class MeasuredRun:
 
 
 def read_measured_run(folder: Path, *, gpu_table: Path | None = None) -> MeasuredRun | None:
-    """Return what the run in the folder has measured; None without one, without a known GPU, or after few steps."""
+    """Return the pace of the run in the folder; None without a run, with an unknown GPU, or after few steps."""
     try:
         history = read_history(folder)
         environment = read_json(folder / "environment.json")

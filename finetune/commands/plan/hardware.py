@@ -1,4 +1,4 @@
-"""The machines that a plan is for: as asked with `--gpus`, those of this machine, or a list of usual ones."""
+"""The machines that a plan is for: those of `--gpus`, this machine, or a list of common ones."""
 
 import re
 from dataclasses import dataclass, replace
@@ -6,19 +6,22 @@ from pathlib import Path
 
 import torch
 
-from finetune.commands.plan.cost.collectives import HOP_SECONDS, LINK_SHARE, NETWORK_SHARE, Cluster
-from finetune.commands.plan.cost.step_time import TRAINING_SHARE, Device
+from finetune.commands.plan.cost.assumptions import (
+    GPUS_PER_NODE,
+    HOP_SECONDS,
+    LINK_SHARE,
+    NETWORK_SHARE,
+    TRAINING_SHARE,
+    USABLE_SHARE,
+)
+from finetune.commands.plan.cost.collectives import Cluster
+from finetune.commands.plan.cost.step_time import Device
 from finetune.errors import UserError
 from finetune.runtime.gpus.specifications import GpuKind, find_gpu, require_gpu
 
 USUAL_HARDWARE = ("1xRTX4090", "1xA100-80GB", "8xA100-80GB", "8xH100-80GB")
-"""What a plan is for on a machine without a GPU, where none is asked for."""
+"""The machines of a plan that is made on a machine without a GPU and without `--gpus`."""
 
-GPUS_PER_NODE = 8
-"""Of the machines that clouds rent."""
-
-USABLE_SHARE = 0.95
-"""Of the device's memory: the rest is lost to fragments of torch's allocator."""
 
 _MAX_GPUS = 1 << 16
 
@@ -34,17 +37,17 @@ class Hardware:
 
     @property
     def num_gpus(self) -> int:
-        """Return how many GPUs there are together."""
+        """Return the number of GPUs of all machines."""
         return self.gpus_per_node * self.num_nodes
 
     @property
     def usable_bytes(self) -> int:
-        """Return what a step may take of one GPU's memory."""
+        """Return the bytes of one GPU's memory that a step may use."""
         return int(self.kind.memory_bytes * USABLE_SHARE)
 
     @property
     def cluster(self) -> Cluster:
-        """Return the ranks with the bandwidths that they reach."""
+        """Return the ranks with their effective bandwidths."""
         kind = self.kind
         return Cluster(
             num_ranks=self.num_gpus,
@@ -55,14 +58,14 @@ class Hardware:
         )
 
     def device(self, dtype: str) -> Device:
-        """Return what one GPU reaches when it computes in this data type."""
+        """Return the effective pace of one GPU that computes in this data type."""
         kind = self.kind
         flops = kind.peak_flops(dtype) * kind.matmul_share * TRAINING_SHARE / self.slowdown
         memory = kind.memory_bandwidth / self.slowdown
         return Device(flops=flops, memory_bandwidth=memory, pcie_bandwidth=kind.pcie_bandwidth)
 
     def with_gpus(self, num_gpus: int) -> "Hardware":
-        """Return so many GPUs of the same kind: on one machine as far as they fit there, else on whole ones."""
+        """Return this number of GPUs of the same kind: on one machine if they fit there, else on whole machines."""
         per_node = max(self.gpus_per_node, min(num_gpus, GPUS_PER_NODE))
         if num_gpus <= per_node:
             return replace(self, gpus_per_node=num_gpus, num_nodes=1)
@@ -79,13 +82,13 @@ def parse_hardware(
     """Return the machine that a text such as `8xH100-80GB` names; raises UserError.
 
     `num_nodes` machines have that many GPUs each; None: one machine, or as many as 8 GPUs each make of more than 8.
-    `network_gbit` replaces what the table assumes of the network, in Gbit/s of each machine.
+    `network_gbit` replaces the table's network bandwidth, in Gbit/s of each machine.
     """
     found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([^\s].*?)\s*", text)
     count, name = (found[1], found[2]) if found is not None else (None, text)
     number = 1 if count is None else int(count[:9])
     if found is None or not 1 <= number <= _MAX_GPUS:
-        raise UserError(f"--gpus: `{text}` is no number and kind of up to {_MAX_GPUS:,} GPUs. Write `8xH100-80GB`.")
+        raise UserError(f"--gpus: `{text}` is not of the form NxGPU with 1 to {_MAX_GPUS:,} GPUs. Write `8xH100-80GB`.")
     kind = require_gpu(name, table=gpu_table)
     if num_nodes is None and number > GPUS_PER_NODE:
         if number % GPUS_PER_NODE:

@@ -1,4 +1,4 @@
-"""What a plan has to know of a job: its shape, its batch, and how many tokens and steps there will be."""
+"""The facts of a job that a plan needs: its shapes, its batch, and its numbers of tokens and steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class PlannedJob:
 
     @property
     def checkpointing(self) -> CheckpointingMode:
-        """Return what the job recomputes."""
+        """Return which activations the job recomputes."""
         return self.config.model.gradient_checkpointing
 
     @property
@@ -79,7 +79,7 @@ def read_job(loaded: LoadedConfig) -> PlannedJob:
 
 
 def count_data(loaded: LoadedConfig, *, prepared: Callable[[LoadedConfig], Any] | None = None) -> DataCounts:
-    """Return the counts of the prepared data, or what the job file alone says; nothing is tokenized."""
+    """Return the counts of the prepared data, else those of the job file; nothing is tokenized."""
     config = loaded.config
     try:
         data = (prepared or _prepared_data)(loaded)

@@ -1,7 +1,13 @@
-"""What a plan comes to: hours and dollars to the end of the job, and how often to save against preemptions."""
+"""Hours and dollars to the end of the job, and the interval between checkpoints against preemptions."""
 
 from dataclasses import dataclass
 
+from finetune.commands.plan.cost.assumptions import (
+    DISK_BANDWIDTH,
+    FAILURE_GPU_HOURS,
+    RESTART_SECONDS,
+    SPOT_HOURS_PER_MACHINE,
+)
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.strategies import StrategyPlan
@@ -10,26 +16,13 @@ from finetune.model.size import optimizer_state_bytes
 from finetune.runtime.gpus.prices import Price
 from finetune.runtime.supervision.checkpoint_interval import best_interval, expected_time, young_interval
 
-SPOT_HOURS_PER_MACHINE = 24.0
-"""Between two times that a spot machine is taken back: an assumption; it differs by cloud, zone, kind and hour."""
-
-FAILURE_GPU_HOURS = 50_000.0
-"""Between two failures, of GPUs that nobody takes back: 419 in 54 days on 16,384 GPUs (Llama Team, 2024, "The Llama 3
-herd of models", table 5) are one in 50,700 GPU-hours."""
-
-DISK_BANDWIDTH = 1e9
-"""Bytes per second that a checkpoint is written with."""
-
-RESTART_SECONDS = 600.0
-"""Until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
-
 _COPY_SHARE = 0.5
-"""Of PCIe, what copying a checkpoint to host memory reaches."""
+"""Share of PCIe's bandwidth that copying a checkpoint to host memory reaches."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a plan assumes of the place that the job runs at; None is the default of this module."""
+    """The assumptions about a cluster that the command line may replace; None is the default."""
 
     hours_between_preemptions: float | None = None  # of the whole job, not of each machine
     disk_bandwidth: float = DISK_BANDWIDTH
@@ -38,7 +31,7 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint and how often to write one. Intervals are of computation, in seconds.
+    """The size of a checkpoint and the interval between two. Intervals are of computation, in seconds.
 
     `interval_seconds` is Daly's, unless writing takes longer or it is pointlessly short.
     """
@@ -81,7 +74,7 @@ class Outlook:
 def make_outlook(
     job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, prices: tuple[Price, ...], assumed: Assumed
 ) -> Outlook:
-    """Return what the plan comes to on this machine."""
+    """Return hours, prices and checkpoints of the plan on this machine."""
     prediction = plan.prediction
     assert plan.time is not None and prediction is not None
     seconds = plan.time.seconds
@@ -108,7 +101,7 @@ def make_outlook(
 
 
 def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
-    """Return how often to save on machines that are taken back, or that only fail."""
+    """Return the checkpoint interval on machines that are preempted, or that only fail."""
     prediction = plan.prediction
     assert prediction is not None and plan.time is not None
     optimizer = job.train.optimizer

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 from finetune.commands.plan.calibration import MeasuredRun, read_measured_run
-from finetune.commands.plan.cost.step_time import TRAINING_SHARE
-from finetune.commands.plan.hardware import USABLE_SHARE, USUAL_HARDWARE, Hardware, own_hardware, parse_hardware
-from finetune.commands.plan.job import PlannedJob, read_job
-from finetune.commands.plan.memory import Fit, PlannedMemory, Predict
-from finetune.commands.plan.outlook import (
+from finetune.commands.plan.cost.assumptions import (
     FAILURE_GPU_HOURS,
     SPOT_HOURS_PER_MACHINE,
-    Assumed,
-    make_outlook,
+    TRAINING_SHARE,
+    USABLE_SHARE,
 )
+from finetune.commands.plan.hardware import USUAL_HARDWARE, Hardware, own_hardware, parse_hardware
+from finetune.commands.plan.job import PlannedJob, read_job
+from finetune.commands.plan.memory import Fit, PlannedMemory, Predict
+from finetune.commands.plan.outlook import Assumed, make_outlook
 from finetune.commands.plan.result import HardwarePlan, Plan, plan_json
 from finetune.commands.plan.scale import scale_points
 from finetune.commands.plan.strategies import (

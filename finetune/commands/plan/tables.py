@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from rich import box
 from rich.table import Table
 
+from finetune.commands.plan.cost.assumptions import GPUS_PER_NODE
 from finetune.commands.plan.cost.scaling import amdahl_share, efficiency, most_that_pay
-from finetune.commands.plan.hardware import GPUS_PER_NODE, Hardware
+from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.outlook import Outlook
 from finetune.commands.plan.result import HardwarePlan, Plan

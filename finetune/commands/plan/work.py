@@ -1,19 +1,14 @@
 """From a job and a prediction to the work of a step, as the cost model wants it."""
 
+from finetune.commands.plan.cost.assumptions import (
+    ADAPTED_TRAFFIC_PER_HIDDEN,
+    FUSED_TRAFFIC_PER_HIDDEN,
+    TRAFFIC_PER_HIDDEN,
+    TRAFFIC_PER_INTERMEDIATE,
+)
 from finetune.commands.plan.cost.step_time import Work
 from finetune.commands.plan.job import PlannedJob
 from finetune.memory.layout import Layout, Prediction
-
-TRAFFIC_PER_HIDDEN, TRAFFIC_PER_INTERMEDIATE = 363.0, 30.0
-"""Bytes that element-wise kernels of a layer read and write per token, forward and backward, per unit of the hidden and
-of the MLP's width: two RMS norms in float32 (76 forward), two residual additions (12), rotary positions (25), copies
-(8), the gated activation (10 of the MLP's width), and twice that backward. Counted in transformers' Llama, bf16."""
-
-FUSED_TRAFFIC_PER_HIDDEN = 140.0
-"""The same with torch.compile, which fuses them."""
-
-ADAPTED_TRAFFIC_PER_HIDDEN = 250.0
-"""What adapters add: seven modules of a layer, each with a float32 copy of its input and a sum at its output."""
 
 _STORED_BYTES = {4: 0.5, 8: 1.0}
 _UNKNOWN_LAYERS = 24

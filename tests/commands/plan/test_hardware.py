@@ -28,14 +28,14 @@ def test_a_text_names_hardware(text: str, nodes: int | None, name: str, per_node
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0xT4", "is no number and kind"),
-        ("", "is no number and kind"),
-        ("99999999999xT4", "is no number|no GPU"),
+        ("0xT4", "is not of the form NxGPU"),
+        ("", "is not of the form NxGPU"),
+        ("99999999999xT4", "is not of the form NxGPU with 1 to 65,536 GPUs"),
         ("12xH100", "12 GPUs are not on machines with 8 each"),
         ("8xH100-82GB", "there is no GPU `H100-82GB` in the table. Nearest: H100-80GB"),
     ],
 )
-def test_a_text_that_names_none_is_one_message(text: str, message: str):
+def test_a_text_that_is_not_a_machine_is_refused_with_one_message(text: str, message: str):
     with pytest.raises(UserError, match=message):
         parse_hardware(text, num_nodes=None)
 

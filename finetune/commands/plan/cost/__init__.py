@@ -1,1 +1,1 @@
-"""The cost model: pure functions of sizes, bandwidths and counts; nothing here knows a job, a file or a device."""
+"""The cost model: its assumptions, and pure functions of sizes, bandwidths and counts; no job, file or device."""

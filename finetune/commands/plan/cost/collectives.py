@@ -13,21 +13,7 @@ machine: their latency grows with the number of ranks.
 import math
 from dataclasses import dataclass, replace
 
-LINK_SHARE = {"NVLink": 0.8, "Infinity Fabric": 0.7, "PCIe": 0.4, "network": 0.8}
-"""Of a link's bandwidth, what a collective reaches: NCCL's bus bandwidth on 8 GPUs is about 360 of 450 GB/s on an H100
-and 235 of 300 on an A100; over PCIe, ranks share switches and often go through host memory."""
-
-NETWORK_SHARE = 0.8
-"""Of the network's bandwidth."""
-
-LAUNCH_SECONDS = 12e-6
-"""Of starting a collective: its kernel, and what NCCL assumes of the algorithm itself (8.4 us)."""
-
-HOP_SECONDS = {"NVLink": 3.4e-6, "Infinity Fabric": 3.4e-6, "PCIe": 5.7e-6}
-"""Between two GPUs of one machine, for large messages (NCCL 2.19 to 2.28, `hwLatencies`, ring, protocol Simple)."""
-
-NETWORK_HOP_SECONDS = 14e-6
-"""Between two machines (ditto)."""
+from finetune.commands.plan.cost.assumptions import HOP_SECONDS, LAUNCH_SECONDS, NETWORK_HOP_SECONDS
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MIN_EFFICIENCY = 0.75
-"""A number of GPUs pays as long as each does at least this share of what each does where each does most."""
+from finetune.commands.plan.cost.assumptions import MIN_EFFICIENCY
 
 
 @dataclass(frozen=True)

@@ -11,51 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+from finetune.commands.plan.cost.assumptions import (
+    BUCKET_BYTES,
+    CONTENTION_SHARE,
+    HOOK_SECONDS_PER_LAYER,
+    HOST_SECONDS_PER_LAYER,
+    HOST_UPDATE_BYTES,
+    MEMORY_SHARE,
+    OVERLAP_SHARE,
+    STRAGGLER_FREE_RANKS,
+    STRAGGLER_NOISE,
+    UPDATE_BYTES,
+    ZERO_GATHER_BYTES,
+)
 from finetune.commands.plan.cost.collectives import (
     Cluster,
     all_gather_seconds,
     all_reduce_seconds,
     reduce_scatter_seconds,
 )
-
-TRAINING_SHARE = 0.77
-"""Of what the largest matrix products reach, what all products of a model do, attention among them. Chosen so that the
-errors against published throughputs (docs/planning.md) are centred on 0."""
-
-MEMORY_SHARE = 0.8
-"""Of the memory's bandwidth, what element-wise kernels reach."""
-
-HOST_SECONDS_PER_LAYER = 1.2e-3
-"""To launch the kernels of a layer's forward and backward pass from Python, without torch.compile."""
-
-HOOK_SECONDS_PER_LAYER = {"fsdp2": 0.4e-3, "hsdp": 0.4e-3, "zero3": 1e-3, "zero3_offload": 1e-3}
-"""What gathering and freeing a layer's weights adds to that, on the host."""
-
-UPDATE_BYTES = 36.0
-"""Read and written per parameter by clipping and AdamW in float32: weight, gradient and two moments."""
-
-HOST_UPDATE_BYTES = 30.0
-"""The same on the host, by DeepSpeedCPUAdam."""
-
-OVERLAP_SHARE = 0.9
-"""Of the computation, how much of the communication can run beside: dependencies leave gaps at both ends."""
-
-CONTENTION_SHARE = 1 - 1 / 1.189
-"""Of the time of hidden communication, what it takes from the computation beside it, as both use the device's
-processors and memory: computation is 18.9% slower on average (Lee et al., 2025, arXiv:2507.03114, abstract)."""
-
-STRAGGLER_NOISE = 0.036
-"""Standard deviation of the time that one rank computes in a step, as a share of it: clocks, temperatures, the host.
-The one number fitted to published scaling; `python benchmarks/scaling.py --fit` repeats the fit without each source."""
-
-STRAGGLER_FREE_RANKS = 8
-"""TRAINING_SHARE is of runs on up to so many: their stragglers are in it."""
-
-BUCKET_BYTES = 25 * 2**20
-"""Of gradients that DDP reduces at a time (torch's `bucket_cap_mb`); ZeRO's buckets are not smaller here."""
-
-ZERO_GATHER_BYTES = 1e9
-"""Of updated weights that ZeRO-1 and -2 gather at a time: DeepSpeed's `allgather_bucket_size`, 5e8 numbers."""
 
 
 @dataclass(frozen=True)

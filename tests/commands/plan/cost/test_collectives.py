@@ -2,10 +2,8 @@
 
 import pytest
 
+from finetune.commands.plan.cost.assumptions import HOP_SECONDS, LAUNCH_SECONDS, NETWORK_HOP_SECONDS
 from finetune.commands.plan.cost.collectives import (
-    HOP_SECONDS,
-    LAUNCH_SECONDS,
-    NETWORK_HOP_SECONDS,
     Cluster,
     all_gather_seconds,
     all_reduce_seconds,

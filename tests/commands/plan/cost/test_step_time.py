@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from finetune.commands.plan.cost import step_time as module
-from finetune.commands.plan.cost.collectives import LAUNCH_SECONDS, Cluster
+from finetune.commands.plan.cost.assumptions import LAUNCH_SECONDS
+from finetune.commands.plan.cost.collectives import Cluster
 from finetune.commands.plan.cost.step_time import Device, Work, num_shards, step_time
 
 DEVICE = Device(flops=100e12, memory_bandwidth=1e12 / module.MEMORY_SHARE, pcie_bandwidth=20e9, host_bandwidth=30e9)

@@ -1,0 +1,98 @@
+"""The assumptions of the cost model and of the outlook: figures with their units and sources, nothing else.
+
+Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpus/specifications.yaml`.
+"""
+
+# Computation
+
+TRAINING_SHARE = 0.77
+"""Share of the largest matrix products' pace that all products of a model reach, attention among them. Chosen so that
+the errors against published throughputs (docs/planning.md) are centered on 0."""
+
+MEMORY_SHARE = 0.8
+"""Share of the memory's bandwidth that element-wise kernels reach."""
+
+TRAFFIC_PER_HIDDEN, TRAFFIC_PER_INTERMEDIATE = 363.0, 30.0
+"""Bytes that element-wise kernels of a layer read and write per token, forward and backward, per unit of the hidden and
+of the MLP's width: two RMS norms in float32 (76 forward), two residual additions (12), rotary positions (25), copies
+(8), the gated activation (10 of the MLP's width), and twice that backward. Counted in transformers' Llama, bf16."""
+
+FUSED_TRAFFIC_PER_HIDDEN = 140.0
+"""The same with torch.compile, which fuses them."""
+
+ADAPTED_TRAFFIC_PER_HIDDEN = 250.0
+"""The traffic of adapters: seven modules of a layer, each with a float32 copy of its input and a sum at its output."""
+
+HOST_SECONDS_PER_LAYER = 1.2e-3
+"""To launch the kernels of a layer's forward and backward pass from Python, without torch.compile."""
+
+HOOK_SECONDS_PER_LAYER = {"fsdp2": 0.4e-3, "hsdp": 0.4e-3, "zero3": 1e-3, "zero3_offload": 1e-3}
+"""Of the host, to gather and free a layer's weights."""
+
+UPDATE_BYTES = 36.0
+"""Read and written per parameter by clipping and AdamW in float32: weight, gradient and two moments."""
+
+HOST_UPDATE_BYTES = 30.0
+"""The same on the host, by DeepSpeedCPUAdam."""
+
+STRAGGLER_NOISE = 0.036
+"""Standard deviation of the time that one rank computes in a step, as a share of it: clocks, temperatures, the host.
+The one number fitted to published scaling; `python benchmarks/scaling.py --fit` repeats the fit without each source."""
+
+STRAGGLER_FREE_RANKS = 8
+"""Ranks of the runs that TRAINING_SHARE was chosen by, at most: it includes their stragglers."""
+
+# Communication
+
+LINK_SHARE = {"NVLink": 0.8, "Infinity Fabric": 0.7, "PCIe": 0.4, "network": 0.8}
+"""Share of a link's bandwidth that a collective reaches: NCCL's bus bandwidth on 8 GPUs is about 360 of 450 GB/s on an
+H100 and 235 of 300 on an A100; over PCIe, ranks share switches and often go through host memory."""
+
+NETWORK_SHARE = 0.8
+"""Share of the network's bandwidth."""
+
+LAUNCH_SECONDS = 12e-6
+"""To start a collective: its kernel, and NCCL's assumption for the algorithm itself (8.4 us)."""
+
+HOP_SECONDS = {"NVLink": 3.4e-6, "Infinity Fabric": 3.4e-6, "PCIe": 5.7e-6}
+"""Between two GPUs of one machine, for large messages (NCCL 2.19 to 2.28, `hwLatencies`, ring, protocol Simple)."""
+
+NETWORK_HOP_SECONDS = 14e-6
+"""Between two machines (ditto)."""
+
+OVERLAP_SHARE = 0.9
+"""Share of the computation that can hide communication: dependencies leave gaps at both ends."""
+
+CONTENTION_SHARE = 1 - 1 / 1.189
+"""Seconds of computation lost per second of hidden communication, as both use the device's processors and memory:
+computation is 18.9% slower on average (Lee et al., 2025, arXiv:2507.03114, abstract)."""
+
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients that DDP reduces at a time (torch's `bucket_cap_mb`); ZeRO's buckets are not smaller here."""
+
+ZERO_GATHER_BYTES = 1e9
+"""Of updated weights that ZeRO-1 and -2 gather at a time: DeepSpeed's `allgather_bucket_size`, 5e8 numbers."""
+
+# Machines and their failures
+
+GPUS_PER_NODE = 8
+"""Of the machines that clouds rent."""
+
+USABLE_SHARE = 0.95
+"""Share of the device's memory; the rest is lost to fragments of torch's allocator."""
+
+SPOT_HOURS_PER_MACHINE = 24.0
+"""Between two preemptions of a spot machine; differs by cloud, zone, kind and hour."""
+
+FAILURE_GPU_HOURS = 50_000.0
+"""Between two failures of GPUs that are not preempted: 419 in 54 days on 16,384 GPUs (Llama Team, 2024, "The Llama 3
+herd of models", table 5) are one in 50,700 GPU-hours."""
+
+DISK_BANDWIDTH = 1e9
+"""Bytes per second at which a checkpoint is written."""
+
+RESTART_SECONDS = 600.0
+"""Until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
+
+MIN_EFFICIENCY = 0.75
+"""A number of GPUs pays if each does at least this share of what each does at the most efficient number."""
