@@ -1,6 +1,6 @@
-"""Batches on the device one step early: the next step's are copied while this one computes."""
+"""A rank's batches in groups, one per step; on an accelerator the next group is copied while this one is used."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ Group = tuple[Batch, ...]
 class CopyStream(Protocol):
     """Where copies run concurrently with the computation."""
 
-    def beside(self) -> AbstractContextManager[Any]:
+    def context(self) -> AbstractContextManager[Any]:
         """Return a context in which copies do not wait for what is being computed."""
 
     def wait_and_keep(self, group: Group) -> None:
@@ -28,7 +28,7 @@ class DeviceCopyStream:
         self._device = torch.get_device_module(device)
         self._stream = self._device.Stream(device)
 
-    def beside(self) -> AbstractContextManager[Any]:
+    def context(self) -> AbstractContextManager[Any]:
         """Return a context in which copies do not wait for what is being computed."""
         context: AbstractContextManager[Any] = self._device.stream(self._stream)
         return context
@@ -42,27 +42,39 @@ class DeviceCopyStream:
                 tensor.record_stream(computing)
 
 
-def prefetch_to_device(groups: Iterator[Group], device: torch.device) -> Iterator[Group]:
-    """Yield the groups with their tensors on the device; what is on the CPU already is handed on as it is."""
-    return groups if device.type == "cpu" else prefetch(groups, device, line=DeviceCopyStream(device))
+class StepGroups:
+    """A rank's batches in groups of `num_batches`, one group per step, on the device.
 
-
-def prefetch(groups: Iterator[Group], device: torch.device, *, line: CopyStream) -> Iterator[Group]:
-    """Yield the groups on the device; the copy of the next one is under way before one is handed out.
-
-    It is fast and waits for nothing where the groups are in page-locked memory.
+    With a stream, the copy of the next group is under way before one is handed out: it is fast, and needs no
+    synchronization, where the batches are in page-locked memory. Raises ValueError when the last group is not full.
     """
-    coming = _start_copy(groups, device, line=line)
-    while coming is not None:
-        group = coming
-        line.wait_and_keep(group)
-        coming = _start_copy(groups, device, line=line)
-        yield group
 
+    def __init__(
+        self, batches: Iterable[Batch], num_batches: int, device: torch.device, *, stream: CopyStream | None = None
+    ) -> None:
+        """Without a stream, an accelerator gets one of its own; on a CPU the batches are handed out as they are."""
+        self._batches = batches
+        self._num_batches = num_batches
+        self._device = device
+        self._stream = DeviceCopyStream(device) if stream is None and device.type != "cpu" else stream
 
-def _start_copy(groups: Iterator[Group], device: torch.device, *, line: CopyStream) -> Group | None:
-    group = next(groups, None)
-    if group is None:
-        return None
-    with line.beside():
-        return tuple(batch.to(device, non_blocking=True) for batch in group)
+    def __iter__(self) -> Iterator[Group]:
+        batch = iter(self._batches)
+        groups = zip(*[batch] * self._num_batches, strict=True)
+        stream = self._stream
+        if stream is None:
+            yield from groups
+            return
+        copied = self._start_copy(groups, stream)
+        while copied is not None:
+            group = copied
+            stream.wait_and_keep(group)
+            copied = self._start_copy(groups, stream)
+            yield group
+
+    def _start_copy(self, groups: Iterator[Group], stream: CopyStream) -> Group | None:
+        group = next(groups, None)
+        if group is None:
+            return None
+        with stream.context():
+            return tuple(batch.to(self._device, non_blocking=True) for batch in group)

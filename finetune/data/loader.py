@@ -1,7 +1,7 @@
 """Loaders of a prepared set: the world's microbatches in order, of which Accelerate hands rank r every world-th."""
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -185,12 +185,6 @@ def _evaluation_order(prepared: TokenCache, section: DataSection) -> Order:
     if batching.by == "samples" and batching.padding_free is not True:
         return LongestFirstOrder(prepared.lengths)
     return set_order(prepared.lengths, seed=0, shuffle=False, batching=batching, max_length=section.longest)
-
-
-def groups(loader: Iterable[Batch], num_batches: int) -> Iterator[tuple[Batch, ...]]:
-    """Yield the loader's batches in groups of so many, one per step; raises ValueError when the last is not full."""
-    one = iter(loader)
-    yield from zip(*[one] * num_batches, strict=True)
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from finetune.data.batch import Batch
-from finetune.data.device_prefetch import DeviceCopyStream, prefetch, prefetch_to_device
+from finetune.data.device_prefetch import DeviceCopyStream, StepGroups
 from tests.devices import EVERY_DEVICE
 
 CPU = torch.device("cpu")
 
 
-def group_of(number: int) -> tuple[Batch, ...]:
+def batch_of(number: int) -> Batch:
     labels = torch.full((1, 2), number)
-    return (Batch({"input_ids": labels.clone()}, labels, 2, 2, (number,)),)
+    return Batch({"input_ids": labels.clone()}, labels, 2, 2, (number,))
 
 
 class Diary:
@@ -24,7 +24,7 @@ class Diary:
         self.lines: list[str] = []
 
     @contextmanager
-    def beside(self):
+    def context(self):
         self.lines.append("copy")
         yield
 
@@ -34,24 +34,26 @@ class Diary:
 
 def test_each_group_comes_once_and_the_one_after_it_is_copied_before():
     diary = Diary()
-    handed = prefetch(iter([group_of(0), group_of(1), group_of(2)]), CPU, line=diary)
+    handed = iter(StepGroups([batch_of(0), batch_of(1), batch_of(2)], 1, CPU, stream=diary))
     assert next(handed)[0].sample_ids == (0,)
     assert diary.lines == ["copy", "take over 0", "copy"]
     assert [group[0].sample_ids[0] for group in handed] == [1, 2]
     assert diary.lines == ["copy", "take over 0", "copy", "take over 1", "copy", "take over 2"]
 
 
-def test_on_a_cpu_the_groups_are_handed_on_as_they_are():
-    group = group_of(0)
-    assert next(prefetch_to_device(iter([group]), CPU)) is group
+def test_on_a_cpu_the_batches_are_handed_out_as_they_are():
+    one, two = batch_of(0), batch_of(1)
+    ((first, second),) = StepGroups([one, two], 2, CPU)
+    assert first is one
+    assert second is two
 
 
 def test_an_error_of_the_loader_reaches_whoever_asks_for_the_group_before_it_was_copied():
     def failing():
-        yield group_of(0)
+        yield batch_of(0)
         raise ValueError("not full")
 
-    handed = prefetch(failing(), CPU, line=Diary())
+    handed = iter(StepGroups(failing(), 1, CPU, stream=Diary()))
     with pytest.raises(ValueError, match="not full"):
         next(handed)
 
@@ -59,9 +61,9 @@ def test_an_error_of_the_loader_reaches_whoever_asks_for_the_group_before_it_was
 @EVERY_DEVICE
 def test_copies_on_a_side_stream_hold_what_was_to_be_copied(device):
     is_gpu, place = device == "cuda", torch.device(device)
-    groups = (tuple(batch.pin_memory() if is_gpu else batch for batch in group_of(number)) for number in range(50))
+    batches = (batch_of(number).pin_memory() if is_gpu else batch_of(number) for number in range(50))
     found = []
-    for group in prefetch(groups, place, line=DeviceCopyStream(place) if is_gpu else Diary()):
+    for group in StepGroups(batches, 1, place, stream=DeviceCopyStream(place) if is_gpu else Diary()):
         if is_gpu:
             torch.cuda._sleep(100_000)  # what is computed lags behind the host
         found.append(group[0].inputs["input_ids"].sum())

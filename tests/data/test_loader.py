@@ -12,8 +12,9 @@ from accelerate.state import GradientState
 
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
+from finetune.data.device_prefetch import StepGroups
 from finetune.data.features import Features
-from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, groups, train_loader
+from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, train_loader
 from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
@@ -120,7 +121,7 @@ def test_the_train_loader_gives_the_order(prepared_and_section, keys):
     )
     assert loader.prefetch_factor == keys.get("prefetch_factor")
     assert loader.num_workers == keys.get("num_workers", 0)
-    steps = list(groups(loader, 2))
+    steps = list(StepGroups(loader, 2, torch.device("cpu")))
     assert len(steps) == 5
     seen = [i for step in steps for batch in step for i in batch.sample_ids]
     assert seen == order.samples(4, 24).tolist()
@@ -188,9 +189,9 @@ def test_loading_draws_nothing_from_the_global_generator(prepared_and_section):
 
 
 def test_a_last_group_that_is_not_full_is_an_error():
-    assert list(groups(iter("abcd"), 2)) == [("a", "b"), ("c", "d")]
+    assert list(StepGroups(iter("abcd"), 2, torch.device("cpu"))) == [("a", "b"), ("c", "d")]
     with pytest.raises(ValueError):
-        list(groups(iter("abc"), 2))
+        list(StepGroups(iter("abc"), 2, torch.device("cpu")))
 
 
 @pytest.fixture
@@ -212,7 +213,9 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
         loader = train_loader(DatasetView(prepared, order, ""), Collate(), section=section, **sizes)
         share = {"num_processes": world, "process_index": rank, "even_batches": False}
         ready = prepare_data_loader(loader, device, put_on_device=True, **share)
-        shares.append([[i for b in group for i in b.sample_ids] for group in groups(ready, 4 // world)])
+        shares.append(
+            [[i for b in group for i in b.sample_ids] for group in StepGroups(ready, 4 // world, torch.device("cpu"))]
+        )
     steps = [sorted(i for share in step for i in share) for step in zip(*shares, strict=True)]
     assert steps == [sorted(order.samples(4 * s, 4 * s + 4).tolist()) for s in (2, 3, 4)]
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
-from finetune.data.device_prefetch import prefetch_to_device
-from finetune.data.loader import groups, train_loader
+from finetune.data.device_prefetch import StepGroups
+from finetune.data.loader import train_loader
 from finetune.data.sample_checks import SampleVerifier
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
@@ -131,8 +131,8 @@ def _groups(config: RunConfig, built: BuiltRun, *, first_step: int) -> Iterator[
         has_partners=training_data.task.samples.has_partners,
     )
     own = own_batches(prepared.accelerator, loader, on_device=False)
-    placed = prefetch_to_device(groups(own, plan.num_batches), prepared.accelerator.device)
-    handed = end_batch_norm_steps(placed, prepared.model)
+    on_device = iter(StepGroups(own, plan.num_batches, prepared.accelerator.device))
+    handed = end_batch_norm_steps(on_device, prepared.model)
     if not config.report.sample_ids:
         return handed
     return record_samples(handed, run_folder=Path(config.run.folder), first_step=first_step)
