@@ -20,7 +20,7 @@ class PreferenceLossEntry(Entry):
     """A loss on answers, one of which is preferred.
 
     Its implementation is a function from the scores of the chosen and of the rejected answers, both [pairs], and the
-    section `task.preference` to the loss of each pair.
+    section `task.preference` to the loss of each pair; that of a loss with a task of its own is called by that task.
     """
 
     score: Score
