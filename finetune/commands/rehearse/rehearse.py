@@ -61,6 +61,7 @@ from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.model import require_adaptable, require_buildable, require_routers
 from finetune.runtime.files import atomic
+from finetune.runtime.optional import no_op
 from finetune.runtime.resources import available_bytes, format_size
 from finetune.runtime.text.library_output import quiet_libraries
 
@@ -171,7 +172,7 @@ class _Phases:
             self._replace(job_changes(config, schedule, folder=self._folder))
             loaded = load_config(self._request.config, self._overrides())
         with _phase("template"):
-            data = make_training_data(loaded.config, RunLog(is_main=True, write=lambda line: None))
+            data = make_training_data(loaded.config, RunLog(is_main=True, write=no_op))
             self._report.passed("template", *template_evidence(loaded.config, data))
         self._launch(local_file, schedule, loaded)
 

@@ -14,6 +14,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import SourceSection, ValidationSourceSection
 from finetune.data.sources.local import ImageFolder
 from finetune.data.sources.source import Source, find_origin, open_source
+from finetune.runtime.optional import no_op
 
 NUM_LONGEST, NUM_DRAWN = 16, 16
 MAX_READ_ROWS, MAX_READ_SECONDS = 50_000, 20.0
@@ -47,7 +48,7 @@ def choose_rows(config: RunConfig, *, minimum: MinimumRows, folder: Path) -> Cho
     changes: list[Change] = []
     lines: list[str] = []
     for key, section in _sources(config):
-        source = open_source(section, key=key, log=lambda line: None)
+        source = open_source(section, key=key, log=no_op)
         values, rows = _written_rows(source, section, minimum=minimum, folder=folder / key)
         overrides |= {f"{key}.{name}": value for name, value in values.items()}
         changes.append(Change(key, str(section.path or section.name), rows, "a few steps need no more"))
@@ -75,7 +76,7 @@ def _written_rows(
     source: Source, section: SourceSection, *, minimum: MinimumRows, folder: Path
 ) -> tuple[dict[str, Any], str]:
     """Write rows of the source, and return the values of its section and a description of the rows."""
-    origin = find_origin(section, key=source.key, log=lambda line: None)
+    origin = find_origin(section, key=source.key, log=no_op)
     if isinstance(origin, ImageFolder):
         return _copy_images(origin, folder)
     rows, num_read, is_whole = _read(source, minimum)

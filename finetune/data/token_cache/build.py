@@ -22,6 +22,7 @@ from finetune.data.token_cache.samples import CHUNK_BYTES, SampleArrays, SampleW
 from finetune.data.token_cache.store import FORMAT_VERSION, MANIFEST, Identity, TokenCache
 from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, write_json_with_digest
+from finetune.runtime.optional import no_op
 from finetune.runtime.supervision.heartbeat import fault_point
 
 
@@ -170,10 +171,6 @@ OnProgress = Callable[[int], None]
 """Called with the number of rows that are done, also of an earlier process."""
 
 
-def ignore_progress(rows: int) -> None:
-    """Ignore it."""
-
-
 def ignore_damage(reason: str, first_row: int) -> None:
     """Ignore it."""
 
@@ -184,7 +181,7 @@ def build_set(
     encoders: EncoderPool,
     made_of: Identity,
     *,
-    advance: OnProgress = ignore_progress,
+    advance: OnProgress = no_op,
     num_left_out: Callable[[], int] = int,
     on_damage: Callable[[str, int], None] = ignore_damage,
 ) -> Counts:

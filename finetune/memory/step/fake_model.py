@@ -16,7 +16,7 @@ from finetune.model.freeze import freeze, train_only
 from finetune.model.loading.architecture import SpecialTokenIds, model_build_errors
 from finetune.model.loading.load import load_empty_model
 from finetune.model.processing import load_processing
-from finetune.runtime.optional import lazily
+from finetune.runtime.optional import lazily, no_op
 from finetune.task.protocol import Task
 
 with lazily():
@@ -98,7 +98,7 @@ def _vocabulary_size(config: RunConfig) -> int | None:
     if section.tokenizer.train is not None:
         return section.tokenizer.train.vocabulary_size
     processing = load_processing(
-        section, reads="text", texts=lambda: (), cache_folder=cache_folder(config.data), log=lambda _: None
+        section, reads="text", texts=lambda: (), cache_folder=cache_folder(config.data), log=no_op
     )
     return len(processing.tokenizer)
 

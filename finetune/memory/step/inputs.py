@@ -23,6 +23,7 @@ from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import ModelError
 from finetune.model.processing import load_processing
 from finetune.registry.tasks import TASKS, SampleContent
+from finetune.runtime.optional import no_op
 from finetune.task.build import build_task
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.preference.dpo import REFERENCE
@@ -53,7 +54,7 @@ def symbolic_task(config: RunConfig, data: DataSection) -> Task:
             reads=reads,
             texts=lambda: (),
             cache_folder=cache_folder(config.data),
-            log=lambda _: None,
+            log=no_op,
             image_size=config.data.images.size,
         ).processor
     kernel, _ = resolve_kernel(config.train.loss_kernel)
