@@ -89,7 +89,7 @@ def _empty(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
 
 
 def _vocabulary_size(config: RunConfig) -> int | None:
-    """Return the tokenizer's size where the model's config does not say it; what training one asks for at most."""
+    """Return the tokenizer's size where the model's config has none; of one to be trained, its greatest size."""
     section = config.model
     values = {} if section.from_config is None else section.from_config.values
     text = values.get("text_config")
@@ -104,7 +104,7 @@ def _vocabulary_size(config: RunConfig) -> int | None:
 
 
 class _Dequantized(torch.autograd.Function):
-    """A product with a weight that is unpacked for it, in both passes, and kept packed in between."""
+    """A product with a weight that is unpacked in both passes and kept packed in between."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -1,6 +1,6 @@
 """The task of a job and its largest microbatch, before there is data: rows as long as the job allows.
 
-No text is encoded, so that a tokenizer with a few words serves.
+No text is encoded, so a tokenizer with a few words is enough.
 """
 
 import io
@@ -75,7 +75,7 @@ def largest_batch(
 
 
 def is_token_task(config: RunConfig) -> bool:
-    """Tell whether the samples of a row are only told apart by attention."""
+    """Return whether only attention separates the samples of a row."""
     return TASKS[config.task.name].may_be_packed
 
 
@@ -137,6 +137,6 @@ def _tokenizer() -> Any:
 
 
 def tokens_of(batch: Batch) -> int:
-    """Return the places of the batch's rows, padding included; of images, the images."""
+    """Return the number of positions in the batch's rows, padding included; for images, their number."""
     rows, length = batch.positions
     return rows * length

@@ -1,6 +1,6 @@
 """The microbatch size that fits, as a pure function of the memory that smaller ones have taken.
 
-Memory is close to affine in the microbatch size: what does not depend on it, and so much per sample. From one measured
+Memory is close to affine in the microbatch size: a constant, and an amount per sample. From one measured
 size the rest is extrapolated in proportion, from two or more along the steepest line between neighbours, or along a
 parabola where the lines become steeper. A size is tried only where it is predicted to fit on every rank: a rank that
 runs out of memory within a collective would leave the others waiting, and a Linux machine kills a process rather than
@@ -37,7 +37,7 @@ class MemoryLimits:
         )
 
     def holds(self, peaks: Peaks) -> bool:
-        """Tell whether the peaks leave the margin free on every rank."""
+        """Return whether the peaks leave the margin free on every rank."""
         return all(peak <= target for peak, target in zip(peaks, self.targets, strict=True))
 
 
@@ -65,7 +65,7 @@ def largest_fitting(measured: Measured, limits: MemoryLimits) -> int | None:
 
 
 def predict(size: int, measured: Measured, limits: MemoryLimits) -> Peaks:
-    """Return the peaks that are to be expected of a larger size than those that were measured."""
+    """Return the expected peaks of a size that is larger than the measured ones."""
     known = sorted((size, peaks) for size, peaks in measured.items() if peaks is not None)
     of_each = zip(*(peaks for _, peaks in known), strict=True)
     sizes = [size for size, _ in known]

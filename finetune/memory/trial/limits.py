@@ -1,4 +1,4 @@
-"""How much memory a rank may take and has taken: of a GPU, or resident memory and data segment of a process."""
+"""The memory that a rank may use and its peak: of a GPU, or resident memory and data segment of a process."""
 
 import ctypes
 import os
@@ -27,14 +27,14 @@ class MemoryLimit:
 
 
 def memories(device: torch.device) -> tuple[MemoryLimit, ...]:
-    """Return the kinds of memory that can end this run on this rank; none where the device does not tell."""
+    """Return the kinds of memory that this rank can run out of; none where the device has no counters."""
     if device.type == "cpu":
         return (*_resident(), *_data_segment())
     return _of_device(device) if device.type == "cuda" else ()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is that of an allocator, of a device or of the host."""
+    """Return whether an error is an allocator's, of a device or of the host."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(words in text for words in _REFUSALS)
@@ -45,7 +45,7 @@ _REFUSALS = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allo
 
 
 def release_freed_memory() -> None:
-    """Have glibc return to the system what the start has freed, so that it is not counted as used."""
+    """Have glibc return the memory that the start has freed to the system, so that it is not counted as used."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
