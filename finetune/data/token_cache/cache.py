@@ -46,7 +46,7 @@ def open_verified(
         try:
             prepared = _opened(folder, made_of)
         except DamagedSet as damage:
-            found: DamagedSet = damage
+            damaged: DamagedSet = damage
             _quarantine(damage, partial(_is_damaged, folder, made_of), key=key, log=log)
             continue
         if copies := quarantined_copies(folder):
@@ -59,13 +59,13 @@ def open_verified(
         prepared.remake = partial(_remade, make=make, made_of=made_of, key=key, log=log)
         return prepared, is_new
     raise DataError(
-        f"{key}: {found}, and so were the sets built in its place. Check the disk and the memory of this machine, or "
-        f"set data.cache_folder to another disk."
+        f"{key}: {damaged}, and so were the sets built in its place. Check the disk and the memory of this machine, "
+        f"or set data.cache_folder to another disk."
     )
 
 
 def repair(prepared: TokenCache, *, seconds: float | None) -> None:
-    """Wait for the verification, at most so long; what is found to be damaged is made again and read from then on."""
+    """Wait for the verification, at most `seconds`; a set that is damaged is rebuilt and read from then on."""
     prepared.verification.wait(seconds)
     if prepared.verification.problem and prepared.remake is not None:
         prepared.reopen(prepared.remake(prepared))

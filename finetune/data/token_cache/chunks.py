@@ -21,7 +21,7 @@ _IMAGES = ("image", "images")
 """Arrays of encoded images: samples with equal tokens and other images are not equal."""
 
 Encode = Callable[[Sequence[Row]], Sequence[Outcome]]
-"""From rows to what becomes of each, in their order."""
+"""Encodes rows: the outcome of each, in their order."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     outcomes = _outcomes(plan.encode, rows)
     encoded = list(_encoded(raws, outcomes))
     cut, is_long, lost = _shortened(encoded, plan.length)
-    trainable = [(place, sample) for place, sample in cut if sample.num_targets > 0]
-    with_sample = {place for place, _ in trainable}
-    without = [place for place in range(len(raws)) if place not in with_sample and place not in is_long]
-    longest = max(encoded, key=lambda each: _whole_length(each[1]), default=None)
+    trainable = [(row_index, sample) for row_index, sample in cut if sample.num_targets > 0]
+    with_sample = {row_index for row_index, _ in trainable}
+    without = [row_index for row_index in range(len(raws)) if row_index not in with_sample and row_index not in is_long]
+    longest = max(encoded, key=lambda indexed: _whole_length(indexed[1]), default=None)
     seen = Counts(
         rows=len(raws),
         rows_without_target=len(without),
         first_without_target=raws[without[0]].place if without else "",
-        empty_rows=sum(_is_empty(rows[place]) for place in without),
+        empty_rows=sum(_is_empty(rows[row_index]) for row_index in without),
         control_rows=_num_rows(encoded, "has_control_names"),
         turn_mark_rows=_num_rows(encoded, "has_turn_marks"),
         argument_rows=_num_rows(encoded, "has_arguments"),
@@ -88,19 +88,19 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
         seen = replace(seen, answers=len(encoded), repeated_tokens=_num_repeated(encoded))
     else:
         lost = replace(lost, long_answers=0)
-    return _assembled(plan, [(raws[place], sample) for place, sample in trainable], seen.plus(lost))
+    return _assembled(plan, [(raws[row_index], sample) for row_index, sample in trainable], seen.plus(lost))
 
 
 def _num_rows(encoded: Sequence[tuple[int, Features]], flag: str) -> int:
     """Return how many rows have a sample with the flag."""
-    return len({place for place, sample in encoded if getattr(sample, flag)})
+    return len({row_index for row_index, sample in encoded if getattr(sample, flag)})
 
 
 def _num_repeated(samples: Sequence[tuple[int, Features]]) -> int:
     """Return the tokens of all samples but the longest of each row, before any cut."""
     longest: dict[int, int] = {}
-    for place, sample in samples:
-        longest[place] = max(sample.length, longest.get(place, 0))
+    for row_index, sample in samples:
+        longest[row_index] = max(sample.length, longest.get(row_index, 0))
     return sum(sample.length for _, sample in samples) - sum(longest.values())
 
 
@@ -121,36 +121,36 @@ def _outcome(encode: Encode, row: Row) -> Outcome:
 
 
 def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tuple[int, Features]]:
-    """Yield the samples with the places of their rows."""
-    for place, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
+    """Yield the samples with the indices of their rows."""
+    for row_index, (raw, outcome) in enumerate(zip(raws, outcomes, strict=True)):
         if isinstance(outcome, DataError):
             raise DataError(f"{raw.place}: {outcome}") from outcome
         if isinstance(outcome, tuple):
-            yield from ((place, sample) for sample in outcome)
+            yield from ((row_index, sample) for sample in outcome)
         elif outcome is not None:
-            yield place, outcome
+            yield row_index, outcome
 
 
 def _shortened(
     encoded: Sequence[tuple[int, Features]], policy: LengthLimit
 ) -> tuple[list[tuple[int, Features]], set[int], Counts]:
-    """Return the samples within the length, the places of rows left out for theirs, and what is lost."""
+    """Return the samples within the length, the indices of rows left out for theirs, and what is lost."""
     within, lost = [], Counts()
     affected: dict[str, set[int]] = {"long_rows": set(), "split_rows": set(), "truncated_rows": set()}
-    for place, sample in encoded:
+    for row_index, sample in encoded:
         if sample.cut_tokens:
             cut = Counts(truncated_rows=1, truncated_tokens=sample.cut_tokens, truncated_targets=sample.cut_targets)
             lost = lost.plus(cut)
         if policy.fits(sample):
-            within.append((place, sample))
+            within.append((row_index, sample))
             continue
         parts, counts = policy.shorten(sample)
-        within += [(place, part) for part in parts]
+        within += [(row_index, part) for part in parts]
         # a row counts once, not each of its answers
-        once: dict[str, Any] = {name: 0 for name, places in affected.items() if place in places}
-        for name, places in affected.items():
+        once: dict[str, Any] = {name: 0 for name, row_indices in affected.items() if row_index in row_indices}
+        for name, row_indices in affected.items():
             if getattr(counts, name):
-                places.add(place)
+                row_indices.add(row_index)
         lost = lost.plus(replace(counts, long_answers=counts.long_rows, **once))
     return within, affected["long_rows"], lost
 
@@ -189,7 +189,9 @@ def _digests(values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]
     """Return for each sample 64 bits of the BLAKE2b digest of its tokens (its first array) and of its images."""
     hashed = [name for number, name in enumerate(values) if number == 0 or name in _IMAGES]
     parts = [_slices(values[name], lengths[name].tolist()) for name in hashed]
-    digests = (hashlib.blake2b(b"".join(each), digest_size=8).digest() for each in zip(*parts, strict=True))
+    digests = (
+        hashlib.blake2b(b"".join(hashed_bytes), digest_size=8).digest() for hashed_bytes in zip(*parts, strict=True)
+    )
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
@@ -200,11 +202,11 @@ def _slices(array: np.ndarray, lengths: Sequence[int]) -> Iterator[memoryview]:
 
 
 def _beginnings(origins: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield each origin with the first place that it has."""
+    """Yield each origin with the index of its first sample."""
     before = None
-    for place, origin in enumerate(origins):
+    for index, origin in enumerate(origins):
         if origin != before:
-            yield place, origin
+            yield index, origin
         before = origin
 
 

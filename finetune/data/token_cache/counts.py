@@ -113,8 +113,8 @@ class Counts:
 def total_counts(counts: Iterable[Counts]) -> Counts:
     """Return the sum of the counts."""
     result = Counts()
-    for each in counts:
-        result = result.plus(each)
+    for other in counts:
+        result = result.plus(other)
     return result
 
 
@@ -171,7 +171,7 @@ def exceeded_shares(counts: Counts, duplicates: int, section: AuditSection) -> I
 
 
 def num_duplicates(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return for each array how many of its values stand earlier, in it or in an array before it."""
+    """Return for each array how many of its values occur earlier, in it or in an array before it."""
     if not digests:
         return []
     if len(digests) == 1:
@@ -180,4 +180,4 @@ def num_duplicates(digests: Sequence[np.ndarray]) -> list[int]:
     _, first = np.unique(np.concatenate(digests), return_index=True)
     starts = np.cumsum([0, *map(len, digests)])
     num_new = np.bincount(np.searchsorted(starts, first, side="right") - 1, minlength=len(digests))
-    return [len(each) - int(new) for each, new in zip(digests, num_new, strict=True)]
+    return [len(array) - int(new) for array, new in zip(digests, num_new, strict=True)]

@@ -15,7 +15,7 @@ from finetune.runtime.text.terminal import guard_process
 
 ROWS_PER_CHUNK = 1024
 BYTES_PER_CHUNK = 4 << 20
-"""A chunk is full when it has so many rows, or when its rows that are not parsed yet have so many bytes."""
+"""A chunk is full with this number of rows, or when its rows that are not parsed yet have this number of bytes."""
 
 CHUNKS_BEFORE_WORKERS = 16
 """So many are encoded here before processes are started."""
@@ -81,7 +81,7 @@ class EncoderPool:
         return not self._is_ready()
 
     def _is_ready(self) -> bool:
-        return any(each.done() for each in self._starting)
+        return any(worker.done() for worker in self._starting)
 
     def _start(self) -> None:
         # spawn: a forked child would inherit locks that threads of torch or the tokenizer may hold

@@ -103,17 +103,17 @@ class TokenCache(Dataset[Features]):
         return np.asarray(self.lengths[sample_ids], np.int64)
 
     def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark (uint64) of each sample as it was made."""
+        """Return the checksum (uint64) of each sample as it was written."""
         return np.asarray(self.checksums[sample_ids])
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
+        """Return the checksum of the arrays that are delivered with each sample in addition to its own: of none."""
         return np.zeros(len(sample_ids), np.uint64)
 
     def problem(self) -> str | None:
-        """Return what has been found to be damaged so far."""
-        found = self.verification.problem
-        return None if found is None else str(DamagedSet(self.folder, found))
+        """Return the damage that the verification has found so far."""
+        problem = self.verification.problem
+        return None if problem is None else str(DamagedSet(self.folder, problem))
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
         """Return messages on samples that were delivered damaged, or else on the `problem`.
@@ -122,13 +122,13 @@ class TokenCache(Dataset[Features]):
         """
         what = self.problem() or ""
         if len(damaged):
-            places = [self.place(index) for index in damaged[:MAX_NAMED].tolist()]
+            locations = [self.place(index) for index in damaged[:MAX_NAMED].tolist()]
             more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
-            what = f"{'; '.join(places)}{more}: not what was prepared in {self.folder}"
+            what = f"{'; '.join(locations)}{more}: not what was prepared in {self.folder}"
         return format_damage(what, self._stores(damaged))
 
     def is_still_damaged(self) -> bool:
-        """Tell whether the files that stand there now have the damage that the verification of these has found."""
+        """Tell whether the files that are there now have the damage that the verification of these has found."""
         try:
             now = TokenCache(self.folder)
             now.verification.verify_block(self.verification.damaged_block)
@@ -143,7 +143,7 @@ class TokenCache(Dataset[Features]):
         self.__dict__.update(vars(other))
 
     def place(self, index: int) -> str:
-        """Return where the row of the sample stands, in the file as it is named now."""
+        """Return the location of the sample's row, in the file as it is named now."""
         run = bisect_right(self._origins, index, key=lambda origin: origin[0]) - 1
         origin = self._origins[run][1]
         return row_location(self._now.get(origin, origin), int(self._row_numbers[index]))
@@ -250,6 +250,6 @@ def _describe_order(
     order: Order, num_positions: int, *, key: str, unit: str, budget: int, epoch_tokens: int
 ) -> tuple[str, ...]:
     """Return how many groups an epoch has and how full they are."""
-    each = order.num_positions or 0
-    share = epoch_tokens / (each * budget) if each else 0.0
-    return (f"{key}: {epoch_tokens:,} tokens in {each:,} {unit} of at most {budget:,}: {share:.1%} full",)
+    num_groups = order.num_positions or 0
+    share = epoch_tokens / (num_groups * budget) if num_groups else 0.0
+    return (f"{key}: {epoch_tokens:,} tokens in {num_groups:,} {unit} of at most {budget:,}: {share:.1%} full",)
