@@ -3,9 +3,9 @@
     python benchmarks/architectures.py                       # all; about half an hour on two cores
     python benchmarks/architectures.py --only llama mixtral --strategies single --folder /tmp/architectures
 
-Prints a table in Markdown. A cell is proved by the run itself (`export.verify`): a fresh process loads the export with
-plain transformers and peft and computes the logits of the trained model. Ends with 1 where a run failed after it had
-trained, was silently partial, did not resume with the same losses or lost parity; a refusal before that is a result.
+Prints a table in Markdown. A cell is verified by the run itself (`export.verify`): a fresh process loads the export
+with plain transformers and peft and computes the logits of the trained model. Ends with 1 where a run failed after it
+had trained, was silently partial, did not resume with the same losses or lost parity; a refusal before that is a result.
 
 Small models from their configs with random weights: nothing is downloaded. Each strategy is one launch of two processes
 (`single`: one), in which the jobs follow each other; after a crash the rest is launched again.
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import proof_server  # noqa: E402
+from tests import verifier_server  # noqa: E402
 from tests.task_cases.masked_lm import lines  # noqa: E402  # found by the line above
 
 STRATEGIES = ("single", "fsdp2", "zero3")
@@ -187,8 +187,10 @@ def main() -> int:
     if options.worker:
         return work(Path(options.worker))
     with tempfile.TemporaryDirectory(prefix="architectures-") as scratch:
-        os.environ[proof_server.ADDRESS] = str(Path(scratch) / "proof")  # all exports share the imports of their proofs
-        os.environ[proof_server.OWNER] = str(os.getpid())
+        os.environ[verifier_server.ADDRESS] = str(
+            Path(scratch) / "verifier"
+        )  # all exports share the imports of their verification
+        os.environ[verifier_server.OWNER] = str(os.getpid())
         folder = (options.folder or Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         table, failures = run(folder, options.only, strategies=options.strategies, variants=options.variants)
@@ -234,9 +236,9 @@ def judge(folder: Path, name: str, strategy: str, variant: str) -> tuple[str, bo
     if result.error is not None:
         is_failure = bool(result.losses) or result.error.startswith("fault: ")
         return f"{'failed' if is_failure else 'refused'}: {result.error[:300]}", is_failure
-    proved = result.message("verified in a fresh process")
-    if not proved:
-        return "not proved", True
+    verified = result.message("verified in a fresh process")
+    if not verified:
+        return "not verified", True
     if resumed.error is not None:
         return f"resume failed: {resumed.error[:300]}", True
     later = {step: loss for step, loss in result.losses.items() if step > SAVED_AT}
@@ -245,8 +247,8 @@ def judge(folder: Path, name: str, strategy: str, variant: str) -> tuple[str, bo
     alone = Result(place(folder, "single", name, variant))
     if alone.losses and not _are_close(result.losses, alone.losses, PARITY):
         return f"other losses than on one process: {result.losses} instead of {alone.losses}", True
-    within = proved.partition("within ")[2].partition(",")[0]
-    return f"proved, {within or 'tensors'}", not within
+    within = verified.partition("within ")[2].partition(",")[0]
+    return f"verified, {within or 'tensors'}", not within
 
 
 def _are_close(found: Mapping[int, float], wanted: Mapping[int, float], tolerance: float) -> bool:
@@ -337,15 +339,15 @@ def work(spec: Path) -> int:
 
     from finetune.config.load import load_config
     from finetune.errors import FinetuneError
-    from finetune.export.verify import proof
+    from finetune.export.verify import verifier
     from finetune.run.train import train_from_config
     from finetune.runtime import distributed
-    from tests.proof_server import use_server
     from tests.run.trained import forget
     from tests.task_cases.worker import stay
+    from tests.verifier_server import use_server
 
     torch.set_num_threads(1)
-    use_server(proof)
+    use_server(verifier)
     for job in json.loads(spec.read_text()):
         target = Path(job["folder"])
         if distributed.is_main() and job["from"] is not None:

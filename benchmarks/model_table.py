@@ -47,8 +47,8 @@ from finetune.config.sections.model import (  # noqa: E402
     TrainTokenizerSection,
 )
 from finetune.errors import FinetuneError  # noqa: E402
-from finetune.export.verify import proof  # noqa: E402
-from tests import proof_server  # noqa: E402
+from finetune.export.verify import verifier  # noqa: E402
+from tests import verifier_server  # noqa: E402
 from tests.task_cases import classification, images, masked_lm, seq2seq  # noqa: E402
 from tests.task_cases import embedding as embedding_cases  # noqa: E402
 from tests.warm import MODULES  # noqa: E402
@@ -197,9 +197,9 @@ def try_cases(cases: Sequence[tuple[str, str]], *, folder: Path, deadline: float
     for name in MODULES:
         if "deepspeed" not in name:
             importlib.import_module(name)
-    address = folder / f"proof-{os.getpid()}"
-    os.environ |= {proof_server.ADDRESS: str(address), proof_server.OWNER: str(os.getpid())}
-    proof_server.use_server(proof)
+    address = folder / f"verifier-{os.getpid()}"
+    os.environ |= {verifier_server.ADDRESS: str(address), verifier_server.OWNER: str(os.getpid())}
+    verifier_server.use_server(verifier)
     gc.collect()
     gc.freeze()
     for task, model_type in cases:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import proof_server
+from tests import verifier_server
 from tests.launching import ADDRESS, OWNER, SETTINGS
 
 pytest_plugins = ["tests.gpu", "tests.figures", "tests.browser"]
@@ -41,7 +41,7 @@ train:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="the whole proof: also the tests marked `full`")
+    parser.addoption("--all", action="store_true", help="the whole suite: also the tests marked `full`")
     parser.addoption("--cold", action="store_true", help="start every process in a fresh interpreter, as users do")
 
 
@@ -51,12 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist: the first process has set it up
         return
     os.environ[OWNER] = str(os.getpid())
-    os.environ[ADDRESS] = os.environ[proof_server.ADDRESS] = ""
-    os.environ[proof_server.OWNER] = str(os.getpid())
+    os.environ[ADDRESS] = os.environ[verifier_server.ADDRESS] = ""
+    os.environ[verifier_server.OWNER] = str(os.getpid())
     if not config.getoption("--cold"):
         folder = Path(tempfile.mkdtemp(prefix="finetune-tests-"))
         os.environ[ADDRESS] = str(folder / "warm")
-        os.environ[proof_server.ADDRESS] = str(folder / "proof")
+        os.environ[verifier_server.ADDRESS] = str(folder / "verifier")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
@@ -67,7 +67,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the whole proof out unless it is asked for; what starts processes comes first, as it takes longest."""
+    """Leave the tests marked `full` out unless requested; what starts processes comes first, as it takes longest."""
     if not config.getoption("--all") and not _names_files(config):
         left_out = [item for item in items if item.get_closest_marker("full") and not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=left_out)

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import psutil
 
 from tests.present_stream import log_to_present_stream
-from tests.proof_server import start_server, use_server
+from tests.verifier_server import start_server, use_server
 
 MODULES = (
     *("finetune.cli.app", "finetune.run.start", "finetune.run.train", "finetune.commands.convert"),
@@ -71,7 +71,7 @@ def serve(address: Path, owner: int) -> None:
             importlib.import_module(name)
     _fork_ranks()
     start_server()
-    use_server(importlib.import_module("finetune.export.verify.proof"))
+    use_server(importlib.import_module("finetune.export.verify.verifier"))
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the attendants

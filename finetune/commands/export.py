@@ -16,8 +16,8 @@ from finetune.checkpoint.format.tensor_file import BUFFER, PARAMETER, TensorReco
 from finetune.checkpoint.read.inventory import locate_run, select_checkpoint
 from finetune.checkpoint.read.load import OpenCheckpoint, open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
-from finetune.commands.proven_export import ModelToExport, export_proven
 from finetune.commands.source import with_trust
+from finetune.commands.verified_export import ModelToExport, export_verified
 from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.rules.model import adapter_of
 from finetune.config.sections.export import ExportSection
@@ -32,7 +32,7 @@ from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.registry.tasks import reads_of_head
-from finetune.run.export_proof import load_options
+from finetune.run.export_verification import load_options
 from finetune.run.final_export import (
     MERGED_UNQUANTIZED,
     export_inputs,
@@ -160,7 +160,7 @@ def _export(
         is_quantized=config.model.quantization is not None,
         load_options=load_options(config),
     )
-    return export_proven(source, request.folder, verify=config.export.verify, log=print)
+    return export_verified(source, request.folder, verify=config.export.verify, log=print)
 
 
 def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenCheckpoint, head: str) -> CardFacts:
@@ -310,7 +310,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_rem
             head=saved.head,
         ),
     )
-    return export_proven(source, folder, verify=section.verify, log=print)
+    return export_verified(source, folder, verify=section.verify, log=print)
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:

@@ -25,12 +25,12 @@ from finetune.errors import DiskError, HubError, ModelError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
-from finetune.export.verify.proof import staged_export
+from finetune.export.verify.verifier import staged_export
 from finetune.model.processing import Processing
 from finetune.report.events import Noted
 from finetune.report.reporter import Reporter
 from finetune.run.context import RunPaths
-from finetune.run.export_proof import Trained, begin_proof, expected_of_run, needs_unmerged, trained_logits
+from finetune.run.export_verification import Trained, expected_of_run, needs_unmerged, start_verifier, trained_logits
 from finetune.run.setup.model import build_model
 from finetune.run.setup.prepared_model import BuiltRun, make_weights
 from finetune.run.state.finished import FINAL_RECORD, input_stamps, is_exported, read_record
@@ -152,7 +152,10 @@ def _write_final(
     _require_disk_space(run_folder, weights.values(), dtype=loaded.config.export.dtype)
     (run_folder / FINAL_RECORD).unlink(missing_ok=True)
     model, head = built.prepared.unwrapped_model, training_data.task.head
-    with begin_proof(loaded.config, model, head=head) as proof, TemporaryDirectory(dir=run_folder, prefix=".") as aside:
+    with (
+        start_verifier(loaded.config, model, head=head) as verifier,
+        TemporaryDirectory(dir=run_folder, prefix=".") as aside,
+    ):
         weights |= load_unquantized_base(
             loaded.config, training_data.task, tokenizer=training_data.tokenizer, log=print
         )
@@ -171,11 +174,11 @@ def _write_final(
             report = export(staged, section=resolve_export_section(loaded.config), final=final)
             weights.clear()  # verifying needs the memory
             expected = expected_of_run(loaded.config, training_data, trained, unmerged=unmerged)
-            proved = proof.check(report, expected, final=final)
+            verified = verifier.check(report, expected, final=final)
     report = replace(report, folder=final)
     _record(loaded, report, step=progress.step, reason=reason)
     exported = f"exported {report.num_tensors} tensors, {format_size(report.size_bytes)}, to {final}"
-    for text in filter(None, (exported, proved, vllm_hint(final))):
+    for text in filter(None, (exported, verified, vllm_hint(final))):
         reporter(Noted(progress.step, text))
 
 

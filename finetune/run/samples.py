@@ -1,4 +1,4 @@
-"""The samples that a run has consumed: the record in its folder, and the proof that a checkpoint's are the order's."""
+"""The samples that a run has consumed: the record in its folder, and the check of a checkpoint's samples."""
 
 import json
 from collections.abc import Iterator

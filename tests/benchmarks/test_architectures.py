@@ -9,16 +9,16 @@ pytestmark = [pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(360
 
 def failures_of(folder, names, *, strategies, variants=tuple(architectures.VARIANTS)):
     table, failures = architectures.run(folder, names, strategies=strategies, variants=variants)
-    assert table.count("proved, ") + len(failures) == len(names) * len(strategies) * len(variants), table
+    assert table.count("verified, ") + len(failures) == len(names) * len(strategies) * len(variants), table
     return failures
 
 
-def test_a_dense_model_and_a_mixture_of_experts_are_proved(tmp_path):
+def test_a_dense_model_and_a_mixture_of_experts_are_verified(tmp_path):
     assert failures_of(tmp_path, ["qwen2", "mixtral"], strategies=["single"]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_every_architecture_is_proved(tmp_path, strategy):
+def test_the_export_of_every_architecture_is_verified(tmp_path, strategy):
     assert len(architectures.ARCHITECTURES) == 24
     assert failures_of(tmp_path, list(architectures.ARCHITECTURES), strategies=["single", strategy]) == []

@@ -14,13 +14,13 @@ from finetune.config.sections.model import FromConfigSection, ModelSection
 from finetune.data.templates.chat_template import set_chat_template, stop_ids
 from finetune.export.card import CardFacts
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor, export_model
-from finetune.export.verify import proof
+from finetune.export.verify import verifier
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.runtime.parameters import InitContext
-from tests.proof_server import use_server
+from tests.verifier_server import use_server
 
-use_server(proof)
+use_server(verifier)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}

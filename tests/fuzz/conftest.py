@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.cases import Ground
 from tests.fuzz.forked import PLAIN, WITH_TORCH, Server
-from tests.proof_server import start_server
+from tests.verifier_server import start_server
 
 
 @pytest.fixture(scope="session")

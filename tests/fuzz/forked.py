@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.fuzz.surroundings import apply
 from tests.present_stream import log_to_present_stream
-from tests.proof_server import use_server
+from tests.verifier_server import use_server
 
 PLAIN = ("finetune.cli.app", "finetune.run.start", "finetune.config.schema")
 WITH_TORCH = (
@@ -125,8 +125,8 @@ def _serve(modules: Sequence[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a case leaves behind becomes our child
     for name in modules:
         importlib.import_module(name)
-    if "finetune.export.verify.proof" in sys.modules:
-        use_server(sys.modules["finetune.export.verify.proof"])
+    if "finetune.export.verify.verifier" in sys.modules:
+        use_server(sys.modules["finetune.export.verify.verifier"])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing but answers on the pipe
     for line in sys.stdin:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from finetune.export.verify import proof
+from finetune.export.verify import verifier
 from finetune.report.history import read_events
 from finetune.runtime.supervision.faults import VARIABLE
 from tests import launching
-from tests.proof_server import use_server
 from tests.run.running import Running
 from tests.run.trained import forget, run_folder, stay
+from tests.verifier_server import use_server
 
-use_server(proof)
+use_server(verifier)
 
 TIMEOUT_SECONDS = 540  # the first DeepSpeed run on a machine compiles for minutes
 WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]

@@ -1,4 +1,4 @@
-"""The record of consumed samples, and the proof that a checkpoint's samples are the order's."""
+"""The record of consumed samples, and the check that a checkpoint's samples are those of the order."""
 
 import resource
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_before_contents_were_known_continues_and_knows_them_fro
     ids = digest_of_step_ids(pool.order, 4, global_batch_size=4)
     state = Progress(step=4, samples_sha256=ids).state_dict() | {"version": 2}
     progress = Progress.from_state_dict(state)
-    assert progress.state_dict() == state, "until it is proven it is saved as what it is"
+    assert progress.state_dict() == state, "unverified, it is saved unchanged"
     require_same_samples(PATH, progress, pool=pool, global_batch_size=4)
     assert progress.samples_sha256 == digest_of_steps(pool, 4, global_batch_size=4)
     assert progress.state_dict()["version"] == 3

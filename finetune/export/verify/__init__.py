@@ -1,1 +1,1 @@
-"""Proves that an exported folder is the trained model: a fresh process loads it and compares it with the training."""
+"""Verifies that an exported folder holds the trained model: a fresh process loads it and compares the results."""

@@ -45,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(request["num_threads"])
     answer: Json = {"problems": request["problems"], "notes": [], "distance": None}
     try:
-        _Proof(request, answer).run()
+        _Verification(request, answer).run()
     except Exception as error:
         answer["problems"].append(f"it cannot be loaded: {type(error).__name__}: {_first_lines(error)}")
     path = Path(line).with_name(ANSWER)
@@ -53,7 +53,7 @@ def main() -> None:
     path.with_suffix(".part").rename(path)
 
 
-class _Proof:
+class _Verification:
     """The comparisons of one folder; problems are sentences about it."""
 
     def __init__(self, request: Json, answer: Json) -> None:

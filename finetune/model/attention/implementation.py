@@ -5,7 +5,7 @@ And the check that it isolates them.
 transformers separates packed samples with a mask of the row's length squared and computes what the mask throws away.
 Where a row's sample lengths are given, `per_sample` computes each sample alone, without a mask over the row. Where
 none are given (padded batches, a cache), it calls transformers' own functions and returns what they return. It is
-used for the model types for which the tests prove it; any model is checked with two tiny forward passes before it
+used for the model types for which tests show it; any model is checked with two tiny forward passes before it
 trains.
 """
 

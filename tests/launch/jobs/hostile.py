@@ -60,4 +60,4 @@ NAMES = [
     WORST,
     *(pytest.param(word, marks=pytest.mark.full) for word in HOSTILE[1:] if len(word) < 100 and word.strip()),
 ]
-"""Those that a file can be named after; all but the worst are part of the whole proof."""
+"""Those that a file can be named after; all but the worst are part of the whole suite."""

@@ -16,7 +16,7 @@ from finetune.model.upstream import data_only_loading, loading_patches
 
 PACKAGE = Path(__file__).parents[3] / "finetune"
 ONE_PLACE = "model/loading/pretrained.py"
-PROOF = "export/verify/program.py"
+VERIFIER = "export/verify/program.py"
 """Loads what this package has just written, safetensors alone, in a process that must share none of its code."""
 
 OWN_PICKLES = {
@@ -45,7 +45,7 @@ def test_nobody_else_loads_models_or_reads_pickles():
     assert len(files) > 200
     found = {name: list(loads(path)) for name, path in files.items()}
     assert len(found.pop(ONE_PLACE)) >= 5
-    assert {each.rpartition(".")[2] for _, each in found.pop(PROOF)} == {"from_pretrained"}
+    assert {each.rpartition(".")[2] for _, each in found.pop(VERIFIER)} == {"from_pretrained"}
     for name in OWN_PICKLES:
         assert {each for _, each in found.pop(name)} <= {"pickle.load", "pickle.loads"}
     lines = [f"finetune/{name}:{line}: {text}" for name, each in found.items() for line, text in each]

@@ -1,7 +1,7 @@
 """What a run records of the model it exports: its logits on a few held rows, and its tokens, for `export.verify`.
 
 The prepared model itself computes the logits, with the weights that are about to be gathered: no copy of them stands
-between the training and the proof.
+between the training and the verification.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from finetune.data.features import Features
 from finetune.data.templates.rendering import render
 from finetune.errors import DataError
 from finetune.export.save import Preprocessors
-from finetune.export.verify.proof import Expected, ExportProof, ModelFacts, model_facts
 from finetune.export.verify.rows import NUM_ROWS, HeldRow, held_row, logits_of, made_up_rows
 from finetune.export.verify.texts import expected_tokens
 from finetune.export.verify.tolerance import Precision
+from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, model_facts
 from finetune.model.loading.hub import is_local_path
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.prepared_model import PreparedModel
@@ -69,14 +69,14 @@ def _samples(training_data: TrainingData) -> Iterator[Features]:
     validation = training_data.validation_set
     if validation is not None:
         yield from (validation.intact(index) for index in range(len(validation)))
-    elif not any(isinstance(each, Streamed) for each in training_data.sources.values()):
+    elif not any(isinstance(source, Streamed) for source in training_data.sources.values()):
         training = training_data.training
         first = training.order.samples(0, min(_MAX_TRAINING_TEXTS, training.order.num_positions or 1))
-        yield from (training.samples[int(each)] for each in np.unique(first))
+        yield from (training.samples[int(index)] for index in np.unique(first))
 
 
 def _inputs(batch: Batch, model: Any, *, head: str) -> Iterator[dict[str, Tensor]]:
-    """Yield what a plain model is given: samples that share a row are taken out of it."""
+    """Yield the inputs of a plain model: samples that share a row are separated."""
     if batch.cumulative_lengths is not None:
         ends = batch.cumulative_lengths.tolist()
         for start, end in pairwise(ends):
@@ -91,7 +91,7 @@ def _inputs(batch: Batch, model: Any, *, head: str) -> Iterator[dict[str, Tensor
 
 @dataclass(frozen=True)
 class Trained:
-    """What the trained model gives for a few rows, and what makes its inputs."""
+    """The trained model's logits on a few rows, and the preprocessors of its inputs."""
 
     rows: Sequence[HeldRow]
     logits: Sequence[Tensor] | None
@@ -115,7 +115,7 @@ def expected_of_run(
 
 
 def template_renders(tokenizer: Any, turns: Any) -> bool:
-    """Tell whether the tokenizer's template takes the conversation, within the bounds that hold for templates."""
+    """Return whether the tokenizer's template renders the conversation, within the limits of templates."""
     try:
         render(tokenizer, turns)
     except DataError:
@@ -134,10 +134,10 @@ def computed_in(config: RunConfig) -> Precision:
 
 
 @dataclass(frozen=True)
-class NoProof:
-    """Nothing is loaded again: `export.verify: false`."""
+class NoVerifier:
+    """Verifies nothing: `export.verify: false`."""
 
-    def __enter__(self) -> "NoProof":
+    def __enter__(self) -> "NoVerifier":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,16 +148,16 @@ class NoProof:
         return "not verified (`export.verify: false`)"
 
 
-def begin_proof(config: RunConfig, model: Any, *, head: str) -> ExportProof | NoProof:
-    """Start the process that is going to load the folder, which imports meanwhile. Not collective: for rank 0."""
+def start_verifier(config: RunConfig, model: Any, *, head: str) -> ExportVerifier | NoVerifier:
+    """Start the process that verifies the folder; it imports libraries meanwhile. Not collective: for rank 0."""
     if not config.export.verify:
-        return NoProof()
+        return NoVerifier()
     num_threads = usable_cores() if distributed.world() > 1 else torch.get_num_threads()
-    return ExportProof(facts_of(config, model, head=head), num_threads=num_threads)
+    return ExportVerifier(facts_of(config, model, head=head), num_threads=num_threads)
 
 
 def facts_of(config: RunConfig, model: Any, *, head: str) -> ModelFacts:
-    """Return the facts of the job's model that are needed to load it again."""
+    """Return the facts of the job's model that are needed to load its export."""
     merge = config.export.merge and adapter_of(config) is not None
     trusts = config.model.trust_remote_code
     return model_facts(model, head=head, merge=merge, trust_remote_code=trusts, options=load_options(config))
@@ -172,7 +172,7 @@ def load_options(config: RunConfig) -> dict[str, Any]:
 
 
 def needs_unmerged(config: RunConfig) -> bool:
-    """Tell whether a merge is compared with base and adapter in float32: where the run, or the folder, has less."""
+    """Return whether a merge is compared with base and adapter in float32: where run or folder have less precision."""
     if not (config.export.verify and config.export.merge and adapter_of(config) is not None):
         return False
     dtypes = (config.model.dtype, config.export.dtype or "float32")

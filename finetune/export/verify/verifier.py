@@ -1,4 +1,4 @@
-"""The proof of an export: a program loads the folder, is handed what is expected, and its answer is judged."""
+"""Verifies an export: a program in a fresh process loads the folder and compares it with the expected values."""
 
 import json
 import os
@@ -37,21 +37,21 @@ from finetune.runtime.files.atomic import replace_folder
 from finetune.runtime.resources import available_bytes
 
 FAILED_SUFFIX = ".failed"
-"""What is added to the name of a folder that is not the trained model; a run's is `FAILED_FINAL_FOLDER`."""
+"""The suffix of a folder that does not hold the trained model; the one of a run is `FAILED_FINAL_FOLDER`."""
 
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_")
 _LIBRARIES_BYTES = 1 << 30
 _LIMIT_SECONDS, _BYTES_PER_SECOND = 1800.0, 10 << 20
-"""How long the proof may take: so long, and a second for so many bytes of weights."""
+"""The time limit of a verification: a constant, and one second for this number of bytes of weights."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the training says of the exported model."""
+    """The expected results of the exported model, from the training."""
 
     rows: Sequence[HeldRow] = ()
-    logits: Sequence[Tensor] | None = None  # None: what was trained computes on other weights, quantized ones
+    logits: Sequence[Tensor] | None = None  # None: the trained model computes with other weights, quantized ones
     precision: Precision = "float32"  # in which they were computed
     tokens: Mapping[str, Any] | None = None  # of `expected_tokens`
     text: TextPreprocessor | None = None
@@ -60,13 +60,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the program must know of the model to load it."""
+    """The facts that the program needs to load the model."""
 
     head: str
     class_name: str
     is_adapter: bool
     uses_peft: bool  # also for a merge
-    base: str | None  # of the adapter: a name or folder; None where it lies in `base/`
+    base: str | None  # of the adapter: a name or folder; None where it is in `base/`
     num_embeddings: int
     num_layers: int
     num_parameters: int
@@ -91,7 +91,7 @@ def model_facts(
         base=whole.name_or_path or None,
         num_embeddings=int(getattr(text, "vocab_size", 0) or 0),
         num_layers=int(getattr(text, "num_hidden_layers", 0) or 12),
-        num_parameters=sum(each.numel() for each in meta_model.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in meta_model.parameters()),
         config=meta_model.config.to_json_string(),
         generation_config=getattr(whole, "generation_config", None) if whole.can_generate() else None,
         load_options=dict(options or {}),
@@ -99,19 +99,19 @@ def model_facts(
     )
 
 
-class ExportProof:
-    """A fresh process that imports what it needs while the folder is being written, and then compares it."""
+class ExportVerifier:
+    """A fresh process that imports libraries while the folder is being written, and then verifies it."""
 
     def __init__(self, facts: ModelFacts, *, num_threads: int) -> None:
         self._facts = facts
         self._num_threads = num_threads
-        self._folder = TemporaryDirectory(prefix="finetune-proof-")
+        self._folder = TemporaryDirectory(prefix="finetune-verify-")
         self._log = Path(self._folder.name) / "log.txt"
         words = [HEADS[facts.head].__name__, "AutoTokenizer", facts.class_name, *(["peft"] if facts.uses_peft else [])]
         with self._log.open("wb") as log:
             self._process = start_program(words, log=log.fileno())
 
-    def __enter__(self) -> "ExportProof":
+    def __enter__(self) -> "ExportVerifier":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,10 +121,10 @@ class ExportProof:
         self._folder.cleanup()
 
     def check(self, report: ExportReport, expected: Expected, *, final: Path | None = None) -> str:
-        """Return a sentence about the folder, which is the trained model.
+        """Return a sentence that says what was compared and found equal.
 
-        Raises ExportError where it is not. The folder then has the name of `final`, to which the caller would have
-        moved it, and a suffix, so that nobody uses it by accident.
+        Raises ExportError where the folder does not hold the trained model. The folder is then renamed to `final`, to
+        which the caller would have moved it, with a suffix, so that nobody uses it by accident.
         """
         started = time.monotonic()
         request = self._request(report, expected)
@@ -142,7 +142,7 @@ class ExportProof:
         limit = Timer(limit_seconds, self._process.kill)
         limit.daemon = True
         limit.start()
-        with suppress(BrokenPipeError):  # it has died: its log says why
+        with suppress(BrokenPipeError):  # the process has ended: its log has the reason
             self._process.communicate(f"{request}\n".encode())
         code = self._process.wait()
         is_late = limit.finished.is_set()
@@ -150,18 +150,19 @@ class ExportProof:
         answer = request.with_name(program.ANSWER)
         if not answer.is_file():
             lines = self._log.read_text(errors="replace").strip().splitlines()
-            why = f"signal {-code}" if code < 0 else f"exit code {code}"
-            why = f"no answer after {limit_seconds / 60:.0f} minutes" if is_late else why
+            reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if is_late:
+                reason = f"no answer after {limit_seconds / 60:.0f} minutes"
             last = lines[-1][:300] if lines else "no output"
-            return {"problems": [f"the process that loads it ended with {why}: {last}"], "is_complete": False}
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+            return {"problems": [f"the process that loads it ended with {reason}: {last}"], "is_complete": False}
+        values: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return values
 
     def _request(self, report: ExportReport, expected: Expected) -> dict[str, Any]:
-        facts, place = self._facts, Path(self._folder.name)
+        facts = self._facts
         written = _written_precision(report)
         fits = self._fits(is_merge=expected.unmerged is not None)
-        rows = place / "rows.safetensors" if expected.rows and fits else None
+        rows = Path(self._folder.name) / "rows.safetensors" if expected.rows and fits else None
         if rows is not None:
             _write_rows(rows, expected)
         limits = {
@@ -210,7 +211,7 @@ class ExportProof:
         }
 
     def _fits(self, *, is_merge: bool) -> bool:
-        """Tell whether the model fits in the host's free memory in float32; of a merge, one and a half."""
+        """Return whether the model fits in the host's free memory in float32; for a merge, one and a half of it."""
         needed = int(self._facts.num_parameters * 4 * (1.6 if is_merge else 1.1)) + _LIBRARIES_BYTES
         return needed < available_bytes()
 
@@ -235,7 +236,7 @@ def start_program(words: Sequence[str], *, log: int) -> "subprocess.Popen[bytes]
 
 @contextmanager
 def staged_export(folder: Path) -> Iterator[Path]:
-    """Yield the name of a hidden folder beside `folder`, which replaces it at the end, and is deleted on an error."""
+    """Yield the path of a hidden folder next to `folder`, which replaces it at the end, and is deleted on an error."""
     staged = folder.with_name(f".{folder.name}.unverified")
     try:
         yield staged
@@ -246,7 +247,7 @@ def staged_export(folder: Path) -> Iterator[Path]:
 
 
 def failed_folder(folder: Path) -> Path:
-    """Return what a folder is called that is not the trained model."""
+    """Return the name that a folder gets if it does not hold the trained model."""
     return folder.with_name(f"{folder.name}{FAILED_SUFFIX}")
 
 
@@ -260,7 +261,7 @@ def _refusal(folder: Path, problems: Iterable[str], *, aside: Path, is_wrong: bo
         f"export: the exported folder, loaded in a fresh process, {verdict}. It was renamed to {aside}; do not use it. "
         f"The checkpoints are unchanged.\n{listed}\n"
         "The same command exports and verifies again. If that fails, too, report it with the lines above; "
-        "`export.verify: false` (`--no-verify`) writes the folder without this proof."
+        "`export.verify: false` (`--no-verify`) writes the folder without verifying it."
     )
 
 
@@ -276,17 +277,15 @@ def _sentence(answer: Mapping[str, Any], *, num_rows: int, seconds: float) -> st
 
 def _written_precision(report: ExportReport) -> Precision:
     """Return the narrowest type of the tensors."""
-    found = {
-        str(each.dtype).removeprefix("torch.") for each in (*report.tensors.values(), *report.adapter_tensors.values())
-    }
-    return "bfloat16" if "bfloat16" in found else "float16" if "float16" in found else "float32"
+    dtypes = {tensor.dtype for tensor in (*report.tensors.values(), *report.adapter_tensors.values())}
+    return "bfloat16" if torch.bfloat16 in dtypes else "float16" if torch.float16 in dtypes else "float32"
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    found = map_in_threads(program.digest, tensors.values(), num_threads=num_threads_for())
+    digests = map_in_threads(program.digest, tensors.values(), num_threads=num_threads_for())
     return {
-        name: {"digest": each, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        for (name, tensor), each in zip(tensors.items(), found, strict=True)
+        name: {"digest": digest, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
     }
 
 

@@ -1,6 +1,6 @@
-"""Forks the program that proves exports from one process that has imported torch, transformers and peft, nothing more.
+"""Forks the program that verifies exports from one process that has imported torch, transformers and peft only.
 
-`python -P tests/proof_server.py SOCKET PID` is the server; it ends with the process PID. Each export still gets a
+`python -P tests/verifier_server.py SOCKET PID` is the server; it ends with the process PID. Each export still gets a
 process of its own, into which no module of ours has been imported; the imports alone are shared, 4 to 8 seconds.
 `use_server` has this process ask it; tests of the program itself take a fresh interpreter.
 """
@@ -23,8 +23,8 @@ from types import ModuleType
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "finetune" / "export" / "verify" / "program.py"
 
-ADDRESS = "FINETUNE_TESTS_PROOF"
-"""The variable that names the server's socket; empty: every proof gets a fresh interpreter."""
+ADDRESS = "FINETUNE_TESTS_VERIFIER"
+"""The variable that names the server's socket; empty: every verification gets a fresh interpreter."""
 
 OWNER = f"{ADDRESS}_OWNER"
 """The variable with the pid of the process with which the server ends."""
@@ -33,7 +33,7 @@ _SECONDS_TO_START = 180.0
 
 
 class ForkedProgram:
-    """A process that proves one export, as `subprocess.Popen` shows one."""
+    """A process that verifies one export, as `subprocess.Popen` shows one."""
 
     def __init__(self, address: Path) -> None:
         self.returncode: int | None = None
@@ -62,15 +62,15 @@ class ForkedProgram:
         self._server.close()
 
 
-def use_server(proof: ModuleType) -> None:
-    """Have `finetune.export.verify.proof` ask the server named in the environment, if there is one."""
+def use_server(verifier: ModuleType) -> None:
+    """Have `finetune.export.verify.verifier` ask the server named in the environment, if there is one."""
     if not os.environ.get(ADDRESS):
         return
 
     def start(words: Sequence[str], *, log: int) -> ForkedProgram:
         return ForkedProgram(started_server())
 
-    proof.start_program = start  # type: ignore[attr-defined]
+    verifier.start_program = start  # type: ignore[attr-defined]
 
 
 def started_server() -> Path:
@@ -80,7 +80,7 @@ def started_server() -> Path:
         start_server()
     deadline = time.monotonic() + _SECONDS_TO_START
     while not address.exists():
-        assert time.monotonic() < deadline, "the server of proofs does not start"
+        assert time.monotonic() < deadline, "the server of verifications does not start"
         time.sleep(0.05)
     return address
 
@@ -98,7 +98,7 @@ def start_server() -> None:
 
 
 def serve(address: Path, owner: int) -> None:
-    """Prove exports until the owner has gone."""
+    """Verify exports until the owner has ended."""
     program = _load_program()
     assert not any(name == "finetune" or name.startswith("finetune.") for name in sys.modules)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -112,11 +112,11 @@ def serve(address: Path, owner: int) -> None:
             client, _ = listening.accept()
             if os.fork() == 0:
                 listening.close()
-                _prove(program, client)
+                _verify(program, client)
             client.close()
 
 
-def _prove(program: ModuleType, client: socket.socket) -> None:
+def _verify(program: ModuleType, client: socket.socket) -> None:
     code = 1
     try:
         line = client.makefile().readline()
@@ -133,7 +133,7 @@ def _prove(program: ModuleType, client: socket.socket) -> None:
 
 
 def _load_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("proof_program", PROGRAM)
+    spec = importlib.util.spec_from_file_location("verifier_program", PROGRAM)
     assert spec is not None and spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)

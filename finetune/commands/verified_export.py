@@ -1,4 +1,4 @@
-"""An export outside a run, with its proof: the model in memory is computed in float32 and compared with the folder."""
+"""A verified export outside a run: logits of the model in memory, in float32, are compared with the folder's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,21 +13,21 @@ from finetune.checkpoint.sharding.state_layout import named_parameters
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardFacts
 from finetune.export.save import ExportReport, Preprocessors, export_model
-from finetune.export.verify.proof import Expected, ExportProof, model_facts, staged_export
 from finetune.export.verify.rows import HeldRow, logits_of, made_up_rows
 from finetune.export.verify.texts import expected_tokens
+from finetune.export.verify.verifier import Expected, ExportVerifier, model_facts, staged_export
 from finetune.export.weights import unwrap_adapter
 from finetune.model.adapters.context import has_adapter
-from finetune.run.export_proof import template_renders
+from finetune.run.export_verification import template_renders
 from finetune.runtime.resources import available_bytes
 
 _COPIES = 1.2
-"""Of the model in float32, and what its forward pass takes."""
+"""The memory of a forward pass in float32, as a multiple of the size of the weights."""
 
 
 @dataclass(frozen=True)
 class ModelToExport:
-    """A model with the values of its weights, and what is written beside them."""
+    """A model with the values of its weights, and the files written next to them."""
 
     model: Any
     weights: Mapping[str, Tensor]  # by canonical name
@@ -40,10 +40,10 @@ class ModelToExport:
     load_options: Mapping[str, Any] = field(default_factory=dict)  # with which the base of an adapter is found
 
 
-def export_proven(source: ModelToExport, folder: Path, *, verify: bool, log: Callable[[str], None]) -> ExportReport:
-    """Write a hidden folder, verify it, and give it its name; one that a killed command has left is replaced.
+def export_verified(source: ModelToExport, folder: Path, *, verify: bool, log: Callable[[str], None]) -> ExportReport:
+    """Write a hidden folder, verify it, and rename it to `folder`; one that a killed command left is replaced.
 
-    Raises ExportError where it is another model; the folder's name ends in `.failed` then.
+    Raises ExportError for a folder that does not hold the same model; its name then ends in `.failed`.
     """
     if not verify:
         return _write(source, folder, section=source.section)
@@ -55,7 +55,7 @@ def export_proven(source: ModelToExport, folder: Path, *, verify: bool, log: Cal
         options=source.load_options,
     )
     with (
-        ExportProof(facts, num_threads=torch.get_num_threads()) as proof,
+        ExportVerifier(facts, num_threads=torch.get_num_threads()) as verifier,
         TemporaryDirectory(prefix="finetune-unmerged-") as aside,
     ):
         unmerged = source.adapter_folder if _needs_unmerged(source) else None
@@ -64,7 +64,7 @@ def export_proven(source: ModelToExport, folder: Path, *, verify: bool, log: Cal
             unmerged = _write(source, Path(aside) / "adapter", section=section).folder
         with staged_export(folder) as staged:
             report = _write(source, staged, section=source.section, final=folder)
-            log(proof.check(report, _expected(source, unmerged=unmerged), final=folder))
+            log(verifier.check(report, _expected(source, unmerged=unmerged), final=folder))
     return replace(report, folder=folder)
 
 
@@ -81,10 +81,10 @@ def _write(source: ModelToExport, folder: Path, *, section: ExportSection, final
 
 
 def _needs_unmerged(source: ModelToExport) -> bool:
-    """Tell whether a merge is compared with base and adapter by the program, too: to find what rounding would hide."""
+    """Return whether the program also compares the merge with base and adapter, to find errors that rounding hides."""
     if not (source.section.merge and has_adapter(source.model)):
         return False
-    is_half = any(each.dtype in (torch.bfloat16, torch.float16) for each in source.weights.values())
+    is_half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in source.weights.values())
     return source.is_quantized or is_half or source.section.dtype in ("bfloat16", "float16")
 
 
@@ -101,8 +101,8 @@ def _expected(source: ModelToExport, *, unmerged: Path | None) -> Expected:
 
 
 def _rows(source: ModelToExport) -> tuple[HeldRow, ...]:
-    """Return made-up rows; none where the model cannot be computed in memory, or reads what cannot be made up."""
-    size = sum(each.numel() for each in source.model.parameters()) * 4 * _COPIES
+    """Return synthetic rows; none if the model does not fit in memory, or its inputs cannot be synthesized."""
+    size = sum(parameter.numel() for parameter in source.model.parameters()) * 4 * _COPIES
     inputs = source.preprocessors
     if size > available_bytes() or (inputs.text is None and inputs.processor is None):
         return ()

@@ -18,27 +18,29 @@ from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import ExportError
 from finetune.export import save
 from finetune.export.save import Preprocessors, TextPreprocessor
-from finetune.export.verify import proof
-from finetune.export.verify.proof import Expected, ExportProof, failed_folder, model_facts
+from finetune.export.verify import verifier
 from finetune.export.verify.rows import logits_of, made_up_rows
 from finetune.export.verify.texts import expected_tokens
+from finetune.export.verify.verifier import Expected, ExportVerifier, failed_folder, model_facts
 from tests.export.conftest import FACTS, GATED, load_from, make_tokenizer, values_of
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def proven(tmp_path, tokenizer):
-    """Return a function that exports a model, lets the folder be damaged, and proves it."""
+def verify(tmp_path, tokenizer):
+    """Return a function that exports a model, lets the folder be damaged, and verifies it."""
 
-    def prove(model, *, damage=lambda folder: None, merge=False, tokenizer=tokenizer, dtype_trained=None, **keys):
+    def export_and_verify(
+        model, *, damage=lambda folder: None, merge=False, tokenizer=tokenizer, dtype_trained=None, **keys
+    ):
         inputs = Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer)))
         section = ExportSection(merge=merge, **keys)
         rows = made_up_rows(inputs, head="causal_lm")
         trained = model if dtype_trained is None else copy.deepcopy(model).to(getattr(torch, dtype_trained))
         logits = logits_of(trained, rows, device=CPU)
         how = {"model": model, "weights": values_of(model), "preprocessors": inputs, "facts": FACTS}
-        with ExportProof(
+        with ExportVerifier(
             model_facts(model, head="causal_lm", merge=merge, trust_remote_code=False), num_threads=1
         ) as it:
             unmerged = None
@@ -50,12 +52,12 @@ def proven(tmp_path, tokenizer):
             expected = Expected(rows, logits, dtype_trained or "float32", tokens, inputs.text, unmerged)
             return it.check(report, expected)
 
-    return prove
+    return export_and_verify
 
 
 @pytest.mark.full
-def test_an_export_that_is_the_trained_model_says_what_was_compared(proven, build, architecture_name, tmp_path):
-    said = proven(build(architecture_name))
+def test_the_verification_of_a_correct_export_lists_what_was_compared(verify, build, architecture_name, tmp_path):
+    said = verify(build(architecture_name))
     assert said.startswith("verified in a fresh process in ") and "the same tokens for 203 texts" in said
     assert "logits of 4 rows within" in said
     assert (tmp_path / "final").is_dir() and not failed_folder(tmp_path / "final").exists()
@@ -187,21 +189,21 @@ ALWAYS = ("two tensors swapped", "another pre-tokeniser", "no generation config"
 @pytest.mark.parametrize(
     "what", [pytest.param(each, marks=[] if each in ALWAYS else [pytest.mark.full]) for each in DAMAGES]
 )
-def test_a_damaged_export_is_named_and_put_aside(proven, build, tmp_path, what):
+def test_a_damaged_export_is_reported_and_renamed(verify, build, tmp_path, what):
     name, damage, message = DAMAGES[what]
     with pytest.raises(ExportError, match=f"(?s){message}") as raised:
-        proven(build(name), damage=damage)
+        verify(build(name), damage=damage)
     assert raised.value.exit_code == 1
     assert "final.failed; do not use it" in str(raised.value)
     assert not (tmp_path / "final").exists() and failed_folder(tmp_path / "final").is_dir()
 
 
-def test_a_proof_that_hangs_is_given_up(proven, build, monkeypatch):
-    monkeypatch.setattr(proof, "_LIMIT_SECONDS", 0.2)
+def test_a_verification_that_hangs_is_killed_at_its_time_limit(verify, build, monkeypatch):
+    monkeypatch.setattr(verifier, "_LIMIT_SECONDS", 0.2)
     hanging = lambda words, log: subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE)  # noqa: E731
-    monkeypatch.setattr(proof, "start_program", hanging)
+    monkeypatch.setattr(verifier, "start_program", hanging)
     with pytest.raises(ExportError, match="the process that loads it ended with no answer after 0 minutes"):
-        proven(build("llama untied"))
+        verify(build("llama untied"))
 
 
 def test_a_folder_whose_process_is_killed_is_not_called_another_model(proven, build, monkeypatch):
@@ -223,13 +225,13 @@ def swap_merges(merges):
 
 
 @pytest.mark.parametrize("change", [without_merge, swap_merges])
-def test_a_merge_rule_that_no_text_needs_is_missed(proven, change):
+def test_a_merge_rule_that_no_text_needs_is_missed(verify, change):
     tokenizer = make_tokenizer(["zyzzyva qoph zyzzyva qoph"])
     sizes = FromConfigSection(model_type="llama", values=GATED)
     model = load_from(ModelSection(from_config=sizes), vocabulary_size=len(tokenizer))
     damage = rewritten("tokenizer.json", lambda values: change(values["model"]["merges"]))
     with pytest.raises(ExportError, match=r"tokenizer.json: `model.merges` is \d+ entries .* instead of"):
-        proven(model, damage=damage, tokenizer=tokenizer)
+        verify(model, damage=damage, tokenizer=tokenizer)
 
 
 @pytest.fixture
@@ -240,25 +242,25 @@ def deep_mixture():
     return load_from(ModelSection(from_config=FromConfigSection(model_type="granitemoe", values=values)))
 
 
-def test_a_model_that_amplifies_roundings_is_held_to_its_own(proven, deep_mixture):
-    said = proven(deep_mixture, dtype_trained="bfloat16")
+def test_the_tolerance_of_a_model_that_amplifies_rounding_is_its_own_rounding_error(verify, deep_mixture):
+    said = verify(deep_mixture, dtype_trained="bfloat16")
     distance = float(re.search(r"logits of 4 rows within (\S+),", said)[1])
     assert distance > 3e-2 * 7**0.5
     assert "was allowed, twice what the rounding of bfloat16 changes in this model" in said
 
 
 @pytest.mark.full
-def test_a_wrong_value_is_not_excused_by_roundings(proven, deep_mixture):
+def test_a_wrong_value_is_not_within_the_tolerance_of_rounding(verify, deep_mixture):
     damage = rewritten("config.json", lambda values: values.update(logits_scaling=8.0))
     with pytest.raises(ExportError, match=r"config.json: `logits_scaling` is 8.0 instead of 1.0"):
-        proven(deep_mixture, dtype_trained="bfloat16", damage=damage)
+        verify(deep_mixture, dtype_trained="bfloat16", damage=damage)
 
 
 @pytest.mark.full
-def test_a_later_export_that_is_right_removes_the_one_put_aside(proven, build, tmp_path):
+def test_a_later_correct_export_removes_the_failed_one(verify, build, tmp_path):
     with pytest.raises(ExportError):
-        proven(build(), damage=truncated)
-    assert proven(build())
+        verify(build(), damage=truncated)
+    assert verify(build())
     assert not failed_folder(tmp_path / "final").exists()
 
 
@@ -296,23 +298,23 @@ def merge_without_one_expert(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_merge_is_compared_with_the_adapter(proven, mixture):
-    assert "logits of 4 rows within" in proven(mixture, merge=True)
+def test_a_merge_is_compared_with_the_adapter(verify, mixture):
+    assert "logits of 4 rows within" in verify(mixture, merge=True)
 
 
-def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(proven, mixture, merge_without_one_expert):
+def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(verify, mixture, merge_without_one_expert):
     with pytest.raises(ExportError, match=r"(?s)its logits differ from the trained model's by .*a merge"):
-        proven(mixture, merge=True)
+        verify(mixture, merge=True)
 
 
 @pytest.mark.full
-def test_rounding_does_not_hide_that_it_lacks_it(proven, mixture, merge_without_one_expert):
+def test_rounding_does_not_hide_a_merge_without_the_adapter_of_one_expert(verify, mixture, merge_without_one_expert):
     with pytest.raises(
         ExportError, match=r"merged tensors differ from peft's own merge.*layers.1.mlp.experts.down_proj"
     ):
-        proven(mixture, merge=True, dtype="bfloat16")
+        verify(mixture, merge=True, dtype="bfloat16")
 
 
 @pytest.mark.full
-def test_a_rounded_merge_is_right(proven, mixture):
-    assert "logits of 4 rows within" in proven(mixture, merge=True, dtype="bfloat16")
+def test_a_merge_rounded_to_bfloat16_is_verified(verify, mixture):
+    assert "logits of 4 rows within" in verify(mixture, merge=True, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""A run exports what it has trained, or fails with exit code 1, leaves no `final/`, and proves the next export anew."""
+"""A run exports what it has trained, or fails with exit code 1 and leaves no `final/`; the next export is verified."""
 
 import json
 import subprocess
@@ -14,9 +14,9 @@ from finetune.config.sections.export import ExportSection
 from finetune.data.features import Features
 from finetune.errors import ExportError
 from finetune.export import save
-from finetune.export.verify import program, proof
+from finetune.export.verify import program, verifier
 from finetune.export.verify.rows import held_row
-from finetune.run import export_proof
+from finetune.run import export_verification
 from finetune.run.state.finished import is_exported
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
@@ -110,7 +110,7 @@ def test_an_export_interrupted_before_it_is_verified_leaves_no_folder_and_its_mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(proof.ExportProof, "check", interrupt)
+        patch.setattr(verifier.ExportVerifier, "check", interrupt)
         export(trained("full"), **options)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".out.unverified").mkdir()  # of a process that was killed
@@ -148,7 +148,7 @@ def features(length):
 
 def test_samples_are_taken_out_of_the_row_that_they_share():
     batch = collate_padding_free([features(3), features(5)])
-    first, second = export_proof._inputs(batch, None, head="causal_lm")
+    first, second = export_verification._inputs(batch, None, head="causal_lm")
     assert first["input_ids"].tolist() == [[1, 2, 3]] and second["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
     assert second["attention_mask"].tolist() == [[1] * 5]
 
@@ -164,7 +164,7 @@ def test_positions_are_those_of_tokens_and_long_rows_are_cut():
 
 def test_a_merge_is_compared_unmerged_where_rounding_would_hide_a_fault(job):
     def asks(*overrides):
-        return export_proof.needs_unmerged(load_config(job, ["export.verify=true", *overrides]).config)
+        return export_verification.needs_unmerged(load_config(job, ["export.verify=true", *overrides]).config)
 
     assert not asks() and not asks(LORA) and not asks(LORA, "export.merge=true")
     assert asks(LORA, "export={merge: true, dtype: bfloat16}") and asks(
@@ -181,10 +181,10 @@ def test_the_process_is_a_fresh_one_that_knows_nothing_of_this_package(tmp_path)
 
 
 @pytest.mark.full
-def test_a_process_that_dies_is_a_failed_proof(trained, tmp_path, monkeypatch):
+def test_a_verifier_process_that_dies_fails_the_export(trained, tmp_path, monkeypatch):
     def die(words, *, log):
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit('no memory')"], stdin=-1, stderr=log)
 
-    monkeypatch.setattr(proof, "start_program", die)
+    monkeypatch.setattr(verifier, "start_program", die)
     with pytest.raises(ExportError, match="ended with exit code 1: no memory"):
         export(trained("full"), step=None, to=tmp_path / "out", dtype=None, merge=False, push_to_hub=None, verify=True)
