@@ -5,7 +5,7 @@
 
 Prints a table in Markdown. A cell is verified by the run itself (`export.verify`): a fresh process loads the export
 with plain transformers and peft and computes the logits of the trained model. Ends with 1 where a run failed after it
-had trained, was silently partial, did not resume with the same losses or lost parity; a refusal before that is a result.
+had trained, was silently partial, did not resume with the same losses or lost parity; an earlier refusal is a result.
 
 Small models from their configs with random weights: nothing is downloaded. Each strategy is one launch of two processes
 (`single`: one), in which the jobs follow each other; after a crash the rest is launched again.
