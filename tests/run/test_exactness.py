@@ -76,11 +76,11 @@ def test_a_killed_run_goes_on_to_the_very_same_bits(launch, strategy, kind):
 @pytest.mark.parametrize(
     ("source", "target", "verdict"),
     [
-        ("ddp:4", "ddp:4", "losses bit by bit"),  # above two ranks DDP's buckets decide how sums are rounded
+        ("ddp:4", "ddp:4", "losses bitwise"),  # above two ranks DDP's buckets decide how sums are rounded
         pytest.param("ddp:2", "zero3:4", "losses within 0.0001", marks=slow),
     ],
 )
-def test_verify_resume_proves_it_on_the_users_job(job, source, target, verdict):
+def test_verify_resume_confirms_it_on_the_users_job(job, source, target, verdict):
     command = [sys.executable, "-m", "finetune", "verify", "resume", "--config", str(job), "--stop-at", "3"]
     command += ["--steps", "5", "--from", source, "--to", target]
     for override in (*EPOCHS, *KINDS["lora"]):

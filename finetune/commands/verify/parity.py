@@ -32,16 +32,16 @@ class Trace:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest relative differences of a contestant from the one-process run."""
+    """The largest relative differences between a setup and the one-process run."""
 
-    contestant: LaunchSetup
+    setup: LaunchSetup
     loss_difference: float
     norm_difference: float
-    first_bad_step: int | None  # named from 1
+    first_bad_step: int | None  # counted from 1
 
     @property
     def is_equal(self) -> bool:
-        """Tell whether every step was within the tolerance."""
+        """Return whether every step was within the tolerance."""
         return self.first_bad_step is None
 
 
@@ -58,48 +58,48 @@ def run_parity(
 ) -> bool:
     """Run the job on one process and under each strategy, print the table, return whether all agree.
 
-    A strategy is a name in `configs_folder` or the path of an accelerate config, `:N` behind it sets its processes.
+    A strategy is a name in `configs_folder` or the path of an accelerate config; a suffix `:N` sets its processes.
     Raises UserError when a run fails.
     """
     job = load_config(config, overrides).config
-    contestants = [
+    setups = [
         parse_launch_setup(
-            written,
+            strategy,
             job,
             processes=processes,
             accumulation=accumulation,
             folder=configs_folder,
             option="--strategies",
         )
-        for written in strategies
+        for strategy in strategies
         for accumulation in accumulations
     ]
     reference = LaunchSetup("single", None, 1, job.train.global_batch_size // job.train.known_microbatch_size)
     with tempfile.TemporaryDirectory(prefix="finetune-parity-") as scratch:
-        question = TestedJob(config, tuple(overrides), job, steps, Path(scratch))
-        wanted = _trace(reference, question)
+        tested = TestedJob(config, tuple(overrides), job, steps, Path(scratch))
+        expected = _trace(reference, tested)
         compared = []
-        for each in contestants:
-            compared.append(compare(each, wanted=wanted, got=_trace(each, question), tolerance=tolerance))
-            print(f"{each.label}: {_verdict(compared[-1])}", file=sys.stderr, flush=True)
-    _print_table(compared, steps=len(wanted.losses), tolerance=tolerance)
+        for setup in setups:
+            compared.append(compare(setup, expected=expected, actual=_trace(setup, tested), tolerance=tolerance))
+            print(f"{setup.label}: {_verdict(compared[-1])}", file=sys.stderr, flush=True)
+    _print_table(compared, steps=len(expected.losses), tolerance=tolerance)
     return all(comparison.is_equal for comparison in compared)
 
 
-def compare(each: LaunchSetup, *, wanted: Trace, got: Trace, tolerance: float) -> Comparison:
+def compare(setup: LaunchSetup, *, expected: Trace, actual: Trace, tolerance: float) -> Comparison:
     """Return the largest relative differences; traces of unequal length differ at the first missing step."""
-    losses = relative_differences(wanted.losses, got.losses)
-    norms = relative_differences(wanted.norms, got.norms)
+    losses = relative_differences(expected.losses, actual.losses)
+    norms = relative_differences(expected.norms, actual.norms)
     bad = [n for n, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1) if not max(loss, norm) <= tolerance]
-    if len(wanted.losses) != len(got.losses):
-        bad.append(min(len(wanted.losses), len(got.losses)) + 1)
-    return Comparison(each, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
+    if len(expected.losses) != len(actual.losses):
+        bad.append(min(len(expected.losses), len(actual.losses)) + 1)
+    return Comparison(setup, max(losses, default=0.0), max(norms, default=0.0), min(bad, default=None))
 
 
-def _trace(each: LaunchSetup, tested: TestedJob) -> Trace:
-    folder = tested.scratch / each.label
+def _trace(setup: LaunchSetup, tested: TestedJob) -> Trace:
+    folder = tested.scratch / setup.label
     changes = {**comparable_overrides(tested.job), "train.stop_after_steps": str(tested.steps)}
-    run_job(each, tested, folder=folder, changes=changes)
+    run_job(setup, tested, folder=folder, changes=changes)
     steps = read_history(folder).steps
     shutil.rmtree(folder)  # its checkpoint may be large
     return Trace(tuple(steps.losses.tolist()), tuple(steps.values("gradient_norm").tolist()))
@@ -115,13 +115,13 @@ def _print_table(compared: Sequence[Comparison], *, steps: int, tolerance: float
     for column in ("processes", "accumulation", "loss", "gradient norm"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
-    for each in compared:
+    for comparison in compared:
         table.add_row(
-            each.contestant.name,
-            str(each.contestant.processes),
-            str(each.contestant.accumulation),
-            f"{each.loss_difference:.1e}",
-            f"{each.norm_difference:.1e}",
-            _verdict(each),
+            comparison.setup.name,
+            str(comparison.setup.processes),
+            str(comparison.setup.accumulation),
+            f"{comparison.loss_difference:.1e}",
+            f"{comparison.norm_difference:.1e}",
+            _verdict(comparison),
         )
     SafeConsole().print(table)

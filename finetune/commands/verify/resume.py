@@ -51,20 +51,20 @@ def run_resume(
 ) -> bool:
     """Run the job straight under `source`, stop it at a step and resume it under `target`; return whether they agree.
 
-    Prints both step by step, and a verdict. Under one and the same strategy the losses and the state of the last
-    checkpoint have to be equal bit by bit, dropout included; else dropout is off and the losses have to be within the
-    tolerance. Raises UserError when a run fails.
+    Prints both step by step, and a verdict. Under the same strategy the losses and the state of the last checkpoint
+    must be bitwise equal, dropout included; otherwise dropout is off and the losses must be within the tolerance.
+    Raises UserError when a run fails.
     """
     job = load_config(config, overrides).config
     last = stop_at + STEPS_AFTER_THE_STOP if steps is None else steps
     _refuse_too_short(job, stop_at=stop_at, last=last)
     one, other = (
-        parse_launch_setup(written, job, processes=2, folder=configs_folder, option=option)
-        for written, option in ((source, "--from"), (target, "--to"))
+        parse_launch_setup(text, job, processes=2, folder=configs_folder, option=option)
+        for text, option in ((source, "--from"), (target, "--to"))
     )
     with tempfile.TemporaryDirectory(prefix="finetune-resume-") as scratch:
-        question = TestedJob(config, tuple(overrides), job, last, Path(scratch))
-        straight, resumed = run_both(one, other, tested=question, stop_at=stop_at)
+        tested = TestedJob(config, tuple(overrides), job, last, Path(scratch))
+        straight, resumed = run_both(one, other, tested=tested, stop_at=stop_at)
     limit = None if one == other else tolerance
     problems = list(differences(straight, resumed, stop_at=stop_at, tolerance=limit))
     _print_table(straight, resumed, title=_title(one, other, stop_at=stop_at, is_dropout_off=limit and job.model.lora))
@@ -75,13 +75,13 @@ def run_resume(
 def run_both(
     one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at: int
 ) -> tuple[CompletedRun, CompletedRun]:
-    """Return the straight course under `one`, and the one that is stopped there and resumed under the other."""
+    """Return the straight run under `one`, and the run that is stopped at the step and resumed under the other."""
     changes = _changes(tested.job, keeps_dropout=one == other)
     folders = tested.scratch / "straight", tested.scratch / "resumed"
     runs = ((one, folders[0], tested.steps), (one, folders[1], stop_at), (other, folders[1], tested.steps))
-    for each, folder, stop in runs:
-        print(f"running under {each.title} to step {stop}, in {folder.name}", file=sys.stderr, flush=True)
-        run_job(each, tested, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
+    for setup, folder, stop in runs:
+        print(f"running under {setup.title} to step {stop}, in {folder.name}", file=sys.stderr, flush=True)
+        run_job(setup, tested, folder=folder, changes={**changes, "train.stop_after_steps": str(stop)})
         num_steps = len(read_history(folders[0]).steps)
         if num_steps <= stop_at:
             raise _stop_after_end(stop_at, num_steps=num_steps)
@@ -179,5 +179,5 @@ def _print_verdict(
 ) -> None:
     print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
     print(f"                              resumed  {resumed.state_sha256 or '-'}")
-    wanted = "bit by bit" if tolerance is None else f"within {tolerance:g}"
-    print(f"differs: {'; '.join(problems)}" if problems else f"equal: samples exactly, losses {wanted}")
+    precision = "bitwise" if tolerance is None else f"within {tolerance:g}"
+    print(f"differs: {'; '.join(problems)}" if problems else f"equal: samples exactly, losses {precision}")

@@ -23,18 +23,18 @@ class LaunchSetup:
 
     @property
     def title(self) -> str:
-        """Return what the user writes for it."""
+        """Return the setup as the user writes it."""
         return f"{self.name}:{self.processes}"
 
     @property
     def label(self) -> str:
-        """Return a name that is unique among contestants and fit for a folder."""
+        """Return a unique name that a folder can have."""
         return f"{self.name}-{self.processes}-accumulation-{self.accumulation}"
 
 
 @dataclass(frozen=True)
 class TestedJob:
-    """The job that is asked about, and how many of its steps; runs and logs go into `scratch`."""
+    """The job that is verified, and the number of its steps; runs and logs go into `scratch`."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -46,17 +46,17 @@ class TestedJob:
 def parse_launch_setup(
     written: str, job: RunConfig, *, processes: int, folder: Path, option: str, accumulation: int | None = None
 ) -> LaunchSetup:
-    """Return what one word of an option means, such as `zero3:4`; raises UserError for an unknown name or batch.
+    """Return the setup of one word of an option, such as `zero3:4`; raises UserError for an unknown name or batch.
 
-    Without an accumulation the job's own microbatch is kept, or the largest below it that the processes can share.
+    Without an accumulation the microbatch size is the job's, or the largest below it that the processes can share.
     """
     name, _, count = written.partition(":")
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.exists():
-        known = ", ".join(sorted(each.stem for each in folder.glob("*.yaml"))) or "none"
-        raise UserError(f"{option} {name}: there is no {path}. In {folder} there are: {known}.")
+        known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
+        raise UserError(f"{option} {name}: {path} does not exist. {folder} has: {known}.")
     if count and not (count.isdigit() and int(count)):
-        raise UserError(f"{option} {written}: write the number of processes behind the colon, such as {name}:2.")
+        raise UserError(f"{option} {written}: write the number of processes after the colon, such as {name}:2.")
     world = int(count) if count else processes
     batch = job.train.global_batch_size
     if batch % (world * (accumulation or 1)):
@@ -67,25 +67,25 @@ def parse_launch_setup(
     return LaunchSetup(path.stem, path, world, accumulation or _accumulation(job, share=batch // world))
 
 
-def run_job(each: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Mapping[str, str]) -> None:
-    """Run the job in the run folder with these keys changed; raises UserError with the log's end where it fails."""
+def run_job(setup: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Mapping[str, str]) -> None:
+    """Run the job in the run folder with these keys changed; raises UserError with the end of the log if it fails."""
     log = folder.with_suffix(".log")
-    own = {"run.folder": str(folder), "train.microbatch_size": str(_microbatch_size(each, tested.job)), **changes}
+    own = {"run.folder": str(folder), "train.microbatch_size": str(_microbatch_size(setup, tested.job)), **changes}
     command = train_command(
         tested.config,
         overrides=[*tested.overrides, *(f"{key}={value}" for key, value in own.items())],
-        accelerate_config=each.accelerate_config,
-        num_processes=each.processes,
+        accelerate_config=setup.accelerate_config,
+        num_processes=setup.processes,
         port=free_port(),
     )
     code = run_child(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
-        raise UserError(f"the run under {each.title} ended with exit code {code}. Its last lines:\n{tail}")
+        raise UserError(f"the run under {setup.title} ended with exit code {code}. Its last lines:\n{tail}")
 
 
 def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict[str, str]:
-    """Return the changes that make runs of a job comparable: no dropout, and nothing but training going on."""
+    """Return the changes that make runs of a job comparable: no dropout, and only training."""
     changes = {
         "run.strategy": "null",
         "run.local_folder": "null",
@@ -103,9 +103,9 @@ def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict
     return changes
 
 
-def relative_differences(wanted: Sequence[float], got: Sequence[float]) -> list[float]:
-    """Return the difference at each place, relative to the wanted value; as many as the shorter one has."""
-    return [abs(ours - theirs) / max(abs(ours), 1e-12) for ours, theirs in zip(wanted, got, strict=False)]
+def relative_differences(expected: Sequence[float], actual: Sequence[float]) -> list[float]:
+    """Return the differences relative to the expected values, up to the end of the shorter sequence."""
+    return [abs(one - other) / max(abs(one), 1e-12) for one, other in zip(expected, actual, strict=False)]
 
 
 def _accumulation(job: RunConfig, *, share: int) -> int:
@@ -113,5 +113,5 @@ def _accumulation(job: RunConfig, *, share: int) -> int:
     return share // size
 
 
-def _microbatch_size(each: LaunchSetup, job: RunConfig) -> int:
-    return job.train.global_batch_size // (each.processes * each.accumulation)
+def _microbatch_size(setup: LaunchSetup, job: RunConfig) -> int:
+    return job.train.global_batch_size // (setup.processes * setup.accumulation)
