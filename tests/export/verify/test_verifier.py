@@ -206,13 +206,13 @@ def test_a_verification_that_hangs_is_killed_at_its_time_limit(verify, build, mo
         verify(build("llama untied"))
 
 
-def test_a_folder_whose_process_is_killed_is_not_called_another_model(proven, build, monkeypatch):
+def test_a_folder_whose_process_is_killed_is_not_called_another_model(verify, build, monkeypatch):
     killed = lambda words, log: subprocess.Popen(["sh", "-c", "kill -9 $$"], stdin=subprocess.PIPE)  # noqa: E731
-    monkeypatch.setattr(proof, "start_program", killed)
+    monkeypatch.setattr(verifier, "start_program", killed)
     with pytest.raises(
         ExportError, match=r"(?s)could not be verified\. It was renamed .* ended with signal 9"
     ) as raised:
-        proven(build("llama untied"))
+        verify(build("llama untied"))
     assert "is not the model that was trained" not in str(raised.value)
 
 
