@@ -88,8 +88,8 @@ class Table(Generic[EntryType]):
 
     def describe(self) -> str:
         """Return the sentences of the reference page: what each name that a job can choose means."""
-        parts = (f"`{each.name}`{each.description and f': {each.description}'}." for each in self)
-        return " ".join(part for part, each in zip(parts, self, strict=True) if not each.is_internal)
+        entries = [self[name] for name in self.choices]
+        return " ".join(f"`{entry.name}`{entry.description and f': {entry.description}'}." for entry in entries)
 
 
 def import_attribute(path: str) -> Any:
