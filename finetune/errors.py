@@ -135,6 +135,10 @@ class Hang(TrainingError):
     """No progress within the timeout."""
 
 
+class NotAFile(OSError):
+    """A path leads to a device, a FIFO or a folder where a regular file is expected; the message names its type."""
+
+
 def disk_text(error: OSError) -> str | None:
     """Return what a disk has refused, in a sentence; None for an error that is of another kind."""
     place = f"{error.filename}: " if error.filename else ""

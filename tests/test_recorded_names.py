@@ -192,5 +192,5 @@ def test_the_status_of_a_failed_run_names_its_error_as_ever():
     expected = "FinetuneError UserError ConfigError DataError ModelError StrategyError CheckpointError MissingPackage "
     expected += "RegistryError "
     assert names == set(
-        (expected + "HubError TrainingError ExportError DiskError NonFiniteError LostContact Hang").split()
+        (expected + "HubError NotAFile TrainingError ExportError DiskError NonFiniteError LostContact Hang").split()
     )

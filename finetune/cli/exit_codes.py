@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 
 import typer
 
-from finetune.errors import FinetuneError, UserError, disk_text, system_error
+from finetune.errors import FinetuneError, NotAFile, UserError, disk_text, system_error
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,
@@ -114,7 +114,7 @@ def _end_by_surroundings(error: OSError) -> int:
         text = f"too many files are open ({error.strerror}). Raise the limit: `ulimit -n 4096`."
     elif error.errno == errno.ENOENT and not _has_current_folder():
         text = "the current folder no longer exists. Change to another folder first."
-    elif error.errno in (errno.ENOENT, errno.ENXIO, errno.ENODEV) and error.filename:
+    elif error.filename and (isinstance(error, NotAFile) or error.errno in (errno.ENOENT, errno.ENXIO, errno.ENODEV)):
         text = f"{error.filename}: {error.strerror}."
     if text is None:
         raise error

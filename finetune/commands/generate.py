@@ -34,7 +34,7 @@ from finetune.model.loading.saved import (
 )
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
-from finetune.runtime.files.read import read_json
+from finetune.runtime.files.read import read_json, require_regular
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 from finetune.runtime.text.library_output import quiet_libraries
@@ -79,15 +79,22 @@ class PartialAnswers:
             file.write("\n" + json.dumps({"row": number, ANSWER: text}) + "\n")
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Write the output whole, and remove the parts. On one process."""
+        """Write the output whole, and remove the parts. On one process; raises UserError where an answer is missing."""
         answers = dict(self._all())
+        missing = next((number for number in range(len(rows)) if number not in answers), None)
+        if missing is not None:
+            raise UserError(
+                f"{self.folder} has no answer for row {missing + 1:,} of the input, although it was written there: "
+                "another process changed the folder. Delete the folder and start again."
+            )
         lines = (format_json({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
         atomic.write_text(self.output, "".join(f"{line}\n" for line in lines))
         shutil.rmtree(self.folder)
 
     def _all(self) -> Iterator[tuple[int, str]]:
         for path in sorted(self.folder.glob("rank-*.jsonl")):
-            for line in atomic.read_json_lines(path) if path.is_file() else ():
+            require_regular(path)  # a device would accept every answer and keep none
+            for line in atomic.read_json_lines(path):
                 if isinstance(line, dict) and isinstance(line.get("row"), int) and isinstance(line.get(ANSWER), str):
                     yield line["row"], line[ANSWER]
 

@@ -22,9 +22,9 @@ from finetune.data.sources.files import (
 )
 from finetune.data.sources.readers import TEXT_KINDS
 from finetune.data.sources.tables import ClassNames
-from finetune.errors import DataError
+from finetune.errors import DataError, NotAFile
 from finetune.runtime.files.digests import file_digest, files_digest
-from finetune.runtime.files.read import NotAFile, open_regular, require_regular
+from finetune.runtime.files.read import open_regular, require_regular
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
 """Endings of the images that are looked for."""

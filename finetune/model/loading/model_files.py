@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerBase
 
-from finetune.errors import ModelError
-from finetune.runtime.files.read import NotAFile, require_regular
+from finetune.errors import ModelError, NotAFile
+from finetune.runtime.files.read import require_regular
 
 CONFIG = "config.json"
 SETTINGS = (

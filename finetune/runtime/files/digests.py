@@ -15,8 +15,9 @@ from typing import Any
 
 import xxhash
 
+from finetune.errors import NotAFile
 from finetune.runtime.files.atomic import write_json
-from finetune.runtime.files.read import NotAFile, read_json, require_regular
+from finetune.runtime.files.read import read_json, require_regular
 from finetune.runtime.text.redact import redacted_config
 
 CACHE_FOLDER = "~/.cache/finetune/digests"

@@ -12,6 +12,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from finetune.errors import NotAFile
+
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -19,10 +21,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
 }
-
-
-class NotAFile(OSError):
-    """The path exists and is not a regular file; the message names its type."""
 
 
 def require_regular(path: Path) -> os.stat_result:
