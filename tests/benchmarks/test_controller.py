@@ -18,7 +18,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "command", lambda name: [sys.executable, str(FAKE), COSTS[name], name])
 
 
-def test_each_round_holds_what_a_step_of_everybody_cost(tmp_path: Path) -> None:
+def test_each_round_records_the_step_cost_of_every_competitor(tmp_path: Path) -> None:
     with Controller(tmp_path, seed=0) as table:
         table.start(["quick", "slow"])
         costs = table.measure(Path("6"), ["quick", "slow"], rounds=3, warm_up=2)
@@ -31,7 +31,7 @@ def test_each_round_holds_what_a_step_of_everybody_cost(tmp_path: Path) -> None:
     assert "goes to the log" in (tmp_path / "quick.log").read_text()
 
 
-def test_whoever_is_alive_plays_the_next_workload_too(tmp_path: Path) -> None:
+def test_competitors_that_are_still_alive_run_the_next_workload(tmp_path: Path) -> None:
     with Controller(tmp_path, seed=0) as table:
         table.start(["quick"])
         process = table._alive["quick"][0]._process.pid
@@ -43,7 +43,7 @@ def test_whoever_is_alive_plays_the_next_workload_too(tmp_path: Path) -> None:
     assert again["quick"].losses == [1, 1 / 2, 1 / 3]
 
 
-def test_the_order_is_drawn_anew_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_competitors_is_shuffled_in_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
     take = Controller._take
 
@@ -62,7 +62,7 @@ def test_the_order_is_drawn_anew_every_round(tmp_path: Path, monkeypatch: pytest
     assert all(set(turns[i : i + 2]) == {"quick", "slow"} for i in range(0, 40, 2))  # one step each, every round
 
 
-def test_one_that_dies_is_named_with_the_end_of_its_log_and_nobody_is_left(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_reported_with_its_last_log_lines_and_all_workers_end(tmp_path: Path) -> None:
     with Controller(tmp_path, seed=0) as table:
         table.start(["quick", "dies"])
         processes = [process._process for (process,) in table._alive.values()]

@@ -77,7 +77,7 @@ def judged(known):
     return measured(cases(), known, peak=989.4e12, is_tiny=False)
 
 
-def test_results_are_read_off_the_records_and_what_is_not_there_is_named():
+def test_results_are_computed_from_records_and_missing_cases_are_listed():
     failed = {"error": "OutOfMemoryError: CUDA out of memory"}
     known = {
         "8B LoRA, ours": record(13_500),
@@ -105,7 +105,7 @@ def test_results_are_read_off_the_records_and_what_is_not_there_is_named():
     assert {row[0] for row in found.tables[0].rows} == {*known, "3B full, ours"}
 
 
-def test_what_these_cases_are_not_for_is_not_missing():
+def test_figures_outside_the_selected_cases_are_not_reported_as_missing():
     (lora,) = (case for case in cases() if case.name == "8B LoRA, ours")
     found = measured([lora], {lora.name: record(13_500)}, peak=989.4e12, is_tiny=False)
     assert len(found.results) == 2  # with the waits
@@ -135,7 +135,7 @@ def test_every_case_has_a_name_of_its_own():
     assert all(names.index(case.after) < number for number, case in enumerate(cases()) if case.after)
 
 
-def test_what_has_a_threshold_fits_into_the_budget():
+def test_cases_with_a_threshold_fit_into_the_time_budget():
     by_name = {case.name: case for case in cases()}
     names = {LORA_CASES[0], *(names[0] for names, _ in MFU_LIMITS.values()), *STARTS[0], by_name[STARTS[0][0]].after}
     names |= {name for ours, other, _ in RATIOS for name in (ours, other)}
@@ -149,7 +149,7 @@ def gpu(*words, check=True):
     return subprocess.run(command, check=check, timeout=900, capture_output=True, text=True)
 
 
-def test_calls_are_merged_and_what_was_measured_is_not_measured_again(tmp_path):
+def test_results_of_several_calls_are_merged_and_no_case_is_measured_twice(tmp_path):
     file = tmp_path / "earlier.json"
     earlier = {"machine": machine(), "cases": {case.name: record(100) for case in cases() if case.has_steps}}
     file.write_text(json.dumps(earlier))

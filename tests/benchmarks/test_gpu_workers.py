@@ -56,7 +56,7 @@ def test_the_real_worker_that_is_left_out_ends_without_playing(tmp_path):
     assert (done.returncode, done.stdout) == (0, "ready\n")
 
 
-def test_a_case_that_takes_too_long_leaves_nothing_behind(tmp_path):
+def test_a_case_that_times_out_leaves_no_process_running(tmp_path):
     with alive(settings(tmp_path)) as workers:
         record = workers.run(cases()[0], then=None, timeout_seconds=3)
     assert record["error"] == "not done within 3 s"
@@ -81,7 +81,7 @@ def test_the_workers_end_with_their_controller(tmp_path, number):
     assert [is_gone(pid) for pid in (computing, waiting, child)] == [True] * 3
 
 
-def test_a_worker_that_fails_at_once_says_why(tmp_path):
+def test_a_worker_that_fails_at_startup_reports_the_reason(tmp_path):
     with alive(settings(tmp_path, module="tests.benchmarks.nothing_of_this_name")) as workers:
         record = workers.run(cases()[0], then=None, timeout_seconds=30)
     assert record["error"].startswith("ended with exit code 1")

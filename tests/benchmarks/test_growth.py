@@ -6,12 +6,12 @@ def test_the_very_first_blocks_count_for_nothing() -> None:
     assert tenths([5.0, 6.0, 7.0]) == ([7.0], [7.0])
 
 
-def test_of_every_turn_the_blocks_count_in_which_all_checkpoints_are_there() -> None:
+def test_only_blocks_with_all_kept_checkpoints_count_in_each_turn() -> None:
     turn = [0] * (max(KEPT) // 2) + [1] * (NUM_COUNTED // 2 - 1)
     assert last_of_turns([*turn, *turn]) == [1] * 2 * (NUM_COUNTED // 2 - 1)
 
 
-def test_what_is_compared_takes_turns() -> None:
+def test_compared_runs_alternate() -> None:
     names = [run["name"] for run in runs(1000, turns=2)]
     assert names == ["steps", *["few documents", "many documents"] * 2, *["2 kept", "50 kept"] * 2]
 

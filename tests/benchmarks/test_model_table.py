@@ -43,7 +43,7 @@ def test_the_page_names_its_transformers_and_only_model_types_of_its_mappings():
         assert filled <= {task for task in COLUMNS if model_type in COLUMNS[task].model_types()}, model_type
 
 
-def test_a_page_has_a_row_for_what_trains_and_groups_the_rest_by_message():
+def test_the_page_has_a_row_per_trainable_architecture_and_groups_failures_by_message():
     results = [
         Result("causal", "llama", TRAINED, layout="padding-free batches"),
         Result("causal", "bart", TRAINED, layout="samples are padded, and sorted: `bart`: it is not known"),

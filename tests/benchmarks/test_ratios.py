@@ -29,7 +29,7 @@ def test_losses_that_differ_are_named_with_how_much() -> None:
     assert set(data.differing()) == {"ours"}
 
 
-def test_a_loss_that_is_no_number_differs() -> None:
+def test_a_nan_loss_counts_as_different() -> None:
     data = measured("equivalence", bare=steps(1), ours=steps(1, losses=(2.0, float("nan"))))
     assert set(data.differing()) == {"ours"}
 
@@ -82,7 +82,7 @@ def test_memory_is_a_share_of_the_peers() -> None:
     assert [(each.spread.median, each.is_met) for each in shares] == [(0.6, False), (0.3, True)]
 
 
-def test_every_workload_says_something_and_survives_json() -> None:
+def test_every_workload_has_results_and_round_trips_through_json() -> None:
     every = [*workloads(is_quick=True), *workloads(is_quick=False)]
     assert {each.name for each in every} == {"lognormal", "gsm8k", "fixed", "tiny", "text", "vocabulary", "lora"}
     for workload in (*every, equivalence(), memory()):

@@ -21,7 +21,7 @@ def measured() -> dict[str, PartResults]:
     }
 
 
-def test_results_are_shown_in_their_order_with_lengths_and_what_is_missing(measured: dict[str, PartResults]) -> None:
+def test_results_are_printed_in_order_with_lengths_and_missing_measurements(measured: dict[str, PartResults]) -> None:
     console = Console(width=160, record=True)
     report.show(measured, console)
     text = console.export_text()

@@ -35,6 +35,6 @@ def test_verdict_leaves_the_spread_to_a_threshold(
     assert each.is_missed is (verdict == "MISSED")
 
 
-def test_an_aim_that_is_not_reached_is_no_failure() -> None:
+def test_a_missed_goal_is_not_a_failure() -> None:
     aim = found(1.7, 1.8, 1.9, threshold=2.0, is_aim=True)
     assert (aim.verdict, aim.is_missed) == ("not reached", False)

@@ -18,6 +18,6 @@ def test_a_stall_is_of_the_state_of_the_threshold() -> None:
     assert (round(seek.spread.median, 6), seek.unit, seek.is_met) == (0.5, "ms", True)
 
 
-def test_accelerate_stands_beside_ours() -> None:
+def test_the_saving_table_has_a_column_for_accelerate() -> None:
     rows = {row[0]: row[1:] for row in table(FIGURES).rows}
     assert rows["a resume takes, s"] == ("0.1 (0.1-0.1, n=2)", "0.5 (0.5-0.5, n=2)")

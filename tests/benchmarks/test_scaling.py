@@ -76,7 +76,7 @@ def test_every_series_names_a_known_place():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda each: each.name)
-def test_more_gpus_never_make_one_of_them_faster_by_more_than_what_is_split(strategy, machine):
+def test_more_gpus_speed_up_only_the_sharded_part_of_a_step(strategy, machine):
     """What is waited for grows with the ranks; what each rank updates shrinks, and with it a little of the step."""
     spots = [each for each in curve(strategy, MPT["1B"], machine, WEAK) if each is not None]
     assert len(spots) >= 9
@@ -113,7 +113,7 @@ def test_the_batch_bounds_the_ranks():
     assert curve("fsdp2", LLAMA_8B, MACHINES[0], STRONG)[WORLDS.index(2048)] is None
 
 
-def test_what_does_not_fit_is_not_drawn_and_hsdp_takes_whole_machines():
+def test_configurations_that_do_not_fit_are_not_plotted_and_hsdp_uses_whole_machines():
     assert all(each is None for each in curve("ddp", LLAMA_8B, MACHINES[0], WEAK))
     assert shard_choices("hsdp", 64, MACHINES[0]) == [8, 16, 32]
     seventy = spot("hsdp", 512, BY_NAME["70B"], MACHINES[0], WEAK)
@@ -163,7 +163,7 @@ def test_the_page_has_the_tables_that_the_code_computes():
     assert scaling.filled(page) == page, "run `python benchmarks/scaling.py --markdown`"
 
 
-def test_the_command_prints_tables_as_json_and_names_what_it_cannot_read(capsys, monkeypatch):
+def test_the_scaling_command_prints_json_and_names_an_unknown_model(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["scaling.py", "--gpu", "A100-80GB", "--model", "1B", "--json"])
     assert scaling.main() == 0
     tables = json.loads(capsys.readouterr().out)

@@ -11,7 +11,7 @@ from comparison.workloads import Sizes, Workload
 TINY = Sizes(vocabulary=2048, width=64, inner=172, layers=2)
 
 
-def test_whoever_computes_something_else_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_competitor_with_different_losses_stops_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(Workload("equivalence", "", ("bare", "ours"), 2), "", {})
     monkeypatch.setattr(Measured, "differing", lambda self: {"ours": 0.25})
     with pytest.raises(LossesDiffer, match=r"ours by 2.5e-01.*nothing was timed"):

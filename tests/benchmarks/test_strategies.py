@@ -17,7 +17,7 @@ def measured(strategy: str, **seconds: list[float]) -> Measured:
     return Measured(strategy, {name: StepCosts(each, losses=[1.0]) for name, each in seconds.items()})
 
 
-def test_a_step_costs_what_both_ranks_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_step_is_the_sum_over_both_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     benchmarks = str(Path(__file__).parents[2] / "benchmarks")
     monkeypatch.setattr(controller, "environment", lambda: {**os.environ, "PYTHONPATH": benchmarks})
     monkeypatch.setattr(controller, "command", lambda name: [sys.executable, str(FAKE), "1", name])
@@ -53,7 +53,7 @@ def test_every_rank_takes_half_of_the_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "name"), [("fsdp2", "ACCELERATE_USE_FSDP"), ("zero3", "ACCELERATE_USE_DEEPSPEED"), ("ddp", None)]
 )
-def test_a_rank_is_told_what_the_launcher_would_tell_it(strategy: str, name: str | None) -> None:
+def test_a_rank_gets_the_environment_variables_of_the_launcher(strategy: str, name: str | None) -> None:
     told = launch_variables(ROOT / "accelerate_configs" / f"{strategy}.yaml", world="2")
     assert {each for each in told if each.startswith("ACCELERATE_USE_")} == ({name} if name else set())
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & told.keys()

@@ -95,7 +95,7 @@ def continued(folder, straight):
 
 
 @pytest.mark.parametrize(("strategy", "variant"), SAVED)
-def test_the_same_strategy_continues_to_the_very_same_bits(straight, continued, strategy, variant):
+def test_resuming_under_the_same_strategy_is_bitwise_identical(straight, continued, strategy, variant):
     before, after = straight[f"{strategy}-{variant}"], continued[f"{strategy}-{variant}-again"]
     assert ENGINES.get(strategy, "DeepSpeedEngine") in after["engine"]
     assert list(after["losses"]) == ["3", "4"]

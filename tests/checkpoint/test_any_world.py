@@ -67,7 +67,9 @@ def test_every_place_is_source_and_target():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_training_goes_on_as_if_nothing_had_changed(folder, straight, continued, source, target, variant):
+def test_training_resumed_under_another_world_size_has_the_same_losses_and_weights(
+    folder, straight, continued, source, target, variant
+):
     before, after = straight[f"{source}-{variant}"], continued[f"{source}-{variant}-to-{target}"]
     losses = [after["losses"][step] for step in ("3", "4")]
     assert losses == pytest.approx([before["losses"][step] for step in ("3", "4")], rel=1e-5)

@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_set_aside(folder, reaso
     assert names(folder) == [".bad-step-000003", "step-000001", "step-000002"]
 
 
-def test_with_only_bad_checkpoints_a_run_never_starts_anew_in_silence(folder):
+def test_a_run_with_only_bad_checkpoints_fails_instead_of_starting_over(folder):
     Run(folder).train(range(1))
     truncate(folder / "step-000001")
     for _ in range(2):  # also the second time, when a scheduler has started it again
@@ -124,7 +124,7 @@ def test_an_empty_run_folder_means_a_fresh_start(folder):
     assert Run(folder).checkpointer.find() is None
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next_and_never_loaded(folder):
+def test_the_staging_folder_of_a_killed_save_is_never_loaded_and_removed_by_the_next_save(folder):
     (folder / ".staging-step-000007" / "model").mkdir(parents=True)
     assert Run(folder).checkpointer.find() is None
     Run(folder).train(range(1))
@@ -156,7 +156,7 @@ def test_never_refuses_a_folder_with_checkpoints(folder):
         Run(folder, resume="never").checkpointer.find()
 
 
-def test_a_path_continues_from_there_and_puts_what_came_later_aside(folder):
+def test_resuming_from_a_path_sets_later_checkpoints_aside(folder):
     Run(folder, keep_last=3).train(range(3))
     run = Run(folder, resume=str(folder / "step-000002"))
     assert run.resume()["step"] == 2
@@ -176,7 +176,7 @@ def test_a_path_of_another_run_is_refused_where_this_one_has_checkpoints(folder,
     ("path", "message"),
     [("checkpoints", "write one of them: step-000001"), ("nowhere", "no such folder")],
 )
-def test_a_path_that_is_no_checkpoint_is_an_error_that_says_so(folder, tmp_path, path, message):
+def test_a_resume_path_that_is_not_a_checkpoint_is_an_error(folder, tmp_path, path, message):
     Run(folder).train(range(1))
     with pytest.raises(CheckpointError, match=message):
         Run(folder, resume=str(tmp_path / path)).checkpointer.find()
@@ -300,7 +300,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("what", FORGED)
-def test_what_has_its_digest_and_makes_no_sense_is_set_aside_as_well(folder, what):
+def test_a_checkpoint_with_valid_digests_and_invalid_content_is_set_aside(folder, what):
     Run(folder, keep_last=3).train(range(3))
     forge(folder / "step-000003", *FORGED[what])
     run = Run(folder)
@@ -309,7 +309,7 @@ def test_what_has_its_digest_and_makes_no_sense_is_set_aside_as_well(folder, wha
     assert "skipped step-000003" in run.said[0]
 
 
-def test_a_progress_of_another_version_is_no_damage(folder):
+def test_a_progress_file_of_another_version_is_not_treated_as_damage(folder):
     Run(folder, keep_last=3).train(range(2))
     forge(folder / "step-000002", "progress.json", lambda value: value | {"version": 99})
     with pytest.raises(CheckpointError, match=r"version 99.*Nothing was changed. Install finetune"):
@@ -345,7 +345,7 @@ def test_a_checkpoint_may_be_a_link_and_only_the_link_is_ever_renamed_or_deleted
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("nowhere"), lambda path: path.write_text("")])
-def test_what_stands_where_a_checkpoint_is_to_be_written_is_set_aside(folder, make):
+def test_a_file_or_folder_at_the_path_of_a_new_checkpoint_is_set_aside(folder, make):
     Run(folder).train(range(1))
     make(folder / "step-000002")
     Run(folder).train([1])

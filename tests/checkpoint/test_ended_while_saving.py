@@ -30,7 +30,7 @@ def test_a_process_ends_at_once_although_its_disk_has_stopped_answering(folder):
 
 
 @pytest.mark.parametrize("point", ["save.write", "save.rename"])
-def test_a_process_that_is_killed_in_the_middle_of_it_leaves_the_one_before(folder, point):
+def test_a_process_killed_during_a_save_leaves_the_previous_checkpoint_intact(folder, point):
     ended = end_with(folder, "--waits", fault=f"{point} step=3 do=kill")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert names(folder) == [".staging-step-000003", "step-000001", "step-000002"]

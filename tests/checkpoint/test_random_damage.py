@@ -152,7 +152,7 @@ def test_a_damaged_file_is_never_used_never_a_traceback_and_never_waited_for(goo
 
 
 @pytest.mark.full
-def test_what_a_stranger_wrote_with_the_right_digests_is_used_as_it_should_be_or_not_at_all(good, tmp_path):
+def test_a_tampered_checkpoint_with_valid_digests_is_loaded_correctly_or_rejected(good, tmp_path):
     folder, _ = good
     outcomes = Counter()
     for number in range(NUM_CASES):

@@ -30,14 +30,14 @@ def on_all(told, scene):
     return first
 
 
-def test_every_bit_arrives_whoever_holds_it_and_however_it_is_written(told):
+def test_every_element_is_saved_bitwise_for_any_sharding_and_any_write_mode(told):
     results = on_all(told, "every_bit_arrives")
     assert list(results) == ["False-True", "False-False", "True-True", "True-False"]
     assert [found[:2] for found in results.values()] == [[15, 15]] * 4
     assert len({digest for _, _, digest in results.values()}) == 1
 
 
-def test_training_speaks_on_while_one_rank_is_slow_to_write(told):
+def test_collectives_of_training_continue_while_one_rank_writes_slowly(told):
     assert on_all(told, "while_training_speaks") == [True, True, True, True]
 
 

@@ -37,7 +37,7 @@ def test_every_command_explains_itself(typed, command):
     assert "Usage:" in said
 
 
-def test_the_version_is_told(typed):
+def test_the_version_option_prints_the_version(typed):
     assert typed("--version") == (0, f"{__version__}\n", "")
 
 
@@ -88,7 +88,7 @@ def test_training_takes_an_accelerate_file_that_exists(typed, job, calls):
     assert named == {"accelerate_file": file}
 
 
-def test_a_check_of_the_model_tries_it(typed, job, monkeypatch):
+def test_check_with_the_model_option_builds_the_model(typed, job, monkeypatch):
     tried = []
     names = ("require_buildable", "require_adaptable", "require_routers", "require_positions")
     monkeypatch.setattr(check, "model", SimpleNamespace(**dict.fromkeys(names, tried.append)))
@@ -108,7 +108,7 @@ def test_nothing_is_trained_with_a_bad_job(typed, job, monkeypatch):
     assert typed("--config", job, "--set", "train.steps=none")[0] == 2
 
 
-def test_the_checksums_are_begun_before_what_trains_is_imported(job, monkeypatch):
+def test_checksums_are_started_before_training_modules_are_imported(job, monkeypatch):
     trained = []
     monkeypatch.setattr(start, "prefetch_checksums", lambda loaded: f"checksums of {loaded.path.name}")
     monkeypatch.setattr(start, "train", SimpleNamespace(train_from_config=lambda *given: trained.append(given) or 3))
@@ -118,7 +118,7 @@ def test_the_checksums_are_begun_before_what_trains_is_imported(job, monkeypatch
 
 
 @pytest.mark.parametrize(("agree", "code"), [(True, 0), (False, 1)])
-def test_parity_asks_for_the_strategies_and_exits_1_when_they_differ(typed, job, calls, agree, code):
+def test_verify_parity_runs_the_given_strategies_and_exits_1_when_they_differ(typed, job, calls, agree, code):
     calls.answer = agree
     words = ("verify", "parity", "--config", job, "--strategies", "ddp, zero3", "--steps", 5, "--set", "run.seed=1")
     words += ("--accumulations", "1,4", "--configs-folder", "elsewhere")
@@ -173,7 +173,7 @@ def test_chat_is_given_the_folder(typed, calls):
     assert calls.made == [("finetune.commands.chat:chat", (Path("runs/first/final"),), settings)]
 
 
-def test_what_comes_after_training_is_given_what_was_typed(typed, calls):
+def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, calls):
     typed("export", "runs/first", "--merge", "--step", "4", "--dtype", "bfloat16", "--push-to-hub", "me/model")
     typed("evaluate", "runs/first", "--set", "data.validation.path=a.jsonl", "--json", "m.json")
     typed("evaluate", "runs/first", "--lm-eval", "hellaswag")
@@ -217,7 +217,7 @@ def test_reference_and_schema_are_printed(typed):
 
 
 @pytest.mark.parametrize("words", [("check",), ("nonsense",), ("train",), ("check", "x", "--processes", "0")])
-def test_words_that_are_no_command_are_exit_code_2(typed, words):
+def test_an_unknown_command_exits_with_code_2(typed, words):
     code, _, complaint = typed(*words)
     assert code == 2
     assert "Error: " in complaint

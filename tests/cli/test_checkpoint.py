@@ -49,7 +49,7 @@ def test_every_command_explains_itself(typed, command):
         ),
     ],
 )
-def test_words_become_one_call(typed, calls, words, place, named):
+def test_each_checkpoint_command_becomes_one_call(typed, calls, words, place, named):
     assert typed("checkpoint", words[0], RUN, *words[1:])[0] == 0
     assert calls.made == [(f"finetune.{place}", (RUN,), named)]
 
@@ -77,7 +77,7 @@ def test_verify_exits_1_when_one_is_bad(typed, calls, are_good, code):
         (("ls",), "RUN"),
     ],
 )
-def test_wrong_words_are_exit_code_2_and_call_nothing(typed, calls, words, complaint):
+def test_invalid_checkpoint_commands_exit_with_code_2_and_call_nothing(typed, calls, words, complaint):
     code, _, said = typed("checkpoint", *words)
     assert code == 2
     assert complaint in said

@@ -58,7 +58,7 @@ def test_a_machine_to_fix_is_an_exit_code(typed, calls):
 
 
 @pytest.mark.parametrize("words", [("--data", "--json"), ("--data", "--facts", "f.json"), ("--facts", "f.json")])
-def test_a_loader_and_recorded_facts_are_asked_for_apart(typed, calls, job, words):
+def test_doctor_rejects_a_loader_measurement_combined_with_recorded_facts(typed, calls, job, words):
     code, _, complaint = typed("doctor", *words, "--config", job)
     assert (code, calls.made) == (2, [])
     assert "Leave" in complaint

@@ -26,7 +26,7 @@ def test_a_command_ends_with_its_own_code(code, exit_code):
     assert ended(code=code) == exit_code
 
 
-def test_what_the_user_can_mend_is_exit_code_2_and_one_message(capsys):
+def test_a_user_error_exits_with_code_2_and_one_message(capsys):
     assert ended(CheckpointError("no checkpoint in runs/first")) == 2
     assert capsys.readouterr().err == "error: no checkpoint in runs/first\n"
 
@@ -86,7 +86,7 @@ def test_under_a_launcher_the_message_says_to_ignore_the_launchers_traceback(mon
         "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0",
     ],
 )
-def test_a_full_disk_is_one_message_whatever_a_library_makes_of_it(text, capsys):
+def test_a_full_disk_is_one_message_for_every_library_error_text(text, capsys):
     with pytest.raises(SystemExit) as ended, guarded_command_line():
         raise RuntimeError(text)
     assert ended.value.code == 2

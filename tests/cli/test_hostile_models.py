@@ -91,7 +91,7 @@ def forget(place):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_command_runs_what_a_folder_brings(place, good, name):
+def test_no_command_runs_code_from_a_model_folder(place, good, name):
     bad = write_bad(place / "folder", good=good, change=HOSTILE[name])
     codes = {}
     for command, words in COMMANDS.items():
@@ -105,7 +105,7 @@ def test_no_command_runs_what_a_folder_brings(place, good, name):
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_folder_is_told_by_its_file(place, good, name):
+def test_a_damaged_model_folder_is_reported_with_the_file(place, good, name):
     change, named = DAMAGED[name]
     bad = write_bad(place / "folder", good=good, change=change)
     code, said = ends(COMMANDS["chat"](place, good, bad))

@@ -209,18 +209,18 @@ def written(run: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("mistake", CONFIG, ids=lambda mistake: mistake.name)
-def test_a_mistake_in_the_config_is_told(tmp_path, mistake):
+def test_a_mistake_in_the_config_is_reported(tmp_path, mistake):
     assert_told(ended(tmp_path, mistake), tmp_path, mistake)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES") is not None, reason="written for a machine without a GPU")
 @pytest.mark.parametrize("mistake", DATA + LAUNCH, ids=lambda mistake: mistake.name)
-def test_a_mistake_in_data_or_launch_is_told(tmp_path, mistake):
+def test_a_mistake_in_data_or_launch_is_reported(tmp_path, mistake):
     assert_told(ended(tmp_path, mistake), tmp_path, mistake)
 
 
-def test_all_problems_of_a_config_are_told_at_once(tmp_path):
+def test_all_problems_of_a_config_are_reported_at_once(tmp_path):
     mistake = Mistake(
         "three at once",
         job(("max_length: 64", "max_lenght: 64"), ("1e-3", "fast"), ("name: sft", "name: stf")),

@@ -42,7 +42,7 @@ def test_a_fault_of_ours_ends_with_its_traceback_and_exit_code_1(typed, job, mon
 
 
 @pytest.mark.parametrize("error", [SystemExit("\x1b[2J token='c0ffee'"), BaseException("\x1b[2J token='c0ffee'")])
-def test_whatever_ends_the_process_is_told_readable(typed, job, monkeypatch, error):
+def test_any_error_that_ends_the_process_is_printed_escaped_and_redacted(typed, job, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -52,7 +52,7 @@ def test_whatever_ends_the_process_is_told_readable(typed, job, monkeypatch, err
     assert told.endswith("\\x1b[2J token='[redacted]'\n")
 
 
-def test_the_words_that_were_typed_are_known_without_their_secrets(typed, job):
+def test_recorded_command_line_arguments_have_their_secrets_redacted(typed, job):
     typed("check", job, "--set", "report.api_key=c0ffee", "--set", "data.train.path=https://h/x?sig=c0ffee")
     assert sys.argv[1:] == [
         *("check", str(job), "--set", "report.api_key=[redacted]"),

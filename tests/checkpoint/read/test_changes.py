@@ -30,17 +30,17 @@ def refusal(here, allowed=()):
     return str(caught.value)
 
 
-def test_the_same_run_has_nothing_to_tell():
+def test_an_unchanged_run_reports_no_changes():
     assert tell(facts()) == []
 
 
-def test_a_setting_may_change_and_is_told():
+def test_a_changed_setting_that_may_change_is_logged():
     assert tell(facts(settings={"report.log_every_steps": "5"})) == [
         "changed since the checkpoint: report.log_every_steps 10 -> 5"
     ]
 
 
-def test_a_change_of_the_maths_is_refused_with_what_to_write_to_allow_it():
+def test_a_change_of_the_math_is_rejected_with_the_setting_that_allows_it():
     assert refusal(facts(**{"train.learning_rate": 0.02})).splitlines() == [
         f"{PATH} was written by a run with other training settings",
         "  train.learning_rate: 0.01 in the checkpoint, 0.02 in this run",
@@ -50,20 +50,20 @@ def test_a_change_of_the_maths_is_refused_with_what_to_write_to_allow_it():
     ]
 
 
-def test_what_is_to_be_written_keeps_what_is_written_already():
+def test_the_suggested_allow_changes_keeps_keys_that_are_already_allowed():
     said = refusal(facts(**{"train.learning_rate": 0.02, "train.steps": 9}), allowed=["train.steps"])
     assert "train.steps: " not in said
     assert said.endswith("checkpoint.allow_changes: [train.steps, train.learning_rate]")
 
 
-def test_an_allowed_change_is_told_and_so_is_one_that_was_none():
+def test_allowed_changes_are_logged_and_allowed_keys_without_a_change_are_reported():
     assert tell(facts(**{"train.learning_rate": 0.02}), allowed=["train.learning_rate", "train.steps"]) == [
         "changed since the checkpoint, allowed by checkpoint.allow_changes: train.learning_rate 0.01 -> 0.02",
         "checkpoint.allow_changes: has no effect, unchanged since the checkpoint: train.steps",
     ]
 
 
-def test_other_rows_are_refused_whatever_is_allowed_with_the_setting_that_explains_them():
+def test_changed_training_rows_are_rejected_even_if_allowed_and_the_responsible_setting_is_named():
     said = refusal(facts(settings={"data.max_length": "128"}, **{"training data": "xyz"}), allowed=["training data"])
     assert "  training data: abc in the checkpoint, xyz in this run\n" in said
     assert "    data.max_length: 64 in the checkpoint, 128 in this run\n" in said
@@ -78,7 +78,7 @@ def test_a_section_that_came_is_one_line():
     assert "model.lora.rank" not in said
 
 
-def test_a_checkpointer_refuses_before_it_loads_and_says_what_it_let_through(folder):
+def test_the_checkpointer_rejects_changes_before_loading_and_logs_allowed_ones(folder):
     Run(folder, identity={"train.steps": "8"}).train(range(1))
     with pytest.raises(CheckpointError, match=r"allow_changes: \[train.steps\]"):
         Run(folder, identity={"train.steps": "9"}).resume()
@@ -91,7 +91,7 @@ def test_the_examples_in_the_docstrings_hold():
     assert doctest.testmod(changes).attempted > 0
 
 
-def test_an_address_that_an_older_version_remembered_with_its_signature_is_no_change():
+def test_a_url_recorded_with_its_signature_by_an_older_version_is_not_a_change():
     signed = facts(settings={"data.train.path": '"https://h/x.jsonl?sig=c0ffee"'})
     here = facts(settings={"data.train.path": '"https://h/x.jsonl"'})
     assert check_changes(PATH, signed, wanted=here, allowed=()) == []

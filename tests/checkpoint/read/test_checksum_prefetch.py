@@ -15,14 +15,14 @@ def written(path, content=b"a" * 3_000_000):
     return path
 
 
-def test_a_digest_is_that_of_sha256sum_whoever_makes_it(tmp_path):
+def test_a_digest_equals_sha256sum_with_and_without_prefetching(tmp_path):
     path = written(tmp_path / "file")
     expected = FileChecksum(3_000_000, hashlib.sha256(path.read_bytes()).hexdigest())
     assert file_checksum(path) == expected
     assert ChecksumPrefetch([path]).checksum(path) == ChecksumPrefetch().checksum(path) == expected
 
 
-def test_what_was_digested_ahead_is_not_read_again(tmp_path, monkeypatch):
+def test_prefetched_checksums_are_not_computed_again(tmp_path, monkeypatch):
     paths = [written(tmp_path / str(number)) for number in range(5)]
     prefetch = ChecksumPrefetch(paths, num_threads=3)
     for future in prefetch._futures.values():
@@ -47,19 +47,19 @@ def test_a_digest_is_handed_out_once(tmp_path):
     assert prefetch.checksum(path) == file_checksum(path)
 
 
-def test_a_file_that_is_gone_is_met_by_whoever_asks(tmp_path):
+def test_a_missing_file_raises_when_its_checksum_is_requested(tmp_path):
     with pytest.raises(FileNotFoundError):
         ChecksumPrefetch([tmp_path / "gone"]).checksum(tmp_path / "gone")
 
 
-def test_the_newest_checkpoint_is_digested_ahead(folder):
+def test_checksums_of_the_newest_checkpoint_are_prefetched(folder):
     Run(folder).train(range(2))
     futures = start_checksum_prefetch(folder, resume="auto")._futures
     assert {path.parent.name for path in futures} >= {"model", "optimizer"}
     assert all("step-000002" in path.parts for path in futures)
 
 
-def test_nothing_is_digested_where_nothing_is_continued(folder):
+def test_no_checksum_is_prefetched_when_the_run_does_not_resume(folder):
     assert not start_checksum_prefetch(folder, resume="auto")._futures
     Run(folder).train(range(1))
     assert not start_checksum_prefetch(folder, resume="never")._futures
@@ -69,7 +69,7 @@ def test_nothing_is_digested_where_nothing_is_continued(folder):
 
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"amsgrad": True}, {"capturable": False, "foreach": True}])
 @pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.Adam])
-def test_empty_state_is_laid_out_as_the_optimizer_lays_it_out(rule, settings):
+def test_empty_state_has_the_layout_of_the_optimizer(rule, settings):
     laid_out = []
     for make in (create_state_by_step, create_empty_state):
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, dtype=torch.bfloat16))
@@ -95,7 +95,7 @@ def test_an_optimizer_with_hooks_makes_its_state_itself():
     assert "average" in optimizer.state[parameter]
 
 
-def test_what_was_read_ahead_becomes_the_optimizers_state_itself(folder):
+def test_prefetched_tensors_become_the_optimizer_state_without_a_copy(folder):
     straight = Run(folder, width=300).train(range(2)).train(range(2, 4), save=False)
     resumed = Run(folder, width=300)
     resumed.checkpointer._checksums = prefetch = start_checksum_prefetch(folder, resume="auto")

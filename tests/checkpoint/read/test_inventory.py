@@ -32,7 +32,7 @@ def test_a_flipped_byte_is_in_one_of_them(weights, from_the_end, name):
     assert damaged_tensors(path, entries) == [name]
 
 
-def test_what_a_truncated_file_still_has_is_undamaged(weights):
+def test_tensors_before_the_truncation_of_a_file_are_undamaged(weights):
     path, entries = weights
     path.write_bytes(path.read_bytes()[:-5])
     assert damaged_tensors(path, entries) == ["second"]
@@ -51,6 +51,6 @@ def test_a_missing_file_has_nothing_left(weights):
     assert damaged_tensors(path, entries) == ["first", "second"]
 
 
-def test_without_digests_nothing_can_be_called_undamaged(weights):
+def test_every_tensor_without_a_digest_counts_as_damaged(weights):
     path, entries = weights
     assert damaged_tensors(path, {name: {} for name in entries}) == ["first", "second"]

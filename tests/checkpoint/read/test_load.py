@@ -22,7 +22,7 @@ def rewritten(checkpoint, name, change):
     write_manifest(checkpoint, replace(manifest, files={**manifest.files, name: file_checksum(checkpoint / name)}))
 
 
-def test_every_tensor_is_there_as_it_was_trained(folder):
+def test_a_loaded_checkpoint_holds_every_tensor_as_trained(folder):
     run = Run(folder).train(range(2))
     opened = open_checkpoint(folder / "step-000002")
     state = run.model.state_dict()

@@ -54,7 +54,7 @@ def test_each_parameter_has_its_own_shape_and_its_part_of_the_state(flat, optimi
     assert state.read_scalars() == {"a": {"step": 1.0}, "b": {"step": 1.0}}
 
 
-def test_a_rank_without_elements_of_a_parameter_does_not_say_how_often_it_was_updated():
+def test_a_rank_without_elements_of_a_parameter_writes_no_step_count_for_it():
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (2, 0)]
     optimizer = torch.optim.AdamW(parameters)
 
@@ -78,7 +78,7 @@ def test_a_rank_without_elements_of_a_parameter_does_not_say_how_often_it_was_up
     assert state.read_scalars() == {"a": {"step": 3.0}}
 
 
-def test_a_parameter_that_was_never_updated_has_zeros_beside_one_that_was(optimizer, flat, state):
+def test_a_parameter_that_was_never_updated_has_zero_moments_in_a_shared_flat_tensor(optimizer, flat, state):
     flat.grad = torch.ones(6)
     optimizer.step()
     state.discard_state({"b"})

@@ -51,7 +51,7 @@ def saver(folder, access, *, is_background):
 
 
 @EVERY_DEVICE
-def test_what_is_saved_in_the_background_is_what_is_saved_in_the_foreground(device, state, tmp_path):
+def test_a_background_save_equals_a_foreground_save(device, state, tmp_path):
     access, _ = state(device, SHAPES["cpu"])
     progress = Progress(step=1).state_dict()
     digests = []

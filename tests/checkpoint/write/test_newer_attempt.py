@@ -35,7 +35,7 @@ def test_a_replaced_process_writes_and_deletes_nothing(attempt_1, folder, tmp_pa
         prune(folder, section=CheckpointSection(keep_last=2), newest=2)
 
 
-def test_one_that_was_suspended_between_the_manifest_and_the_rename_does_not_rename(
+def test_a_save_suspended_before_its_rename_does_not_rename_after_a_newer_attempt_started(
     attempt_1, folder, tmp_path, monkeypatch
 ):
     def pass_by(point, **_):

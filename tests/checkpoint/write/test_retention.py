@@ -37,7 +37,7 @@ def test_the_newest_valid_one_is_never_removable():
         (None, {"metric": "accuracy"}, [100, 200, 300, 400, 500, 600]),  # nobody has measured it
     ],
 )
-def test_milestones_and_the_best_stay_beside_the_newest(every, best, removable):
+def test_retention_keeps_milestones_and_the_best_in_addition_to_the_newest(every, best, removable):
     steps = [*LOSSES, 700, 800]  # the last two were not evaluated
     found = removable_steps(
         steps,

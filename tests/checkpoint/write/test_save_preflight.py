@@ -16,7 +16,7 @@ from tests.checkpoint.small_run import Run
 GB = 10**9
 
 
-def test_a_rehearsal_leaves_nothing_behind_and_training_untouched(folder):
+def test_a_save_preflight_leaves_no_files_and_does_not_change_training(folder):
     run, untouched = Run(folder), Run(folder)
     run.checkpointer.rehearse(num_saves=5)
     assert list(folder.iterdir()) == []
@@ -25,7 +25,7 @@ def test_a_rehearsal_leaves_nothing_behind_and_training_untouched(folder):
         assert torch.equal(run.everything()[name], value), name
 
 
-def test_it_can_be_left_out(folder):
+def test_the_save_preflight_can_be_disabled(folder):
     Run(folder, rehearse=False).checkpointer.rehearse(num_saves=5)
     assert not folder.exists()
 
@@ -74,7 +74,7 @@ def test_the_state_that_the_optimizer_will_make_is_counted_in(folder):
         torch.optim.RAdam,
     ],
 )
-def test_what_an_optimizer_will_keep_is_known_before_it_does(optimizer):
+def test_optimizer_state_is_predicted_before_the_first_step(optimizer):
     weight = torch.nn.Parameter(torch.ones(3, 2))
     made = optimizer([weight])
     expected = expected_state_keys(made)

@@ -19,7 +19,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_written_behind_or_at_once_a_checkpoint_is_the_same_to_the_byte(tmp_path):
+def test_background_and_synchronous_saves_are_byte_identical(tmp_path):
     manifests = []
     for asynchronous in (True, False):
         folder = tmp_path / str(asynchronous)
@@ -30,7 +30,7 @@ def test_written_behind_or_at_once_a_checkpoint_is_the_same_to_the_byte(tmp_path
     assert manifests[0].state_sha256 == manifests[1].state_sha256 != ""
 
 
-def test_training_goes_on_while_the_checkpoint_holds_what_was_there_when_it_was_taken(folder):
+def test_a_background_checkpoint_holds_the_state_at_its_step_while_training_continues(folder):
     straight = Run(folder.with_name("straight")).train(range(2))
     may_write = threading.Event()
     with patch(
@@ -75,7 +75,7 @@ def test_memory_for_the_copy_is_taken_once(folder):
 
 
 @BOTH_WAYS
-def test_a_write_that_fails_is_tried_again_and_told(folder, fail, asynchronous):
+def test_a_failed_write_is_logged_and_retried(folder, fail, asynchronous):
     fail(FULL)
     run = Run(folder, asynchronous=asynchronous).train(range(2))
     assert len(run.said) == 1
@@ -86,7 +86,7 @@ def test_a_write_that_fails_is_tried_again_and_told(folder, fail, asynchronous):
 
 
 @BOTH_WAYS
-def test_after_three_tries_it_is_an_error_that_leaves_the_old_ones_and_nothing_else(folder, fail, asynchronous):
+def test_a_save_that_fails_three_times_is_an_error_and_leaves_only_the_old_checkpoints(folder, fail, asynchronous):
     fail(FULL, FULL, FULL)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times: .*No space.*Free disk space"):
         Run(folder, asynchronous=asynchronous).train(range(2))
@@ -94,20 +94,20 @@ def test_after_three_tries_it_is_an_error_that_leaves_the_old_ones_and_nothing_e
 
 
 @pytest.mark.parametrize("point", ["save.manifest", "save.rename", "save.done", "prune.rename", "prune.delete"])
-def test_whatever_moment_fails_the_next_try_ends_well(folder, fail, point):
+def test_a_save_that_fails_at_any_point_succeeds_on_the_retry(folder, fail, point):
     fail(f"{point} do=raise")
     run = Run(folder).train(range(4))
     assert "RuntimeError: injected fault at " in run.said[0]
     assert names(folder) == ["step-000003", "step-000004"]
 
 
-def test_what_a_killed_pruning_left_is_cleared_away_later(folder):
+def test_folders_left_by_a_killed_pruning_are_removed_by_a_later_save(folder):
     (folder / ".deleted-step-000001" / "model").mkdir(parents=True)
     Run(folder).train(range(1))
     assert names(folder) == ["step-000001"]
 
 
-def test_what_cannot_be_deleted_is_told_and_the_checkpoint_is_good(folder):
+def test_a_checkpoint_that_cannot_be_deleted_is_logged_and_the_new_one_is_valid(folder):
     run = Run(folder)
     with patch("finetune.checkpoint.write.retention.shutil.rmtree", side_effect=PermissionError("not yours")):
         run.train(range(3))
@@ -129,7 +129,7 @@ def test_a_state_that_is_not_finite_is_not_saved(folder, asynchronous, key):
     assert names(folder) == ["step-000001", "step-000002"]
 
 
-def test_the_best_and_the_milestones_are_kept_beside_the_newest(folder):
+def test_the_saver_keeps_the_best_and_the_milestones_in_addition_to_the_newest(folder):
     run = Run(folder, keep_every_steps=3, keep_best={"metric": "loss"})
     for step, loss in enumerate([0.5, 0.1, 0.4, 0.3, 0.2, 0.6, 0.7, 0.8], start=1):
         run.checkpointer.save(

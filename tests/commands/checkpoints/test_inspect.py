@@ -61,7 +61,7 @@ def test_step_and_state_are_read_at_any_width(run, write, capsys, monkeypatch, w
     assert any(" 4 " in line and "good" in line for line in table)
 
 
-def test_the_quick_look_finds_what_is_missing_or_short(write, listed):
+def test_the_quick_check_finds_missing_and_truncated_files(write, listed):
     (write(4) / "scalars.json").unlink()
     (write(8) / "manifest.json").unlink()
     with (write(12) / "model" / "00000.safetensors").open("r+b") as file:
@@ -86,7 +86,7 @@ def test_a_folder_under_another_steps_name_is_bad(run, write, listed):
     assert listed()["checkpoints"][0]["problems"] == ["the folder is named step 6, but its manifest says step 4"]
 
 
-def test_the_quick_look_reads_what_is_no_tensor(write, listed, capsys):
+def test_the_quick_check_reads_every_file_except_tensors(write, listed, capsys):
     progress = write(4) / "progress.json"
     content = bytearray(progress.read_bytes())
     content[10] ^= 1
@@ -110,7 +110,7 @@ def test_a_folder_that_is_nearly_called_a_checkpoint_is_named_as_none(run, write
     assert [each["step"] for each in listed()["checkpoints"]] == [4]
 
 
-def test_what_lies_beside_is_named_with_what_it_is(run, write, listed, capsys):
+def test_hidden_folders_next_to_checkpoints_are_listed_with_their_meaning(run, write, listed, capsys):
     write(4)
     write(8).rename(run / "checkpoints" / ".bad-step-000008")
     (run / "checkpoints" / ".staging-step-000012").mkdir()
@@ -129,7 +129,7 @@ def test_a_run_without_checkpoints_is_an_empty_list(run, listed, capsys):
     assert "has no checkpoints" in capsys.readouterr().out
 
 
-def test_show_tells_digests_origin_and_tensors_by_kind(run, write, capsys):
+def test_show_prints_digests_origin_and_tensors_by_type(run, write, capsys):
     write(4)
     write(8)
     show_checkpoint(run, step=None, as_json=True)
@@ -167,7 +167,7 @@ def test_verify_names_the_file_and_the_tensors_in_it(run, write, capsys):
     assert verify_checkpoints(run, step=8)
 
 
-def test_a_stranger_without_checkpoints_is_told_what_to_name(tmp_path):
+def test_listing_a_folder_without_checkpoints_names_the_expected_folder(tmp_path):
     with pytest.raises(UserError, match="not a run with checkpoints"):
         list_checkpoints(tmp_path, verifies=False, as_json=False)
     with pytest.raises(UserError, match="no such folder"):
@@ -183,5 +183,5 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(run, write):
         show_checkpoint(run / "checkpoints" / "step-000004", step=8, as_json=True)
 
 
-def test_ages_are_told_in_the_unit_that_fits():
+def test_ages_are_printed_in_the_largest_fitting_unit():
     assert [age_text(seconds) for seconds in (-3, 59, 60, 3600, 172_800)] == ["0 s", "59 s", "1 min", "1 h", "2 days"]

@@ -34,7 +34,7 @@ def five(run, write):
     return run
 
 
-def test_nothing_is_deleted_unless_told(five, capsys):
+def test_prune_deletes_nothing_unless_requested(five, capsys):
     assert pruned(five, keep_last=2, does_delete=False) == [2, 4, 6, 8, 10]
     assert "3 would be deleted, " in capsys.readouterr().out
 
@@ -57,7 +57,7 @@ def test_a_best_one_that_does_not_verify_gives_its_place_to_the_next(five, capsy
     assert "kept: bad, left alone" in capsys.readouterr().out
 
 
-def test_what_was_left_half_deleted_goes_with_the_rest(five):
+def test_prune_removes_partially_deleted_checkpoints(five):
     (five / "checkpoints" / ".deleted-step-000001" / "model").mkdir(parents=True)
     pruned(five, keep_last=5, does_delete=False)
     assert [path.name for path in (five / "checkpoints").glob(".*")] == [".deleted-step-000001"]
@@ -65,7 +65,7 @@ def test_what_was_left_half_deleted_goes_with_the_rest(five):
     assert list((five / "checkpoints").glob(".*")) == []
 
 
-def test_what_is_not_given_is_as_the_run_says(five, capsys):
+def test_prune_options_default_to_the_settings_of_the_run(five, capsys):
     text = "checkpoint: {keep_last: 3}\nrun: {folder: /nowhere}\nmodel: {name: gpt2}\ntask: {name: sft}\n"
     text += "data: {train: {path: /gone.jsonl}, max_length: 8}\n"
     text += "train: {global_batch_size: 8, microbatch_size: 4, steps: 10, learning_rate: 0.1}\n"
@@ -74,7 +74,7 @@ def test_what_is_not_given_is_as_the_run_says(five, capsys):
     assert "the checkpoint section's defaults" not in capsys.readouterr().out
 
 
-def test_defaults_are_named_where_the_run_does_not_tell(five, capsys):
+def test_prune_names_its_defaults_when_the_run_has_no_settings(five, capsys):
     assert pruned(five) == [8, 10]
     assert "the checkpoint section's defaults" in capsys.readouterr().out
 
@@ -88,7 +88,7 @@ def test_the_newest_good_one_stays_though_newer_bad_ones_count_as_last(five, cap
     assert "kept: newest good" in said
 
 
-def test_without_a_good_one_nothing_goes(run, write):
+def test_prune_deletes_nothing_without_a_valid_checkpoint(run, write):
     damage(write(2))
     damage(write(4))
     with pytest.raises(CheckpointError, match="none is deleted"):
@@ -111,7 +111,7 @@ def test_a_folder_that_a_run_is_writing_is_left_alone(five):
 
 
 @pytest.mark.parametrize("written", ["", "loss:0", "loss:best", "loss:minimize:2:3", ":2"])
-def test_what_the_best_is_must_be_said_plainly(written):
+def test_an_invalid_keep_best_option_is_rejected(written):
     with pytest.raises(UserError, match="--keep-best"):
         parse_keep_best(written)
 

@@ -58,7 +58,7 @@ def test_only_differing_settings_are_listed(runs: list[Path]):
     assert [difference.key for difference in comparison.environment] == ["packages.torch"]
 
 
-def test_with_json_nothing_else_is_printed(runs: list[Path], capsys: pytest.CaptureFixture):
+def test_compare_with_json_prints_only_json(runs: list[Path], capsys: pytest.CaptureFixture):
     compare_runs(runs, json=True)
     printed = json.loads(capsys.readouterr().out)
     assert printed["agreement_with_first"]["four"]["verdict"] == "bitwise equal"

@@ -58,7 +58,7 @@ def test_a_problem_of_infiniband_is_reported_with_its_fix(changes, key, fix):
     assert finding.severity is SHOULD and fix in finding.fix
 
 
-def test_an_unreachable_hub_must_be_fixed_only_for_a_job_that_needs_it():
+def test_an_unreachable_hub_must_be_fixed_only_if_the_job_needs_it():
     host = host_of(H100, network={"hub": HubFacts("https://huggingface.co", problem="timed out")})
     names = (HubName("model.name", "Qwen/Qwen3-8B", True), HubName("data.train.name", "tatsu-lab/alpaca", False))
     assert findings_of(host, job=JobFacts("job.yaml", names=names[:1]))["hub"].severity is NOTE

@@ -49,7 +49,7 @@ def test_the_status_of_an_earlier_attempt_does_not(run, capsys):
     assert "the launcher ended with exit code 1" in capsys.readouterr().out
 
 
-def test_a_damaged_or_missing_status_is_none(run):
+def test_a_damaged_or_missing_status_is_ignored(run):
     for content in ("", "{", "[]", '{"time": "x"}', '{"time": 1500.0, "exit_code": "no"}'):
         (run / "status.json").write_text(content)
         assert decide(run, code=2) == 2
@@ -77,7 +77,7 @@ def test_another_host_waits_for_the_decision_of_the_first(run, capsys):
     assert decide(run, machine_rank=1) == AGAIN  # that was an earlier attempt's
 
 
-def test_a_damaged_record_is_none(run):
+def test_a_damaged_restart_record_is_ignored(run):
     for content in ("", "[1]", '{"time": 1, "decision": {"exit_code": "x"}}', "\0"):
         (run / RECORD).write_text(content)
         assert decide(run, restarts=0) == AGAIN

@@ -105,7 +105,7 @@ def test_a_secret_in_a_file_of_a_config_map_is_refused_with_its_line(launch, pro
 
 
 @pytest.mark.parametrize("scheduler", ADVICE)
-def test_who_insists_gets_a_private_file_and_nothing_printed(launch, scheduler, capsys):
+def test_allow_secrets_writes_a_private_file_and_prints_no_secret(launch, scheduler, capsys):
     text = launch(scheduler, env=(f"API_KEY={SECRET}",), destination=Destination(Path("out"), allow_secrets=True))
     assert SECRET in text and stat.S_IMODE(Path("out").stat().st_mode) == 0o600
     with pytest.raises(UserError, match="--output FILE"):
@@ -148,7 +148,7 @@ def test_invisible_characters_are_refused_in_options_and_folders(launch, project
             launch(scheduler)
 
 
-def test_what_is_printed_is_the_file_byte_for_byte(launch, words, capsysbinary):
+def test_the_printed_job_file_is_byte_identical_to_the_written_one(launch, words, capsysbinary):
     text = launch("slurm", env=("A=ümläut 日本語 🙂 e\u0301",))
     launch("slurm", env=("A=ümläut 日本語 🙂 e\u0301",), destination=Destination())
     assert capsysbinary.readouterr().out == text.encode()

@@ -76,7 +76,7 @@ def script_of(found: list[dict[str, Any]]) -> str:
     return as_kubernetes_expands(run["command"][2], variables)
 
 
-def test_the_checkers_notice_what_is_wrong(words):
+def test_the_validators_reject_invalid_kubernetes_objects(words):
     good = objects(words("ddp"))[-1]
     for place, name in ((good["spec"], "maxRestart"), (pod_of(good), "gracePeriod"), (good, "specs")):
         place[name] = 1
@@ -137,7 +137,7 @@ def test_ranks_meet_at_the_first_pod(words):
     assert 'MASTER_ADDR="$PET_MASTER_ADDR"' in script_of([train_job])
 
 
-def test_the_pod_finds_the_files_of_the_job_where_they_are_here(words, project):
+def test_the_pod_mounts_the_files_of_the_job_at_their_local_paths(words, project):
     files, job_set = objects(words("multi_node_zero3"))
     (container,) = pod_of(job_set)["containers"]
     mounts = {mount["mountPath"]: mount["subPath"] for mount in container["volumeMounts"] if "subPath" in mount}

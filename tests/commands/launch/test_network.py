@@ -61,7 +61,7 @@ def test_every_recorded_machine_gives_settings_of_known_names():
     assert len(names) >= 5
 
 
-def test_the_file_of_doctor_is_read_and_what_is_typed_comes_last(words, project):
+def test_options_override_the_facts_file_of_doctor(words, project):
     facts = Facts((made(IB, IB_DOWN),))
     (project / "facts.json").write_text(json.dumps({"facts": facts_as_json(facts), "findings": []}))
     request, _ = check_job(words("ddp", doctor=project / "facts.json", env=("NCCL_IB_HCA==mlx5_9",)))

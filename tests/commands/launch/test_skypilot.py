@@ -63,7 +63,7 @@ def parse(files: list[Path]) -> list[dict[str, Any]]:
 
 @pytest.mark.full
 @pytest.mark.skipif(PYTHON is None, reason="set FINETUNE_TEST_SKYPILOT_PYTHON to an interpreter with skypilot")
-def test_skypilots_own_parser_reads_what_was_written(words, tmp_path):
+def test_skypilots_parser_reads_the_written_file(words, tmp_path):
     variants: dict[Path, dict[str, Any]] = {}
     for number, strategy in enumerate(name for name in CONFIGS if fits(name, nodes=2, gpus_per_node=2)):
         file = tmp_path / f"{number}.yaml"

@@ -186,7 +186,7 @@ def test_a_folder_that_each_host_has_alone_is_refused(words, monkeypatch):
     assert script(words("ddp", nodes=1, override=("run.folder=/tmp/run",)))
 
 
-def test_it_is_printed_written_or_submitted(words, tmp_path, monkeypatch, capsys):
+def test_a_slurm_job_is_printed_written_or_submitted(words, tmp_path, monkeypatch, capsys):
     printed = launch_slurm(words("ddp"), SlurmArguments(), Destination())
     text = capsys.readouterr().out
     assert printed == 0 and text == script(words("ddp"))

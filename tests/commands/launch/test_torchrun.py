@@ -58,7 +58,7 @@ def test_numbers_of_hosts() -> None:
     assert read_limits("3") == Limits(3, 3) and read_limits("1:4") == Limits(1, 4)
 
 
-def test_an_accelerate_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_accelerate_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1, 2]")
     for name, words in (("none.yaml", "it cannot be read: No such file"), ("list.yaml", "it has no keys")):
         with pytest.raises(UserError, match=words):
