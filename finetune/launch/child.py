@@ -31,11 +31,18 @@ def train_command(
     num_processes: int = 1,
     port: int | None = None,
 ) -> list[str]:
-    """Return the command that trains the job on this machine: in one process, or by `accelerate launch` on a port."""
+    """Return the command that trains the job on this machine.
+
+    It is trained in this number of processes by `accelerate launch`, or, without an accelerate config, by torchrun if
+    there are several; `port` is that of their rendezvous.
+    """
     command = [sys.executable]
     if accelerate_config is not None:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(accelerate_config)]
         command += ["--num_processes", str(num_processes), "--main_process_port", str(port)]
+    elif num_processes > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"]
+        command += ["--master_addr=127.0.0.1", f"--master_port={port}"]
     command += ["-m", "finetune", "train", "--config", str(config)]
     for override in overrides:
         command += ["--set", override]

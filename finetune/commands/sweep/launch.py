@@ -13,6 +13,7 @@ from finetune.commands.sweep.runs import SweepRun
 from finetune.config.load import LoadedConfig, read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import UserError
+from finetune.launch.child import train_command
 from finetune.runtime.processes import free_port
 from finetune.runtime.resources import usable_cores
 
@@ -36,10 +37,13 @@ class LaunchPlan:
 
     def command(self, run: SweepRun, loaded: LoadedConfig) -> list[str]:
         """Return the command that trains the run, or resumes it; a port of its own is chosen now."""
-        words = ["-m", "finetune", "train", "--config", str(self.job)]
-        for override in (*run.overrides, *own_overrides(run, loaded)):
-            words += ["--set", override]
-        return [sys.executable, *self._launcher(), *words]
+        return train_command(
+            self.job,
+            overrides=[*run.overrides, *own_overrides(run, loaded)],
+            accelerate_config=self.accelerate_config,
+            num_processes=self.num_processes,
+            port=free_port(),
+        )
 
     def environment(self, slot: int) -> dict[str, str]:
         """Return what is added to the environment of a run in this slot: devices and threads."""
@@ -51,15 +55,6 @@ class LaunchPlan:
             own = [self.devices[(first + rank) % len(self.devices)] for rank in range(self.num_processes)]
             variables[VISIBLE_DEVICES] = ",".join(own)
         return variables
-
-    def _launcher(self) -> list[str]:
-        if self.accelerate_config is not None:
-            words = ["-m", "accelerate.commands.launch", "--config_file", str(self.accelerate_config)]
-            return [*words, "--num_processes", str(self.num_processes), "--main_process_port", str(free_port())]
-        if self.num_processes == 1:
-            return []
-        address = ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-        return ["-m", "torch.distributed.run", f"--nproc_per_node={self.num_processes}", *address]
 
 
 def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from finetune.commands.sweep.axes import short_keys, shown_value
-from finetune.commands.sweep.history import TRAIN_LOSS, RunHistory
 from finetune.commands.sweep.outcome import FAILED, FINISHED, PRUNED, Outcome
 from finetune.commands.sweep.runs import SweepRun
 from finetune.config.formatting import format_list
@@ -22,6 +22,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.registry.metrics import METRICS
 from finetune.report.console import format_duration
+from finetune.report.history import RunHistory, read_history
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import redacted_command, redacted_config
 
@@ -31,6 +32,11 @@ with lazily():  # it draws: only where there is something to draw
 PAGE = "sweep.html"
 _MIN_RUNS_ON_PAGE, MAX_RUNS_ON_PAGE = 2, 20
 """The page has the best runs: more curves cannot be distinguished."""
+
+TRAIN_LOSS = "train_loss"
+"""Without evaluations: the mean loss per target of the last steps."""
+
+_RECENT_STEPS = 20
 
 ABSENT = "-"
 
@@ -88,6 +94,39 @@ def _require_measured(name: str, config: RunConfig) -> None:
         raise UserError(f"--metric {name}: no evaluation measures it. They measure {format_list(measured)}.")
 
 
+def history_so_far(run_folder: Path) -> RunHistory:
+    """Return the history of the run; an empty one where it has no events that can be read."""
+    try:
+        return read_history(run_folder)
+    except OSError:
+        return RunHistory(keep_steps=True)
+
+
+def measurements(history: RunHistory, metric: str) -> list[tuple[int, float]]:
+    """Return the steps at which the metric was measured, with its values."""
+    if metric != TRAIN_LOSS:
+        evaluations = history.evaluations
+        return [
+            (evaluation.step, evaluation.metrics[metric]) for evaluation in evaluations if metric in evaluation.metrics
+        ]
+    if not history.steps:
+        return []
+    targets = history.steps.values("num_targets")[-_RECENT_STEPS:]
+    loss_sum = float(np.sum(history.steps.losses[-_RECENT_STEPS:] * targets))
+    return [(history.step, loss_sum / float(targets.sum()) if targets.any() else math.nan)]
+
+
+def step_seconds(history: RunHistory) -> float:
+    """Return the time of all steps, without evaluations and saves; a repeated step counts once."""
+    return float(np.nansum(history.steps.values("seconds")))
+
+
+def tokens_per_second(history: RunHistory) -> float | None:
+    """Return the tokens of all steps by their time; None before the first."""
+    seconds = step_seconds(history)
+    return float(np.nansum(history.steps.values("num_tokens"))) / seconds if seconds > 0 else None
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What one run has reached so far; `final` and `best` are of the objective's metric."""
@@ -107,9 +146,8 @@ class RunResult:
 
 def read_result(run: SweepRun, outcome: Outcome, objective: Objective) -> RunResult:
     """Return the result of a run from the events in its folder."""
-    history = RunHistory(run.folder / "events.jsonl")
-    history.read_new()
-    measured = history.metric(objective.metric)
+    history = history_so_far(run.folder)
+    measured = measurements(history, objective.metric)
     best_step, best = min(measured, key=lambda pair: objective.sort_key(pair[1]), default=(None, None))
     return RunResult(
         name=run.name,
@@ -120,9 +158,9 @@ def read_result(run: SweepRun, outcome: Outcome, objective: Objective) -> RunRes
         final=measured[-1][1] if measured else None,
         best=best,
         best_step=best_step,
-        step=max(outcome.step, history.steps[-1] if history.steps else 0),
-        seconds=history.seconds,
-        tokens_per_second=history.tokens_per_second,
+        step=max(outcome.step, history.step),
+        seconds=step_seconds(history),
+        tokens_per_second=tokens_per_second(history),
     )
 
 

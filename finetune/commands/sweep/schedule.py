@@ -1,30 +1,61 @@
-"""Starts the runs, as many at once as there are slots, watches them, and stops them in an orderly way."""
+"""Starts the runs, as many at once as there are slots, watches them, and stops them in an orderly way.
+
+Each process has a session of its own, so that Ctrl-C reaches only the sweep, and ends with it.
+"""
 
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from finetune.commands.sweep.history import RunHistory
-from finetune.commands.sweep.launch import LaunchPlan
-from finetune.commands.sweep.process import (
-    POLL_SECONDS,
-    Start,
-    StartedProcess,
-    StopSignals,
-    kill_tree,
-    last_message,
-    start_process,
-)
-from finetune.commands.sweep.runs import SweepRun
+from finetune.commands.sweep.launch import VISIBLE_DEVICES, LaunchPlan
+from finetune.commands.sweep.runs import LOGS_FOLDER, SweepRun, data_facts
 from finetune.commands.sweep.screen import SweepScreen
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
+from finetune.launch.child import kill_child, start_child
+from finetune.report.history import EVENTS_FILE, HistoryReader
 from finetune.runtime.supervision.writer_lock import is_locked
+from finetune.runtime.text.terminal import printable
 
-WATCH_SECONDS = 1.0
+POLL_SECONDS, WATCH_SECONDS = 0.1, 1.0
 STOP_FILE = "STOP"
+
+_TAIL_BYTES = 20_000
+_MAX_MESSAGE_LINES = 12
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+"""Starts a command; called as `start_child` is."""
+
+
+class StopSignals:
+    """Records SIGINT, SIGTERM and SIGHUP inside the context; a second SIGINT means immediately."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.is_urgent = False
+        self._handlers_before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        """Handle the signals; a SIGHUP that is ignored stays ignored."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
+                self._handlers_before[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Handle them as before."""
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _record(self, number: int, _: object) -> None:
+        self.is_urgent = self.first is not None and number == signal.SIGINT
+        self.first = self.first or signal.Signals(number)
 
 
 @dataclass
@@ -32,9 +63,9 @@ class ActiveRun:
     """A run whose process is alive, or has ended while others of the run still write."""
 
     run: SweepRun
-    process: StartedProcess
+    process: "subprocess.Popen[bytes]"
     slot: int
-    history: RunHistory
+    reader: HistoryReader
     exit_code: int | None = None
     is_stopping: bool = False
 
@@ -51,7 +82,7 @@ class Scheduler:
     next_run: Callable[[], SweepRun | None]
     after_run: Callable[[], None]
     prunes: bool = False
-    start: Start = start_process
+    start: Start = start_child
     active: list[ActiveRun] = field(default_factory=list)
     _watched_at: float = 0.0
 
@@ -78,17 +109,17 @@ class Scheduler:
 
     def _begin(self, run: SweepRun) -> None:
         slot = min(set(range(self.plan.at_once)) - {active.slot for active in self.active})
-        history = RunHistory(run.folder / "events.jsonl")
+        reader = HistoryReader(run.folder / EVENTS_FILE, keep_steps=True)
         self.study.add(run)
         self.study.start(run, now=time.time())
         try:
             command = self.plan.command(run, self.load(run))
             (run.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier start that ended before it read it
-            process = self.start(command, run.log, self.plan.environment(slot))
+            process = self.start(command, log=run.log, environment=self.plan.environment(slot))
         except (UserError, OSError) as error:
-            self._end(run, history, exit_code=2, message=str(error))
+            self._end(run, reader, exit_code=2, message=str(error))
             return
-        self.active.append(ActiveRun(run, process, slot, history))
+        self.active.append(ActiveRun(run, process, slot, reader))
         self.screen.start_run(run)
 
     def _pass_on_signals(self) -> None:
@@ -104,7 +135,7 @@ class Scheduler:
             active.process.send_signal(signal.SIGTERM)
         if self.stop.is_urgent:
             for active in self.active:
-                kill_tree(active.process)
+                kill_child(active.process)
 
     def _collect_ended(self) -> None:
         for active in list(self.active):
@@ -114,12 +145,13 @@ class Scheduler:
                 continue  # a rank may outlive its launcher while it saves
             self.active.remove(active)
             message = last_message(active.run.log) if active.exit_code not in (0, -signal.SIGTERM) else None
-            self._end(active.run, active.history, exit_code=active.exit_code, message=message)
+            self._end(active.run, active.reader, exit_code=active.exit_code, message=message)
 
-    def _end(self, run: SweepRun, history: RunHistory, *, exit_code: int, message: str | None) -> None:
-        history.read_new()
-        outcome = self.study.end(run, history, exit_code=exit_code, message=message)
-        self.screen.end_run(run, outcome, history)
+    def _end(self, run: SweepRun, reader: HistoryReader, *, exit_code: int, message: str | None) -> None:
+        with suppress(OSError):
+            reader.read_new()
+        outcome = self.study.end(run, reader.history, exit_code=exit_code, message=message)
+        self.screen.end_run(run, outcome, reader.history)
         self.after_run()
 
     def _watch(self) -> None:
@@ -128,11 +160,54 @@ class Scheduler:
             return
         self._watched_at = time.monotonic()
         for active in self.active:
-            active.history.read_new()
-            if self.prunes and not active.is_stopping and self.study.should_prune(active.run.name, active.history):
+            with suppress(OSError):
+                active.reader.read_new()
+            history = active.reader.history
+            if self.prunes and not active.is_stopping and self.study.should_prune(active.run.name, history):
                 active.is_stopping = True
                 self.study.prune(active.run)
                 (active.run.folder / STOP_FILE).touch()
-                step = active.history.steps[-1]
-                self.screen.log(f"{active.run.name}: pruned at step {step}; it will save and stop")
-        self.screen.update([(active.run, active.history, active.is_stopping) for active in self.active])
+                self.screen.log(f"{active.run.name}: pruned at step {history.step}; it will save and stop")
+        self.screen.update([(active.run, active.reader.history, active.is_stopping) for active in self.active])
+
+
+def last_message(log: Path) -> str:
+    """Return the error at the end of a log, or its last lines; empty where there is nothing to read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    lines = [line for line in lines if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    first = starts[-1] if starts else max(0, len(lines) - _MAX_MESSAGE_LINES)
+    return printable("\n".join(lines[first:][:_MAX_MESSAGE_LINES])).removeprefix("error: ")
+
+
+def shared_data(runs: Iterable[SweepRun], configs: Mapping[str, LoadedConfig]) -> list[list[SweepRun]]:
+    """Return the groups of two or more runs that read the same tokenized data."""
+    groups: dict[object, list[SweepRun]] = {}
+    for run in runs:
+        groups.setdefault(data_facts(configs[run.name].config), []).append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def prepare_data(run: SweepRun, *, number: int, plan: LaunchPlan, stop: StopSignals, start: Start) -> str | None:
+    """Run `finetune prepare` with the run's overrides; return the message of a failure, None for a success.
+
+    Data that several runs share is tokenized here, before they start: none of them waits for another one's lock.
+    """
+    log = run.sweep_folder / LOGS_FOLDER / f"prepare-{number}.log"
+    words = [word for override in run.overrides for word in ("--set", override)]
+    command = [sys.executable, "-m", "finetune", "prepare", "--config", str(plan.job), *words]
+    process = start(command, log=log, environment={VISIBLE_DEVICES: ""})
+    is_signalled = False
+    while (code := process.poll()) is None:
+        if stop.first is not None and not is_signalled:
+            is_signalled = True
+            process.send_signal(stop.first)
+        time.sleep(POLL_SECONDS)
+    if code == 0 or stop.first is not None:
+        return None
+    return last_message(log) or f"`finetune prepare` ended with exit code {code}; see {log}"

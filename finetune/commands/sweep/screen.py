@@ -9,10 +9,11 @@ from rich import box
 from rich.live import Live
 from rich.table import Table
 
-from finetune.commands.sweep.history import RunHistory
 from finetune.commands.sweep.outcome import Outcome, read_status
+from finetune.commands.sweep.results import step_seconds, tokens_per_second
 from finetune.commands.sweep.runs import SweepRun
 from finetune.report.console import format_duration, format_metrics
+from finetune.report.history import RunHistory
 from finetune.runtime.text.rich_console import SafeConsole, styled_stream
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -125,13 +126,12 @@ def _cells(run: SweepRun, history: RunHistory, is_stopping: bool) -> _Cells:
     num_steps = status.get("num_steps")
     if not history.steps or not isinstance(num_steps, int):
         return _Cells(state)
-    step = history.steps[-1]
-    time_left = (num_steps - step) * history.seconds / len(history.steps)
+    time_left = (num_steps - history.step) * step_seconds(history) / len(history.steps)
     return _Cells(
         state,
-        f"{step}/{num_steps}",
-        f"{history.last_loss:.4f}",
-        f"{history.tokens_per_second or 0.0:,.0f}",
+        f"{history.step}/{num_steps}",
+        f"{history.steps.losses[-1]:.4f}",
+        f"{tokens_per_second(history) or 0.0:,.0f}",
         format_duration(time_left),
     )
 
@@ -144,7 +144,7 @@ def format_end(run: SweepRun, outcome: Outcome, history: RunHistory) -> str:
     if history.evaluations:
         facts.append(format_metrics(history.evaluations[-1].metrics))
     elif history.steps:
-        facts.append(f"loss {history.last_loss:.4f}")
+        facts.append(f"loss {history.steps.losses[-1]:.4f}")
     first, *more = outcome.message.splitlines() or [""]
     line = f"{run.name}: {'  '.join(facts)}{f'  ({first})' if first else ''}"
     return "\n".join([line, *(f"  {text}" for text in more)])

@@ -21,15 +21,15 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from finetune.commands.sweep.axes import run_name, value_text
-from finetune.commands.sweep.history import TRAIN_LOSS, RunHistory
 from finetune.commands.sweep.journal import LOCK_FILE, SweepJournal
 from finetune.commands.sweep.outcome import FAILED, FINISHED, PRUNED, Outcome, RecordedRun, outcome_of, read_status
-from finetune.commands.sweep.results import PAGE, Objective
+from finetune.commands.sweep.results import PAGE, TRAIN_LOSS, Objective, history_so_far, measurements
 from finetune.commands.sweep.runs import LOGS_FOLDER, RUNS_FOLDER, SweepRun, Values, is_within, job_facts, point_key
 from finetune.commands.sweep.space import Range, Space
 from finetune.config.formatting import truncate
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
+from finetune.report.history import RunHistory
 from finetune.runtime.files.read import first_problem
 from finetune.runtime.text.redact import comparable_config
 
@@ -159,9 +159,7 @@ class SweepStudy:
         self._journal.save()
         for name, number in self._trials.items():
             if self._trial(number).state == TrialState.RUNNING:
-                self._close_trial(
-                    name, self.outcome(name), RunHistory(self.folder / RUNS_FOLDER / name / "events.jsonl")
-                )
+                self._close_trial(name, self.outcome(name), history_so_far(self.folder / RUNS_FOLDER / name))
 
     def add(self, run: SweepRun) -> None:
         """Record a run that is new to the sweep."""
@@ -209,7 +207,7 @@ class SweepStudy:
     def should_prune(self, name: str, history: RunHistory) -> bool:
         """Return whether the run is worse than the median of the others at the step of its last evaluation."""
         assert self._study is not None
-        if self.objective.metric == TRAIN_LOSS or not history.metric(self.objective.metric):
+        if self.objective.metric == TRAIN_LOSS or not measurements(history, self.objective.metric):
             return False
         self._report(name, history)
         pruner = optuna.pruners.MedianPruner(n_startup_trials=_MIN_TRIALS_TO_PRUNE)
@@ -275,9 +273,8 @@ class SweepStudy:
         assert self._study is not None
         if outcome.state not in (FINISHED, PRUNED, FAILED):
             return
-        history.read_new()
         self._report(name, history)
-        measured = history.metric(self.objective.metric)
+        measured = measurements(history, self.objective.metric)
         value = measured[-1][1] if measured else math.nan
         if outcome.state == PRUNED:
             self._study.tell(self._trials[name], state=TrialState.PRUNED)
@@ -288,7 +285,7 @@ class SweepStudy:
 
     def _report(self, name: str, history: RunHistory) -> None:
         trial = self._trial(self._trials[name])
-        for step, value in history.metric(self.objective.metric):
+        for step, value in measurements(history, self.objective.metric):
             if step not in trial.intermediate_values:
                 self._storage.set_trial_intermediate_value(self._trial_id(trial.number), step, value)
 

@@ -16,23 +16,15 @@ from typing import TextIO
 
 from finetune.commands.printing import print_json, print_table
 from finetune.commands.sweep.axes import Axis, parse_axes, value_text
-from finetune.commands.sweep.history import RunHistory
 from finetune.commands.sweep.journal import lock_sweep
 from finetune.commands.sweep.launch import LaunchPlan, plan_launch
 from finetune.commands.sweep.outcome import FAILED, INTERRUPTED, OVER, WAITING, RecordedRun
-from finetune.commands.sweep.process import (
-    POLL_SECONDS,
-    Start,
-    StopSignals,
-    prepare_data,
-    shared_data,
-    start_process,
-)
 from finetune.commands.sweep.results import (
     Objective,
     RunResult,
     choose_objective,
     closing_lines,
+    history_so_far,
     rank,
     read_result,
     results_json,
@@ -49,7 +41,7 @@ from finetune.commands.sweep.runs import (
     make_run,
     name_runs,
 )
-from finetune.commands.sweep.schedule import Scheduler
+from finetune.commands.sweep.schedule import POLL_SECONDS, Scheduler, Start, StopSignals, prepare_data, shared_data
 from finetune.commands.sweep.screen import open_screen
 from finetune.commands.sweep.space import Choices, bounds_of, is_inside, parse_space, require_no_ranges
 from finetune.commands.sweep.study import SweepStudy
@@ -57,6 +49,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
+from finetune.launch.child import start_child
 from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.redact import redacted_command
 
@@ -104,7 +97,7 @@ class SweepRequest:
         return redacted_command(words)
 
 
-def sweep(request: SweepRequest, *, start: Start = start_process) -> int:
+def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
     """Run the sweep, or continue it, print its results, and return the exit code: 1 where a run failed or was killed.
 
     After a signal the active runs save and stop; the code is then that of the signal. Raises UserError for
@@ -226,8 +219,7 @@ class SweepSession:
             for run in group:
                 due.remove(run)
                 self.study.start(run, now=time.time())
-                history = RunHistory(run.folder / "events.jsonl")
-                self.study.end(run, history, exit_code=UserError.exit_code, message=message)
+                self.study.end(run, history_so_far(run.folder), exit_code=UserError.exit_code, message=message)
         self._run_all(iter(due), num_runs=len(due))
 
     def run_search(self, num_runs: int) -> None:

@@ -1,19 +1,25 @@
 """Runs are ranked by a metric whose direction is known; what has no value comes last."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from finetune.commands.sweep.outcome import FAILED, FINISHED, STOPPED, Outcome
 from finetune.commands.sweep.results import (
+    TRAIN_LOSS,
     Objective,
     RunResult,
     best_of,
     choose_objective,
     closing_lines,
+    history_so_far,
+    measurements,
     rank,
     results_json,
     results_table,
+    step_seconds,
+    tokens_per_second,
 )
 from finetune.config.load import load_config
 from finetune.errors import UserError
@@ -41,8 +47,8 @@ RESULTS = [
 
 
 def test_results_are_ranked_with_the_best_finished_run_first():
-    assert [each.name for each in rank(RESULTS, LOSS)] == ["c", "a", "b", "d", "e"]
-    assert [each.name for each in rank(RESULTS, ACCURACY)] == ["a", "c", "b", "d", "e"]
+    assert [result.name for result in rank(RESULTS, LOSS)] == ["c", "a", "b", "d", "e"]
+    assert [result.name for result in rank(RESULTS, ACCURACY)] == ["a", "c", "b", "d", "e"]
     assert best_of(rank(RESULTS, LOSS)).name == "c"
     assert best_of(rank(RESULTS[3:], LOSS)) is None and best_of([]) is None
 
@@ -99,4 +105,39 @@ def test_the_closing_lines_name_the_best_and_failed_runs_and_the_number_left():
 
 def test_numbers_that_are_not_finite_are_texts_in_the_json():
     facts = results_json(rank(RESULTS, LOSS), LOSS, folder=Path("/s"), page=None)
-    assert facts["best"] == "c" and [each["final"] for each in facts["runs"]] == [1.0, 2.0, "nan", 0.1, None]
+    assert facts["best"] == "c" and [run["final"] for run in facts["runs"]] == [1.0, 2.0, "nan", 0.1, None]
+
+
+def write_events(folder, *events):
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps({'time': 0.0, **event})}\n" for event in events))
+
+
+def step(number, *, loss=1.0):
+    return {"event": "StepTaken", "step": number, "loss": loss, "num_targets": 10, "num_tokens": 100, "seconds": 2.0}
+
+
+def evaluation(number, **metrics):
+    return {"event": "Evaluated", "step": number, "metrics": metrics, "seconds": 9.0}
+
+
+def test_a_run_is_measured_by_its_evaluations_or_by_the_loss_of_its_last_steps(tmp_path):
+    write_events(tmp_path, step(1), step(2, loss=3.0), evaluation(2, loss=2.5, accuracy="nan"))
+    history = history_so_far(tmp_path)
+    assert measurements(history, "loss") == [(2, 2.5)] and measurements(history, "rouge") == []
+    assert measurements(history, TRAIN_LOSS) == [(2, 2.0)]
+    assert (step_seconds(history), tokens_per_second(history)) == (4.0, 50.0)
+
+
+def test_steps_repeated_after_a_resume_are_counted_once(tmp_path):
+    again = [{"event": "RunStarted", "step": 1}, step(2, loss=7.0), evaluation(2, loss=7.5)]
+    write_events(tmp_path, step(1), step(2), evaluation(2, loss=9.0), step(3), *again)
+    history = history_so_far(tmp_path)
+    assert history.step == 2 and step_seconds(history) == 4.0
+    assert measurements(history, "loss") == [(2, 7.5)]
+
+
+def test_a_run_without_readable_events_has_no_speed_and_no_loss(tmp_path):
+    history = history_so_far(tmp_path)
+    assert tokens_per_second(history) is None and measurements(history, TRAIN_LOSS) == []
+    (tmp_path / "events.jsonl").mkdir()
+    assert history_so_far(tmp_path).step == 0

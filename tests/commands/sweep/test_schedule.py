@@ -10,10 +10,9 @@ import pytest
 from finetune.commands.sweep import schedule
 from finetune.commands.sweep.journal import SweepJournal
 from finetune.commands.sweep.launch import LaunchPlan
-from finetune.commands.sweep.process import StopSignals
 from finetune.commands.sweep.results import Objective
 from finetune.commands.sweep.runs import SweepRun
-from finetune.commands.sweep.schedule import Scheduler
+from finetune.commands.sweep.schedule import Scheduler, StopSignals
 from finetune.commands.sweep.screen import SweepScreen
 from finetune.commands.sweep.space import Choices
 from finetune.commands.sweep.study import SweepStudy

@@ -8,10 +8,9 @@ from pathlib import Path
 import optuna
 import pytest
 
-from finetune.commands.sweep.history import RunHistory
 from finetune.commands.sweep.journal import lock_sweep
 from finetune.commands.sweep.outcome import FAILED, FINISHED, INTERRUPTED, WAITING
-from finetune.commands.sweep.results import Objective
+from finetune.commands.sweep.results import Objective, history_so_far
 from finetune.commands.sweep.runs import SweepRun
 from finetune.commands.sweep.space import Choices, Range
 from finetune.commands.sweep.study import SweepStudy, trial_name
@@ -42,14 +41,10 @@ def run_of(study, name):
 
 def write_events(run, losses):
     run.folder.mkdir(parents=True, exist_ok=True)
-    events = [{"event": "Evaluated", "step": step, "metrics": {"loss": loss}} for step, loss in losses.items()]
+    events = [
+        {"event": "Evaluated", "step": step, "metrics": {"loss": loss}, "seconds": 0.1} for step, loss in losses.items()
+    ]
     (run.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-
-
-def history_of(run):
-    history = RunHistory(run.folder / "events.jsonl")
-    history.read_new()
-    return history
 
 
 def finish(study, name, losses, *, state="finished", code=0):
@@ -60,7 +55,7 @@ def finish(study, name, losses, *, state="finished", code=0):
     error = {"type": "NonFiniteError", "message": "it broke"}
     status = {"state": state, "time": time.time(), "step": 8, "num_steps": 8, "error": error}
     (run.folder / "status.json").write_text(json.dumps(status))
-    return study.end(run, history_of(run), exit_code=code)
+    return study.end(run, history_so_far(run.folder), exit_code=code)
 
 
 def search(study, *, num_runs):
@@ -137,14 +132,14 @@ def test_a_run_worse_than_the_median_is_pruned(opened):
     for number in range(4):
         name, _ = study.propose()
         write_events(run_of(study, name), {2: 1.0 + number, 4: 0.5 + number})
-        assert not study.should_prune(name, history_of(run_of(study, name)))
+        assert not study.should_prune(name, history_so_far(run_of(study, name).folder))
         finish(study, name, {2: 1.0 + number, 4: 0.5 + number})
     good, bad = study.propose()[0], study.propose()[0]
     write_events(run_of(study, good), {2: 1.2})
-    assert not study.should_prune(good, history_of(run_of(study, good)))
-    assert not study.should_prune(bad, history_of(run_of(study, bad)))  # it has no events yet
+    assert not study.should_prune(good, history_so_far(run_of(study, good).folder))
+    assert not study.should_prune(bad, history_so_far(run_of(study, bad).folder))  # it has no events yet
     write_events(run_of(study, bad), {2: 9.0})
-    assert study.should_prune(bad, history_of(run_of(study, bad)))
+    assert study.should_prune(bad, history_so_far(run_of(study, bad).folder))
     study.prune(run_of(study, bad))
     finish(study, bad, {2: 9.0}, state="stopped")
     assert opened().outcome(bad).state == "pruned"
