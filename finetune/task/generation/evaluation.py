@@ -1,16 +1,16 @@
 """Evaluation by generation: the model answers validation prompts on all ranks, and the answers are scored."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.config.sections.evaluate import GenerateSection
-from finetune.errors import UserError
+from finetune.errors import RegistryError, UserError
 from finetune.registry.metrics import METRICS
+from finetune.registry.table import import_attribute
 from finetune.runtime import distributed
 from finetune.runtime.supervision.heartbeat import fault_point
 from finetune.task.causal_lm import pad_id
@@ -83,24 +83,20 @@ class GenerationEvaluator:
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     """Return the metrics by their short names; raises UserError for one that cannot be imported."""
-    return {name.rpartition(":")[2]: _load_metric(name) for name in names}
+    metrics = {}
+    for name in names:
+        path = METRICS[name].implementation if name in METRICS else name
+        try:
+            metrics[name.rpartition(":")[2]] = import_attribute(path)
+        except (ImportError, RegistryError, ValueError) as error:
+            raise UserError(
+                f"evaluate.generate.metrics: `{name}` cannot be imported ({error}). Write `exact_match` or "
+                "`package.module:function`, importable from the folder in which you launch."
+            ) from error
+    return metrics
 
 
 def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
     """Return the share of answers equal to their reference, surrounding blanks aside."""
     pairs = list(zip(answers, references, strict=True))
     return sum(answer.strip() == reference.strip() for answer, reference in pairs) / max(1, len(pairs))
-
-
-def _load_metric(name: str) -> Metric:
-    if name in METRICS:
-        return cast(Metric, METRICS.resolve(name))
-    module, _, function = name.partition(":")
-    try:
-        metric: Metric = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"evaluate.generate.metrics: `{name}` cannot be imported ({error}). Write `exact_match` or "
-            "`package.module:function`, importable from the folder in which you launch."
-        ) from error
-    return metric
