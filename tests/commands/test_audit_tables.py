@@ -15,7 +15,7 @@ def audit():
     return audit_sources({"data.train.mix.0": Streamed(lambda: COUNTS), "data.train.mix.1": Streamed(lambda: other)})
 
 
-def test_what_happened_nowhere_has_no_column(audit):
+def test_audit_columns_without_any_value_are_omitted(audit):
     head, *rows = audit_rows(audit)
     assert "too long" not in head and "cut" in head
     assert [row[0] for row in rows] == ["data.train.mix.0 (so far)", "data.train.mix.1 (so far)", "total (so far)"]

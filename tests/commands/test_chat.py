@@ -172,7 +172,7 @@ def test_adapters_are_switched_while_the_base_stays(said):
     assert loud != "moon"
 
 
-def test_a_command_that_cannot_be_obeyed_is_told_and_the_talk_goes_on(said):
+def test_an_invalid_chat_command_is_reported_and_the_conversation_continues(said):
     unknown, missing, helped, *_, last = said("/adaptor loud", "/adapter shy", "/help", "say star")
     assert unknown == "/adaptor: unknown command. `/help` lists all commands."
     assert missing == "/adapter shy: no such adapter is loaded. Loaded: still, loud."
@@ -192,7 +192,7 @@ def test_piped_lines_that_are_no_commands_are_questions(said, monkeypatch):
         said("/adapter shy", is_terminal=False)
 
 
-def test_a_system_message_is_taken_and_begins_anew(said, monkeypatch):
+def test_a_system_message_restarts_the_conversation(said, monkeypatch):
     asked = []
     monkeypatch.setattr("finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "yes")
     said("one", "/system Be brief.", "two", "three", "/system", "four")
@@ -204,7 +204,7 @@ def test_a_system_message_is_taken_and_begins_anew(said, monkeypatch):
     ]
 
 
-def test_what_is_drawn_differs_from_what_is_likeliest_and_is_drawn_again_alike(said):
+def test_sampled_answers_differ_from_greedy_ones_and_are_reproducible(said):
     hot = [said("say moon", "say star", temperature=50.0) for _ in range(2)]
     assert hot[0] == hot[1] != ["moon", "star"]
 
@@ -215,7 +215,9 @@ def test_an_adapter_without_name_or_folder_is_refused(final, written):
         chat(final, adapters=[written])
 
 
-def test_a_model_that_writes_no_text_is_told_from_one_that_classifies_it(tmp_path, tokenizer, monkeypatch, capsys):
+def test_chat_accepts_a_text_classifier_and_rejects_other_models_without_generation(
+    tmp_path, tokenizer, monkeypatch, capsys
+):
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(**sizes, intermediate_size=16, id2label={0: "bad", 1: "good"}, label2id={"bad": 0, "good": 1})
     for folder, kind in (("texts", BertForSequenceClassification), ("words", BertForTokenClassification)):

@@ -10,7 +10,7 @@ def test_the_quickstart_brings_its_data(tmp_path):
     assert all(path.is_file() for path in paths)
 
 
-def test_making_it_twice_changes_nothing(tmp_path):
+def test_writing_a_recipe_twice_changes_no_file(tmp_path):
     paths = make_recipe("quickstart", tmp_path)
     (tmp_path / "runs").mkdir()  # what a run left there is nobody's business
     before = [path.stat().st_mtime_ns for path in paths]
@@ -41,12 +41,12 @@ def test_an_unknown_recipe_is_answered_with_the_list(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../errors", "sub/quickstart", ""])
-def test_a_recipe_name_is_no_path(tmp_path, name):
+def test_a_path_is_rejected_as_a_recipe_name(tmp_path, name):
     with pytest.raises(UserError, match="There is no recipe"):
         make_recipe(name, tmp_path)
 
 
-def test_every_recipe_says_in_a_sentence_what_it_is():
+def test_every_recipe_has_a_description_of_one_sentence():
     told = recipes()
     assert set(told) >= {"quickstart", "sft-lora", "sft-full", "sft-jsonl", "pretrain"}
     for sentence in told.values():

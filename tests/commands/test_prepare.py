@@ -68,7 +68,7 @@ def test_a_changed_template_makes_another_set(prepared, tmp_path):
     assert not any(": prepared in" in line for line in prepared("data.chat_template=./mine.jinja"))
 
 
-def test_a_limit_stops_it_after_the_audit(job, capsys):
+def test_an_exceeded_audit_limit_stops_prepare_after_printing_the_audit(job, capsys):
     with pytest.raises(DataError, match=r"training with this job stops here: data\.train: .*max_truncated_rows"):
         prepare(job, ["data.audit.max_truncated_rows=0.1"])
     assert "targets" in capsys.readouterr().out
@@ -83,7 +83,7 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_says_that_it_goes_on(job, capsys, monkeypatch):
+def test_ctrl_c_during_prepare_reports_that_progress_is_saved(job, capsys, monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 2)
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=interrupt")

@@ -57,7 +57,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("written", "said"), ROWS)
-def test_the_first_line_says_what_is_learnt_from(load, tmp_path, written, said):
+def test_the_first_line_of_the_summary_names_task_and_data(load, tmp_path, written, said):
     line = format_summary(load(*written).config, num_processes=1)[0]
     assert line.startswith("task     sft, from ")
     assert line.endswith(said.replace("FOLDER", str(tmp_path)))

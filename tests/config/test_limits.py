@@ -59,7 +59,7 @@ def test_a_hostile_text_is_refused_in_a_sentence(text, said):
     assert max(len(str(problem)) for problem in document.problems) < 300
 
 
-def test_the_parsers_own_words_are_kept_short():
+def test_messages_of_the_yaml_parser_are_shortened():
     (problem,) = read_yaml(f"x: *{'y' * 100_000}\n").problems
     assert problem.message.startswith("this is not YAML: found undefined alias 'yyy")
     assert len(problem.message) < 400
@@ -84,7 +84,7 @@ def test_a_path_that_no_system_has_is_a_problem_of_its_key(complaints, key, path
 
 
 @pytest.mark.parametrize("key", ["run.folder", "data.train.path", "checkpoint.resume"])
-def test_a_file_system_that_answers_with_an_error_is_told_of(monkeypatch, complaints, key):
+def test_a_path_that_cannot_be_accessed_is_reported_with_the_error(monkeypatch, complaints, key):
     usual = os.stat
 
     def refused(path, *arguments, **named):
@@ -151,7 +151,7 @@ def test_a_large_file_is_not_read(job):
 
 
 @pytest.mark.parametrize("written", [b"[", b"- a", b"\xff\xfe", b"x: " + b"[" * 100])
-def test_a_damaged_config_of_a_run_is_said_to_be_so(tmp_path, written):
+def test_a_damaged_resolved_config_is_reported_as_damaged(tmp_path, written):
     (tmp_path / "resolved.yaml").write_bytes(written)
     for overrides in ([], ["train.steps=1"]):
         with pytest.raises(UserError, match="is damaged"):

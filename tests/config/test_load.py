@@ -53,7 +53,7 @@ def test_the_schema_allows_a_text_in_the_place_of_a_named_section(key):
     assert describe_values(node_at(key)).startswith("a name or a path or a section")
 
 
-def test_all_problems_are_told_at_once_in_the_order_of_the_file(job):
+def test_all_problems_are_reported_at_once_in_file_order(job):
     job.write_text(job.read_text().replace("name: sft", "name: sft\n  max_lenght: 3").replace("size: 8", "size: 9"))
     with pytest.raises(ConfigError) as caught:
         load_config(job, ["train.steps=ten", "optimizer=sgd"])
@@ -67,7 +67,7 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(job):
     ]
 
 
-def test_a_broken_key_does_not_hide_what_is_wrong_elsewhere(complaints):
+def test_an_invalid_key_does_not_hide_other_problems(complaints):
     said = complaints("model.dtype=half", "train.optimizer.nme=sgd", "train.schedule.decay_fraction=0.1", "evaluate={}")
     assert [line.partition(": ")[0].rpartition(" ")[2] for line in said] == [
         "model.dtype",
@@ -77,7 +77,7 @@ def test_a_broken_key_does_not_hide_what_is_wrong_elsewhere(complaints):
     ]
 
 
-def test_a_rule_says_nothing_of_keys_that_are_broken(complaints):
+def test_rules_skip_keys_with_invalid_values(complaints):
     assert len(complaints("train.steps=ten")) == 1  # not: "there is no budget"
     assert len(complaints("train.steps=null", "train.stepz=10")) == 1  # `steps` was meant
     assert len(complaints("train.microbatch_size=four")) == 1
@@ -91,7 +91,7 @@ def test_an_unknown_key_that_means_a_missing_one_is_one_problem(job, complaints)
     ]
 
 
-def test_an_override_takes_away_what_was_wrong_in_the_file(job, complaints):
+def test_an_override_replaces_an_invalid_value_of_the_file(job, complaints):
     text = job.read_text().replace("folder: runs/first", "folder: ${HOME}/runs").replace("steps: 10", "steps:")
     assert len(complaints(text=text)) == 2
     assert complaints("run.folder=runs", "train.steps=5", text=text) == []
@@ -110,7 +110,7 @@ def test_a_key_written_twice_is_an_error_with_both_lines(job, complaints):
         ("just text\n", "the file has no sections"),
     ],
 )
-def test_a_file_that_is_no_job_says_what_a_job_is(complaints, text, message):
+def test_a_file_that_is_not_a_job_is_rejected_with_the_required_sections(complaints, text, message):
     (said,) = complaints(text=text)
     assert said.startswith(message)
     assert "`run`, `model`, `data`, `task` and `train`" in said
@@ -129,7 +129,7 @@ def test_a_folder_and_bytes_are_not_a_job(job):
         load_config(job)
 
 
-def test_missing_sections_are_told_with_the_keys_that_they_need(complaints):
+def test_missing_sections_are_reported_with_their_required_keys(complaints):
     said = complaints(text="run:\n  folder: runs\n")
     assert [line.partition(":")[0] for line in said] == ["data", "model", "task", "train"]
     assert "It needs `data.train`." in said[0]
@@ -152,7 +152,7 @@ def run(job, tmp_path):
     return folder
 
 
-def test_it_is_the_config_that_was_run_in_the_folder_where_it_lies(run, tmp_path):
+def test_load_resolved_returns_the_recorded_config_with_the_current_folder(run, tmp_path):
     loaded = load_resolved(run)
     assert loaded.config.run.folder == str(run)
     assert loaded.config.data.train.path == str(tmp_path / "rows.jsonl")
@@ -160,19 +160,19 @@ def test_it_is_the_config_that_was_run_in_the_folder_where_it_lies(run, tmp_path
     assert loaded.text == (run / "resolved.yaml").read_text()
 
 
-def test_a_folder_without_it_is_no_run(tmp_path):
+def test_a_folder_without_resolved_yaml_is_rejected_as_a_run(tmp_path):
     with pytest.raises(UserError, match=r"resolved\.yaml: cannot be read .*Give the folder of a run"):
         load_resolved(tmp_path)
 
 
-def test_a_file_of_another_version_is_told_with_the_key_that_is_not_known(run):
+def test_a_resolved_config_of_another_version_is_rejected_with_the_unknown_key(run):
     path = run / "resolved.yaml"
     path.write_text(path.read_text().replace("learning_rate:", "lerning_rate:"))
     with pytest.raises(UserError, match=r"another version of finetune: train\.learning_rate: Field required"):
         load_resolved(run)
 
 
-def test_what_acts_on_a_terminal_is_read_back_and_stands_there_as_an_escape(job, tmp_path):
+def test_control_characters_are_escaped_in_the_resolved_config_and_read_back(job, tmp_path):
     meant = "a\x1b]8;;x\x07 \x9b\u202e\u2028\ufeff\U000e0041 ü"
     written_so = escape_controls(meant.replace("\x1b", "\\e").replace("\x07", "\\a"))
     evil = job.with_name("jo\x9bb\u202e.yaml")

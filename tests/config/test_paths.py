@@ -42,11 +42,11 @@ def test_paths_are_found_in_sections_within_sections():
 
 
 @pytest.mark.parametrize(("written", "meant"), [("auto", "auto"), ("never", "never"), ("a", "/jobs/mine/a")])
-def test_words_that_are_no_paths_stay(written, meant):
+def test_values_that_are_not_paths_stay_unchanged(written, meant):
     assert with_absolute_paths(CheckpointSection(resume=written), FOLDER).resume == meant
 
 
-def test_a_url_is_no_path():
+def test_a_url_is_not_treated_as_a_path():
     assert with_absolute_paths(RunSection(folder="s3://bucket/runs/a"), FOLDER).folder == "s3://bucket/runs/a"
     assert is_url("memory://a/b") and not is_url("/a://b") and not is_url("C:/a")
 

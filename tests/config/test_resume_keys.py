@@ -36,7 +36,7 @@ def test_every_key_is_classified_on_purpose_and_once():
     assert len(classified) == len(set(classified))
 
 
-def test_what_is_never_allowed_is_maths_or_a_digest():
+def test_keys_that_can_never_change_are_part_of_the_math_or_digests():
     assert {name for name in NEVER_ALLOWED if "." in name} <= set(MUST_MATCH)
     digests = {name for name in NEVER_ALLOWED if "." not in name}
     assert digests == {"training data", "tokenizer", "base weights", "first adapter"}
@@ -66,7 +66,7 @@ def test_a_section_that_may_be_left_out_is_there_either_way(remembered):
     assert (maths["model.lora"], maths["model.lora.rank"]) == ("written", "4")
 
 
-def test_where_a_run_is_and_how_it_was_started_is_not_remembered(remembered):
+def test_run_folder_and_launch_settings_are_not_part_of_the_fingerprint(remembered):
     one = remembered("run.folder=runs/a", "checkpoint.allow_changes=[train.steps]")
     assert one == remembered("run.folder=s3://bucket/runs/b", "run.local_folder=stage")
 
@@ -75,7 +75,7 @@ def test_the_same_value_written_or_by_default_is_the_same(remembered):
     assert remembered() == remembered("train.max_gradient_norm=1.0", "data.shuffle=true", "checkpoint={}")
 
 
-def test_an_address_that_is_signed_anew_is_no_change(remembered):
+def test_a_url_with_a_new_signature_is_not_a_change(remembered):
     first, again = (
         remembered(f'data.train.path="https://h/rows.jsonl?X-Amz-Date={n}&X-Amz-Signature=c0ffee{n}"') for n in (1, 2)
     )

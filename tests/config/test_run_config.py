@@ -42,7 +42,7 @@ def test_the_summary_does_the_arithmetic_of_the_batch(load):
     )
 
 
-def test_the_summary_tells_model_budget_and_rows(load, tmp_path):
+def test_the_summary_lists_model_budget_and_rows(load, tmp_path):
     lines = format_summary(load("model.lora.rank=8", "train.steps=null", "train.epochs=2").config, num_processes=1)
     assert lines[0] == f"task     sft, from {tmp_path}/rows.jsonl"
     assert lines[1] == "model    gpt2: LoRA of rank 8 on float32 weights, computed in fp32"

@@ -29,7 +29,7 @@ def test_every_key_is_explained_in_a_sentence():
     assert [key for key, node in keys.items() if not description_of(node).endswith(".")] == []
 
 
-def test_the_page_tells_type_default_and_meaning():
+def test_the_reference_lists_type_default_and_meaning_of_each_key():
     page = reference_markdown()
     assert "| `train.learning_rate` | a number above 0 | **required** | Peak learning rate. |" in page
     assert "| `checkpoint.keep_last` | a whole number of at least 2 | `2` |" in page
@@ -37,7 +37,7 @@ def test_the_page_tells_type_default_and_meaning():
     assert "### `train.optimizer`" in page
 
 
-def test_an_editor_is_told_of_unknown_keys():
+def test_the_json_schema_rejects_unknown_keys():
     schema = json.loads(json_schema())
     assert schema["additionalProperties"] is False
     assert schema["required"] == ["run", "model", "data", "task", "train"]

@@ -51,7 +51,7 @@ PLAIN = [key for key in FOUND if ".0" not in key]
 
 
 @pytest.mark.parametrize("key", PLAIN)
-def test_what_is_beyond_the_bounds_is_refused_with_the_bound(complaints, key):
+def test_a_value_out_of_bounds_is_rejected_with_the_bound(complaints, key):
     high = FOUND[key].get("maximum", FOUND[key].get("exclusiveMaximum"))
     (said,) = [each for each in complaints(f"{key}={MANY}") if f", {key}: " in each]
     assert f"`{MANY}` is not allowed. Write " in said

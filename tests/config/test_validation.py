@@ -43,19 +43,19 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("written", "message"), WRONG, ids=[written for written, _ in WRONG])
-def test_a_wrong_value_says_what_was_written_and_what_to_write(complaints, written, message):
+def test_an_invalid_value_is_reported_with_the_value_and_the_allowed_ones(complaints, written, message):
     (said,) = complaints(written)
     assert message in said
 
 
 @pytest.mark.parametrize(("written", "message"), UNKNOWN, ids=[written for written, _ in UNKNOWN])
-def test_an_unknown_key_says_which_one_was_meant(complaints, written, message):
+def test_an_unknown_key_is_reported_with_the_most_similar_one(complaints, written, message):
     (said,) = complaints(written)
     assert "there is no such key" in said
     assert message in said
 
 
-def test_a_missing_key_says_what_it_is_for(job, complaints):
+def test_a_missing_key_is_reported_with_its_meaning(job, complaints):
     text = job.read_text().replace("  learning_rate: 1e-4\n", "")
     assert complaints(text=text) == [
         "train.learning_rate: the key is missing: peak learning rate. Write a number above 0."

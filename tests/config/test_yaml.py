@@ -23,7 +23,7 @@ from finetune.config.yaml import read_yaml
         ("{a: {b: 1}}", {"a": {"b": 1}}),
     ],
 )
-def test_values_are_read_as_yaml_1_2_says(written, value):
+def test_values_are_parsed_as_yaml_1_2(written, value):
     document = read_yaml(f"key: {written}\n")
     assert document.problems == []
     assert document.values == {"key": value}
@@ -59,13 +59,13 @@ def test_values_written_once_and_used_twice_are_read_twice():
         ("a: 1\nb: \x07\n", 2, "", "a character that YAML does not allow"),
     ],
 )
-def test_a_fault_is_told_with_its_line(text, line, key, message):
+def test_a_yaml_error_is_reported_with_its_line(text, line, key, message):
     (problem,) = read_yaml(text).problems
     assert (problem.line, problem.key) == (line, key)
     assert message in problem.message
 
 
-def test_two_faults_are_told_at_once():
+def test_two_yaml_errors_are_reported_at_once():
     document = read_yaml("a: 1\na: 2\nb: ${X}\n")
     assert [problem.line for problem in document.problems] == [2, 3]
     assert document.values == {"a": 1, "b": "${X}"}

@@ -123,7 +123,7 @@ def test_a_batch_of_no_whole_group_is_normalised_as_in_evaluation():
         (nn.SyncBatchNorm(2), 4, True, "supports only `frozen`"),
     ],
 )
-def test_what_cannot_be_is_refused(model, how, is_new, message):
+def test_invalid_batch_norm_settings_are_rejected(model, how, is_new, message):
     with pytest.raises(ModelError, match=message):
         set_batch_norm(model, how, is_new=is_new)
 

@@ -40,7 +40,7 @@ def test_a_text_that_is_not_a_machine_is_refused_with_one_message(text: str, mes
         parse_hardware(text, num_nodes=None)
 
 
-def test_the_network_is_that_of_the_table_or_as_told():
+def test_the_network_bandwidth_comes_from_the_option_or_the_table():
     """8 GPUs share 100 Gbit/s: 1.5625 GB/s each."""
     assert parse_hardware("8xH100", num_nodes=2).kind.network_bandwidth == 50e9
     assert parse_hardware("8xH100", num_nodes=2, network_gbit=100).kind.network_bandwidth == 100e9 / 8 / 8
@@ -70,7 +70,7 @@ def test_gpus_that_are_in_no_table_or_of_several_kinds_are_refused(gpus: Callabl
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_machine_without_a_gpu_plans_for_usual_ones_and_says_so():
+def test_plan_without_a_gpu_uses_common_hardware_and_reports_it():
     found, sentences = _hardware(PlanOptions())
     assert [f"{each.gpus_per_node}x{each.kind.name}" for each in found] == list(USUAL_HARDWARE)
     assert "has no GPU" in sentences[0] and "--gpus" in sentences[0]

@@ -24,7 +24,7 @@ class Counted:
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def test_the_line_between_what_fits_and_what_does_not_says_where_to_look():
+def test_the_largest_fitting_size_is_searched_by_linear_interpolation():
     """10 + 3 n <= 40: 10 samples, of the sizes 8; one step above it is tried, too."""
     predict = Counted(each=3)
     fit = PlannedMemory(predict).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
@@ -32,7 +32,7 @@ def test_the_line_between_what_fits_and_what_does_not_says_where_to_look():
     assert predict.asked == [1, 64, 8, 16]
 
 
-def test_what_grows_faster_than_a_line_is_found_too():
+def test_the_largest_fitting_size_is_found_for_superlinear_memory():
     """10 + n + n^2 / 4 <= 40: 9 samples, of the sizes 8."""
     fit = PlannedMemory(Counted(each=1, bend=0.25)).largest_fit(LAYOUT, usable_bytes=40, sizes=SIZES)
     assert fit.microbatch_size == 8
@@ -48,6 +48,6 @@ def test_the_ends_take_fewer_predictions(usable: int, sizes: tuple[int, ...], si
     assert predict.asked == asked
 
 
-def test_what_fsdp_splits_is_split_over_the_other_number_of_ranks():
+def test_sharded_parts_of_a_prediction_scale_with_the_number_of_ranks():
     own = Prediction(16, {"weights": 8, "gradients": 4, "optimizer": 2, "activations": 2})
     assert with_ranks(own, ranks=2, others=4).peak_bytes == 4 + 2 + 1 + 2

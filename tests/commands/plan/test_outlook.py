@@ -40,7 +40,7 @@ def test_a_checkpoint_holds_trained_weights_and_moments(planned: Planned):
     assert spot.every_steps == round(300.0 / outlook.step_seconds)
 
 
-def test_preemptions_and_disk_are_as_told(planned: Planned):
+def test_plan_uses_the_given_preemption_rate_and_disk_speed(planned: Planned):
     assumed = Assumed(hours_between_preemptions=1.0, disk_bandwidth=0.2e9)
     outlook = planned("8b", gpus="8xH100", assumed=assumed).machines[0].outlook
     assert outlook is not None
@@ -48,7 +48,7 @@ def test_preemptions_and_disk_are_as_told(planned: Planned):
     assert outlook.saving_spot.interval_seconds == pytest.approx(12 * 8.03e9 / 0.2e9), "what writing takes"
 
 
-def test_without_a_number_of_steps_there_are_prices_of_tokens_alone(planned: Planned):
+def test_plan_without_a_number_of_steps_prices_only_tokens(planned: Planned):
     plan = planned("8b", "train.steps=null", "train.epochs=1", gpus="8xH100")
     outlook = plan.machines[0].outlook
     assert outlook is not None and outlook.hours is None
@@ -61,7 +61,7 @@ def test_a_budget_in_tokens_gives_steps(planned: Planned):
     assert outlook is not None and outlook.num_steps == 1000
 
 
-def test_twice_the_gpus_are_nearly_twice_as_fast_and_as_dear(planned: Planned):
+def test_twice_the_gpus_are_nearly_twice_as_fast_at_nearly_the_same_cost_per_token(planned: Planned):
     points = {each.num_gpus: each for each in planned("8b", gpus="8xH100").machines[0].points}
     assert list(points) == [2, 4, 8, 16, 32, 64], "64 samples: at most 64 GPUs; one GPU is too small"
     assert points[16].strategy == "hsdp" and points[8].strategy == "fsdp2"

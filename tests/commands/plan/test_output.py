@@ -79,7 +79,9 @@ def test_several_machines_get_a_line_each(
     assert any("This machine has no GPU" in line for line in lines)
 
 
-def test_a_plan_that_fits_nowhere_says_what_would_help(planned: Planned, capsys: pytest.CaptureFixture[str]):
+def test_a_plan_without_a_fitting_strategy_suggests_what_would_fit(
+    planned: Planned, capsys: pytest.CaptureFixture[str]
+):
     print_plan(planned("8b", gpus="1xT4"))
     printed = capsys.readouterr().out
     assert "No strategy fits on these GPUs. It would with QLoRA" in printed

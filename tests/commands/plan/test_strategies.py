@@ -44,7 +44,7 @@ def test_125m_on_one_t4_takes_one_process_and_the_whole_batch_at_once(planned: P
     assert any("T4 has no bf16 units" in sentence for sentence in plan.assumptions)
 
 
-def test_what_fits_everywhere_takes_ddp(planned: Planned):
+def test_a_small_model_is_planned_with_ddp(planned: Planned):
     best = planned("125m", gpus="8xH100").machines[0].best
     assert best is not None and best.strategy == "ddp"
 
@@ -65,7 +65,7 @@ def test_a_batch_that_cannot_be_shared_is_the_reason(planned: Planned):
     assert by_name(plan)["fsdp2"].reason == "train.global_batch_size 12 cannot be shared by 8 GPUs"
 
 
-def test_what_the_job_forbids_is_not_taken(planned: Planned):
+def test_a_strategy_set_in_the_job_limits_the_plan(planned: Planned):
     found = by_name(planned("8b", "train.optimizer.name=muon", gpus="8xH100"))
     assert found["zero3"].fit is None and "muon needs whole matrices" in str(found["zero3"].reason)
     assert found["fsdp2"].fits
@@ -73,7 +73,7 @@ def test_what_the_job_forbids_is_not_taken(planned: Planned):
     assert [name for name, each in only.items() if each.fits] == ["zero2", "zero2_offload"]
 
 
-def test_nothing_fits_where_nothing_fits(planned: Planned):
+def test_a_model_too_large_for_the_gpus_has_no_strategy_in_the_plan(planned: Planned):
     plan = planned("70b", gpus="1xT4")
     assert plan.machines[0].best is None and plan.machines[0].outlook is None
     assert plan.machines[0].why == "No strategy fits on these GPUs."

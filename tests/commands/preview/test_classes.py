@@ -30,7 +30,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("task", SHOWN)
-def test_rows_are_shown_with_what_is_to_be_found_out(task, tmp_path, capsys):
+def test_classification_rows_are_previewed_with_their_labels(task, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[task]))
     (tmp_path / "job.yaml").write_text(JOB.replace("TASK", task))
     preview(tmp_path / "job.yaml", (), num_rows=2, html=tmp_path / "page.html", start=0)

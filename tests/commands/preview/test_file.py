@@ -90,7 +90,7 @@ def test_tokens_are_counted_with_a_tokenizer(tmp_path, capsys):
         preview_file(str(tmp_path / "rows.txt"), num_rows=1, tokenizer=str(tmp_path))
 
 
-def test_a_later_row_that_cannot_be_read_is_the_error_after_what_can(tmp_path, capsys):
+def test_an_unreadable_row_is_reported_after_the_readable_rows_before_it(tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("label,text\n" + "1,a\n" * 200 + "2\n")
     with pytest.raises(DataError, match=r"rows\.csv, row 201 \(line 202\)"):
         preview_file(str(tmp_path / "rows.csv"), num_rows=1, tokenizer=None)
@@ -99,7 +99,7 @@ def test_a_later_row_that_cannot_be_read_is_the_error_after_what_can(tmp_path, c
     assert "format: labelled" in printed
 
 
-def test_columns_of_no_format_are_shown_with_what_formats_there_are(tmp_path, capsys):
+def test_columns_that_match_no_format_are_shown_with_the_available_formats(tmp_path, capsys):
     squad = {"data": [{"title": "T", "paragraphs": [{"context": "C", "qas": [{"id": 1, "q": "Q"}]}]}]}
     (tmp_path / "squad.json").write_text(json.dumps(squad))
     preview_file(str(tmp_path / "squad.json"), num_rows=1, tokenizer=None)
@@ -109,7 +109,7 @@ def test_columns_of_no_format_are_shown_with_what_formats_there_are(tmp_path, ca
     assert "prompt_completion: `prompt`, `completion`" in printed
 
 
-def test_words_and_tags_in_a_file_of_another_ending_are_recognised(tmp_path, capsys):
+def test_a_conll_file_with_another_extension_is_recognized(tmp_path, capsys):
     (tmp_path / "train.txt").write_text("EU B-ORG\nrejects O\n\nPeter B-PER\n")
     preview_file(str(tmp_path / "train.txt"), num_rows=1, tokenizer=None)
     assert "looks like a CoNLL file: rename it from .txt to .conll" in capsys.readouterr().out
@@ -127,7 +127,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_file_is_named_as_training_names_it(tmp_path, name):
+def test_preview_reports_a_bad_file_with_the_message_of_training(tmp_path, name):
     content, message = REFUSED[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)

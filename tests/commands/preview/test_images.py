@@ -42,7 +42,7 @@ def test_the_preview_lists_files_sizes_and_classes(job, capsys):
         preview(job, [], num_rows=3, html=job.parent / "page.html", start=0)
 
 
-def test_the_audit_tells_of_classes_and_of_no_tokens(job, capsys):
+def test_the_audit_of_images_reports_classes_and_no_tokens(job, capsys):
     (job.parent / "photos" / "dog" / "5.png").write_bytes((job.parent / "photos" / "dog" / "4.png").read_bytes())
     prepare(job, [])
     said = capsys.readouterr().out

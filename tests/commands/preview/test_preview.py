@@ -105,7 +105,7 @@ def test_bytes_that_only_together_are_a_character_are_one_piece(tokenizer):
     assert len(cup.ids) == 3
 
 
-def test_of_a_character_that_is_half_learnt_the_halves_are_told_apart(tokenizer):
+def test_tokens_of_one_character_with_different_target_flags_are_previewed_separately(tokenizer):
     first, *others = sample_of("☕", tokenizer, target_from=1).pieces
     assert not first.is_target and len(first.ids) == 1
     assert all(piece.is_target for piece in others) and sum(len(piece.ids) for piece in others) == 2
@@ -134,7 +134,7 @@ def test_the_terminal_shows_rows_in_the_order_of_training(shown):
     assert "\x1b" not in said  # a row cannot steer the terminal, and there are no colours in a file
 
 
-def test_it_begins_where_it_is_asked_to(shown):
+def test_preview_starts_at_the_requested_position(shown):
     said = shown("data.shuffle=false", num_rows=1, start=5)
     assert "step 2, microbatch 1 of 2: positions 4 to 5" in said
     assert re.search(r"^position 5  sample 5 ", said, re.MULTILINE)

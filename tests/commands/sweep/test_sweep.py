@@ -50,7 +50,7 @@ def events(run_folder, name):
     return [event for event in read_events(run_folder / "events.jsonl") if event["event"] == name]
 
 
-def test_nothing_starts_where_a_mistake_can_be_seen_before(job, tmp_path):  # noqa: F811
+def test_a_sweep_with_an_invalid_setting_starts_no_run(job, tmp_path):  # noqa: F811
     folder = tmp_path / "sweep"
     for overrides, settings, message in [
         (["train.learning_rate=1e-2,-1"], {}, "`-1` is not allowed"),

@@ -61,7 +61,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("overrides", FINE)
-def test_what_fits_is_taken(problems, overrides):
+def test_compatible_file_options_are_accepted(problems, overrides):
     assert problems(*overrides) == []
 
 

@@ -59,18 +59,18 @@ def test_a_run_folder_cannot_lie_in_a_file(complaints, tmp_path, folder):
     assert f"run.folder: {tmp_path}/rows.jsonl is a file. Choose another folder." in said
 
 
-def test_a_run_folder_that_nobody_can_write_is_named_even_to_the_superuser(complaints):
+def test_a_run_folder_that_is_not_writable_is_reported_even_to_root(complaints):
     (said,) = complaints("run.folder=/proc/runs/first")
     assert "run.folder: /proc is not writable." in said
 
 
-def test_what_cannot_be_read_is_named(complaints, monkeypatch):
+def test_an_unreadable_file_is_named(complaints, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("rows.jsonl"))
     (said,) = complaints()
     assert "rows.jsonl cannot be read. Check its permissions." in said
 
 
-def test_nothing_is_written_while_looking(load, tmp_path):
+def test_checking_files_writes_nothing(load, tmp_path):
     loaded = load()
     assert file_problems(loaded.config, folder=tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml", "rows.jsonl"]

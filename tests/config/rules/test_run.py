@@ -26,7 +26,7 @@ def test_a_text_is_the_command_of_a_section(load):
         ("run.on_end={command: a, idle_after_seconds: 1800}", "run.on_end.idle_after_seconds"),
     ],
 )
-def test_what_is_no_order_is_one_problem(problems, written, key):
+def test_an_invalid_on_end_hook_is_one_problem(problems, written, key):
     (problem,) = problems(written)
     assert problem.key == key
 

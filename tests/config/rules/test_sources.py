@@ -171,7 +171,7 @@ def test_a_mistake_in_a_mix_has_its_line_and_its_hint(complaints, job):
     assert len(said) == 4
 
 
-def test_a_mix_is_resolved_as_it_was_written(load, tmp_path):
+def test_a_resolved_mix_equals_the_written_one(load, tmp_path):
     loaded = load(mixed(", skip: 1"))
     again = load(text=resolved_yaml(loaded))
     assert again.config == loaded.config

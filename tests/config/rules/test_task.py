@@ -221,7 +221,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("written", "key", "message"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
-def test_what_a_task_or_adapter_needs_is_asked_for(problems, written, key, message):
+def test_missing_keys_of_a_task_or_adapter_are_reported(problems, written, key, message):
     assert any(problem.key == key and message in problem.message for problem in problems(*written))
 
 
@@ -242,7 +242,7 @@ WRONG_preference_rules = [
 @pytest.mark.parametrize(
     ("overrides", "place", "said"), WRONG_preference_rules, ids=[place for _, place, _ in WRONG_preference_rules]
 )
-def test_what_a_loss_cannot_do_without_is_told(problems, overrides, place, said):
+def test_missing_keys_of_a_preference_loss_are_reported(problems, overrides, place, said):
     found = problems("task.name=preference", *overrides)
     assert [problem.message for problem in found if problem.key == place and said in problem.message]
 
@@ -250,5 +250,5 @@ def test_what_a_loss_cannot_do_without_is_told(problems, overrides, place, said)
 @pytest.mark.parametrize(
     "overrides", [[PAIRS], [PAIRS, ROBUST], [JUDGED, "task.preference.loss=kto"], [STREAM, "task.preference.loss=orpo"]]
 )
-def test_what_fits_is_not_told_off(problems, overrides):
+def test_compatible_preference_settings_are_accepted(problems, overrides):
     assert problems("task.name=preference", *overrides) == []

@@ -43,12 +43,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("written", "key", "message"), WRONG, ids=[" ".join(row[0]) for row in WRONG])
-def test_what_cannot_be_is_refused(problems, written, key, message):
+def test_invalid_training_settings_are_rejected(problems, written, key, message):
     found = problems(*written)
     assert any(problem.key == key and message in problem.message for problem in found), found
 
 
-def test_what_can_be_is_not(problems):
+def test_valid_training_settings_are_accepted(problems):
     assert not problems(SCHEDULE_FREE, CONSTANT)
     assert not problems("train.optimizer={name: muon, momentum: 0.9, betas: [0.9, 0.95]}", "train.average={}")
     whole = ("train.microbatch_size=8", "train.global_batch_size=8", "train.max_gradient_norm=null")

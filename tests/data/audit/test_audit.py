@@ -94,7 +94,7 @@ def test_a_stream_has_counts_and_no_more():
     assert audit_sources({"data.train": stream}).total.lengths is None
 
 
-def test_shares_are_of_what_was_there_before_it_was_lost():
+def test_audit_shares_are_relative_to_the_counts_before_losses():
     counts = Counts(
         **{"rows": 10, "samples": 8, "tokens": 100, "targets": 30, "truncated_rows": 1, "split_rows": 1},
         **{"truncated_targets": 6, "dropped_targets": 4, "long_rows": 1, "rows_without_target": 1, "unknown_tokens": 5},
@@ -130,6 +130,6 @@ def test_an_audit_is_plain_json():
     assert plain["validation"]["counts"]["rows"] == 1
 
 
-def test_nothing_is_audited_without_a_fault():
+def test_the_audit_of_an_empty_source_has_shares_of_zero():
     audit = audit_sources({"data.train": counted("")})
     assert audit.total.length_quantiles == {} and audit.as_json()["total"]["shares"]["truncated_rows"] == 0.0

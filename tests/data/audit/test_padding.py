@@ -63,7 +63,7 @@ def test_samples_end_to_end_have_no_padding():
     assert found.saved == pytest.approx(1 - 40 / found.plain_computed)
 
 
-def test_of_a_source_and_its_target_the_positions_of_the_encoder_count():
+def test_padding_of_encoder_decoder_batches_counts_encoder_positions():
     def sources(features):
         lengths = tuple(each.length - 1 for each in features)
         batch = batch_of(features, rows=len(features), columns=max(lengths))
@@ -73,7 +73,7 @@ def test_of_a_source_and_its_target_the_positions_of_the_encoder_count():
     assert (found.tokens, found.computed) == (40 - 8, 2 * (8 + 7 + 6 + 5))
 
 
-def test_a_budget_tells_how_full_its_positions_are():
+def test_a_token_budget_reports_the_share_of_filled_positions():
     assert measured(end_to_end, budget=10).filled == pytest.approx(40 / 80)
     assert measured(end_to_end).filled is None
 

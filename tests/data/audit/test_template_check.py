@@ -22,7 +22,7 @@ def checked(template, **keys):
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_a_built_in_template_is_asked_as_it_was_trained(name):
+def test_prompts_of_a_built_in_template_are_prefixes_of_training_texts(name):
     check, lines = checked(name)
     assert check.differences == ()
     assert check.is_end_learnt
@@ -33,7 +33,7 @@ def test_a_built_in_template_is_asked_as_it_was_trained(name):
     assert "prompts at inference are the beginnings of what is trained on" in lines
 
 
-def test_what_it_cannot_do_is_told_with_the_reason():
+def test_unsupported_template_features_are_reported_with_the_reason():
     check, lines = checked("chatml")
     assert check.targets_by == "renderings"
     assert "chat template of the tokenizer: targets are found by rendering beginnings" in lines
@@ -54,7 +54,7 @@ def test_a_prompt_that_differs_from_training_is_shown_as_text_and_tokens():
     assert "?<|bot|><think>' but the model was trained on '" in lines
 
 
-def test_markers_that_begin_before_the_end_of_the_prompt_or_behind_it_are_told():
+def test_generation_markers_that_do_not_start_at_the_end_of_the_prompt_are_reported():
     form = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}BODY</s>{% endif %}"
     form += "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
     early = form.replace("BODY", "{% generation %}<|bot|>{{ m.content }}{% endgeneration %}")
@@ -72,7 +72,7 @@ def test_a_template_that_wants_parts_gets_parts():
     assert check.is_end_learnt
 
 
-def test_a_template_that_reads_the_clock_is_told():
+def test_a_template_that_reads_the_date_is_reported():
     assert "the template writes the date" in checked("{{ strftime_now('%Y') }}" + TEMPLATES["chatml"])[1]
 
 
@@ -83,7 +83,7 @@ def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     assert check.learnt[:2] == ("one answer", "several answers")
 
 
-def test_nothing_that_can_be_learnt_is_told():
+def test_a_template_without_trainable_tokens_is_reported():
     check, lines = checked("{{ raise_exception('not today') }}")
     assert check.learnt == ()
     assert "trainable: nothing" in lines

@@ -74,7 +74,7 @@ def test_a_user_cannot_end_a_turn(tokenizer):
     assert targets(features, tokenizer) == targets(plain, tokenizer)
 
 
-def test_what_is_read_is_what_was_written():
+def test_control_tokens_in_user_text_decode_to_the_written_text():
     tokenizer = chatml()
     features = encoded(tokenizer, row(EVIL, "ok", EVIL * 2, f"yes {EVIL}"))
     text = tokenizer.apply_chat_template(row(EVIL, "ok", EVIL * 2, f"yes {EVIL}")["messages"], tokenize=False)
@@ -82,7 +82,7 @@ def test_what_is_read_is_what_was_written():
     assert targets(features, tokenizer) == ["ok<|im_end|>", f"yes {EVIL}<|im_end|>"]
 
 
-def test_rows_beside_it_are_what_they_were():
+def test_a_row_with_control_tokens_does_not_change_the_other_rows():
     tokenizer = chatml()
     plain = row("hi", "there <b>")
     alone, beside = (
@@ -93,7 +93,7 @@ def test_rows_beside_it_are_what_they_were():
     assert alone.arrays["input_ids"].tolist() == beside.arrays["input_ids"].tolist() == ids
 
 
-def test_allowed_they_keep_their_meaning():
+def test_allowed_control_tokens_keep_their_meaning():
     tokenizer = chatml()
     features = encoded(tokenizer, row(EVIL, "ok"), allow_special_tokens=True)
     assert features.arrays["input_ids"].tolist() == tokenizer.apply_chat_template(
@@ -102,7 +102,7 @@ def test_allowed_they_keep_their_meaning():
     assert not features.has_control_names
 
 
-def test_the_words_of_the_job_keep_their_meaning():
+def test_control_tokens_in_the_system_prompt_of_the_job_keep_their_meaning():
     tokenizer = chatml()
     features = encoded(tokenizer, row(EVIL, "ok"), system_prompt="Be <s> brief")
     assert count(features, tokenizer, "<s>") == 1
@@ -170,7 +170,7 @@ def test_a_name_in_other_signs_that_are_made_the_same_is_seen():
     assert count(features, tokenizer, "<|stop|>") == 0
 
 
-def test_a_row_of_private_use_characters_is_refused_only_beside_names():
+def test_private_use_characters_are_rejected_only_in_rows_with_control_tokens():
     assert isinstance(ConversationEncoder(chatml())([row("\U00108000 a", "ok")])[0], Features)
     with pytest.raises(DataError, match="private-use"):
         encoded(chatml(), row("\U00108000\U00100000 <s>", "ok"))
@@ -193,7 +193,7 @@ def test_texts_without_turns_hold_text():
     assert pair.has_control_names
 
 
-def test_a_tokenizer_written_in_python_can_do_it_too():
+def test_a_slow_tokenizer_escapes_control_tokens_too():
     tokenizer = ByT5Tokenizer()
     (features,) = TextEncoder(tokenizer)([{"text": "a</s>b<extra_id_0>"}])
     ids = features.arrays["input_ids"].tolist()
@@ -211,7 +211,7 @@ def test_answers_are_marked_by_the_rows_they_are_of():
     assert np.sum(features.arrays["is_target"]) == 4
 
 
-def test_what_is_asked_is_text():
+def test_control_tokens_in_a_prompt_are_encoded_as_text():
     tokenizer = chatml()
     asked = [{"role": "system", "content": "<s>"}, {"role": "user", "content": f"<s>{EVIL}"}]
     ids = prompt_ids(tokenizer, ChatPrompt(asked, has_own_system=True))
@@ -222,7 +222,7 @@ def test_what_is_asked_is_text():
     assert prompt_ids(bert, ChatPrompt([{"role": "user", "content": "a [SEP] b"}])).count(3) == 1
 
 
-def test_a_token_of_letters_is_no_mark():
+def test_a_token_without_markup_is_not_a_control_token():
     tokenizer = chatml(pad_token="!")
     assert "!" not in ControlTokens(tokenizer).names
     assert "<s>" in ControlTokens(tokenizer).names

@@ -37,7 +37,7 @@ ASKED = turn("user", "What is two and two?")
 ANSWERED = turn("assistant", "Two and two is four.")
 
 
-def test_only_the_answer_and_its_end_of_turn_are_learnt(tokenizer):
+def test_only_the_answer_and_its_end_of_turn_are_targets(tokenizer):
     features = encode_turns([ASKED, ANSWERED], tokenizer)
     assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
     assert features.arrays["input_ids"].dtype == np.uint32
@@ -53,7 +53,7 @@ def test_the_tokens_are_those_of_the_rendered_conversation(tokenizer):
     assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
 
 
-def test_every_turn_of_the_assistant_is_learnt(tokenizer):
+def test_every_assistant_turn_is_a_target(tokenizer):
     turns = [ASKED, ANSWERED, turn("user", "Hello there!"), turn("assistant", "I am fine,\n\nthank you.\n")]
     assert targets(encode_turns(turns, tokenizer), tokenizer) == [
         "Two and two is four.<|im_end|>",
@@ -61,14 +61,14 @@ def test_every_turn_of_the_assistant_is_learnt(tokenizer):
     ]
 
 
-def test_what_the_assistant_says_in_a_prompt_is_context(tokenizer):
+def test_assistant_turns_in_a_prompt_are_context_and_not_targets(tokenizer):
     row = {"messages": [ASKED, ANSWERED, ASKED, turn("assistant", "Four.")], "num_context_turns": 3}
     for system_prompt in (None, "Be brief."):
         (features,) = ConversationEncoder(tokenizer, system_prompt=system_prompt)([row])
         assert targets(features, tokenizer) == ["Four.<|im_end|>"]
 
 
-def test_a_last_user_turn_is_seen_and_not_learnt(tokenizer):
+def test_a_last_user_turn_is_encoded_and_not_a_target(tokenizer):
     features = encode_turns([ASKED, ANSWERED, turn("user", "Hello")], tokenizer)
     assert targets(features, tokenizer) == ["Two and two is four.<|im_end|>"]
     assert tokenizer.decode(features.arrays["input_ids"].tolist()).endswith("<|im_start|>user\nHello<|im_end|>\n")
@@ -78,7 +78,7 @@ def test_an_empty_answer_is_an_end_of_turn(tokenizer):
     assert targets(encode_turns([ASKED, turn("assistant", "")], tokenizer), tokenizer) == ["<|im_end|>"]
 
 
-def test_without_an_assistant_there_is_nothing_to_learn(tokenizer):
+def test_a_conversation_without_an_assistant_turn_has_no_sample(tokenizer):
     assert encode_turns([ASKED], tokenizer) is None
 
 
@@ -116,7 +116,7 @@ def test_the_template_writes_the_only_beginning_of_sequence(make_tokenizer):
     assert ids[0] == tokenizer.bos_token_id
 
 
-def test_a_template_that_changes_what_it_has_said_is_refused(tokenizer):
+def test_a_template_that_rewrites_earlier_turns_is_rejected(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(
         DataError, match=r"prompt of turn 2 differently .*\('1What.* when it continues .*\('2What.*`chatml`"
@@ -133,7 +133,7 @@ def test_a_token_across_the_edge_of_the_prompt_is_refused(tokenizer):
         encode_turns([ASKED, turn("assistant", "wo and two is four.")], tokenizer)
 
 
-def test_a_template_that_refuses_says_why(tokenizer):
+def test_an_error_raised_by_a_template_is_reported_with_its_message(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(DataError, match=r"refuses the conversation \(user, assistant\): System role not supported"):
         encode_turns([ASKED, ANSWERED], tokenizer)
@@ -179,7 +179,7 @@ def test_the_system_prompt_is_for_those_that_have_none():
     assert with_system_prompt([ASKED], None) == [ASKED]
 
 
-def test_every_token_of_a_text_but_the_first_is_learnt(tokenizer):
+def test_every_token_of_a_text_but_the_first_is_a_target(tokenizer):
     features = encode_text("Two and two is four.", tokenizer)
     assert tokenizer.decode(features.arrays["input_ids"].tolist()) == "Two and two is four.<|endoftext|>"
     assert features.arrays["is_target"].tolist() == [False] + [True] * (features.length - 1)
@@ -207,7 +207,7 @@ def test_a_byte_level_tokenizer_knows_every_text(tokenizer, make_tokenizer):
     assert unknown_ids(other) == {other.convert_tokens_to_ids("<unk>")}
 
 
-def test_without_end_of_sequence_a_text_cannot_be_learnt(make_tokenizer):
+def test_a_tokenizer_without_end_of_sequence_is_rejected_for_plain_text(make_tokenizer):
     with pytest.raises(DataError, match="no end-of-sequence token"):
         encode_text("Two", make_tokenizer(eos_token=None))
 
@@ -228,7 +228,7 @@ def test_the_identity_changes_with_template_and_vocabulary_and_not_with_use(toke
     assert tokenizer_identity(tokenizer)["chat_template"] != before["chat_template"]
 
 
-def test_a_tokenizer_that_forgets_what_it_does_not_know_is_noticed(make_tokenizer):
+def test_a_tokenizer_that_drops_unknown_text_is_detected(make_tokenizer):
     def words(**keys):
         backend = Tokenizer(models.BPE(**keys))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()

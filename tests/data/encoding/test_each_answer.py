@@ -49,7 +49,7 @@ def asked(tokenizer, turns, **keys):
 
 @shipped
 @pytest.mark.parametrize("turns", [TALK, THOUGHTFUL], ids=["plain", "thoughtful"])
-def test_two_turns_of_qwen3_are_trained_on_as_they_are_asked_for(turns):
+def test_each_qwen3_answer_is_trained_on_with_the_prompt_of_inference(turns):
     tokenizer = trained_tokenizer(TEMPLATES["qwen3"])
     first, second = samples(tokenizer, turns)
     for sample, num_turns in ((first, 1), (second, 3)):
@@ -92,7 +92,7 @@ def test_an_answer_that_does_not_begin_as_its_prompt_ends_is_refused():
         samples(trained_tokenizer(TEMPLATES["deepseek_r1_distill"]), TALK)
 
 
-def test_what_the_assistant_says_in_a_prompt_is_no_sample(tokenizer):
+def test_assistant_turns_in_a_prompt_are_not_samples(tokenizer):
     set_chat_template(tokenizer, "chatml")
     assert len(samples(tokenizer, TALK)) == 2
     (only,) = samples(tokenizer, TALK, num_context_turns=3)
@@ -151,7 +151,7 @@ def test_a_row_as_one_sample_is_counted_as_ever(tokenizer):
 
 
 @shipped
-def test_the_audit_tells_what_the_template_can_do_with_it():
+def test_the_template_check_of_each_answer_finds_no_differences():
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64, train_on="each_assistant")
     check = check_template(tokenizer_for(TEMPLATES["qwen3"]), section)
     assert {"several answers", "tools"} <= set(check.learnt)

@@ -59,7 +59,7 @@ def test_the_tokens_are_those_that_the_processor_gives(name):
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_an_image_is_as_many_tokens_as_the_model_reads_of_it_and_no_target(name):
+def test_an_image_takes_the_image_tokens_of_the_model_and_has_no_target(name):
     processor = PROCESSORS[name]()
     features = encoded(processor, TALK, train_on="all")
     token = ImageTextProcessor(processor).token_id
@@ -99,7 +99,7 @@ def test_a_beginning_of_sequence_that_the_tokenizer_writes_stands_before_the_con
     assert targets(features, words) == ["a cat and a dog<|im_end|>", "a cow<|im_end|>"]
 
 
-def test_only_images_before_the_last_answer_are_shown_where_that_alone_is_learnt():
+def test_training_on_the_last_answer_keeps_only_images_before_it():
     given = row([IMAGE], "one", [IMAGE], images=[picture(), picture(seed=1)])
     features = encoded(llava(), given, train_on="last_assistant")
     assert len(images_of(features)) == 1

@@ -27,7 +27,7 @@ def tokens(features):
     return " ".join(WORDS[token] for token in features.arrays["input_ids"])
 
 
-def test_a_text_is_framed_as_the_tokenizer_does_it(bert):
+def test_a_labelled_text_gets_the_special_tokens_of_the_tokenizer(bert):
     encoder = pickle.loads(pickle.dumps(LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES))))
     one, two = encoder([{"text": "A playing b", "label": "good"}, {"text": "c", "label": "bad"}])
     assert tokens(one) == "[CLS] a play ##ing b [SEP]"
@@ -45,7 +45,7 @@ def test_two_texts_have_types_and_may_stand_among_single_ones(bert):
 
 
 @pytest.mark.parametrize(("side", "left"), [("end", "[CLS] a b [SEP]"), ("start", "[CLS] c d [SEP]")])
-def test_what_is_cut_keeps_its_special_tokens_and_says_how_much_it_has_lost(bert, side, left):
+def test_a_truncated_text_keeps_its_special_tokens_and_counts_cut_tokens(bert, side, left):
     (cut,) = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES), cut=Truncation(4, side))(
         [{"text": "a b c d", "label": "bad"}]
     )
@@ -55,7 +55,7 @@ def test_what_is_cut_keeps_its_special_tokens_and_says_how_much_it_has_lost(bert
     assert bert.backend_tokenizer.truncation is None  # it is saved as it was loaded
 
 
-def test_of_two_texts_the_longer_is_cut(bert):
+def test_the_longer_of_two_texts_is_truncated(bert):
     row = {"text": "a b c d", "text_pair": "b", "label": "bad"}
     (cut,) = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES), cut=Truncation(6, "end"))([row])
     assert tokens(cut) == "[CLS] a b [SEP] b [SEP]"
@@ -107,12 +107,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("labels", "label", "message"), WRONG)
-def test_a_label_of_another_kind_is_told_with_what_to_write(bert, labels, label, message):
+def test_a_label_of_another_type_is_rejected_with_the_setting_to_write(bert, labels, label, message):
     (outcome,) = LabelledTextEncoder(bert, labels)([{"text": "a", "label": label}])
     with pytest.raises(DataError, match=message):
         raise outcome
 
 
-def test_rows_of_another_format_are_told(bert):
+def test_a_row_of_another_format_is_rejected_with_the_format_to_write(bert):
     (outcome,) = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES))([{"messages": []}])
     assert "Use `format: labelled`" in str(outcome)

@@ -38,14 +38,14 @@ def whole(prompt: str, answer: str) -> str:
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
 
 
-def test_a_pair_is_two_conversations_of_which_the_answers_are_learnt(encoder, tokenizer):
+def test_a_preference_pair_is_two_conversations_with_their_answers_as_targets(encoder, tokenizer):
     (features,) = PreferenceEncoder(encoder, "`t`")([row("a?", "yes", "no")])
     found = texts(features, tokenizer)
     assert [text.startswith(whole("a?", answer)[:-1]) for (text, _), answer in zip(found, ("yes", "no"), strict=True)]
     assert [learnt.removesuffix("\n") for _, learnt in found] == ["yes<|im_end|>", "no<|im_end|>"]
 
 
-def test_what_the_assistant_says_in_the_prompt_is_not_learnt(encoder, tokenizer):
+def test_assistant_turns_in_a_preference_prompt_are_not_targets(encoder, tokenizer):
     asked = {"prompt": [turn("user", "a?"), turn("assistant", "hm"), turn("user", "b?")]}
     (features,) = PreferenceEncoder(encoder, "`t`")([row("", "yes", "no") | asked])
     assert [learnt for _, learnt in texts(features, tokenizer)] == ["yes<|im_end|>", "no<|im_end|>"]
@@ -76,7 +76,7 @@ def test_margins_are_kept_where_they_are_used(encoder):
     assert "use_margin: false" in str(wrong)
 
 
-def test_rows_without_answers_to_choose_from_are_told_what_to_write(encoder):
+def test_a_row_without_an_answer_pair_is_rejected_with_the_format_to_write(encoder):
     (wrong,) = PreferenceEncoder(encoder, "`task.name: reward`")([{"messages": [turn("user", "a?")]}])
     assert isinstance(wrong, DataError)
     assert str(wrong).startswith("`task.name: reward` trains on pairs of answers")

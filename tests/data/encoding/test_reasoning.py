@@ -76,7 +76,7 @@ def said(tokenizer, answer, *, reasons, tools=None, turns=(ASKED,), train_on="la
 @shipped
 @pytest.mark.parametrize("name", sorted(LISTED))
 @pytest.mark.parametrize("train_on", ["last_assistant", "each_assistant"])
-def test_reasoning_is_a_target_or_context_and_what_is_said_stays_one(name, train_on):
+def test_reasoning_is_a_target_only_if_requested_and_the_answer_always_is(name, train_on):
     reasoning, of_call, absent, content, call = LISTED[name]
     tokenizer = trained_tokenizer(TEMPLATES[name])
     plain = {"role": "assistant", "content": "Four."}
@@ -128,13 +128,13 @@ def test_reasoning_in_the_content_that_is_left_out_is_counted():
     assert targets(features, tokenizer) == ["Four.</s>"]
 
 
-def test_without_reasoning_a_row_is_the_same_either_way(tokenizer):
+def test_a_row_without_reasoning_is_encoded_the_same_for_both_settings(tokenizer):
     set_chat_template(tokenizer, "chatml")
     answer = {"role": "assistant", "content": "I see. Four."}
     assert said(tokenizer, answer, reasons=False) == said(tokenizer, answer, reasons=True) == "I see. Four.<|im_end|>"
 
 
-def test_what_only_looks_like_reasoning_is_refused():
+def test_reasoning_that_the_template_does_not_delimit_is_rejected():
     thought_of = "({{ m.reasoning_content | upper }}) {{ m.reasoning_content }}"
     form = "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}THOUGHT{% endif %}{{ m.content }}</s>"
     form += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -36,7 +36,7 @@ def test_the_same_word_twice_is_two_words(encoder):
     assert shown(sample, WORDS) == "[CLS] a/O a/B-LOC [SEP]"
 
 
-def test_a_word_that_leaves_no_token_becomes_the_unknown_one(encoder):
+def test_a_word_without_tokens_becomes_the_unknown_token(encoder):
     (sample,) = encoder([{"tokens": ["a", "\u200b", "b"], "tags": ["O", "B-LOC", "O"]}])
     assert shown(sample, WORDS) == "[CLS] a/O [UNK]/B-LOC b/O [SEP]"
 
@@ -47,7 +47,7 @@ def test_words_of_a_byte_level_tokenizer_stay_apart(tokenizer):
     assert sample.num_targets == 2
 
 
-def test_where_there_is_no_unknown_token_a_lost_word_is_told(tokenizer):
+def test_a_word_without_tokens_is_rejected_if_there_is_no_unknown_token(tokenizer):
     (outcome,) = TaggedWordsEncoder(tokenizer, CLASSES)([{"tokens": ["", "a"], "tags": ["O", "O"]}])
     assert "word 1 ('') leaves no token" in str(outcome)
 
@@ -59,7 +59,7 @@ def test_rows_without_words_or_with_unknown_tags(encoder):
     assert "Use `format: tagged`" in str(other)
 
 
-def test_a_tokenizer_that_cannot_tell_words_is_refused():
+def test_a_tokenizer_without_word_boundaries_is_rejected():
     class Slow:
         is_fast = False
 

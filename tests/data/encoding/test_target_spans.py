@@ -46,7 +46,7 @@ def refused(turns, template=CHATML, **keys):
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN])
-def test_the_assistant_its_last_turn_or_everything_is_learnt(template):
+def test_train_on_selects_all_answers_the_last_answer_or_everything(template):
     assert learnt(TALK, template) == [f"Four.{END}", f"Six.{END}"]
     assert learnt(TALK, template, train_on="last_assistant") == [f"Six.{END}"]
     (everything,) = learnt(TALK, template, train_on="all")
@@ -56,7 +56,7 @@ def test_the_assistant_its_last_turn_or_everything_is_learnt(template):
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN])
-def test_a_weight_says_turn_by_turn_what_is_learnt(template):
+def test_the_weight_of_each_message_selects_its_targets(template):
     talk = [turn("user", "Two?", weight=1), turn("assistant", "Four.", weight=0), AGAIN, AGAIN_ANSWERED]
     said = learnt(talk, template, train_on="per_message")
     assert said == [f"user\nTwo?{END}", f"Six.{END}"]  # the first token is not predicted
@@ -80,14 +80,14 @@ def test_a_weight_that_would_be_ignored_is_refused():
     assert "turn 2 has weight 0.5: it must be 1 (trained on) or 0 (not)" in refused(half, train_on="per_message")
 
 
-def test_what_follows_the_last_answer_is_not_rendered_when_that_alone_is_learnt():
+def test_training_on_the_last_answer_does_not_render_later_turns():
     found = outcome([*TALK, turn("user", "Bye.")], train_on="last_assistant")
     tokenizer = tokenizer_for(CHATML)
     assert tokenizer.decode(found.arrays["input_ids"].tolist()).endswith(f"Six.{END}\n")
 
 
 @pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
-def test_the_last_answer_is_learnt_with_a_template_that_rewrites_earlier_turns():
+def test_the_last_answer_is_a_target_with_a_template_that_rewrites_earlier_turns():
     said = refused(TALK, shipped_templates()["qwen3"])
     assert "(the tokenizer's own) renders turn 2 differently when the conversation stops there " in said
     assert "stops there ('...tart|>assist" in said
@@ -109,7 +109,7 @@ def test_a_prompt_that_training_does_not_begin_with_has_another_remedy():
     assert said == ["Two twos.\n</think>\nFour.<|im_end|>"]
 
 
-def test_an_end_of_turn_behind_the_marker_is_learnt_and_whitespace_behind_it_is_not():
+def test_an_end_of_turn_after_the_marker_is_a_target_and_whitespace_is_not():
     assert learnt(TALK, MARKED) == ["Four.<|end|>", "Six.<|end|>"]
     inside = MARKED.replace("{% endgeneration %}<|end|>\n", "<|end|>\n{% endgeneration %}")
     assert learnt(TALK, inside) == ["Four.<|end|>", "Six.<|end|>"]
@@ -122,7 +122,7 @@ def test_a_marker_without_any_end_of_turn_is_ended_with_end_of_sequence():
     assert learnt([ASKED, ANSWERED], open_ended) == ["Four.</s>"]
 
 
-def test_markers_that_are_more_than_the_answers_are_all_learnt_and_one_answer_is_found_without_them():
+def test_every_marked_span_is_a_target_and_the_last_answer_is_found_by_its_own_span():
     twice = MARKED.replace("{{ m.content }}{% endgen", "{{ m.content }}{% endgeneration %}{% generation %}!{% endgen")
     assert learnt(TALK, twice) == ["Four.!<|end|>", "Six.!<|end|>"]
     assert learnt(TALK, twice, train_on="last_assistant") == ["Six.!<|end|>"]
@@ -143,7 +143,7 @@ def test_two_beginnings_of_sequence_are_refused():
     assert "the chat template writes <s> twice at the beginning" in said
 
 
-def test_an_end_of_sequence_behind_the_whole_is_not_learnt():
+def test_an_end_of_sequence_after_the_conversation_is_not_a_target():
     ends = CHATML.replace("{%- if add", "{%- if not add_generation_prompt -%}{{ eos_token }}{%- endif -%}{%- if add")
     assert learnt(TALK, ends) == [f"Four.{END}", f"Six.{END}"]
 
@@ -158,7 +158,7 @@ def test_the_tools_and_calls_of_a_row_reach_the_template():
     assert learnt(thinking, QWEN) == [f"<think>\nTwice two.\n</think>\n\nFour.{END}"]
 
 
-def test_what_a_template_drops_is_named():
+def test_content_that_a_template_drops_is_reported():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert "drops the `tools` of the row: the model would not see them" in refused(TALK, tools=tools)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}

@@ -100,18 +100,18 @@ def test_beginnings_are_counted_as_if_encoded_alone(kind):
 
 
 @pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}, {"normalized": True}])
-def test_marks_that_take_blanks_or_words_with_them_change_nothing(flags):
+def test_special_tokens_that_strip_whitespace_do_not_change_incremental_tokenization(flags):
     for kind in ("byte level", "a word mark at the first word", "lower case"):
         marks = [AddedToken(mark, special=True, **flags) for mark in MARKS]
         assert agrees(tokenizer_of(kind, marks), conversations(40))
 
 
-def test_the_fast_way_is_taken_where_it_holds():
+def test_tokenizers_that_can_be_cut_at_special_tokens_use_the_fast_path():
     assert TextTokenizer(tokenizer_of("byte level")).cuts_at_seams
     assert TextTokenizer(tokenizer_of("a word mark at the first word")).cuts_at_seams
 
 
-def test_without_marks_or_with_ones_found_after_normalizing_every_beginning_is_encoded():
+def test_tokenizers_without_usable_special_tokens_encode_every_prefix():
     assert not TextTokenizer(
         tokenizer_of("lower case", [AddedToken(mark, normalized=True) for mark in MARKS])
     ).cuts_at_seams

@@ -85,7 +85,7 @@ def test_a_hundred_thousand_columns_are_one_short_message(tmp_path):
     assert len(str(error.value)) < 1500
 
 
-def test_a_column_that_is_named_with_a_semicolon_is_read_as_it_is(tmp_path):
+def test_a_column_name_with_a_semicolon_is_read_unchanged(tmp_path):
     (tmp_path / "rows.csv").write_text("a;b\nx;y\n")
     for keys in ({"columns": {"text": "a;b"}}, {"template": {"text": "{{ row['a;b'] }}"}}):
         section = SourceSection(path=str(tmp_path / "rows.csv"), format="text", **keys)

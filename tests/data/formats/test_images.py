@@ -127,7 +127,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_cannot_be_shown_is_named(kind):
+def test_an_invalid_image_row_is_rejected_with_the_reason(kind):
     row, message = WRONG[kind]
     with pytest.raises(DataError, match=message):
         read(row)

@@ -25,7 +25,7 @@ def test_a_judged_answer_is_turns_and_whether_it_is_good(label, is_good):
     assert row["is_good"] is is_good
 
 
-def test_other_words_for_good_become_truths_by_a_template():
+def test_a_template_maps_other_label_words_to_booleans():
     with pytest.raises(DataError, match=r"rows\.jsonl, row 1: column `label` must be true or false.*template"):
         read({**ANSWER, "label": "good"}, format="judged")
     template = {"label": "{{ label == 'good' }}"}

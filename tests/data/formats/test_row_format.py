@@ -71,7 +71,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_columns_of_the_first_row_decide_and_it_is_said(name):
+def test_the_format_is_inferred_from_the_columns_of_the_first_row_and_logged(name):
     row, meant = ROWS[name]
     said = []
     assert read(row, said) == meant
@@ -86,7 +86,7 @@ def test_the_users_columns_are_mapped_and_the_unread_are_named():
     assert said[1:] == [f"{KEY}: unused columns: `id`"]
 
 
-def test_a_column_is_said_to_be_read_or_unused_and_not_both():
+def test_a_column_is_logged_as_read_or_unused_but_not_both():
     said, row = [], {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False}, "id": 7}
     assert read(row, said) == {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False}}
     assert said == [
@@ -141,14 +141,14 @@ def test_the_first_format_that_fits_is_taken():
     assert [line.rpartition(" ")[2] for line in said[::2]] == ["`messages`", "`prompt_completion`", "`labelled`"]
 
 
-def test_what_is_mapped_decides_too():
+def test_mapped_columns_and_templates_decide_the_format():
     row = {"chosen": "Once.", "rejected": "Never."}
     assert read(row, columns={"text": "chosen"}) == {"text": "Once."}
     assert read(row, template={"text": "{{ chosen }}"}) == {"text": "Once."}
 
 
 @pytest.mark.parametrize("absent", [None, "", [], "[]"])
-def test_no_tools_are_no_tools(absent):
+def test_absent_and_empty_tools_are_left_out(absent):
     assert read({"messages": [USER], "tools": absent}) == {"messages": [USER]}
 
 
@@ -206,7 +206,7 @@ def with_class_names(row, names, said=None, **keys):
     return choose_format(section, raw, key=KEY, log=say, class_names=lambda: names).read(raw)
 
 
-def test_numbers_that_the_dataset_has_names_for_become_these_names_and_it_is_said():
+def test_integer_labels_become_the_class_names_of_the_dataset_and_this_is_logged():
     said = []
     names = {"sentiment": ("bad", "good"), "ner_tags": ("O", "B-PER")}
     row = with_class_names({"text": "a", "sentiment": 1}, names, said, columns={"label": "sentiment"})
@@ -216,7 +216,7 @@ def test_numbers_that_the_dataset_has_names_for_become_these_names_and_it_is_sai
     assert tagged["tags"] == ["B-PER", "O"]
 
 
-def test_minus_one_is_no_label():
+def test_a_label_of_minus_one_is_rejected():
     with pytest.raises(DataError, match="row 1: column `label` is -1, which stands for no label"):
         with_class_names({"text": "a", "label": -1}, {"label": ("bad", "good")})
 

@@ -50,6 +50,6 @@ def test_other_names_are_mapped():
         ({"sentence1": "a", "sentence2": "b", "score": "high"}, "column `score` must be a number"),
     ],
 )
-def test_what_is_wrong_is_named(row, message):
+def test_an_invalid_text_pair_is_rejected_with_the_reason(row, message):
     with pytest.raises(DataError, match=message):
         read(row)

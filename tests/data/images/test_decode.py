@@ -31,7 +31,7 @@ def test_a_png_keeps_its_pixels():
     assert np.asarray(image).tolist() == [[[255, 0, 0], [0, 0, 255]]]
 
 
-def test_an_image_is_turned_upright_as_its_camera_says():
+def test_an_image_is_rotated_by_its_exif_orientation():
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the first column is the top row, seen from the right
     content = encoded(two_pixels((250, 0, 0), (0, 0, 250)), "PNG", exif=exif)
@@ -64,7 +64,7 @@ def test_facts_need_no_decoding():
         (encoded(Image.effect_noise((64, 64), 50))[:-2000], "cannot be decoded"),
     ],
 )
-def test_what_is_no_image_is_told(content, reason):
+def test_bytes_that_are_not_an_image_are_rejected_with_the_reason(content, reason):
     with pytest.raises(DataError, match=reason):
         decode_image(content)
 

@@ -113,6 +113,6 @@ def test_messages_show_no_bytes_of_a_file(photos):
         assert "doom" not in str(caught.value)
 
 
-def test_nothing_else_is_started_to_decode():
+def test_decoding_postscript_starts_no_external_program():
     with pytest.raises(DataError, match="not an image of a known format"):
         decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")

@@ -28,11 +28,11 @@ def test_a_relative_path_counts_from_the_folder(tmp_path):
         "data:image/png;base64," + base64.b64encode(CONTENT).decode(),
     ],
 )
-def test_bytes_come_as_they_are(value):
+def test_stored_image_bytes_are_read_unchanged(value):
     assert stored_image(value, folder=None).read() == CONTENT
 
 
-def test_equal_bytes_have_equal_digests_wherever_they_are(tmp_path):
+def test_equal_image_bytes_have_equal_digests_inline_or_in_a_file(tmp_path):
     (tmp_path / "one.png").write_bytes(CONTENT)
     held = stored_image({"bytes": CONTENT, "path": "two.png"}, folder=None)
     assert held.name == "two.png"
@@ -51,12 +51,12 @@ def test_equal_bytes_have_equal_digests_wherever_they_are(tmp_path):
         ("x?" * 40, "nor base64"),
     ],
 )
-def test_what_can_be_no_image_is_told(value, reason):
+def test_a_value_that_is_not_an_image_is_rejected_with_the_column(value, reason):
     with pytest.raises(DataError, match=f"column `image`.*{reason}"):
         stored_image(value, folder=None, title="column `image`")
 
 
-def test_a_missing_file_is_told_when_it_is_read(tmp_path):
+def test_a_missing_image_file_is_reported_when_it_is_read(tmp_path):
     image = stored_image("gone.png", folder=tmp_path)
     with pytest.raises(DataError, match=r"gone\.png does not exist"):
         image.read()

@@ -33,7 +33,7 @@ def processor(request):
     return PROCESSORS[request.param]()
 
 
-def test_what_is_evaluated_equals_the_processors_output(processor):
+def test_evaluation_images_equal_the_output_of_the_processor(processor):
     views = ImageTransform(processor, ImagesSection())
     image = noise(37, 29, views.mode)
     wanted = processor(image, return_tensors="pt")["pixel_values"][0].float()
@@ -116,7 +116,7 @@ def test_cutmix_replaces_as_much_as_the_share_says():
     assert ONE.sum() == 0  # what was handed in is left as it was
 
 
-def test_with_both_each_is_taken():
+def test_mixup_and_cutmix_are_both_drawn_when_both_are_enabled():
     kinds = {
         len(mix_images(ONE, OTHER, mixup=1.0, cutmix=1.0, chance=Random(seed)).pixels.unique()) for seed in range(30)
     }

@@ -148,7 +148,7 @@ def test_unshuffled_packs_follow_their_first_samples():
     assert positions(order, 0, 9) == positions(order, order.num_positions, order.num_positions + 9)
 
 
-def test_the_section_says_what_stands_at_a_position():
+def test_the_batching_section_decides_what_a_position_holds():
     def order_by(**keys):
         return set_order(LENGTHS, seed=1, shuffle=True, batching=BatchingSection(**keys), max_length=32)
 
@@ -219,7 +219,7 @@ def test_no_sample_leaves_its_epoch(steps):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_from_any_position_and_in_any_pieces_it_is_the_same(steps):
+def test_the_grouped_order_is_the_same_from_any_position_in_any_pieces(steps):
     whole = made_by_length(steps).samples(0, 120).tolist()
     assert [made_by_length(steps).samples(at, 120).tolist() for at in range(0, 120, 11)] == [
         whole[at:] for at in range(0, 120, 11)

@@ -73,7 +73,7 @@ def within(ids, source):
     return {i for i in ids if split_sample_id(i).source == source}
 
 
-def test_without_weights_a_window_is_a_pass():
+def test_a_mix_without_weights_takes_every_sample_once_per_pass():
     assert mix([50, 20], [50, 40], until=None).num_positions == 90
 
 
@@ -185,7 +185,7 @@ def test_a_sample_is_found_by_its_id_and_keeps_it():
     assert pool.samples.lengths_of(np.array([2, sample_id, 0])).tolist() == [3, 4, 1]
 
 
-def test_what_each_source_has_of_the_run_is_told():
+def test_the_share_of_each_source_in_the_run_is_logged():
     pool = mix_of([70, 10], [{"weight": 3}, {"weight": 7}])
     assert pool.lines(100) == (
         "data.train.mix.0 (0.jsonl): 30 of 100 samples in this run (30.0%), 0.43 passes over its 70",

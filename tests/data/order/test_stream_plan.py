@@ -76,7 +76,7 @@ def test_empty_shards_are_passed_over():
     assert letters == ["ab", "ab", "ab"]
 
 
-def test_what_is_left_out_is_counted_once_wherever_reading_begins():
+def test_left_out_rows_of_a_stream_are_counted_once_from_any_start():
     plan = plan_of(".a..b.", "..", "c.d.e..", window_rows=2, shuffle=False)
     cursor, counted = START, []
     for _ in range(4):
@@ -92,7 +92,7 @@ def test_a_stream_without_a_row_is_an_error():
         windows_of(plan_of("", "", window_rows=2), 1)
 
 
-def test_a_cursor_can_be_told():
+def test_a_stream_cursor_has_a_readable_description():
     plan = plan_of("abc", "de", window_rows=2, shuffle=False)
     assert plan.place(Cursor(0, 1, 1)) == "de after 1 of its rows"
     assert plan.place(Cursor(4, 2, 0)) == "the end of pass 5"

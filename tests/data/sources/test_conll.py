@@ -44,7 +44,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_line_that_is_no_word_with_tags_is_named(tmp_path, name):
+def test_an_invalid_conll_line_is_named(tmp_path, name):
     text, message = BAD[name]
     keys = {"columns": {"tokens": 0, "tags": 4}} if "position" in name else {}
     with pytest.raises(DataError, match=message):

@@ -74,7 +74,7 @@ def test_a_turn_is_named(tmp_path, tokenizer, kind):
 
 
 @pytest.mark.parametrize("label", ["9" * 401, f'"{"9" * 401}"', "NaN", "-Infinity", "1e400", "1e39"])
-def test_a_label_that_is_no_number_of_float32_is_named(tmp_path, tokenizer, label):
+def test_a_label_outside_of_float32_is_rejected_with_its_row(tmp_path, tokenizer, label):
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "a", "label": 1}}\n{{"text": "a", "label": {label}}}\n')
     with pytest.raises(DataError, match=r"row 2: the label must be a number"):
         encode(tmp_path / "rows.jsonl", tokenizer, lambda words: LabelledTextEncoder(words, NumericLabelEncoder(1)))
@@ -130,7 +130,7 @@ def test_a_long_field_is_a_text(tmp_path, tokenizer):
     assert encode(tmp_path / "long.csv", tokenizer).counts.rows == 1
 
 
-def test_types_that_are_none_of_json_are_named(tmp_path, tokenizer):
+def test_column_types_without_a_json_equivalent_are_rejected_by_name(tmp_path, tokenizer):
     nested = pa.int64()
     value = 1
     for _ in range(100):
@@ -149,7 +149,7 @@ def test_types_that_are_none_of_json_are_named(tmp_path, tokenizer):
             encode(path, tokenizer, format="text")
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path, tokenizer):
+def test_a_fifo_or_device_is_rejected_without_waiting(tmp_path, tokenizer):
     os.mkfifo(tmp_path / "rows.jsonl")
     for path in (tmp_path / "rows.jsonl", "/dev/zero"):
         with pytest.raises(DataError, match=r"data\.train\.path: .* it is a (FIFO|device), not a regular file"):

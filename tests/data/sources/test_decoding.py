@@ -56,7 +56,7 @@ def test_every_kind_of_text_gives_the_same_rows_in_every_encoding(tmp_path, kind
         assert file.num_rows(at_most=9) == len(TEXTS)
 
 
-def test_a_byte_that_is_no_text_is_named_wherever_it_is(tmp_path, monkeypatch):
+def test_an_undecodable_byte_is_named_with_line_and_offset(tmp_path, monkeypatch):
     monkeypatch.setattr(decoding, "_CHUNK_BYTES", 7)  # so that chunks end everywhere
     text = "ab\ncdé\n\nfgh\n"
     whole = text.encode("cp1252")
@@ -96,11 +96,11 @@ def test_bytes_that_are_not_utf8_are_named_with_the_encoding_to_try(tmp_path, na
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf16_without_a_mark_is_told_which_one_it_is(tmp_path, encoding):
+def test_utf16_without_a_byte_order_mark_is_rejected_with_the_encoding_to_write(tmp_path, encoding):
     with pytest.raises(DataError, match=f"looks like UTF-16.*`encoding: {encoding}`"):
         list(opened(tmp_path, "rows.csv", "text,label\nabc,1\n".encode(encoding)).rows())
 
 
-def test_an_encoding_that_needs_a_mark_is_told_its_byte_order(tmp_path):
+def test_utf16_without_a_byte_order_is_rejected_with_the_encoding_to_write(tmp_path):
     with pytest.raises(DataError, match=r"has no byte order mark.*`encoding: utf-16-le`"):
         list(opened(tmp_path, "rows.csv", b"text,label\nabcd,1\n", "utf-16").rows())

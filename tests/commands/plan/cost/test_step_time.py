@@ -59,7 +59,7 @@ def test_autocast_and_quantized_weights_pass_through_memory_once_more():
     assert packed.parts["computation"] == pytest.approx(2 * (PASS + 0.005))
 
 
-def test_ddp_reduces_once_a_step_beside_the_last_backward_pass():
+def test_ddp_reduces_once_a_step_during_the_last_backward_pass():
     """4 GB x 7/4 at 100 GB/s are 70 ms, less than the backward pass: the last of 153 buckets is waited for."""
     found = step_time("ddp", WORK, device=DEVICE, cluster=EIGHT)
     buckets = 153 * (LAUNCH_SECONDS + 14 * EIGHT.hop_seconds)  # each also starts, and goes round twice
@@ -68,7 +68,7 @@ def test_ddp_reduces_once_a_step_beside_the_last_backward_pass():
     assert found.parts["update"] == pytest.approx(0.036)
 
 
-def test_hidden_communication_slows_the_computation_beside_it():
+def test_overlapped_communication_slows_the_computation():
     """18.9% slower while 100 s of communication run beside it: 100 - 100 / 1.189 s more."""
     found = step_time("ddp", WORK, device=DEVICE, cluster=EIGHT)
     assert found.parts["contention"] == pytest.approx(found.hidden_seconds * (1 - 1 / 1.189))
@@ -90,14 +90,14 @@ def test_fsdp2_gathers_twice_and_reduces_for_each_microbatch():
     assert found.parts["update"] == pytest.approx(0.036 / 8)
 
 
-def test_what_does_not_fit_beside_the_computation_is_waited_for():
+def test_communication_that_exceeds_the_computation_is_exposed():
     """At 1 GB/s, 4 GB x 7/4 take 7 s; nine tenths of a backward pass of 0.4667 s can hide some of it."""
     slow = Cluster(8, 8, 1e9, 1e9)
     found = step_time("ddp", WORK, device=DEVICE, cluster=slow)
     assert found.parts["communication"] == pytest.approx(7.0 - 0.9 * PASS * 2 / 3, rel=2e-3)
 
 
-def test_zero2_reduces_for_each_microbatch_and_gathers_what_was_updated():
+def test_zero2_reduces_after_each_microbatch_and_gathers_updated_weights():
     """Both all-reduce as DDP does; the gathering of 2 GB, 17.5 ms, is not hidden; ZeRO-1 reduces once."""
     ddp, one, two = (step_time(name, WORK, device=DEVICE, cluster=EIGHT) for name in ("ddp", "zero1", "zero2"))
     assert one.parts["communication"] - ddp.parts["communication"] == pytest.approx(0.0175, rel=1e-2)
