@@ -342,7 +342,7 @@ def work(spec: Path) -> int:
     from finetune.export.verify import verifier
     from finetune.run.train import train_from_config
     from finetune.runtime import distributed
-    from tests.run.trained import forget
+    from tests.scenarios.trained import forget
     from tests.task_cases.worker import stay
     from tests.verifier_server import use_server
 

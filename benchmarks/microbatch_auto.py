@@ -79,7 +79,7 @@ def prepare(folder: Path) -> None:
 
 def run(folder: Path, case: Case, name: str, *overrides: str) -> tuple[int, str]:
     settings = [f"run.folder={folder / 'runs' / name}", *case.overrides, *overrides]
-    words = ["-m", "tests.run.limited_program", case.megabytes, "--config", str(folder / "job.yaml")]
+    words = ["-m", "tests.scenarios.memory.limited_program", case.megabytes, "--config", str(folder / "job.yaml")]
     words += [word for each in settings for word in ("--set", each)]
     log = folder / f"{name}.log"
     alone = case.processes == 1

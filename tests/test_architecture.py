@@ -113,6 +113,9 @@ EXACT_JSON = (
 
 LONGEST_FILE, LONGEST_FUNCTION, LARGEST_FOLDER = 450, 60, 14
 
+OTHER_TEST_FOLDERS = ("benchmarks", "fuzz", "faults", "scenarios", "task_cases")
+"""Folders of `tests/` that are not named after a folder of the package: they test the program as a whole."""
+
 BANNED_FILES = ("utils", "util", "helpers", "helper", "common", "misc", "manager")
 
 REFUSED_WORDS = {
@@ -549,3 +552,16 @@ def test_a_key_its_section_its_folder_and_its_tests_bear_one_name():
     for key in sorted(keys - {"evaluate"}):  # evaluation is a part of training: train/evaluate.py
         assert (PACKAGE / key).is_dir(), f"the section `{key}` has no folder finetune/{key}"
         assert (ROOT / "tests" / key).is_dir(), f"the section `{key}` has no folder tests/{key}"
+
+
+def test_tests_mirror_the_folders_of_the_package():
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {Path("run/setup"), Path("scenarios/resuming")} <= folders
+    mirrors = [folder for folder in sorted(folders) if folder.parts and folder.parts[0] not in OTHER_TEST_FOLDERS]
+    report(
+        [
+            f"tests/{folder}: there is no finetune/{folder}; a whole run is tested in tests/scenarios"
+            for folder in mirrors
+            if not (PACKAGE / folder).is_dir()
+        ]
+    )

@@ -30,13 +30,13 @@ def run(program: str, *words: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Print the tables of the losses and gradients, and of the memory."""
     kinds = sorted(PLAIN_MODEL_TYPES | SINK_MODEL_TYPES) + list(BESIDES)
-    found = run("tests.run.slices_program", DEGREES, *kinds)
+    found = run("tests.scenarios.strategies.slices_program", DEGREES, *kinds)
     print("| model | degree | loss, relative | gradient |\n|---|---|---|---|")
     for name, each in sorted(found.items()):
         kind, degree = name.split("/")
         print(f"| {kind} | {degree} | {each['loss']:.1e} | {each['gradient']:.1e} |")
     print("\n| model | one rank, T tokens | each of 4 ranks, 4 T tokens | ratio |\n|---|---|---|---|")
-    for name, each in run("tests.run.slices_memory_program").items():
+    for name, each in run("tests.scenarios.strategies.slices_memory_program").items():
         alone, shared = each["alone"], each["shared"]
         print(f"| {name} | {alone / 1e6:.1f} MB | {shared / 1e6:.1f} MB | {shared / alone:.3f} |")
 

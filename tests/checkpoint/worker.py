@@ -41,7 +41,7 @@ from finetune.strategy.upstream import (
 from finetune.train.evaluate import AveragedWeights
 from finetune.train.optim.optimizers import begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
-from tests.run.trained import forget
+from tests.scenarios.trained import forget
 
 ROWS, LENGTH, VOCABULARY = 8, 12, 67  # 67: rows that no number of ranks divides
 LOW_BIT = {

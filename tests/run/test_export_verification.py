@@ -22,7 +22,7 @@ from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.runtime.files.atomic import UMASK
 from finetune.task.model_inputs import collate_padded, collate_padding_free
-from tests.run.trained import forget, stay
+from tests.scenarios.trained import forget, stay
 
 QUICK = ["train.steps=4", "checkpoint.every_steps=4", "train.microbatch_size=2", "export.verify=true"]
 LORA = "model.lora={rank: 4, alpha: 8.0}"

@@ -1,4 +1,4 @@
-"""A tiny job of every task, which tests/run/test_every_task.py runs under every strategy."""
+"""A tiny job of every task, which tests/scenarios/test_every_task.py runs under every strategy."""
 
 from tests.task_cases import (
     adapters,

@@ -18,7 +18,7 @@ from finetune.config.load import load_config
 from finetune.errors import FinetuneError
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
-from tests.run.trained import forget
+from tests.scenarios.trained import forget
 
 
 def main(spec: str) -> None:

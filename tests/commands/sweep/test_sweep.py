@@ -18,7 +18,7 @@ from finetune.errors import UserError
 from finetune.report.history import read_events
 from finetune.runtime.supervision.writer_lock import is_locked
 from tests import launching
-from tests.run.conftest import job  # noqa: F401  # the tiny job, which trains in a second
+from tests.scenarios.conftest import job  # noqa: F401  # the tiny job, which trains in a second
 
 RATES = "train.learning_rate=1e-2,2e-2"
 LONG = ("train.steps=400", "checkpoint.every_steps=50", "evaluate.every_steps=200")

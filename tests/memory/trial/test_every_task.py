@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.run.test_every_task import VARIANT, variant_of
+from tests.scenarios.test_every_task import VARIANT, variant_of
 from tests.task_cases import CASES
 from tests.task_cases.runs import launch, prepare
 

@@ -7,7 +7,7 @@ from finetune.run.remote import background as mirrors
 from finetune.run.remote import upload
 from finetune.run.remote.background import BackgroundUploader, NullUploader, make_uploader
 from finetune.run.remote.download import with_local_folder
-from tests.run.staging import NotedRemote, checkpoint
+from tests.run.remote.staging import NotedRemote, checkpoint
 
 SAVED = CheckpointSaved(4, "path", size_bytes=1, seconds=0.0, stall_seconds=0.0)
 

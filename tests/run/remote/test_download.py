@@ -10,7 +10,7 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import CheckpointError
 from finetune.run.remote.download import download_run, with_local_folder
 from finetune.runtime.files.remote import RemoteFolder
-from tests.run.staging import checkpoint
+from tests.run.remote.staging import checkpoint
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.run.remote.upload import RETRY_PAUSES_SECONDS, FolderSync
-from tests.run.staging import NotedRemote, checkpoint
+from tests.run.remote.staging import NotedRemote, checkpoint
 
 WHOLE = ["manifest.json", "model/0", "progress.json"]
 

@@ -10,7 +10,7 @@ from finetune.config.load import load_config
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_training_data
 from finetune.run.setup.data_audit import audit_training_data, write_audit
-from tests.run.plain_audit import gsm8k, hh_rlhf, plain_audit
+from tests.run.setup.plain_audit import gsm8k, hh_rlhf, plain_audit
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 GSM8K, HH_RLHF = DATA / "gsm8k" / "train.jsonl", DATA / "hh-rlhf" / "harmless-base-test.jsonl.gz"

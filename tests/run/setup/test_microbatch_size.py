@@ -20,7 +20,7 @@ from finetune.run.setup.microbatch_size import (
 )
 from finetune.run.setup.precompute import samples_of_positions
 from finetune.run.train import train_from_config
-from tests.run.trained import forget
+from tests.scenarios.trained import forget
 
 AUTO = ("train.microbatch_size=auto", "train.steps=6", "evaluate=null", "data.validation=null")
 RECORD = MicrobatchRecord(microbatch_size=4, strategy="single", processes=1, peaks={"memory": 500}, settings={})

@@ -10,7 +10,7 @@ from finetune.errors import CheckpointError, StrategyError
 from finetune.report.history import read_events
 from finetune.run.setup.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.run.train import train_from_config
-from tests.run.trained import forget
+from tests.scenarios.trained import forget
 
 TOKENS = "model.new_tokens={tokens: [quokka]}"
 LORA = "model.lora={}"

@@ -10,7 +10,7 @@ from finetune.run.samples import read_samples
 from tests import launching
 from tests.devices import NEEDS_DEEPSPEED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 full = pytest.mark.full
 pytestmark = pytest.mark.distributed
 
@@ -137,7 +137,7 @@ def test_a_step_that_is_not_finite_in_one_slice_is_skipped_on_all_ranks(launch, 
 def test_loss_and_gradient_of_shared_rows_are_those_of_whole_ones(tmp_path, figure):
     """Windows, soft caps, sinks, few key heads, latent attention, experts; adapters and checkpointing."""
     kinds = ("mistral", "gemma2", "gpt_oss", "qwen3", "deepseek_v3", "checkpointed", "adapted", "keys-of-one")
-    words = ("-m", "tests.run.slices_program", str(tmp_path / "found.json"), "2,4", *kinds)
+    words = ("-m", "tests.scenarios.strategies.slices_program", str(tmp_path / "found.json"), "2,4", *kinds)
     ended = launching.capture(launching.torchrun_command(*words, processes=4), timeout_seconds=200)
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "found.json").read_text())
@@ -149,7 +149,7 @@ def test_loss_and_gradient_of_shared_rows_are_those_of_whole_ones(tmp_path, figu
 
 @full
 def test_a_row_of_4_times_the_length_takes_the_same_memory_on_each_of_4_ranks(tmp_path, figure):
-    words = ("-m", "tests.run.slices_memory_program", str(tmp_path / "found.json"))
+    words = ("-m", "tests.scenarios.strategies.slices_memory_program", str(tmp_path / "found.json"))
     ended = launching.capture(launching.torchrun_command(*words, processes=4), timeout_seconds=200)
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "found.json").read_text())

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from finetune.config.load import load_config
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
-from tests.run.trained import forget, stay
+from tests.scenarios.trained import forget, stay
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,7 @@ def test_zero_sends_gradients_weights_a_norm_and_a_count_and_copies_no_bucket(st
     pytest.importorskip("deepspeed")
     overrides = [f"run.folder={tmp_path / 'run'}", "train.steps=4", "train.schedule={name: constant}"]
     overrides += ["train.microbatch_size=4"]
-    program = ["-m", "tests.run.step_traffic_program", str(tmp_path / "rank"), str(job), *overrides]
+    program = ["-m", "tests.scenarios.memory.step_traffic_program", str(tmp_path / "rank"), str(job), *overrides]
     log = tmp_path / "log.txt"
     assert run(accelerate_command(strategy, *program), log=log, timeout_seconds=540) == 0, log.read_text()[-3000:]
     for rank in (0, 1):

@@ -83,7 +83,7 @@ class Spec:
 
     def launch(self, strategy: str, *, processes: int) -> dict[str, list[dict[str, Any]]]:
         """Run the jobs (`single`: without a launcher) and return the records of all ranks by job."""
-        words, log = ["-m", "tests.run.head_program", str(self._path)], self.folder / "log.txt"
+        words, log = ["-m", "tests.scenarios.memory.head_program", str(self._path)], self.folder / "log.txt"
         alone = [sys.executable, *words]
         command = alone if strategy == "single" else accelerate_command(strategy, *words, processes=processes)
         code = run(command, log=log, timeout_seconds=900)

@@ -14,10 +14,10 @@ import torch
 from finetune.runtime.supervision.faults import VARIABLE as FAULTS
 from tests import launching
 from tests.devices import EVERY_DEVICE, NEEDS_DEEPSPEED, SELDOM_ON_CPU
-from tests.run.conftest import TIMEOUT_SECONDS, Ended
-from tests.run.running import Running
-from tests.run.tiny_timeout_program import LOADING
-from tests.run.tiny_timeout_program import VARIABLE as TIMEOUT
+from tests.scenarios.conftest import TIMEOUT_SECONDS, Ended
+from tests.scenarios.running import Running
+from tests.scenarios.strategies.tiny_timeout_program import LOADING
+from tests.scenarios.strategies.tiny_timeout_program import VARIABLE as TIMEOUT
 
 PROGRAM = str(Path(__file__).with_name("tiny_timeout_program.py"))
 QUIET = ["evaluate=null", "data.validation=null", "train.tf32=false"]

@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
+TERMINATE = "tests.scenarios.resuming.metrics_that_signal:terminate"
 SIGNAL_AT_STEP_2 = [
     "evaluate.every_steps=2",
-    "evaluate.generate={num_samples: 3, max_new_tokens: 2, metrics: ['tests.run.metrics_that_signal:terminate']}",
+    f"evaluate.generate={{num_samples: 3, max_new_tokens: 2, metrics: ['{TERMINATE}']}}",
     "train.steps=20",
 ]
 

@@ -15,7 +15,7 @@ from finetune.errors import CheckpointError, UserError
 from finetune.strategy.protocol import Expected
 from tests import launching
 
-PROGRAM = "tests.run.convert_program"
+PROGRAM = "tests.scenarios.resuming.convert_program"
 QUICK = ["evaluate=null", "data.validation=null", "train.steps=4", "checkpoint.every_steps=4"]
 KINDS = {"full": QUICK, "lora": [*QUICK, "model.lora={rank: 4, alpha: 8}"]}
 LAUNCHES = [

@@ -20,7 +20,7 @@ import torch
 from finetune.__main__ import main
 from finetune.runtime.supervision import exit
 from finetune.runtime.text.redact import collect_environment_secrets
-from tests.run.trained import forget
+from tests.scenarios.trained import forget
 
 CANARIES = {
     "signature": "c0ffee11Ab+signature/Qq==",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
-from tests.run.running import Running
+from tests.scenarios.running import Running
 
 pytestmark = pytest.mark.full
 

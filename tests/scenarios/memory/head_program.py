@@ -29,7 +29,7 @@ from finetune.task.preference.dpo import PreferenceTask
 from finetune.task.preference.kto import KtoTask
 from finetune.task.seq2seq import Seq2SeqTask
 from tests.live_bytes import LiveBytes
-from tests.run.trained import forget
+from tests.scenarios.trained import forget
 from tests.task.lm_loss.head_rows import HeadRows
 from tests.task_cases.worker import stay
 

@@ -8,7 +8,7 @@ import pytest
 
 from finetune.data.order.dataset_view import split_sample_id, split_stream_index
 from finetune.run.samples import read_samples
-from tests.run.test_exactness import NOTHING_ELSE, in_order
+from tests.scenarios.resuming.test_exactness import NOTHING_ELSE, in_order
 
 NUM_STEPS = 9
 TOLERANCE = 2e-4

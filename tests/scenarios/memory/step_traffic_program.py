@@ -1,6 +1,6 @@
 """Run by the ranks of a launch: train a job, and write what its third step sends and copies, of every rank.
 
-python -m tests.run.step_traffic_program OUT JOB OVERRIDE...
+python -m tests.scenarios.memory.step_traffic_program OUT JOB OVERRIDE...
 """
 
 import json

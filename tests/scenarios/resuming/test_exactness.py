@@ -17,7 +17,7 @@ from finetune.checkpoint.format.manifest import read_manifest
 from finetune.report.history import read_events
 from finetune.run.samples import read_samples
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KINDS = {"full": [], "lora": ["model.lora={rank: 4, alpha: 8, dropout: 0.1}"]}
 NOTHING_ELSE = ["evaluate=null", "data.validation=null"]
 EPOCHS = [*NOTHING_ELSE, "data.train.take=22", "data.num_workers=1"]

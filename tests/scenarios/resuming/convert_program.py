@@ -9,7 +9,7 @@ import torch
 from finetune.commands.convert import convert_from, convert_to
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
-from tests.run.trained import forget
+from tests.scenarios.trained import forget
 
 
 def main(words: list[str]) -> None:

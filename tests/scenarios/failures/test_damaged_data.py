@@ -14,7 +14,7 @@ from finetune.report.history import read_events
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
 from finetune.train import loop
-from tests.run.trained import forget, stay
+from tests.scenarios.trained import forget, stay
 
 WORDS = ["red", "green", "blue", "amber", "violet", "white"]
 

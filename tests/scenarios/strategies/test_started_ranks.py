@@ -11,10 +11,10 @@ import pytest
 
 from tests import launching
 from tests.devices import needs
-from tests.run.conftest import TIMEOUT_SECONDS, Ended
-from tests.run.running import Running
+from tests.scenarios.conftest import TIMEOUT_SECONDS, Ended
+from tests.scenarios.running import Running
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHORT = ["train.steps=4", "checkpoint.every_steps=4", "data.validation=null", "evaluate=null"]
 STRATEGIES = [pytest.param(name, marks=needs(name)) for name in ("ddp", "fsdp2", "zero2")]
 

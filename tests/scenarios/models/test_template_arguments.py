@@ -20,7 +20,7 @@ from finetune.errors import CheckpointError, DataError, UserError
 from finetune.report.history import read_events
 from finetune.run.train import train_from_config
 from finetune.runtime import distributed
-from tests.run.trained import forget, stay
+from tests.scenarios.trained import forget, stay
 
 TEMPLATE = """\
 <|im_start|>system

@@ -11,7 +11,7 @@ import pytest
 from finetune.report.history import read_events
 from tests import launching
 from tests.devices import EVERY_DEVICE
-from tests.run.measured_program import ONLY_PREPARES
+from tests.scenarios.memory.measured_program import ONLY_PREPARES
 
 MODEL = {
     "cpu": "hidden_size: 128, intermediate_size: 512, num_hidden_layers: 4",  # a gradient of 4 MB
@@ -58,7 +58,7 @@ def measured(job, tmp_path_factory) -> Callable[..., MeasuredRun]:
             *("train.precision=bf16", "train.steps=3", "checkpoint.every_steps=null", *WITHOUT_EVALUATION, *overrides),
         ]
         words = [word for setting in settings for word in ("--set", setting)]
-        program = ("-m", "tests.run.measured_program", str(folder), "--config", str(job), *words)
+        program = ("-m", "tests.scenarios.memory.measured_program", str(folder), "--config", str(job), *words)
         command = launching.accelerate_command(strategy, *program, processes=processes)
         variables = {ONLY_PREPARES: "1"} if only_prepares else {}
         code = launching.run(command, log=folder / "log", timeout_seconds=300, environment=variables)

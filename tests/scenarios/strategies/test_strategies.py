@@ -13,7 +13,7 @@ from finetune.config.load import load_config
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_training_data
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LORA = "model.lora={rank: 4, alpha: 8}"
 full = pytest.mark.full
 STRATEGIES = [

@@ -14,7 +14,7 @@ from finetune.runtime import distributed
 from finetune.runtime.files.digests import file_digest
 from finetune.runtime.processes import free_port
 from tests.devices import needs
-from tests.run.trained import forget, stay
+from tests.scenarios.trained import forget, stay
 
 PROFILED = "report.profile={start: 3, steps: 3}"
 STEP = ["model.gradient_checkpointing=true", "train.microbatch_size=2", "train.steps=6", "evaluate.every_steps=4"]
