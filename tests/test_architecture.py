@@ -439,7 +439,7 @@ def reachable(roots: set[str]) -> set[str]:
 # --- what is printed
 
 
-def test_what_is_printed_goes_through_the_guarded_streams():
+def test_only_guarded_streams_are_printed_to():
     """Past them, secrets and terminal escapes would be printed."""
     none_of(ways_round, unreported_commands, raw_json)
     commands = [each for module in MODULES.values() for each in module.functions if "handle_errors" in decorators(each)]

@@ -43,5 +43,5 @@ def test_every_file_exists():
 @pytest.mark.parametrize(
     "name", ["HF_HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "DEVICE", "EXTRAS", "/cache", "/workspace"]
 )
-def test_what_the_page_says_of_the_image_is_in_the_dockerfile(name):
+def test_image_facts_on_the_clusters_page_are_in_the_dockerfile(name):
     assert name in PAGE and name in (ROOT / ".container" / "Dockerfile").read_text()

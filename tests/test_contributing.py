@@ -40,7 +40,7 @@ def test_every_file_and_folder_that_is_named_is_there():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_the_task_that_is_added_learns_only_the_last_sentence(tmp_path, monkeypatch):
+def test_the_documented_example_task_trains_only_the_last_sentence(tmp_path, monkeypatch):
     task_class = python_of("Add a task")["LastSentenceTask"]
     module = ModuleType("contributed")
     module.LastSentenceTask = task_class
@@ -82,7 +82,7 @@ def registered(monkeypatch):
 
 
 @pytest.mark.usefixtures("registered")
-def test_the_tracker_that_is_added_is_told(tmp_path):
+def test_the_documented_example_tracker_gets_metrics(tmp_path):
     python_of("Add a tracker")
     reporter = TrackersReporter(Accelerator(cpu=True), ["lines"], project="stories", run_folder=tmp_path)
     reporter(RunStarted(0, num_steps=2, strategy="single", arithmetic=(), config={}))

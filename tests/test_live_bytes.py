@@ -14,7 +14,7 @@ def ones(megabytes: int, device: str = "cpu") -> torch.Tensor:
     return torch.ones(megabytes * MEGABYTE // 4, device=device)
 
 
-def test_what_nothing_refers_to_any_more_counts_no_longer():
+def test_freed_tensors_are_not_live_bytes():
     with LiveBytes() as live:
         first = ones(2)
         second = first + 1
@@ -30,7 +30,7 @@ def test_what_nothing_refers_to_any_more_counts_no_longer():
         assert live.peak == 0
 
 
-def test_views_and_changes_in_place_of_what_was_there_before_cost_nothing():
+def test_views_and_in_place_changes_of_existing_tensors_add_no_live_bytes():
     before = ones(2)
     with LiveBytes() as live:
         before.view(2, -1).add_(1).mul_(2)

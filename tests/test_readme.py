@@ -56,7 +56,7 @@ def test_the_table_of_strategies_is_the_folder():
     assert told == there
 
 
-def test_every_quoted_symptom_is_said_somewhere():
+def test_every_symptom_quoted_in_the_readme_is_a_message_of_the_package():
     table = README.split("\n## When it fails\n")[1].split("\n## ")[0]
     symptoms = [re.sub(r" N .*", "", quoted) for quoted in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)]
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "finetune").rglob("*.py"))

@@ -64,7 +64,7 @@ def test_a_recipe_can_be_shared_by_processes(tmp_path, name, world):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_says_how_it_is_launched(name):
+def test_a_recipe_documents_its_launch_command(name):
     text = (FOLDER / f"{name}.yaml").read_text()
     (launch,) = [line for line in text.splitlines() if "accelerate launch" in line]
     strategy = launch.split("--config_file ")[1].split()[0]

@@ -98,7 +98,7 @@ def test_every_encoder_of_the_package_has_a_recorded_name():
     assert found <= ENCODERS.keys(), "give it the decorator `recorded_as`, and write it down above"
 
 
-def test_an_encoder_from_outside_the_package_is_known_by_where_it_stands(tmp_path):
+def test_an_encoder_outside_the_package_is_identified_by_its_module_path(tmp_path):
     class OwnEncoder(ConversationEncoder):
         pass
 
@@ -164,7 +164,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("kind", "names"), WRITTEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_is_written_field_by_field_has_the_same_keys(kind, names):
+def test_records_written_field_by_field_keep_their_keys(kind, names):
     assert " ".join(field.name for field in fields(kind)) == names
 
 
@@ -179,7 +179,7 @@ def test_the_manifests_of_prepared_sets_have_the_same_keys(kind, names):
     assert " ".join(kind.model_fields) == names
 
 
-def test_answers_worked_out_beforehand_are_found_again_by_their_title():
+def test_precomputed_answers_are_found_by_their_title():
     task = SimpleNamespace(
         section=SimpleNamespace(cache=True, top_k=2, temperature=1.0), _num_tokens=8, _teacher_arrays=None
     )

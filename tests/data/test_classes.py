@@ -17,7 +17,7 @@ def test_a_label_has_a_name(label, name):
     ("label", "message"),
     [(0.5, r"must be a text or a whole number, but is a number \(0.5\)"), (" ", "the label is empty"), (None, "null")],
 )
-def test_what_is_no_label_is_told(label, message):
+def test_a_value_that_is_not_a_label_is_rejected(label, message):
     with pytest.raises(DataError, match=message):
         label_name(label)
 
@@ -31,7 +31,7 @@ def test_an_unknown_label_is_named_with_the_known_ones():
         classes.index("postive")
 
 
-def test_of_many_classes_the_first_are_listed():
+def test_an_unknown_label_lists_only_the_first_of_many_classes():
     with pytest.raises(DataError, match=r"`19` and 80 more\. Fix the label"):
         Classes(tuple(map(str, range(100)))).index("x")
 
@@ -48,5 +48,5 @@ def test_balanced_weights_average_one_over_the_rows():
     assert sum(count * weight for count, weight in zip(counts, weights, strict=True)) / 10 == pytest.approx(1.0)
 
 
-def test_of_several_classes_the_rare_ones_weigh_more_where_they_apply():
+def test_positive_weights_of_multiple_labels_grow_with_their_rarity():
     assert positive_weights([2, 5, 10, 0], 10) == (4.0, 1.0, 1.0, 1.0)

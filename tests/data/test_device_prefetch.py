@@ -32,7 +32,7 @@ class Diary:
         self.lines.append(f"take over {group[0].sample_ids[0]}")
 
 
-def test_each_group_comes_once_and_the_one_after_it_is_copied_before():
+def test_each_group_is_yielded_once_after_the_next_one_is_copied():
     diary = Diary()
     handed = iter(StepGroups([batch_of(0), batch_of(1), batch_of(2)], 1, CPU, stream=diary))
     assert next(handed)[0].sample_ids == (0,)
@@ -41,14 +41,14 @@ def test_each_group_comes_once_and_the_one_after_it_is_copied_before():
     assert diary.lines == ["copy", "take over 0", "copy", "take over 1", "copy", "take over 2"]
 
 
-def test_on_a_cpu_the_batches_are_handed_out_as_they_are():
+def test_batches_are_yielded_uncopied_on_a_cpu():
     one, two = batch_of(0), batch_of(1)
     ((first, second),) = StepGroups([one, two], 2, CPU)
     assert first is one
     assert second is two
 
 
-def test_an_error_of_the_loader_reaches_whoever_asks_for_the_group_before_it_was_copied():
+def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested():
     def failing():
         yield batch_of(0)
         raise ValueError("not full")
@@ -59,7 +59,7 @@ def test_an_error_of_the_loader_reaches_whoever_asks_for_the_group_before_it_was
 
 
 @EVERY_DEVICE
-def test_copies_on_a_side_stream_hold_what_was_to_be_copied(device):
+def test_copies_on_a_side_stream_equal_their_source(device):
     is_gpu, place = device == "cuda", torch.device(device)
     batches = (batch_of(number).pin_memory() if is_gpu else batch_of(number) for number in range(50))
     found = []

@@ -160,7 +160,7 @@ def test_evaluation_fills_up_with_batches_in_which_nothing_counts(prepared_and_s
     assert [batch.num_targets for batch in batches] == [4, 4, 2, 0]
 
 
-def test_evaluation_packs_its_rows_like_those_that_are_learnt_from(prepared_and_section):
+def test_evaluation_packs_rows_like_training(prepared_and_section):
     prepared, section = prepared_and_section
     packed = section.model_copy(update={"batching": BatchingSection(by="packs", tokens=4)})
     loader = evaluation_loader(prepared, Collate(), dummy_batch=fill, microbatch_size=2, world=2, section=packed)
@@ -203,7 +203,7 @@ def fresh_accelerate():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_section, fresh_accelerate, world):
+def test_a_loader_prepared_by_accelerate_splits_each_step_over_the_ranks(prepared_and_section, fresh_accelerate, world):
     prepared, section = prepared_and_section
     order = SetOrder(seed=7, num_samples=len(prepared))
     sizes = {"global_batch_size": 4, "microbatch_size": 1, "first_step": 2, "num_steps": 5}
@@ -220,7 +220,7 @@ def test_what_accelerate_prepares_holds_the_step_between_the_ranks(prepared_and_
     assert steps == [sorted(order.samples(4 * s, 4 * s + 4).tolist()) for s in (2, 3, 4)]
 
 
-def test_what_the_section_says_of_workers_outlives_being_prepared(prepared_and_section, fresh_accelerate):
+def test_worker_settings_of_the_loader_survive_accelerate_prepare(prepared_and_section, fresh_accelerate):
     prepared, section = prepared_and_section
     pool = DatasetView(prepared, SetOrder(seed=0, num_samples=len(prepared)), "")
     section = section.model_copy(update={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3})

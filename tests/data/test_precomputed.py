@@ -53,20 +53,20 @@ def folder(tmp_path):
     return place
 
 
-def test_what_is_written_is_read_by_sample(folder):
+def test_precomputed_arrays_are_read_by_sample_index(folder):
     known = PrecomputedArrays(folder)
     assert len(known) == 3
     assert [known[index]["a"].tolist() for index in range(3)] == [[1, 2], [], [3]]
     assert [known[index]["b"].tolist() for index in range(3)] == [[0], [1], [2]]
 
 
-def test_a_damaged_folder_is_told(folder):
+def test_a_damaged_folder_of_precomputed_arrays_is_reported(folder):
     (folder / "known.json").write_text("{")
     with pytest.raises(DataError, match=r"is damaged: known\.json cannot be trusted"):
         PrecomputedArrays(folder)
 
 
-def test_samples_deliver_what_is_known_behind_their_own_arrays(folder, prepared_of):
+def test_precomputed_arrays_are_appended_to_the_arrays_of_a_sample(folder, prepared_of):
     prepared = prepared_of(3)
     made = with_precomputed(prepared, folder)
     assert isinstance(made[0], Features)
@@ -77,6 +77,6 @@ def test_samples_deliver_what_is_known_behind_their_own_arrays(folder, prepared_
     assert sent[0].arrays["a"].tolist() == [1, 2]
 
 
-def test_another_number_of_samples_is_told(folder, prepared_of):
+def test_precomputed_arrays_of_another_number_of_samples_are_rejected(folder, prepared_of):
     with pytest.raises(DataError, match="holds 3 samples"):
         with_precomputed(prepared_of(2), folder)

@@ -51,7 +51,7 @@ def pool_of(num_samples, *, seed=1, changed=None):
     return DatasetView(Marked(marks), SetOrder(seed=seed, num_samples=num_samples), "f")
 
 
-def test_the_mark_of_a_step_is_the_sum_of_what_its_ranks_were_handed():
+def test_the_checksum_of_a_step_is_the_sum_over_its_ranks():
     pool = pool_of(50)
     ids = pool.order.samples(8, 16)
     marks = pool.samples.checksums_of(ids)
@@ -92,7 +92,7 @@ def test_one_bit_in_a_sample_that_was_consumed_changes_the_digest():
     assert digest_of_steps(pool_of(10, changed=later), 2, global_batch_size=4) == digest, "it has not been consumed yet"
 
 
-def test_the_marks_of_older_checkpoints_are_what_they_were():
+def test_checksums_of_older_checkpoints_are_unchanged():
     assert ids_checksum([0]) == 0xE220A8397B1DCDAF >> 24  # the first output of splitmix64 seeded with 0
     digest = hashlib.sha256(f"/{0xE220A8397B1DCDAF >> 24}".encode()).hexdigest()
     assert (
@@ -165,7 +165,7 @@ def asides(folder):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_is_delivered_whole_has_the_mark_that_the_order_asks_for(prepare, workers):
+def test_intact_samples_have_the_checksum_expected_by_the_order(prepare, workers):
     prepared, section = prepare()
     pool = pool_of_delivery(prepared)
     section = section.model_copy(update={"num_workers": workers})
@@ -214,7 +214,7 @@ def test_damage_in_the_memory_of_a_process_sets_nothing_aside(prepare, monkeypat
     assert asides(prepared.folder) == []
 
 
-def test_damage_at_which_collation_fails_is_told_as_what_it_is(prepare):
+def test_damage_that_makes_collation_fail_is_reported_as_damage(prepare):
     prepared, section = prepare()
     flip(prepared.folder / "chunk-000000.bin")
 
@@ -244,7 +244,7 @@ def test_a_label_that_has_changed_is_as_bad_as_a_token(prepare):
     assert delivery.damaged
 
 
-def test_of_a_mix_the_source_that_is_damaged_is_named_and_set_aside(prepare):
+def test_only_the_damaged_source_of_a_mix_is_named_and_set_aside(prepare):
     (first, _), (second, _) = prepare("first"), prepare("second")
     flip(second.folder / "chunk-000000.bin")
     samples = MixedSamples((first, second))
@@ -262,7 +262,7 @@ def train_batch(samples, ids):
     return with_checksums(collate(features), features)
 
 
-def test_what_is_known_beside_a_sample_is_compared_and_is_no_part_of_what_was_consumed(prepare, tmp_path):
+def test_precomputed_arrays_are_verified_and_not_part_of_the_digest_of_consumed_samples(prepare, tmp_path):
     """It is made of floats, which another machine may compute otherwise, and a run may go on there."""
     prepared, section = prepare()
     known = known_of(prepared, tmp_path / "known")

@@ -48,7 +48,7 @@ def test_slices_hold_every_token_and_every_target_of_the_row_once(lengths, size)
         assert each.num_targets == len(each.targets.labels) == int((each.labels != IGNORED).sum())
 
 
-def test_what_evens_out_the_slices_is_a_sample_of_its_own():
+def test_padding_that_evens_out_slices_is_a_separate_sample():
     last = slices_of(collate_padding_free(features(5, 1)), 4)[-1]
     assert (last.lengths, last.cumulative_lengths.tolist(), last.longest) == ((5, 1, 2), [0, 5, 6, 8], 5)
     assert last.inputs["position_ids"].tolist() == [[0, 1]]
@@ -66,6 +66,6 @@ def test_batches_can_be_read_again():
     assert [len(list(sliced)) for _ in range(2)] == [2, 2]
 
 
-def test_padding_is_refused_with_what_to_write():
+def test_slicing_a_padded_batch_is_rejected_with_the_setting_to_write():
     with pytest.raises(StrategyError, match="by: packs"):
         slice_batch(collate_padded(features(5, 1), pad_id=0), SequenceGroup(2, 0))

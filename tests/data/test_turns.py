@@ -8,7 +8,7 @@ from finetune.errors import DataError
 ASKED = {"role": "user", "content": "Is it warm in Rome?"}
 
 
-def test_what_only_a_template_reads_is_handed_on():
+def test_message_keys_read_only_by_templates_are_passed_on():
     turns = [
         ASKED,
         {
@@ -39,7 +39,7 @@ def test_one_part_of_text_is_that_text():
     assert turn["content"] == "Hi."
 
 
-def test_sharegpt_has_other_words_for_the_same():
+def test_sharegpt_turns_become_messages():
     turns = [
         {"from": "system", "value": "Be brief."},
         {"from": "human", "value": "Is it warm in Rome?"},
@@ -71,7 +71,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("turns", "message"), BAD)
-def test_a_turn_that_is_none_is_named(turns, message):
+def test_an_invalid_turn_is_rejected_by_name(turns, message):
     with pytest.raises(DataError, match=message):
         read_turns(turns, title="`messages`")
 
@@ -86,6 +86,6 @@ BAD_SHAREGPT = [
 
 
 @pytest.mark.parametrize(("turns", "message"), BAD_SHAREGPT)
-def test_a_sharegpt_turn_that_is_none_is_named(turns, message):
+def test_an_invalid_sharegpt_turn_is_rejected_by_name(turns, message):
     with pytest.raises(DataError, match=message):
         read_sharegpt_turns(turns, title="`conversations`")

@@ -21,7 +21,7 @@ def section(**keys):
     return DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64, **keys)
 
 
-def test_by_default_tokens_are_loaded_in_the_training_process_on_a_cpu_and_in_two_others_beside_a_gpu():
+def test_token_loading_defaults_to_no_workers_on_a_cpu_and_two_with_a_gpu():
     assert loader_settings(section(), resources=LAPTOP) == LoaderSettings(0, False, False, None)
     assert loader_settings(section(), resources=SERVER) == LoaderSettings(2, True, False, None)
     assert loader_settings(section(), resources=SERVER, cost="heavy").num_workers == 7
@@ -52,18 +52,18 @@ def test_auto_is_decided_by_cores_ranks_and_devices(room, expected):
     assert loader_settings(section(**AUTO), resources=room) == expected
 
 
-def test_what_has_to_be_decoded_gets_more_workers():
+def test_data_that_must_be_decoded_gets_more_workers():
     assert loader_settings(section(**AUTO), resources=SERVER, cost="heavy") == LoaderSettings(7, True, True, 4)
     assert loader_settings(section(**AUTO), resources=LAPTOP, cost="heavy").num_workers == 1
 
 
-def test_what_is_written_is_done():
+def test_written_loader_settings_are_used():
     written = section(num_workers=5, pin_memory=False, persistent_workers=False, prefetch_factor=7)
     for room in (LAPTOP, SERVER):
         assert loader_settings(written, resources=room) == LoaderSettings(5, False, False, 7)
 
 
-def test_what_was_wished_for_workers_is_said_to_do_nothing_where_auto_starts_none():
+def test_worker_settings_without_effect_are_logged_if_auto_starts_no_workers():
     wished = section(num_workers="auto", prefetch_factor=4, persistent_workers=True)
     settings = loader_settings(wished, resources=LAPTOP)
     assert settings == LoaderSettings(0, False, False, None)
@@ -73,7 +73,7 @@ def test_what_was_wished_for_workers_is_said_to_do_nothing_where_auto_starts_non
     )
 
 
-def test_every_auto_is_told_with_what_decided_it():
+def test_every_automatic_loader_setting_is_logged_with_its_reason():
     autos = section(**AUTO)
     sentence = format_loader_settings(autos, loader_settings(autos, resources=SERVER), resources=SERVER)
     assert sentence == (
@@ -84,7 +84,7 @@ def test_every_auto_is_told_with_what_decided_it():
     assert format_loader_settings(written, loader_settings(written, resources=SERVER), resources=SERVER) is None
 
 
-def test_one_process_tokenises_for_all_so_it_may_take_the_machine():
+def test_prepare_workers_default_to_all_cores_of_the_machine():
     assert num_prepare_workers(section(prepare_workers="auto"), resources=SERVER) == 63
     assert num_prepare_workers(section(prepare_workers="auto"), resources=LAPTOP) == 0
     assert num_prepare_workers(section(prepare_workers=3), resources=LAPTOP) == 3

@@ -49,7 +49,7 @@ def code_of(card):
     return card.split("```python\n")[1].split("```")[0]
 
 
-def test_a_whole_model_s_card_tells_what_it_is_and_how_to_load_it():
+def test_the_card_of_a_full_model_describes_it_and_how_to_load_it():
     card = write_card(FACTS, base=None)
     assert data_of(card) == {
         "library_name": "transformers",
@@ -88,7 +88,7 @@ def test_a_model_that_began_as_another_is_its_fine_tune_merged_or_not(was_merged
     assert "peft" not in code_of(card)
 
 
-def test_a_folder_of_this_machine_is_no_base_on_the_hub():
+def test_a_local_folder_is_not_written_as_base_model_of_the_card():
     for name in ("/home/me/model", "./model", "~/model"):
         assert "base_model" not in data_of(write_card(FACTS, base=CardBase(name)))
 
@@ -98,7 +98,7 @@ def test_no_license_is_made_up():
         assert "license" not in write_card(FACTS, base=base)
 
 
-def test_what_is_not_known_leaves_no_empty_heading():
+def test_unknown_facts_leave_no_empty_heading_in_the_card():
     card = write_card(replace(FACTS, metrics={}, software={}, config_text="", num_steps=0), base=None)
     assert [line for line in card.splitlines() if line.startswith("## ")] == ["## Load", "## Chat"]
     assert "Trained for" not in card

@@ -181,7 +181,7 @@ def test_a_merged_model_is_cut_into_files_and_written_in_the_type_asked_for(buil
     assert json.loads((report.folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_cannot_be_merged_is_refused_with_the_reason(build, export, tmp_path):
+def test_an_adapter_that_cannot_be_merged_is_rejected_with_the_reason(build, export, tmp_path):
     prompts = get_peft_model(build(), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     with pytest.raises(ModelError, match="trains virtual tokens or keys and changes no weight"):
         export(prompts, merge=True)

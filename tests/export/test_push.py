@@ -84,7 +84,7 @@ def test_a_folder_becomes_a_commit_in_a_private_repository(hub, folder):
     assert '"path":"config.json"' in commit.replace(" ", "") and '"path":"README.md"' in commit.replace(" ", "")
 
 
-def test_a_token_that_may_not_is_one_message_that_does_not_show_it(hub, folder, monkeypatch):
+def test_a_hub_token_without_permission_is_one_message_without_the_token(hub, folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "b" * 34)
     with pytest.raises(HubError) as told:
         push_folder(folder, "me/model", private=True)
@@ -94,25 +94,25 @@ def test_a_token_that_may_not_is_one_message_that_does_not_show_it(hub, folder, 
     assert "hf_b" not in str(told.value) and "\n" not in str(told.value)
 
 
-def test_no_token_at_all_is_told(hub, folder, monkeypatch, tmp_path):
+def test_a_missing_hub_token_is_reported(hub, folder, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(HubError, match="Set HF_TOKEN to a token"):
         push_folder(folder, "me/model", private=True)
 
 
-def test_a_name_that_is_none_is_told(hub, folder):
+def test_an_invalid_repository_name_is_rejected(hub, folder):
     with pytest.raises(HubError, match="this is not a repository name"):
         push_folder(folder, "me/my/model", private=True)
 
 
-def test_a_hub_out_of_reach_is_told_at_once(folder, monkeypatch):
+def test_an_unreachable_hub_is_reported_before_uploading(folder, monkeypatch):
     monkeypatch.setattr("finetune.export.push.is_offline", lambda: True)
     with pytest.raises(HubError, match=r"the hub cannot be reached\. The model is in"):
         push_folder(folder, "me/model", private=True)
 
 
-def test_a_hub_that_hangs_up_is_told(folder, monkeypatch):
+def test_a_hub_that_closes_the_connection_is_reported(folder, monkeypatch):
     monkeypatch.setattr("finetune.export.push.is_offline", lambda: False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

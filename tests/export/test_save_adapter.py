@@ -52,7 +52,7 @@ def test_base_and_adapter_loaded_by_peft_alone_give_the_same_logits(architecture
     assert not torch.allclose(logits_of(loaded, batch), untouched, atol=1e-3)  # the adapter does something
 
 
-def test_one_call_finds_the_base_that_lies_in_the_folder(build, export, batch):
+def test_from_pretrained_finds_the_base_in_the_adapter_folder(build, export, batch):
     model = adapted(build())
     folder = export(model).folder
     for auto in (AutoPeftModelForCausalLM, AutoModelForCausalLM):
@@ -60,7 +60,7 @@ def test_one_call_finds_the_base_that_lies_in_the_folder(build, export, batch):
     assert AutoTokenizer.from_pretrained(folder).chat_template
 
 
-def test_a_folder_that_moved_still_loads_as_its_card_says(build, export, batch, tmp_path):
+def test_a_moved_adapter_folder_loads_as_documented_in_its_card(build, export, batch, tmp_path):
     model = adapted(build())
     moved = shutil.move(export(model).folder, tmp_path / "moved")
     assert 'from_pretrained(f"{folder}/base")' in (moved / "README.md").read_text()

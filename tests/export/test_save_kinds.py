@@ -59,7 +59,9 @@ def trained_of(model):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama untied", "qwen3 tied"])
-def test_a_base_that_has_a_name_is_the_base_as_it_was(build, load_folder, export, batch, tmp_path, adapted, kind, name):
+def test_an_adapter_names_its_base_and_leaves_it_unchanged(
+    build, load_folder, export, batch, tmp_path, adapted, kind, name
+):
     build(name).save_pretrained(tmp_path / "original")
     model = adapted(load_folder(tmp_path / "original"), kind)
     report = export(model, trained_of(model))
@@ -74,7 +76,7 @@ def test_a_base_that_has_a_name_is_the_base_as_it_was(build, load_folder, export
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_base_from_its_config_is_written_beside_the_adapter(build, export, batch, adapted, kind):
+def test_a_base_built_from_a_config_is_written_into_the_adapter_folder(build, export, batch, adapted, kind):
     model = adapted(build(), kind)
     report = export(model)
     base = AutoModelForCausalLM.from_pretrained(report.folder / "base")

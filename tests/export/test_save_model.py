@@ -18,7 +18,7 @@ def values_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_what_transformers_alone_loads_gives_the_same_logits(architecture_name, build, export, batch, tmp_path):
+def test_a_model_loaded_by_plain_transformers_gives_the_same_logits(architecture_name, build, export, batch, tmp_path):
     model = build(architecture_name)
     report = export(model)
     loaded, loading = AutoModelForCausalLM.from_pretrained(report.folder, output_loading_info=True)

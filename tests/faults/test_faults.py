@@ -9,7 +9,7 @@ from tests.faults.schedule import Chain
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 
-def test_a_run_gets_over_what_befalls_it(chain: Chain, ground: Ground):
+def test_a_run_recovers_from_a_chain_of_faults(chain: Chain, ground: Ground):
     outcome = ground.run(chain)
     print(format_outcome(outcome))
     if outcome.skipped:

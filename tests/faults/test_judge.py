@@ -71,7 +71,7 @@ def test_a_run_that_took_steps_again_is_the_undisturbed_one(tmp_path: Path):
         ([*STRAIGHT[:-1], taken(STEPS, gradient_norm=1.0000001)], f"step {STEPS} has loss"),
     ],
 )
-def test_a_step_that_is_another_one_is_reported(tmp_path: Path, events: list[dict[str, Any]], problem: str):
+def test_a_step_that_differs_from_the_reference_is_reported(tmp_path: Path, events: list[dict[str, Any]], problem: str):
     assert any(found.startswith(problem) for found in end(tmp_path, events))
 
 
@@ -82,7 +82,7 @@ def test_at_another_place_losses_may_differ_by_rounding_and_no_more(tmp_path: Pa
     assert len(end(tmp_path / "far", far, is_exact=False)) == 1
 
 
-def test_another_state_and_what_is_left_behind_are_reported(tmp_path: Path):
+def test_a_different_state_and_leftover_files_are_reported(tmp_path: Path):
     other = end(tmp_path, STRAIGHT, state="b")
     assert [found.split(" ")[2] for found in other] == ["state", "weights"]
     run = Run(tmp_path / "run")
@@ -91,7 +91,7 @@ def test_another_state_and_what_is_left_behind_are_reported(tmp_path: Path):
     assert found == ["left checkpoints/.staging-step-000033"]
 
 
-def test_a_checkpoint_is_whole_until_a_byte_of_it_changes(tmp_path: Path):
+def test_a_checkpoint_is_complete_until_a_byte_of_it_changes(tmp_path: Path):
     run = write_run(tmp_path, STRAIGHT)
     (checkpoint,) = run.checkpoints()
     assert is_whole(checkpoint) and run.torn() == [] and run.newest_whole() == checkpoint
@@ -130,7 +130,7 @@ def test_how_an_attempt_ended_is_judged(ended: Attempted, problem: str | None):
     assert problem is None or found[0].startswith(problem)
 
 
-def test_when_all_were_killed_nobody_has_to_say_so():
+def test_no_message_is_required_after_all_processes_were_killed():
     fault = replace(KILLED, target=ALL)
     ended = replace(LOST, output="", status={"state": "running"}, struck=(str(fault),))
     assert judge.attempt_violations(ended, Attempt(TWO.place, (fault,)), log=Path("log")) == []

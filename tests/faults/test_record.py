@@ -13,7 +13,7 @@ WRONG = replace(RIGHT, number=1, violations=("step 3 has another loss",))
 @pytest.mark.parametrize(
     ("source", "keep", "left"), [("a", False, [0, 1]), ("a", True, [0, 1]), ("b", False, []), ("b", True, [0])]
 )
-def test_what_is_kept_of_an_interrupted_run(tmp_path, source, keep, left):
+def test_a_record_reopened_for_another_source_keeps_lines_only_if_requested(tmp_path, source, keep, left):
     first = Record(tmp_path / "runs" / "faults.jsonl", seed=0, source="a")
     for line in (RIGHT, WRONG):
         first.add(line)

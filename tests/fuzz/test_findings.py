@@ -16,7 +16,7 @@ def test_there_are_findings():
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
-def test_what_was_found_once_does_not_come_back(path: Path, ground: Ground):
+def test_findings_of_earlier_fuzzing_stay_fixed(path: Path, ground: Ground):
     assert ground.violation(Case.from_json(path.read_text(encoding="utf-8"))) is None
 
 
@@ -27,7 +27,7 @@ def test_the_healthy_project_is_healthy(words: tuple[str, ...], ground: Ground):
     assert ground.violation(Case(words)) is None
 
 
-def test_the_judge_sees_what_breaks_the_sentence(ground: Ground, monkeypatch: pytest.MonkeyPatch):
+def test_the_judge_reports_every_violation(ground: Ground, monkeypatch: pytest.MonkeyPatch):
     elsewhere = Case(("checkpoint", "export", "runs/job", "--to", "elsewhere/x"))
     assert (ground.violation(elsewhere) or "").startswith("wrote elsewhere")
     other = Case(

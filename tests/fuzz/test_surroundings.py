@@ -149,6 +149,6 @@ def test_a_closed_descriptor_is_not_taken_by_the_next_file():
         (surroundings.CLOSED_OUTPUT, 0, ""),
     ],
 )
-def test_the_surroundings_are_what_their_names_say(around: str, code: int, message: str, ground: Ground):
+def test_each_fuzzing_environment_has_its_expected_outcome(around: str, code: int, message: str, ground: Ground):
     outcome = ground.outcome(("reference",), surroundings=around)
     assert outcome.code == code and message in outcome.stderr

@@ -33,7 +33,7 @@ def _trains(words: list[str]) -> bool:
     return words[-4:-1] == ["-m", "finetune", "--config"] and not any("launcher" in word for word in words)
 
 
-def test_the_larger_part_of_a_partition_goes_on_and_the_rest_joins_when_it_is_healed(folder: Path) -> None:
+def test_the_larger_partition_continues_and_the_rest_rejoins_after_healing(folder: Path) -> None:
     with cluster(3) as hosts:
         run = SupervisedRun(folder, "partition", hosts, "multi_node_fsdp2", ranks_per_host=1)
         run.start(*hosts)
@@ -93,7 +93,7 @@ def test_an_attempt_waits_for_a_suspended_host_that_holds_the_run_folder(folder:
     run.finish()
 
 
-def test_a_host_that_is_told_to_leave_saves_and_may_come_back(folder: Path, hosts: list[Host]) -> None:
+def test_a_host_asked_to_leave_saves_and_may_rejoin(folder: Path, hosts: list[Host]) -> None:
     run = SupervisedRun(folder, "leaves", hosts, "multi_node_fsdp2", ranks_per_host=1)
     run.start(*hosts)
     run.until_step(run.chance.randrange(11, 19))
@@ -111,7 +111,7 @@ def test_a_host_that_is_told_to_leave_saves_and_may_come_back(folder: Path, host
     assert outcome.steps_again == 0  # it has saved
 
 
-def test_a_shared_folder_that_is_away_for_long_ends_the_ranks_and_the_run_goes_on_with_it(
+def test_ranks_end_while_the_shared_folder_is_unavailable_and_the_run_resumes_with_it(
     folder: Path, hosts: list[Host]
 ) -> None:
     run = SupervisedRun(folder, "folder-away", hosts, "multi_node_fsdp2", ranks_per_host=1)
@@ -128,7 +128,7 @@ def test_a_shared_folder_that_is_away_for_long_ends_the_ranks_and_the_run_goes_o
     run.finish()
 
 
-def test_a_rank_that_stands_still_is_named_and_the_run_goes_on(folder: Path, hosts: list[Host]) -> None:
+def test_a_stuck_rank_is_named_and_the_run_continues(folder: Path, hosts: list[Host]) -> None:
     run = SupervisedRun(folder, "slow-rank", hosts, "multi_node_fsdp2", ranks_per_host=1, hang_seconds=8)
     run.start(*hosts)
     run.until_step(run.chance.randrange(5, 40))
@@ -168,7 +168,7 @@ def test_a_host_with_a_slow_link_slows_the_run_and_changes_no_loss(folder: Path,
     run.finish()
 
 
-def test_a_killed_rank_is_named_and_the_same_hosts_go_on(folder: Path, hosts: list[Host]) -> None:
+def test_a_killed_rank_is_named_and_the_same_hosts_continue(folder: Path, hosts: list[Host]) -> None:
     run = SupervisedRun(folder, "killed-rank", hosts, "multi_node_fsdp2", ranks_per_host=1)
     run.start(*hosts)
     run.until_step(run.chance.randrange(5, 40))

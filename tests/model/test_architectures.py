@@ -16,7 +16,7 @@ def test_the_vocabulary_and_special_tokens_are_the_tokenizer_s():
     assert config.hidden_size == 64
 
 
-def test_a_padded_vocabulary_is_welcome_and_a_smaller_one_is_not():
+def test_a_padded_vocabulary_is_accepted_and_a_smaller_one_is_rejected():
     assert config_of(vocab_size=320).vocab_size == 320
     with pytest.raises(ModelError, match=r"values\.vocab_size: 299 is smaller than the tokenizer's 300 tokens"):
         config_of(vocab_size=299)
@@ -38,7 +38,7 @@ def test_values_have_the_names_that_the_model_type_or_transformers_gives_them():
         ("llama", {"hidden_size": 65, "num_attention_heads": 4}, r"not a multiple of the number of attention heads"),
     ],
 )
-def test_what_transformers_would_swallow_or_trace_back_is_one_sentence(model_type, values, message):
+def test_config_values_that_transformers_ignores_or_fails_on_are_one_message(model_type, values, message):
     with pytest.raises(ModelError, match=message):
         config_of(model_type, **values)
 

@@ -64,7 +64,7 @@ def test_the_cut_of_a_step_changes_neither_gradients_nor_statistics(cuts):
     assert one[1].num_batches_tracked == 1  # one step
 
 
-def test_two_ranks_settle_on_what_one_process_has(monkeypatch):
+def test_batch_norm_statistics_of_two_ranks_equal_those_of_one_process(monkeypatch):
     alone, ranks = grouped(), [grouped(), grouped()]
     for step in range(3):
         samples = SAMPLES + step
@@ -90,7 +90,7 @@ def test_two_ranks_settle_on_what_one_process_has(monkeypatch):
         torch.testing.assert_close(ranks[0].state_dict()[name], value)
 
 
-def test_settling_between_steps_changes_nothing():
+def test_synchronizing_batch_norm_between_steps_changes_nothing():
     often, once = grouped(), grouped()
     for step in range(3):
         for model in (often, once):
@@ -102,7 +102,7 @@ def test_settling_between_steps_changes_nothing():
         torch.testing.assert_close(often.state_dict()[name], value)
 
 
-def test_what_is_not_finite_leaves_the_statistics_alone():
+def test_non_finite_activations_do_not_change_batch_norm_statistics():
     model = grouped()
     model(SAMPLES * float("nan"))
     sync_batch_norm(model)

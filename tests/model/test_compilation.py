@@ -96,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("how", "wish"), CASES)
-def test_compiled_it_learns_the_same(model, how, wish):
+def test_a_compiled_model_trains_like_the_plain_one(model, how, wish):
     plain, quick = model(**wish), model(**wish)
     names = list(quick.state_dict())
     compile_model(unwrap_model(quick), how, log=lambda _: None)
@@ -121,7 +121,7 @@ def test_equal_layers_are_compiled_once_and_lengths_that_vary_a_few_times(model,
 
 
 @pytest.mark.full
-def test_rows_of_samples_are_compiled_once_whatever_stands_in_them(model, monkeypatch):
+def test_packed_rows_are_compiled_once_for_any_content(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     plain, quick, counts = model("qwen3 tied"), model("qwen3 tied"), []
     compile_model(quick, "regional", log=lambda _: None)
@@ -142,7 +142,7 @@ def sample(length, number):
     return Features({"input_ids": ids, "is_target": np.ones(length, dtype=bool)}, sample_id=number)
 
 
-def test_an_evaluation_runs_the_code_as_it_is_written(model):
+def test_evaluation_runs_uncompiled(model):
     quick = model()
     compile_model(quick, "regional", log=lambda _: None)
     before, ids = num_graphs(), torch.arange(12)[None]
@@ -152,7 +152,7 @@ def test_an_evaluation_runs_the_code_as_it_is_written(model):
     assert num_graphs() == before
 
 
-def test_when_the_compiler_fails_training_goes_on_without_it(model, monkeypatch):
+def test_training_continues_uncompiled_after_a_compiler_failure(model, monkeypatch):
     def broken(graph, inputs):
         raise OSError("no room for kernels")
 
@@ -165,7 +165,7 @@ def test_when_the_compiler_fails_training_goes_on_without_it(model, monkeypatch)
     assert "no room for kernels" in warnings[0]
 
 
-def test_too_many_variants_are_told_and_given_up(model, monkeypatch):
+def test_too_many_compiled_variants_are_warned_about_and_compilation_stops(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     monkeypatch.setattr(compilation, "RECOMPILE_LIMIT", 1)
     plain, quick, said = model(), model(), []
@@ -174,7 +174,7 @@ def test_too_many_variants_are_told_and_given_up(model, monkeypatch):
     assert any("FailOnRecompileLimitHit" in line for line in said)
 
 
-def test_without_a_compiler_nothing_is_compiled_and_that_is_told(model, monkeypatch):
+def test_a_missing_compiler_is_warned_about_and_nothing_is_compiled(model, monkeypatch):
     monkeypatch.setattr(compilation, "why_not_compilable", lambda: "there is no compiler")
     quick, said = model(), []
     compile_model(quick, "regional", log=said.append)
@@ -285,7 +285,7 @@ def test_compiled_layers_are_faster_on_a_gpu(monkeypatch, figure):
 
 @pytest.mark.slow  # a minute for the C++ compiler
 @pytest.mark.parametrize("how", ["regional", "full"])
-def test_the_compiled_kernels_learn_the_same(model, monkeypatch, how):
+def test_compiled_kernels_train_like_the_plain_ones(model, monkeypatch, how):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     plain, quick = model(lora=LORA), model(lora=LORA)
     compile_model(unwrap_model(quick), how, log=lambda _: None)

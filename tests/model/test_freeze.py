@@ -30,19 +30,19 @@ def learning(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("pattern", ["embed*", "head.*"])
-def test_only_what_fits_learns_and_a_tied_weight_has_both_names(pattern):
+def test_only_matching_parameters_are_trainable_and_a_tied_weight_matches_both_names(pattern):
     model = Tied()
     train_only(model, (pattern,))
     assert learning(model) == ["embed.weight"]
 
 
-def test_without_patterns_everything_learns():
+def test_every_parameter_is_trainable_without_patterns():
     model = Tied()
     train_only(model, ())
     assert learning(model) == ["embed.weight", "layer.weight", "layer.bias"]
 
 
-def test_what_fits_is_frozen():
+def test_matching_parameters_are_frozen():
     model = Tied()
     assert freeze(model, ("layer.*", "layer.bias")) == ("layer.weight", "layer.bias")
     assert learning(model) == ["embed.weight"]
@@ -84,12 +84,12 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("read", LAYERS)
-def test_the_layers_behind_the_one_that_is_read_are_found(read):
+def test_layers_after_the_selected_vision_layer_are_unused(read):
     found = unused_modules(llava(list(read) if isinstance(read, tuple) else read))
     assert list(found) == [f"{TOWER}.{name}" for name in (*LAYERS[read], "post_layernorm")]
 
 
-def test_they_are_those_without_a_gradient():
+def test_unused_layers_are_those_without_a_gradient():
     model = llava(-2)
     ids = torch.tensor([[1, 31, 31, 31, 31, 2]])
     model(input_ids=ids, pixel_values=torch.rand(1, 3, 16, 16)).logits.sum().backward()
@@ -106,7 +106,7 @@ def test_a_language_model_is_read_as_a_whole():
     assert peft_exclude_pattern(model) is None
 
 
-def test_they_get_no_adapter():
+def test_unused_layers_get_no_adapter():
     adapted = add_adapter(llava(-2), LoraSection(rank=2), AdapterContext(seed=1, head="image_text_to_text"))
     names = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
     assert any(f"{TOWER}.encoder.layers.1" in name for name in names)
@@ -121,7 +121,7 @@ def test_only_layers_that_a_model_has_are_named_as_whole():
     assert "CLIPTextEmbeddings" not in model._no_split_modules
 
 
-def test_a_config_of_parts_tells_its_width_while_it_is_asked():
+def test_a_composite_config_exposes_its_hidden_size_inside_the_context():
     config = llava(-2).config
     with expose_hidden_size(config):
         assert config.hidden_size == 16

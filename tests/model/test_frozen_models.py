@@ -29,7 +29,7 @@ def digest(folder, *, log=lambda _: None, model=None, **section):
     return base_digest(ModelSection(name=str(folder), **{"lora": LoraSection(), **section}), model=model, log=log)
 
 
-def test_it_is_what_sha256sum_would_print_of_what_sha256sum_prints(folder):
+def test_the_digest_of_a_folder_is_the_sha256_of_its_sha256sum_listing(folder):
     files = ["config.json", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"]
     listed = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in files)
     assert digest(folder) == f"sha256 {hashlib.sha256(listed.encode()).hexdigest()}"
@@ -56,7 +56,7 @@ def test_files_that_are_not_loaded_do_not_count(folder):
     assert digest(folder) == before
 
 
-def test_older_weights_count_where_there_are_no_others(folder):
+def test_pytorch_bin_weights_are_digested_if_there_are_no_safetensors(folder):
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     without = digest(folder)
@@ -70,7 +70,7 @@ def test_only_frozen_weights_have_a_digest(folder):
     assert base_digest(ModelSection(lora=LoraSection()), model=None, log=print) is None
 
 
-def test_a_hub_model_is_told_by_its_commit():
+def test_a_hub_model_is_identified_by_its_commit():
     model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
     assert digest("org/model", model=model) == "commit c0ffee"
 
@@ -84,7 +84,7 @@ def test_a_hub_model_that_hides_its_commit_is_looked_up_in_the_cache(tmp_path):
     assert digest("org/model", cache_folder=str(tmp_path)) == f"commit {'ab' * 20}"
 
 
-def test_a_commit_that_cannot_be_found_is_said(tmp_path):
+def test_an_unknown_hub_commit_is_logged(tmp_path):
     said = []
     assert digest("org/model", cache_folder=str(tmp_path), log=said.append) == "commit unknown"
     assert "a resume would not notice a change" in said[0]

@@ -68,13 +68,13 @@ def test_new_tokens_are_one_token_each_and_special_ones_are_special(plain_tokeni
         ({"tokens": ("  ",)}, "whitespace only"),
     ],
 )
-def test_a_token_that_is_none_is_refused_by_name(plain_tokenizer, keys, message):
+def test_an_invalid_new_token_is_rejected_by_name(plain_tokenizer, keys, message):
     with pytest.raises(ModelError, match=message):
         add_tokens(copy.deepcopy(plain_tokenizer), NewTokensSection(**keys))
 
 
 @pytest.mark.parametrize("name", ["llama untied", "llama tied", "gpt2 tied"])
-def test_older_rows_stay_ties_hold_and_the_config_says_the_size(from_config, build, tokenizer, name):
+def test_resizing_keeps_older_rows_and_ties_and_updates_the_config(from_config, build, tokenizer, name):
     before = build(from_config(name))
     model = grown(build(from_config(name)), tokenizer)
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight

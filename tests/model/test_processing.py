@@ -27,7 +27,7 @@ def test_a_built_processor_has_one_channel_or_three_and_can_be_loaded_again(tmp_
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_another_size_is_what_comes_out(processor):
+def test_a_changed_image_size_is_produced_by_the_processor(processor):
     smaller = with_image_size(processor, 20)
     assert processed_image_size(smaller, num_channels=3) == (20, 20)
     assert smaller.image_mean == processor.image_mean

@@ -46,7 +46,7 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it(from_config, m
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"kind": "fp4", "double": False}, {"bits": 8}])
-def test_adapters_learn_on_a_base_in_few_bits(load, keys):
+def test_adapters_on_a_quantized_base_get_gradients(load, keys):
     plain, model = load().eval(), load(quantization=NF4.model_copy(update=keys))
     assert measure_model(model).num_parameters == measure_model(plain).num_parameters
     assert sum(measure_model(model).bytes_by_dtype.values()) < 0.7 * sum(measure_model(plain).bytes_by_dtype.values())
@@ -90,19 +90,19 @@ def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
 
 
 @needs_bitsandbytes
-def test_loftq_without_the_original_weights_is_told(load, tmp_path):
+def test_loftq_without_the_original_weights_is_rejected(load, tmp_path):
     with pytest.raises(ModelError, match="is in no safetensors file of the base"):
         add_adapter(load(quantization=NF4), LoraSection(init="loftq"), AdapterContext(seed=1, base=str(tmp_path)))
 
 
-def test_original_weights_are_looked_for_where_they_are_needed(from_config, folder):
+def test_unquantized_weights_are_located_only_if_needed(from_config, folder):
     section = from_config().model_copy(update={"from_config": None, "name": str(folder)})
     assert unquantized_weights_folder(section) is None
     assert unquantized_weights_folder(section.model_copy(update={"lora": LoraSection(init="loftq")})) == str(folder)
 
 
 @needs_torchao
-def test_adapters_learn_on_weights_of_torchao(load):
+def test_adapters_on_torchao_weights_get_gradients(load):
     model = load(quantization=QuantizationSection(method="torchao", bits=8))
     adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()

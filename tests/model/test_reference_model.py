@@ -35,7 +35,7 @@ def base():
     return LlamaForCausalLM(CONFIG).eval()
 
 
-def test_adapters_that_have_learnt_are_off_meanwhile(base):
+def test_trained_adapters_are_disabled_in_reference_mode(base):
     before = logits(base)
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
     model = get_peft_model(base, lora).eval()
@@ -50,7 +50,7 @@ def test_adapters_that_have_learnt_are_off_meanwhile(base):
     assert not torch.allclose(after, before)
 
 
-def test_a_learnt_prompt_is_passed_by(base):
+def test_trained_prompt_embeddings_are_bypassed_in_reference_mode(base):
     before = logits(base)
     model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     after = logits(model)
@@ -69,7 +69,7 @@ def test_an_adapter_that_holds_a_part_of_the_base_stays_on(base, init):
         torch.testing.assert_close(logits(model), after)
 
 
-def test_a_model_without_adapters_is_as_it_is(base):
+def test_a_model_without_adapters_is_unchanged_in_reference_mode(base):
     with reference_mode(base, section()):
         assert logits(base).shape == (1, 4, 32)
 
@@ -80,7 +80,7 @@ def identity(tmp_path, *, weights=b"weights", **keys):
     return reference_identity(section(name=str(tmp_path), **keys), seed=1, model=None, log=print)
 
 
-def test_fresh_adapters_are_no_part_of_what_the_reference_is_known_by(tmp_path):
+def test_new_adapters_are_not_part_of_the_identity_of_the_reference(tmp_path):
     plain = identity(tmp_path)
     assert identity(tmp_path, lora={"rank": 4}) == plain
     assert identity(tmp_path, freeze=["*.bias"], gradient_checkpointing=True) == plain

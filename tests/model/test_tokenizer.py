@@ -57,14 +57,14 @@ def test_its_special_tokens_are_single_tokens_and_padding_is_not_the_end(trained
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-def test_it_is_made_once_for_the_same_texts(trained, said, tmp_path):
+def test_a_trained_tokenizer_is_cached_by_its_texts(trained, said, tmp_path):
     first, second = trained(), trained()
     assert [sentence.split()[0] for sentence in said] == ["trained", "found"]
     assert len(list((tmp_path / "cache" / "tokenizers").glob("[!.]*"))) == 1
     assert digest_of(first) == digest_of(second)
 
 
-def test_one_that_is_damaged_in_the_cache_is_set_aside_and_trained_again(trained, said, tmp_path):
+def test_a_damaged_tokenizer_in_the_cache_is_set_aside_and_trained_again(trained, said, tmp_path):
     digest = digest_of(trained())
     (folder,) = (tmp_path / "cache" / "tokenizers").glob("[!.]*")
     file = folder / "tokenizer.json"
@@ -79,7 +79,7 @@ def test_one_that_is_damaged_in_the_cache_is_set_aside_and_trained_again(trained
     assert len(list(folder.parent.glob(".damaged-*"))) == 2
 
 
-def test_training_it_twice_gives_the_same_tokenizer_and_other_texts_another(trained):
+def test_the_same_texts_train_the_same_tokenizer_and_other_texts_a_different_one(trained):
     digest = digest_of(trained())
     assert digest_of(trained(cache="elsewhere")) == digest
     assert digest_of(trained(["other words entirely"] * 3)) != digest
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_can_neither_pad_nor_end_is_refused(load, tmp_path):
         load(name=str(tmp_path / "model"))
 
 
-def test_a_folder_without_a_tokenizer_says_what_to_write(load, tmp_path):
+def test_a_folder_without_a_tokenizer_is_rejected_with_the_key_to_write(load, tmp_path):
     with pytest.raises(ModelError, match=r"contains no tokenizer .* Write `model\.tokenizer\.name`"):
         load(name=str(tmp_path))
 

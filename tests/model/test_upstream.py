@@ -39,7 +39,7 @@ from finetune.model.upstream import (
 )
 
 
-def test_a_model_of_images_has_none_and_says_so():
+def test_an_image_model_has_no_embeddings_and_reports_it():
     model = ResNetForImageClassification(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
     assert input_embeddings(model) is None
     assert output_embeddings(model) is None
@@ -69,13 +69,13 @@ def test_the_head_that_owns_the_bias_stands_for_its_decoder_meanwhile():
     assert not hasattr(model.cls.predictions, "weight")
 
 
-def test_a_head_of_its_own_stays_what_it_is():
+def test_a_separate_output_head_is_left_unchanged():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=30, **SIZES))
     with head_as_one_unit(model):
         assert model.get_output_embeddings() is model.lm_head
 
 
-def test_after_an_error_it_is_again_as_it_was():
+def test_the_output_head_is_restored_after_an_error():
     model = BertForMaskedLM(BertConfig(vocab_size=30, **SIZES))
     with pytest.raises(OSError), head_as_one_unit(model):
         raise OSError
@@ -106,7 +106,7 @@ def test_encoder_and_decoder_read_the_one_table_and_answer_as_before(build):
     assert set(model.state_dict()) == saved
 
 
-def test_tables_that_are_not_one_weight_stay_apart():
+def test_embedding_modules_with_different_weights_are_not_unified():
     model = t5(tie_word_embeddings=True)
     own = torch.nn.Embedding(30, 16)
     model.encoder.embed_tokens = own
@@ -114,7 +114,7 @@ def test_tables_that_are_not_one_weight_stay_apart():
     assert model.encoder.embed_tokens is own
 
 
-def test_a_layer_that_holds_the_table_is_none_that_may_not_be_cut():
+def test_a_layer_that_contains_the_embeddings_may_be_split():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForMaskedLM(BertConfig(vocab_size=30, **sizes))
     assert "BertEmbeddings" in model._no_split_modules
@@ -163,7 +163,7 @@ def test_accelerate_still_reads_hidden_size_without_asking_for_the_text_config()
     assert "get_text_config" not in source
 
 
-def test_transformers_still_initializes_what_it_builds_from_a_config(monkeypatch):
+def test_transformers_still_initializes_models_built_from_a_config(monkeypatch):
     calls = []
     monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda self: calls.append(self))
     AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=5, **SIZES))

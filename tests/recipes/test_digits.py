@@ -19,13 +19,13 @@ def test_every_digit_is_a_small_image_in_the_folder_of_its_class():
     assert (image.size, image.mode, image.getextrema()) == ((8, 8), "L", (0, 239))
 
 
-def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
+def test_a_missing_scikit_learn_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
     with pytest.raises(MissingPackage, match=r"image-digits .*scikit-learn.*pip install 'finetune\[dev\]'"):
         digit_files()
 
 
-def test_many_files_are_told_in_one_line(tmp_path):
+def test_many_written_files_are_summarized_in_one_line(tmp_path):
     paths = [tmp_path / "job.yaml", *(tmp_path / "train" / label / "1.png" for label in "abcd")]
     assert list(format_written(paths)) == [str(tmp_path / "job.yaml"), f"4 files in {tmp_path / 'train'}"]

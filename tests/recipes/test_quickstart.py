@@ -16,7 +16,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others():
     assert quickstart_files(seed=1) != quickstart_files(seed=2)
 
 
-def test_no_held_out_list_of_words_is_in_the_training_rows():
+def test_held_out_word_lists_are_not_in_the_training_rows():
     files = quickstart_files()
     train, held_out = (rows_of(files[name]) for name in ("train.jsonl", "held_out.jsonl"))
     assert (len(train), len(held_out)) == (4000, 200)

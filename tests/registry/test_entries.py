@@ -42,7 +42,7 @@ def test_every_implementation_can_be_imported(table):
 
 
 @pytest.mark.parametrize("task", list(TASKS), ids=lambda task: task.name)
-def test_a_task_has_the_head_that_its_entry_says(task):
+def test_a_task_has_the_head_declared_in_its_entry(task):
     paths = {entry.task for entry in PREFERENCE_LOSSES} if task.name == "preference" else {task.implementation}
     assert {import_attribute(path).head for path in paths} == {task.head}
 
@@ -70,7 +70,7 @@ def test_tasks_are_listed_by_a_fact():
 
 
 @pytest.mark.parametrize("entry", list(OPTIMIZERS), ids=lambda entry: entry.name)
-def test_an_optimizer_keeps_the_state_that_its_entry_says(entry):
+def test_an_optimizer_keeps_the_state_declared_in_its_entry(entry):
     weight = torch.nn.Parameter(torch.ones(64, 64))
     named = [NamedParameter("layers.0.weight", ("layers.0.weight",), weight)]
     momentum = {"momentum": 0.9} if "momentum" in entry.reads else {}
@@ -97,7 +97,7 @@ def test_nothing_is_known_about_the_state_of_an_unknown_class():
     assert state_of_class("AdamW").keys_for({"amsgrad": True}) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
-def test_an_optimizer_with_defaults_of_keys_that_it_does_not_read_is_refused():
+def test_an_optimizer_entry_with_defaults_for_unread_keys_is_rejected():
     with pytest.raises(RegistryError, match="has defaults of keys that it does not read"):
         OptimizerEntry(
             name="fast", states=(OptimizerState(class_name="Fast"),), num_moments=0, defaults={"betas": (0.9, 0.99)}

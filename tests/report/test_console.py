@@ -72,7 +72,7 @@ def test_the_start_shows_strategy_and_arithmetic(started):
     assert plain(started) == ["strategy zero2", *started.arithmetic]
 
 
-def test_waiting_for_data_is_shown_only_where_it_is_worth_a_look(started, take_step):
+def test_waiting_for_data_is_printed_only_above_a_threshold(started, take_step):
     assert plain(started, take_step(1, data_seconds=0.4))[-1].endswith("waiting for data 40%")
     assert "waiting" not in plain(started, take_step(1, data_seconds=0.05))[-1]
 
@@ -89,7 +89,7 @@ def test_log_every_steps_thins_the_lines_and_keeps_the_last(started, take_step):
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["50/120", "100/120", "120/120"]
 
 
-def test_what_happens_besides_steps_is_told():
+def test_the_console_prints_evaluations_answers_checkpoints_and_warnings():
     lines = plain(
         Noted(0, "tokenizer: 512 entries"),
         StepSkipped(3, "non-finite", (17, 4), "a.jsonl, row 18; a.jsonl, row 5"),
@@ -154,7 +154,7 @@ def test_the_bar_shows_the_numbers_of_the_step(started, take_step):
         assert part in shown
 
 
-def test_an_answer_above_the_bar_is_no_markup(started, take_step):
+def test_an_answer_is_not_interpreted_as_console_markup(started, take_step):
     shown = rich(started, take_step(1), Answered(1, prompt="[red]x", answer="[/nonsense]", reference="[bold]"))
     assert "'[red]x'" in shown and "'[/nonsense]'" in shown and "'[bold]'" in shown
 

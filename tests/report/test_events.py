@@ -56,7 +56,7 @@ def test_a_damaged_line_is_counted_and_costs_only_itself(damaged: bytes):
 
 
 @pytest.mark.parametrize("loss", [2, "nan", "-inf", 0.5])
-def test_what_a_run_writes_is_an_event(loss: object):
+def test_every_written_line_parses_as_an_event(loss: object):
     assert parse_events(line(loss=loss)).num_damaged == 0
     assert parse_events(b'{"event": "OfALaterVersion", "step": 3, "what": [1]}').num_damaged == 0
 

@@ -32,7 +32,7 @@ def test_every_kind_of_event_becomes_json():
 
 
 @pytest.mark.parametrize(("value", "text"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
-def test_what_json_lacks_is_written_as_text(tmp_path, take_step, value, text):
+def test_non_finite_numbers_are_written_as_text(tmp_path, take_step, value, text):
     path = tmp_path / "events.jsonl"
     reporter = JsonlReporter(path)
     reporter(take_step(1, loss=value))
@@ -43,7 +43,7 @@ def test_what_json_lacks_is_written_as_text(tmp_path, take_step, value, text):
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, take_step):
+def test_a_resumed_run_appends_to_the_same_event_log(tmp_path, take_step):
     path = tmp_path / "events.jsonl"
     for step in (1, 2):
         reporter = JsonlReporter(path)
@@ -61,7 +61,7 @@ def test_a_line_torn_by_a_killed_run_costs_only_itself(tmp_path, take_step):
     assert [event["step"] for event in read_events(path)] == [1, 2]
 
 
-def test_nothing_is_written_before_the_first_event(tmp_path):
+def test_the_event_log_is_not_created_before_the_first_event(tmp_path):
     JsonlReporter(tmp_path / "runs" / "events.jsonl").close()
     assert list(tmp_path.iterdir()) == []
 
@@ -83,7 +83,7 @@ def test_an_event_name_is_the_class_name(take_step):
     assert event_fields(take_step(1), time=0.0)["event"] == StepTaken.__name__
 
 
-def test_what_was_said_before_there_was_a_reporter_comes_first(tmp_path, started):
+def test_lines_logged_before_the_reporter_exists_come_first(tmp_path, started):
     reporter = JsonlReporter(tmp_path / "events.jsonl", notes=["4,000 rows", "warning: bf16 weights"])
     reporter(started)
     reporter.close()

@@ -79,7 +79,7 @@ def test_a_run_is_served_as_of_its_last_events(served):
     assert [found[f"finetune_{name}"] for name in COLUMNS] == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_is_not_known_is_not_served(served, take_step):
+def test_unknown_metrics_are_not_served_to_prometheus(served, take_step):
     reporter, port = served
     reporter(take_step(21))  # the GPU is lost
     assert not {f"finetune_{name}" for name in COLUMNS} & scrape(port).keys()
@@ -131,7 +131,7 @@ def wait_until(is_reached):
     assert is_reached()
 
 
-def test_the_run_that_has_ended_says_so_and_is_no_longer_served(served):
+def test_an_ended_run_is_reported_and_its_metrics_endpoint_closes(served):
     reporter, port = served
     reporter(RunEnded(20, "finished", 1.0, {}, None))
     assert scrape(port)["finetune_running"] == 0
@@ -152,7 +152,7 @@ def test_every_query_of_the_dashboard_names_a_metric_that_is_served(served):
     assert {f"finetune_{name}" for name in COLUMNS} <= asked
 
 
-def test_a_port_that_is_taken_is_a_warning_and_the_others_go_on(diary, started, take_step):
+def test_a_port_in_use_is_a_warning_and_other_reporters_continue(diary, started, take_step):
     watching = diary()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -21,14 +21,14 @@ def test_a_reporter_that_fails_on_the_warning_itself_is_dropped_too(diary, take_
     assert [type(event) for event in steady.events] == [StepTaken, Warned, Warned]
 
 
-def test_a_run_goes_on_when_every_reporter_has_failed(diary):
+def test_a_run_continues_after_every_reporter_failed(diary):
     reporter = FanOut([diary(fails_on=Event)])
     reporter(Noted(1, "hello"))
     reporter(Noted(2, "is anybody there?"))
     reporter.close()
 
 
-def test_closing_tells_of_a_failure_to_those_who_are_still_open(diary):
+def test_a_reporter_that_fails_to_close_is_reported_to_the_open_ones(diary):
     first, last = diary(), diary(fails_on_close=True)
     FanOut([first, last]).close()
     assert [type(event) for event in first.events] == [Warned]

@@ -55,14 +55,14 @@ def test_a_killed_run_costs_waiting_start_up_and_the_steps_after_its_checkpoint(
     }
 
 
-def test_the_line_says_the_same():
+def test_the_restart_line_matches_the_restart_facts():
     line = restart_line(history_of(*killed_and_resumed(**PRICED)))
     parts = "1.5 waiting + 0.3 start-up + 0.1 for 4 steps taken again"
     assert line == f"1 restart: 1.9 min lost = {parts}; about $0.05 (somebody)"
     assert restart_line(history_of(started(), taken(1, 1.0), ended(1))) == ""
 
 
-def test_without_a_price_there_is_no_cost():
+def test_restarts_have_no_cost_without_a_price():
     history = history_of(*killed_and_resumed())
     assert restart_facts(history)["usd"] is None
     assert [len(row) for row in restart_rows(history)] == [6] * 3
@@ -80,7 +80,7 @@ def test_without_a_status_file_events_alone_are_counted():
     assert restart.down_seconds == 1100 - 1009
 
 
-def test_a_stop_that_somebody_wanted_is_no_interruption_and_a_signal_is_one():
+def test_a_requested_stop_is_not_an_interruption_and_a_signal_is_one():
     stops = {}
     for reason in ("time limit", "STOP file", "signal SIGINT", "signal SIGTERM", "spot notice", "Hang"):
         events = [started(), taken(1, 1.0), ended(1, reason, None), started(1, time=3000.0), taken(2, 1.0)]
@@ -136,7 +136,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("every", SENTENCES)
-def test_the_advice_in_words(every: int | None):
+def test_the_checkpoint_interval_advice_is_one_line(every: int | None):
     config = {"checkpoint": {"every_steps": every}}
     history = history_of(started(config=config), *(taken(step, 1.0) for step in (1, 2)), saved(2))
     line = advice_line(interval_advice(history, hours_stated=6.0))
@@ -154,7 +154,7 @@ def test_the_status_is_written_only_when_it_changes():
     assert len(costs.lines) == 2
 
 
-def test_the_page_has_the_table_and_nothing_of_it_acts(tmp_path):
+def test_the_page_has_the_table_of_interruptions_with_escaped_text(tmp_path):
     hostile = {**KILLED, "reason": "</td><script>hurt()</script>"}
     events = killed_and_resumed()
     events[11] = {**events[11], "previous": hostile}

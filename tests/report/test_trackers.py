@@ -127,7 +127,7 @@ def test_the_main_rank_writes_events_and_console(accelerator, tmp_path, capsys, 
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:]] == ["10/120"]
 
 
-def test_other_ranks_tell_nobody_but_refuse_the_same_trackers(accelerator, tmp_path):
+def test_other_ranks_report_to_no_tracker_and_reject_the_same_names(accelerator, tmp_path):
     reporter = build_reporter(ReportSection(), run_folder=tmp_path, accelerator=accelerator, is_main=False)
     assert isinstance(reporter, NullReporter)
     with pytest.raises(UserError, match="unknown tracker"):

@@ -45,7 +45,9 @@ class Driver:
         (Driver(1), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
     ],
 )
-def test_segments_grow_where_every_gpu_can_map_memory_and_nobody_chose(monkeypatch, driver, variables, expected):
+def test_expandable_segments_are_enabled_if_every_gpu_supports_them_and_nothing_is_set(
+    monkeypatch, driver, variables, expected
+):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(allocator.sys, "platform", "linux")
     monkeypatch.setattr(allocator.sys, "modules", {})
@@ -55,7 +57,7 @@ def test_segments_grow_where_every_gpu_can_map_memory_and_nobody_chose(monkeypat
 
 @pytest.mark.distributed
 @SELDOM_ON_CPU
-def test_a_run_says_in_its_environment_record_what_was_chosen(launch, device, monkeypatch):
+def test_the_allocator_setting_is_recorded_in_the_environment_of_the_run(launch, device, monkeypatch):
     for name in (ALLOC_CONF, "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     run = launch(None, name=f"allocator-{device}", overrides=["train.steps=4", "evaluate=null", "data.validation=null"])

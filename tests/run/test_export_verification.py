@@ -57,7 +57,7 @@ def merge_without_adapter(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("overrides", [(), (LORA,), (LORA, "export={merge: true, dtype: bfloat16, verify: true}")])
-def test_a_run_says_that_its_export_is_what_was_trained(run, tmp_path, overrides):
+def test_a_run_logs_the_verification_of_its_export(run, tmp_path, overrides):
     said = run(*overrides)
     assert "verified in a fresh process in" in said and "logits of 4 rows within" in said
     record = json.loads((tmp_path / "run" / "final.json").read_text())
@@ -65,7 +65,9 @@ def test_a_run_says_that_its_export_is_what_was_trained(run, tmp_path, overrides
 
 
 @pytest.mark.full
-def test_another_model_is_put_aside_and_the_same_command_proves_again(run, tmp_path, request, monkeypatch):
+def test_an_export_that_fails_verification_is_set_aside_and_the_same_command_verifies_again(
+    run, tmp_path, request, monkeypatch
+):
     with monkeypatch.context():
         request.getfixturevalue("merge_without_adapter")
         with pytest.raises(ExportError, match="its logits differ from the trained model's") as raised:
@@ -82,7 +84,7 @@ def test_another_model_is_put_aside_and_the_same_command_proves_again(run, tmp_p
 
 
 @pytest.mark.full
-def test_nothing_that_failed_is_uploaded(trained, tmp_path, monkeypatch, merge_without_adapter):
+def test_an_export_that_fails_verification_is_not_uploaded(trained, tmp_path, monkeypatch, merge_without_adapter):
     monkeypatch.setattr("finetune.commands.export.push_folder", pytest.fail)
     with pytest.raises(ExportError, match="logits differ"):
         export(trained("lora"), step=None, to=tmp_path / "out", dtype=None, merge=True, push_to_hub="me/x", verify=True)
@@ -90,7 +92,7 @@ def test_nothing_that_failed_is_uploaded(trained, tmp_path, monkeypatch, merge_w
 
 
 @pytest.mark.full
-def test_a_checkpoint_and_a_folder_are_proved_unless_asked_not_to(trained, tmp_path, capsys):
+def test_exports_of_checkpoints_and_folders_are_verified_unless_disabled(trained, tmp_path, capsys):
     export(trained("lora"), step=2, to=tmp_path / "a", dtype=None, merge=True, push_to_hub=None, verify=True)
     export(trained("full") / "final", step=None, to=tmp_path / "b", dtype="float16", merge=False, push_to_hub=None)
     assert capsys.readouterr().out.count("verified in a fresh process in") == 2

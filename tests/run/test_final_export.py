@@ -36,7 +36,7 @@ def config(trained, job):
     return lambda *overrides: load_config(job, [*base, *overrides]).config
 
 
-def test_the_base_is_gathered_to_be_merged_and_left_where_it_is_otherwise(config):
+def test_the_base_is_gathered_only_to_be_merged(config):
     assert exports_trained_only(config(LORA))
     assert not exports_trained_only(config(LORA, "export.merge=true"))
     assert not exports_trained_only(config())
@@ -56,7 +56,7 @@ def test_a_quantized_base_is_loaded_again_unquantized(config, trained):
     assert resolve_export_section(config(LORA, FEW_BITS, "export={merge: true, dtype: float16}")).dtype == "float16"
 
 
-def test_nothing_is_loaded_again_where_nothing_is_quantized(config, trained):
+def test_an_unquantized_base_is_not_loaded_again_for_the_export(config, trained):
     asked = config(LORA, "export.merge=true")
     assert load_unquantized_base(asked, None, tokenizer=None, log=print) == {}
     assert resolve_export_section(asked).dtype is None
@@ -75,7 +75,7 @@ def test_the_merged_config_has_no_quantization(trained):
     assert "quantization_config" not in config
 
 
-def test_an_adapter_on_a_tied_weight_is_refused_where_accelerate_ties_anew(config, trained):
+def test_an_adapter_on_a_tied_weight_is_rejected_if_accelerate_ties_the_weights_again(config, trained):
     run = trained("full")
     for module, is_refused in (("lm_head", True), ("q_proj", False)):
         asked = config(f"model.lora={{rank: 4, target_modules: [{module}]}}")
@@ -99,7 +99,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_what_was_exported_so_after_this_step_is_there(run):
+def test_an_export_of_this_step_with_the_same_settings_already_exists(run):
     assert is_exported(run, step=8, section=SECTION)
     assert not is_exported(run, step=9, section=SECTION)
     (run / "final" / "config.json").write_text("{} ")
@@ -117,7 +117,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_a_damaged_record_is_none_and_the_export_is_made_again(run, what):
+def test_a_damaged_export_record_is_ignored_and_the_export_is_repeated(run, what):
     (run / "final.json").write_bytes(DAMAGED[what])
     assert read_record(run) is None
     assert not is_exported(run, step=8, section=SECTION)
@@ -162,7 +162,7 @@ def test_a_failure_is_a_warning_and_is_tried_again(over, monkeypatch):
         assert (record["pushed_to"], record["push_problem"]) == (None, "`me/model` was not uploaded: no network.")
 
 
-def test_nothing_is_pushed_that_was_not_asked_for(over, monkeypatch):
+def test_the_final_model_is_pushed_only_if_requested(over, monkeypatch):
     monkeypatch.setattr(final_export, "push_folder", None)
     said, record = over()
     assert said == [] and "pushed_to" not in record

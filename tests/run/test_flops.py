@@ -48,7 +48,7 @@ def test_a_token_passes_its_own_experts_alone():
     assert flops_per_token(AutoModelForCausalLM.from_config(config), attended=0) == 6 * passed
 
 
-def test_nothing_is_said_of_models_whose_tokens_pass_different_weights():
+def test_flops_of_models_whose_tokens_pass_different_weights_are_unknown():
     assert flops_per_token(torch.nn.Linear(2, 2), attended=1) is None
     small = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     assert flops_per_token(T5ForConditionalGeneration(small), attended=1) is None

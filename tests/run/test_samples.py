@@ -21,7 +21,7 @@ def groups(*steps):
     return iter([tuple(Batch({}, torch.zeros(0), 0, 0, sample_ids) for sample_ids in step) for step in steps])
 
 
-def test_every_group_that_is_handed_out_is_on_disk_before_it_is_used(tmp_path):
+def test_sample_ids_of_a_group_are_on_disk_before_it_is_used(tmp_path):
     handed = record_samples(groups([(7, 2), (5, 0)], [(1,), (3,)]), run_folder=tmp_path, first_step=0)
     next(handed)
     assert read_samples(tmp_path) == {1: [[[7, 2], [5, 0]]]}

@@ -28,7 +28,7 @@ def model_code(tmp_path):
     return module
 
 
-def test_what_the_code_of_a_model_raises_is_one_message_with_its_line(model_code):
+def test_an_error_raised_by_model_code_is_one_message_with_its_line(model_code):
     with (
         pytest.raises(ModelError, match=r"ValueError: Each example .* \(modeling_t5\.py, line 6\)"),
         model_code_errors(),
@@ -38,7 +38,7 @@ def test_what_the_code_of_a_model_raises_is_one_message_with_its_line(model_code
         model_code.short()
 
 
-def test_an_error_of_ours_inside_the_model_and_one_out_of_memory_stay_as_they_are(model_code, tmp_path):
+def test_our_errors_and_out_of_memory_errors_inside_the_model_are_not_wrapped(model_code, tmp_path):
     ours = tmp_path / "finetune" / "attention.py"
     ours.parent.mkdir()
     scope = {}

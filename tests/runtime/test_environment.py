@@ -70,7 +70,7 @@ def test_accelerates_hidden_default_config_is_found(tmp_path):
     assert default_config({"HF_HOME": str(tmp_path)}) == {"path": str(path), "exists": True}
 
 
-def test_git_state_tells_commit_and_changes(tmp_path):
+def test_git_state_has_commit_changes_and_a_redacted_remote(tmp_path):
     git(tmp_path, "init")
     (tmp_path / "a.txt").write_text("one\n")
     git(tmp_path, "add", "a.txt")

@@ -28,7 +28,7 @@ def test_a_module_is_imported_at_its_first_use(package):
     assert "slow.part" in sys.modules
 
 
-def test_what_is_replaced_in_the_module_is_found_replaced(package, monkeypatch):
+def test_an_attribute_replaced_in_a_lazy_module_is_seen(package, monkeypatch):
     with lazily():
         from slow import part as other
     assert other.answer() == 42
@@ -36,7 +36,7 @@ def test_what_is_replaced_in_the_module_is_found_replaced(package, monkeypatch):
     assert other.answer() == 7
 
 
-def test_a_module_that_is_missing_is_missed_when_it_is_used():
+def test_a_missing_lazy_module_raises_at_its_first_use():
     with lazily():
         from no_such_package import part
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
@@ -79,7 +79,7 @@ def test_imports_are_ordinary_again_afterwards(package):
     assert slow.part.answer() == lazy.answer() == 42
 
 
-def test_what_a_command_imports_is_never_looked_at_by_the_garbage_collector(package):
+def test_modules_imported_by_a_command_are_frozen_for_the_garbage_collector(package):
     threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
     with lazily(freeze=True):
         from slow import part

@@ -131,7 +131,7 @@ def test_a_handler_that_never_ends_is_left_after_a_while(ended):
     assert "threads and exit handlers took more than 0.2 s" in complaint
 
 
-def test_another_thread_has_the_handlers_run_beside_a_main_thread_that_is_stuck(ended):
+def test_exit_handlers_run_from_another_thread_if_the_main_thread_is_stuck(ended):
     code, said, complaint = ended("threading.Thread(target=exit_process, args=(3,)).start(); time.sleep(60)")
     assert (code, said) == (3, ["at work", "registered last", "registered first"])
     assert "a handler fails" in complaint

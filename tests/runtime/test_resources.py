@@ -33,7 +33,7 @@ def test_without_a_limit_there_is_none(groups):
     assert quota_cores(groups("cpu.max", "max 100000\n")) is None
 
 
-def test_a_quota_is_so_many_cores(groups):
+def test_a_cpu_quota_is_a_number_of_cores(groups):
     assert quota_cores(groups("cpu.max", "250000 100000\n")) == 2.5
 
 
@@ -91,7 +91,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("number", REFUSALS)
-def test_each_refusal_has_its_word(tmp_path, number):
+def test_each_disk_error_has_its_message(tmp_path, number):
     with pytest.raises(UserError, match=REFUSALS[number]), disk_errors([tmp_path], UserError):
         raise OSError(number, os.strerror(number), str(tmp_path / "file"))
 
@@ -106,7 +106,7 @@ def test_each_refusal_has_its_word(tmp_path, number):
         KeyError("x"),
     ],
 )
-def test_what_is_no_refusal_of_these_folders_passes_as_it_is(tmp_path, error):
+def test_errors_unrelated_to_these_folders_are_not_wrapped(tmp_path, error):
     with pytest.raises(type(error)) as raised, disk_errors([tmp_path], DiskError):
         raise error
     assert raised.value is error

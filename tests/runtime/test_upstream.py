@@ -107,7 +107,7 @@ def test_in_a_container_a_volume_may_be_shared(lock, monkeypatch):
     assert "which other containers may share" in inspect_lock(lock).owner
 
 
-def test_a_lock_that_is_taken_anew_between_two_looks_stays(lock):
+def test_a_build_lock_acquired_again_between_two_checks_is_kept(lock):
     lock.touch()
 
     def taken_anew(seconds):
@@ -118,7 +118,7 @@ def test_a_lock_that_is_taken_anew_between_two_looks_stays(lock):
     assert lock.exists()
 
 
-def test_a_thread_that_waits_for_a_dead_build_is_set_free_and_one_that_waits_for_a_living_one_is_told(lock, owner_of):
+def test_a_thread_waiting_for_a_dead_build_is_released_and_waiting_for_a_running_build_is_logged(lock, owner_of):
     owner, said, now = owner_of(lock), [], [0.0]
     waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
     watch = BuildLockWatcher(log=said.append, clock=lambda: now[0])
@@ -153,7 +153,7 @@ def test_torch_still_waits_for_a_file_that_a_killed_build_leaves():
     assert "FileBaton(os.path.join(build_directory, 'lock'))" in inspect.getsource(cpp_extension._jit_compile)
 
 
-def test_the_hub_is_not_asked_for_what_is_local():
+def test_the_hub_is_not_contacted_for_local_models():
     before = constants.HF_HUB_OFFLINE
     with pytest.raises(OSError), without_hub_retries(is_local=True):
         assert constants.HF_HUB_OFFLINE

@@ -248,7 +248,7 @@ def _is_text(path: Path) -> bool:
     )
 
 
-def test_the_commands_did_what_they_are_for(session):
+def test_every_command_of_the_canary_session_exits_as_expected(session):
     refused = {"evaluate", "convert", "chat", "no such option", "no such file", "key in the file", "key in the address"}
     refused |= {"evil value", "address that is gone", "closed address", "password", "bad row"}
     codes = dict.fromkeys(session.codes, 0) | dict.fromkeys(refused, 2)
@@ -258,7 +258,7 @@ def test_the_commands_did_what_they_are_for(session):
     assert len(codes) > 25
 
 
-def test_a_run_whose_address_is_signed_anew_goes_on(session):
+def test_a_run_resumes_with_a_new_url_signature(session):
     assert "resumes from" in session.said["resume"]
     assert "changed since the checkpoint: train.stop_after_steps 1 -> null\n" in session.said["resume"]
 
@@ -292,7 +292,7 @@ def test_nothing_printed_acts_on_a_terminal(session):
     assert "jo\\x9bb.yaml" in session.said["check"]
 
 
-def test_what_people_read_in_the_run_folder_does_not_act_either(session):
+def test_files_in_the_run_folder_contain_no_control_sequences(session):
     for name in (
         "resolved.yaml",
         "environment.json",
@@ -307,14 +307,14 @@ def test_what_people_read_in_the_run_folder_does_not_act_either(session):
     assert ACTING.search((session.folder / "preview.html").read_text(encoding="utf-8")) is None
 
 
-def test_the_copy_of_the_job_says_what_was_left_out(session):
+def test_the_copy_of_the_job_reports_redacted_values(session):
     text = (session.run / "config.yaml").read_text(encoding="utf-8")
     assert text.splitlines()[-1].startswith("# As written, except for values that look like secrets")
     assert "X-Amz-Signature=[redacted]" in text
     assert text.splitlines()[:2] == JOB.splitlines()[:2]  # lines are where resolved.yaml says
 
 
-def test_a_job_that_was_written_down_without_its_secret_says_what_to_do(session):
+def test_a_saved_job_with_a_redacted_url_is_rejected_with_a_remedy(session):
     assert "the secret in this URL was removed from the saved job. Give the URL again" in session.said["evaluate"]
 
 
@@ -330,7 +330,7 @@ def test_a_fault_of_ours_keeps_its_traceback(session):
     assert "gone.jsonl?token=[redacted]" in status["error"]["message"]
 
 
-def test_what_was_started_with_is_known_without_its_secrets(session):
+def test_launch_arguments_are_recorded_without_secrets(session):
     environment = json.loads((session.run / "environment.json").read_text(encoding="utf-8"))
     assert environment["launcher"]["SLURM_JWT"] == "[redacted]"
     assert environment["launcher"]["ACCELERATE_CANARY"] == "--launch --hub-token [redacted]"

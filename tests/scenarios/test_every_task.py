@@ -72,7 +72,9 @@ def runs(folder):
 
 
 @pytest.mark.parametrize(("case", "variant", "strategy"), RUNS)
-def test_a_task_trains_alike_and_exports_what_it_has_measured(runs, folder, case, variant, strategy):
+def test_a_task_trains_the_same_on_two_processes_and_its_export_has_the_same_metrics(
+    runs, folder, case, variant, strategy
+):
     slow = is_slow(case, variant, strategy)
     alone, spread = (runs(name, slow=slow)[case.name, variant] for name in ("single", strategy))
     assert spread.error is None

@@ -64,7 +64,7 @@ def losses(launch):
         *(pytest.param("cuda", name, marks=ON_GPU) for name in PAIRS),
     ],
 )
-def test_it_learns_alike(losses, figure, device, name):
+def test_paired_settings_train_with_the_same_losses(losses, figure, device, name):
     plain, changed, tolerance = (ON_CPU if device == "cpu" else {}).get(name, PAIRS[name])
     expected = losses(device, plain)
     assert expected[-1] < expected[0] - (0.5 if LORA[0] not in plain else 0.05)  # adapters start at nothing

@@ -54,7 +54,7 @@ def _imported_by_transformers():
     return set(done.stdout.split())
 
 
-def test_the_start_is_told_by_phase_after_the_first_step(folder):
+def test_startup_times_are_logged_by_phase_after_the_first_step(folder):
     (told,) = [each for each in read_events(folder / "run" / "events.jsonl") if each["event"] == "StartedUp"]
     assert told["step"] == 1
     for measured in ("seconds", "cpu_seconds", "memory_bytes"):

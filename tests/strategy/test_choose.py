@@ -62,7 +62,7 @@ def test_a_degree_that_does_not_divide_the_processes_is_refused(size):
         choose_strategy(launched(world=8, sequence_size=size), JOB)
 
 
-def test_fsdp_asked_and_ddp_launched_is_refused_with_the_command_that_mends_it():
+def test_fsdp_requested_and_ddp_launched_is_rejected_with_the_command_to_use():
     job = JobSettings(strategy="fsdp2", precision="fp32", microbatch_size=4, max_gradient_norm=1.0)
     with pytest.raises(StrategyError, match=r"run.strategy: fsdp2, but ddp was launched.*fsdp2.yaml"):
         choose_strategy(launched(), job)
@@ -85,12 +85,12 @@ def test_fsdp_asked_and_ddp_launched_is_refused_with_the_command_that_mends_it()
         ({"zero_stage": 2, "deepspeed": {"bf16": {"enabled": True}}}, "bf16.enabled"),
     ],
 )
-def test_what_job_and_accelerate_config_disagree_on_is_named(changes, message):
+def test_disagreements_of_job_and_accelerate_config_are_named(changes, message):
     with pytest.raises(StrategyError, match=message):
         choose_strategy(launched(**changes), JOB)
 
 
-def test_all_disagreements_are_told_at_once():
+def test_all_disagreements_are_reported_at_once():
     with pytest.raises(StrategyError, match="contradict each other in 2 points"):
         choose_strategy(launched(precision="bf16", fsdp_version=2, fsdp_activation_checkpointing=True), JOB)
 
@@ -111,14 +111,14 @@ def test_an_offloaded_optimizer_must_be_adamw():
         ({"fsdp_version": 1}, {"optimizer": "muon"}, "whole matrices"),
     ],
 )
-def test_what_an_optimizer_cannot_do_there_is_refused(environment, wish, message):
+def test_an_optimizer_unsupported_by_the_strategy_is_rejected(environment, wish, message):
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if "zero_stage" in environment else {}
     job = JobSettings(strategy=None, precision="fp32", microbatch_size=4, max_gradient_norm=1.0, **wish)
     with pytest.raises(StrategyError, match=message):
         choose_strategy(launched(**environment, deepspeed=offload), job)
 
 
-def test_deepspeed_is_told_not_to_clip_when_nothing_clips():
+def test_deepspeed_clipping_is_disabled_without_a_maximum_norm():
     job = JobSettings(strategy=None, precision="bf16", microbatch_size=4, max_gradient_norm=None)
     filled = complete_deepspeed_config({"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}, world=2, job=job)
     assert filled["gradient_clipping"] == 0.0

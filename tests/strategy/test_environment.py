@@ -42,7 +42,7 @@ def test_the_zero_stage_comes_from_the_deepspeed_config_file(tmp_path):
     assert read_environment(variables, has_device=False).zero_stage == 3
 
 
-def test_a_missing_deepspeed_config_says_relative_to_what(tmp_path):
+def test_a_missing_deepspeed_config_is_reported_with_the_folder_it_is_relative_to(tmp_path):
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "no.json")}
     with pytest.raises(StrategyError, match="relative to the folder in which you launch"):
         read_environment(variables, has_device=False)

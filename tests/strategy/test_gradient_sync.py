@@ -43,7 +43,7 @@ def test_the_ranks_do_not_communicate(is_fsdp2, reshards):
     assert calls.lines == ["no sync", "sync"]
 
 
-def test_they_do_where_every_microbatch_is_reduced():
+def test_gradients_are_synchronized_after_every_microbatch_if_each_is_reduced():
     calls = RecordedCalls(is_fsdp2=True, reshards=True)
     with accumulate_gradients(calls, calls, reduces=True):
         pass
@@ -72,7 +72,7 @@ def test_a_gradient_that_takes_half_of_what_is_left_is_kept_whole_and_counted():
     )
 
 
-def test_one_that_takes_more_is_reduced_after_every_microbatch():
+def test_a_gradient_too_large_to_keep_whole_is_reduced_after_every_microbatch():
     found = choose(free_bytes=64 * GB - 1)
     assert (found.reduces_every_microbatch, found.unsharded_gradient_bytes) == (True, 0)
     assert found.reason == (
@@ -85,7 +85,7 @@ def test_less_than_nothing_is_left_where_the_estimate_is_over_the_memory():
     assert "half of the 0 B that are left" in choose(free_bytes=-5 * GB).reason
 
 
-def test_one_process_saves_no_communication_and_a_deterministic_run_does_not_look_at_the_memory():
+def test_one_process_and_deterministic_runs_reduce_every_microbatch_regardless_of_free_memory():
     assert choose(num_processes=1, free_bytes=10**15).reduces_every_microbatch
     assert choose(is_deterministic=True, free_bytes=10**15).reduces_every_microbatch
 
@@ -98,14 +98,14 @@ def test_a_sum_in_bfloat16_is_the_last_resort():
     assert found.reason.endswith("; their sum is kept in bfloat16, as the weights are")
 
 
-def test_nothing_is_chosen_or_logged_without_a_choice():
+def test_a_fixed_gradient_reduction_is_neither_chosen_nor_logged():
     for found in (choose(num_batches=1), choose(GradientReduction.LAST), choose(GradientReduction.EVERY)):
         assert (found.unsharded_gradient_bytes, found.reason) == (0, None)
     assert not choose(GradientReduction.LAST, free_bytes=0).reduces_every_microbatch
     assert choose(GradientReduction.EVERY).reduces_every_microbatch
 
 
-def test_each_strategy_says_after_which_microbatches_it_can_reduce():
+def test_each_strategy_declares_after_which_microbatches_it_can_reduce():
     def of(kind, *job, **environment):
         return kind(LaunchEnvironment(world=8, **environment), *job).reduction()
 

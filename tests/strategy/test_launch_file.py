@@ -80,7 +80,7 @@ def start_two(clean) -> None:
         clean.setenv(name, value)
 
 
-def test_ranks_stay_those_of_the_launcher_and_the_file_says_how(clean, tmp_path):
+def test_ranks_come_from_the_launcher_and_settings_from_the_accelerate_file(clean, tmp_path):
     start_two(clean)
     clean.setenv("MASTER_PORT", "12345")
     assert not is_set_by_accelerate(os.environ)
@@ -89,7 +89,7 @@ def test_ranks_stay_those_of_the_launcher_and_the_file_says_how(clean, tmp_path)
     assert [os.environ[name] for name in ("RANK", "MASTER_PORT", "FSDP_VERSION")] == ["1", "12345", "2"]
 
 
-def test_what_the_launcher_has_otherwise_than_the_file_is_told(clean, tmp_path):
+def test_differences_between_launcher_and_accelerate_file_are_logged(clean, tmp_path):
     start_two(clean)
     clean.setenv("MASTER_ADDR", "node7")
     clean.setenv("MASTER_PORT", "29500")
@@ -103,7 +103,7 @@ def test_what_the_launcher_has_otherwise_than_the_file_is_told(clean, tmp_path):
     )
 
 
-def test_the_same_file_twice_is_no_contradiction(clean, tmp_path):
+def test_using_the_same_accelerate_file_twice_is_accepted(clean, tmp_path):
     start_two(clean)
     file = write(tmp_path / "fsdp.yaml", FSDP2)
     use_launch_file(file)

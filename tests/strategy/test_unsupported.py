@@ -119,7 +119,7 @@ def deepspeed_config(variables):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_rank_is_told_in_what_accelerate_sets(tmp_path, monkeypatch, name):
+def test_an_unsupported_setting_is_found_in_the_environment_of_a_rank(tmp_path, monkeypatch, name):
     values, message, instead = REFUSED[name]
     variables = launcher_environment(written(tmp_path, values), monkeypatch)
     (found,) = unsupported_by_environment(variables, deepspeed_config(variables))
@@ -152,7 +152,7 @@ train: {global_batch_size: 4, microbatch_size: 1, steps: 1, learning_rate: 1e-3}
 
 
 @pytest.mark.parametrize("name", ["pipeline", "expert", "no such size"])
-def test_of_a_size_that_accelerate_ignores_no_rank_hears(tmp_path, monkeypatch, name):
+def test_a_parallel_size_that_accelerate_ignores_is_found_only_in_the_file(tmp_path, monkeypatch, name):
     values, message, _ = BEFORE_ACCELERATE[name]
     variables = launcher_environment(written(tmp_path, values), monkeypatch)
     assert unsupported_by_environment(variables, {}) == ()  # once this fails, a rank can be told as well
@@ -160,19 +160,19 @@ def test_of_a_size_that_accelerate_ignores_no_rank_hears(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ["TPU", "SageMaker"])
-def test_accelerate_itself_ends_before_a_rank_where_there_is_no_rank(tmp_path, name):
+def test_accelerate_launch_itself_fails_on_these_unsupported_files(tmp_path, name):
     file = written(tmp_path, BEFORE_ACCELERATE[name][0])
     with pytest.raises((ImportError, AttributeError)):
         launch_command(launch_command_parser().parse_args(["--config_file", str(file), "job.py"]))
 
 
 @pytest.mark.parametrize("values", [FSDP2, DDP, sized("dp_replicate"), sized("sp"), sized("tp", 1)])
-def test_what_is_supported_is_not_refused(tmp_path, monkeypatch, values):
+def test_supported_accelerate_files_are_accepted(tmp_path, monkeypatch, values):
     assert list(unsupported_in_file(values)) == []
     assert unsupported_by_environment(launcher_environment(written(tmp_path, values), monkeypatch), {}) == ()
 
 
-def test_tensor_parallel_beside_fsdp2_still_fails_upstream():
+def test_tensor_parallelism_with_fsdp2_still_fails_upstream():
     """Once it does not, run benchmarks/experiments/tensor_parallel.py and decide anew."""
     assert "from transformers.integrations.tensor_parallel import ReplicateParallel" in inspect.getsource(
         Accelerator._prepare_tp

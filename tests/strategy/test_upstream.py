@@ -196,7 +196,7 @@ def test_trained_parameters_without_values_are_float32_before_accelerate_casts_t
 
 
 @pytest.mark.parametrize(("precision", "fsdp_version"), [("no", 2), ("bf16", 1)])
-def test_where_accelerate_does_not_cast_nothing_is_widened(precision, fsdp_version):
+def test_parameters_are_not_widened_if_accelerate_does_not_cast(precision, fsdp_version):
     model = nn.Linear(2, 2).to(torch.bfloat16)
     widen_unfilled_parameters(accelerator_with(precision, fsdp_version=fsdp_version), model)
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
@@ -277,7 +277,7 @@ def test_each_layer_asks_for_the_next_of_its_list():
 
 
 @pytest.mark.parametrize(("is_fsdp2", "prefetches"), [(True, False), (True, None), (False, True), (False, None)])
-def test_nobody_asks_otherwise(is_fsdp2, prefetches):
+def test_fsdp2_layers_prefetch_nothing_unless_enabled(is_fsdp2, prefetches):
     model = towers()
     prefetch_fsdp2_layers(told(is_fsdp2=is_fsdp2, prefetches=prefetches), model)
     assert not any(unit.asks_for for unit in model.modules() if isinstance(unit, Unit))
@@ -300,7 +300,7 @@ def test_a_large_model_reduces_a_matrix_at_a_time_and_a_small_one_everything_at_
     assert zero_bucket_sizes(num_trained=1000, width=32, stage=1) == {"reduce_bucket_size": 1000}
 
 
-def test_stage_3_gathers_ahead_nearly_a_bucket_and_keeps_vectors_whole():
+def test_stage_3_prefetches_nearly_a_bucket_and_keeps_vectors_unsharded():
     assert zero_bucket_sizes(num_trained=10**10, width=4096, stage=3) == {
         "reduce_bucket_size": 16_777_216,
         "stage3_prefetch_bucket_size": 15_099_494,
@@ -308,7 +308,7 @@ def test_stage_3_gathers_ahead_nearly_a_bucket_and_keeps_vectors_whole():
     }
 
 
-def test_what_is_left_out_or_auto_is_filled_in_and_what_is_written_stays():
+def test_missing_and_auto_bucket_sizes_are_set_and_written_ones_kept():
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7}
     set_zero_bucket_sizes(accelerator_of(zero), model_of(4))
     assert zero == {
@@ -341,7 +341,7 @@ def test_zero_reduces_its_buckets_in_place(stage):
         {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     ],
 )
-def test_a_config_that_says_how_gradients_are_reduced_is_left_alone(zero):
+def test_a_config_with_its_own_gradient_reduction_is_unchanged(zero):
     accelerator = accelerator_of(dict(zero))
     reduce_zero_buckets_in_place(accelerator)
     assert accelerator.state.deepspeed_plugin.deepspeed_config == {"zero_optimization": zero}

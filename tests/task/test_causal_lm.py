@@ -99,7 +99,7 @@ def test_the_system_prompt_leads_the_conversation(tokenizer, data):
     assert tokenizer.decode(ids.arrays["input_ids"].tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
-def test_a_text_is_learnt_and_asks_nothing(pretrain):
+def test_a_pre_training_text_is_all_targets_and_has_no_prompt(pretrain):
     encoded = pretrain.encode_row({"text": "Two and two is four."})
     assert encoded.num_targets == encoded.length - 1
     assert pretrain.prompt(encoded) is None
@@ -134,14 +134,14 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("task", "row", "message"), UNFIT)
-def test_a_row_that_does_not_fit_the_task_says_what_to_write(tokenizer, task, row, message):
+def test_a_row_that_does_not_fit_the_task_is_rejected_with_the_format_to_write(tokenizer, task, row, message):
     section = DataSection(train=TrainingSourceSection(path="rows.jsonl"), max_length=64)
     (outcome,) = task(TaskContext(TaskSection(name="sft"), section, tokenizer)).encode([row])
     assert isinstance(outcome, DataError)
     assert message in str(outcome)
 
 
-def test_gsm8k_is_learnt_from_its_answers(tokenizer, tmp_path):
+def test_gsm8k_rows_have_their_answers_as_targets(tokenizer, tmp_path):
     if not GSM8K.is_file():
         pytest.skip(f"{GSM8K} is not here")
     source = TrainingSourceSection(path=str(GSM8K), columns={"prompt": "question", "completion": "answer"}, take=40)

@@ -77,7 +77,7 @@ def test_class_weights_are_copied_to_the_device_once(device, name):
     assert found == [1, 0, 0]
 
 
-def test_weights_on_a_device_are_no_part_of_what_a_loader_is_sent():
+def test_device_copies_of_class_weights_are_not_pickled_for_loader_workers():
     weights = WEIGHTED.weight_tensor(torch.device("cpu"))
     assert weights is WEIGHTED.weight_tensor(torch.device("cpu"))
     assert weights.tolist() == [0.5, 1.0, 2.0]

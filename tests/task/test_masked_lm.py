@@ -42,7 +42,7 @@ def sample(task, *, sample_id=0, seed=0, text=TEXT):
     return replace(features, sample_id=sample_id, seed=seed)
 
 
-def test_just_so_many_tokens_are_hidden_and_no_special_one(pieces):
+def test_the_configured_number_of_tokens_is_masked_and_no_special_one(pieces):
     task = made(pieces, fraction=0.15)
     features = sample(task)
     num_ordinary = features.length - 2
@@ -55,7 +55,7 @@ def test_just_so_many_tokens_are_hidden_and_no_special_one(pieces):
     assert torch.equal(batch.inputs["input_ids"][0][~hidden], original[~hidden])
 
 
-def test_what_is_hidden_follows_from_seed_and_sample_alone(pieces):
+def test_masked_positions_depend_only_on_seed_and_sample(pieces):
     task = made(pieces)
     first, second = sample(task, sample_id=1, seed=9), sample(task, sample_id=2, seed=9)
     together, alone = task.collate([first, second]), task.collate([second])
@@ -77,7 +77,7 @@ def test_eight_of_ten_are_masked_one_is_random_and_one_is_kept(pieces):
     assert int(random.min()) >= len(SPECIAL)
 
 
-def test_words_are_hidden_whole(pieces):
+def test_whole_words_are_masked(pieces):
     task = made(pieces, fraction=0.3, whole_words=True)
     features = sample(task)
     words = np.cumsum(features.arrays["is_word_start"])
@@ -89,7 +89,7 @@ def test_words_are_hidden_whole(pieces):
         assert wanted - 1 <= hidden.sum() <= wanted
 
 
-def test_a_word_is_hidden_even_where_one_token_would_do(pieces):
+def test_a_whole_word_is_masked_even_if_one_token_would_suffice(pieces):
     task = made(pieces, fraction=0.01, whole_words=True)
     assert task.collate([sample(task, text="playing")]).num_targets == 2
     assert made(pieces, fraction=0.01).collate([sample(task, text="playing")]).num_targets == 1
@@ -123,7 +123,7 @@ def test_a_tokenizer_without_a_mask_is_refused_until_one_is_added(tokenizer, dat
     assert materials.tokenizer.mask_token == "<mask>"
 
 
-def test_words_need_a_tokenizer_that_knows_them():
+def test_whole_word_masking_needs_a_tokenizer_with_word_boundaries():
     class Slow:
         is_fast = False
 

@@ -21,7 +21,7 @@ def drawn(*shape, high=4):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(5))
 
 
-def test_one_class_of_several_is_measured_as_by_scikit_learn():
+def test_single_label_metrics_equal_those_of_scikit_learn():
     labels, predicted = drawn(57), drawn(57).roll(1)
     metrics = class_metrics(labels.double(), predicted.double(), num_classes=5)  # nothing is of the fifth class
     assert metrics["accuracy"] == pytest.approx(accuracy_score(labels, predicted))
@@ -30,7 +30,7 @@ def test_one_class_of_several_is_measured_as_by_scikit_learn():
     assert metrics["mcc"] == pytest.approx(matthews_corrcoef(labels, predicted))
 
 
-def test_several_classes_are_measured_as_by_scikit_learn():
+def test_multi_label_metrics_equal_those_of_scikit_learn():
     labels, predicted = drawn(40, 3, high=2), drawn(40, 3, high=2).roll(1, dims=0)
     metrics = multi_label_metrics(labels.double(), predicted.double())
     assert metrics["subset_accuracy"] == pytest.approx(accuracy_score(labels, predicted))
@@ -38,7 +38,7 @@ def test_several_classes_are_measured_as_by_scikit_learn():
     assert metrics["micro_f1"] == pytest.approx(f1_score(labels, predicted, average="micro"))
 
 
-def test_one_class_that_applies_or_not():
+def test_multi_label_metrics_of_one_class_have_micro_f1_one_half():
     labels, predicted = torch.tensor([[1], [1], [0], [0]]), torch.tensor([[1], [0], [1], [0]])
     assert multi_label_metrics(labels, predicted) == {"subset_accuracy": 0.5, "macro_f1": 0.5, "micro_f1": 0.5}
 
@@ -53,13 +53,13 @@ def test_numbers_are_correlated_as_by_scipy_ties_included():
     assert metrics["mse"] == pytest.approx(3.0 / 6)
 
 
-def test_of_several_numbers_it_is_the_mean_over_them():
+def test_correlations_of_several_targets_are_averaged():
     labels = torch.tensor([[0.0, 5.0], [1.0, 3.0], [2.0, 1.0]], dtype=torch.float64)
     predicted = torch.tensor([[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]], dtype=torch.float64)  # 1 and -1
     assert regression_metrics(labels, predicted)["pearson"] == pytest.approx(0.0)
 
 
-def test_nothing_correlates_with_what_never_changes():
+def test_the_correlation_with_a_constant_is_nan():
     same, other = torch.ones(4, 1, dtype=torch.float64), torch.arange(4.0, dtype=torch.float64)[:, None]
     metrics = regression_metrics(other, same)
     assert math.isnan(metrics["pearson"]) and math.isnan(metrics["spearman"])
@@ -91,7 +91,7 @@ def test_the_scores_of_seqevals_example():
     assert (scores.precision, scores.recall, scores.f1) == (0.5, 0.5, 0.5)
 
 
-def test_where_nothing_is_found_all_is_zero():
+def test_entity_scores_without_predictions_are_zero():
     scores = entity_scores([(["B-A", "O"], ["O", "O"])])
     assert (scores.precision, scores.recall, scores.f1) == (0.0, 0.0, 0.0)
 

@@ -21,7 +21,7 @@ def features(ids, targets, sample_id=0):
 SAMPLES = [features([5, 6, 7, 8], {2, 3}, 4), features([9, 10], {0, 1}, 2), features([11], {0}, 3)]
 
 
-def test_laid_end_to_end_positions_begin_anew_and_no_label_belongs_to_the_next_sample():
+def test_packed_samples_restart_positions_and_have_no_label_across_samples():
     batch = collate_padding_free(SAMPLES)
     assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0]]
@@ -40,7 +40,7 @@ def test_both_ways_hold_the_same():
 @pytest.mark.parametrize(
     ("batching", "rows"), [({}, 3), ({"padding_free": True}, 1), ({"by": "packs"}, 1), ({"by": "tokens"}, 3)]
 )
-def test_the_section_says_how_samples_are_laid_out_and_the_loss_is_the_same(tokenizer, model, batching, rows):
+def test_the_batching_section_selects_packing_or_padding_with_the_same_loss(tokenizer, model, batching, rows):
     section = DataSection(
         train=TrainingSourceSection(path="/nowhere"), max_length=64, batching=BatchingSection(**batching)
     )
@@ -65,7 +65,7 @@ class Recording(torch.nn.Module):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flash_attention_3"])
-def test_flash_attention_is_told_where_samples_begin_and_others_are_not(attention):
+def test_only_flash_attention_gets_sample_boundaries(attention):
     model = Recording(attention)
     forward_logits(torch.nn.DataParallel(model), collate_padding_free(SAMPLES))
     told = {name: value for name, value in model.given.items() if name not in ("input_ids", "position_ids")}
@@ -77,7 +77,7 @@ def test_flash_attention_is_told_where_samples_begin_and_others_are_not(attentio
         assert told["max_length_q"] == told["max_length_k"] == 4
 
 
-def test_a_padded_batch_tells_flash_attention_nothing():
+def test_a_padded_batch_gives_flash_attention_no_boundaries():
     model = Recording("flash_attention_2")
     forward_logits(model, collate_padded(SAMPLES, pad_id=0))
     assert set(model.given) == {"input_ids", "attention_mask", "use_cache"}

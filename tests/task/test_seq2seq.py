@@ -127,7 +127,7 @@ def test_source_and_target_have_lengths_of_their_own(tokenizer, data):
     assert "task.seq2seq.max_target_length: 3" in dropping.samples.length_limit.limits
 
 
-def test_rows_that_are_no_single_exchange_are_told_what_to_do(tokenizer, data):
+def test_seq2seq_rejects_rows_that_are_not_one_exchange_with_a_remedy(tokenizer, data):
     task = made(tokenizer, data)
     two = {"messages": [*exchange("a", "b")["messages"], *exchange("c", "d")["messages"]]}
     empty, several, tools, text = task.encode(
@@ -139,6 +139,6 @@ def test_rows_that_are_no_single_exchange_are_told_what_to_do(tokenizer, data):
     assert isinstance(text, DataError) and "prompt_completion" in str(text)
 
 
-def test_the_prefix_and_the_longest_target_are_part_of_what_was_encoded(tokenizer, data):
+def test_prefix_and_maximum_target_length_are_part_of_the_encoding_identity(tokenizer, data):
     assert made(tokenizer, data, source_prefix="a").samples.identity != made(tokenizer, data).samples.identity
     assert made(tokenizer, data, max_target_length=9).samples.identity != made(tokenizer, data).samples.identity

@@ -100,7 +100,7 @@ def encoded(task, *rows):
     return [task.encode_row(each) for each in rows]
 
 
-def test_a_batch_is_what_the_processor_makes_of_the_rows_together(task):
+def test_a_vision_batch_equals_the_output_of_the_processor(task):
     features = encoded(task, ONE, NONE, TWO)
     batch = task.collate(features)
     processor = task._processor
@@ -171,7 +171,7 @@ def test_the_answer_depends_on_the_image(task, model):
 
 
 @pytest.mark.parametrize("shown", [ONE, TWO, NONE], ids=["one", "two", "none"])
-def test_an_answer_is_what_transformers_generates(task, model, shown):
+def test_a_generated_vision_answer_equals_that_of_transformers(task, model, shown):
     (features,) = encoded(task, shown)
     prompt = task.prompt(features)
     settings = {"pad_id": task.pad_id, "max_new_tokens": 6, "device": torch.device("cpu")}
@@ -186,7 +186,7 @@ def test_an_answer_is_what_transformers_generates(task, model, shown):
     assert answer == expected[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_a_prompt_ends_before_the_last_answer_and_knows_it(task):
+def test_a_vision_prompt_ends_before_the_last_answer_and_has_it_as_reference(task):
     prompt = task.prompt(encoded(task, ONE)[0])
     words = task.tokenizer
     assert words.decode(list(prompt.input_ids)).endswith("<|im_start|>assistant\n")

@@ -59,7 +59,7 @@ def test_the_next_step_is_counted_before_the_backward_pass_and_awaited_after_it(
     assert log[8:15] == ["forward 1", "fetch 2", "count 2", "backward 1", "wait 2", "forward 2", "fetch 3"]
 
 
-def test_nothing_is_counted_that_may_never_be_awaited(log):
+def test_no_count_is_started_that_may_never_be_awaited(log):
     run(log, last=8)
     assert log[-2:] == ["forward 7", "backward 7"]
     assert log.count("wait 7") == 1
@@ -67,7 +67,7 @@ def test_nothing_is_counted_that_may_never_be_awaited(log):
 
 
 @pytest.mark.parametrize("settings", [{"stop_after_steps": 3}, {"evaluate_due": Cadence(3, 8)}, {"num_steps": 4}])
-def test_what_may_end_the_run_comes_first(log, settings):
+def test_saves_and_evaluations_come_before_the_count_of_the_next_step(log, settings):
     run(log, **settings)
     assert log.index("count 2") < log.index("backward 1")
     assert log.index("backward 3") == len(log) - 1
@@ -75,12 +75,12 @@ def test_what_may_end_the_run_comes_first(log, settings):
         assert log.index("backward 2") < log.index("count 3")
 
 
-def test_where_a_request_ends_a_step_nothing_is_requested_early(log):
+def test_the_next_step_is_not_counted_early_after_a_request_that_ends_the_step(log):
     run(log, counts_ahead=False)
     assert log[5:10] == ["fetch 1", "count 1", "wait 1", "forward 1", "backward 1"]
 
 
-def test_slow_steps_are_counted_when_they_begin_so_that_a_stop_is_heard_at_once(log, monkeypatch):
+def test_slow_steps_are_counted_at_their_start_so_that_a_stop_takes_effect_immediately(log, monkeypatch):
     monkeypatch.setattr(counted_groups, "SLOW_SECONDS", -1.0)
     run(log, counts=SLOW)
     assert log[:10] == [

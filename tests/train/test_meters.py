@@ -20,7 +20,7 @@ def warnings(steps):
     return [each for each in said if each]
 
 
-def test_a_run_that_waits_is_told_what_to_try_once():
+def test_a_run_that_waits_for_data_is_warned_once_with_a_remedy():
     (warning,) = warnings([(0.5, 2.0)] * 200)
     assert "25% of the last 20 steps was spent waiting for data" in warning
     assert "finetune doctor --data" in warning
@@ -30,7 +30,7 @@ def test_the_first_batch_waits_for_the_loader_to_start_and_counts_for_nothing():
     assert warnings([(60.0, 61.0), *[(0.01, 2.0)] * 100]) == []
 
 
-def test_a_little_waiting_is_no_matter():
+def test_a_little_waiting_for_data_gives_no_warning():
     assert warnings([(0.09, 1.0)] * 100) == []
 
 
@@ -38,7 +38,7 @@ def test_a_short_run_is_not_judged():
     assert warnings([(0.2, 0.4)] * 20) == []  # eight seconds in all: too few to be sure
 
 
-def test_waiting_late_in_a_run_is_told_too():
+def test_waiting_for_data_late_in_a_run_is_warned_about():
     assert len(warnings([(0.0, 1.0)] * 100 + [(0.9, 1.0)] * 40)) == 1
 
 
@@ -53,7 +53,7 @@ def test_a_count_of_targets_that_float32_would_round_stays_exact():
     assert sum_over_ranks(sums) == {"num_targets": BEYOND_FLOAT32, "loss_sum": 0.5}
 
 
-def test_nothing_adds_up_to_nothing():
+def test_the_sum_of_no_metrics_is_empty():
     assert sum_over_ranks({}) == {}
 
 
@@ -79,7 +79,7 @@ class Joined(Exception):
     """The numbers of the steps are together, and on their way to the host."""
 
 
-def test_a_norm_on_the_cpu_is_logged_beside_losses_on_a_device(monkeypatch):
+def test_a_gradient_norm_on_the_cpu_is_logged_with_losses_on_a_device(monkeypatch):
     def stop(tensor):
         raise Joined(tuple(tensor.shape), tensor.device.type)
 

@@ -47,7 +47,7 @@ def noise(batch: Batch) -> torch.Tensor:
     return sample_noise(batch, torch.zeros((*batch.inputs["input_ids"].shape, WIDTH)), alpha=ALPHA)
 
 
-def test_it_is_uniform_within_the_papers_bounds_and_padding_has_none():
+def test_neftune_noise_is_uniform_within_the_bounds_of_the_paper_and_zero_on_padding():
     drawn = noise(padded(1, 2))
     assert not drawn[0, 3:].any()
     for row, length in ((0, 3), (1, 5)):
@@ -64,7 +64,7 @@ def test_a_sample_has_the_same_noise_in_any_batch():
     assert not torch.equal(noise(padded(2, seed=8))[0], alone)
 
 
-def test_only_what_is_learnt_from_is_noisy():
+def test_only_training_batches_get_embedding_noise():
     model, batch = Embedder(), padded(1, 2)
     quiet = model(batch.inputs["input_ids"])
     tell = EmbeddingNoise(model, alpha=ALPHA).set_batch

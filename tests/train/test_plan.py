@@ -36,7 +36,7 @@ def test_the_world_changes_accumulation_and_nothing_else():
     assert [plan(world=world, epochs=2.0).num_batches for world in (1, 2, 4, 16)] == [16, 8, 4, 1]
 
 
-def test_epochs_become_whole_steps_and_the_rest_is_told():
+def test_epochs_become_whole_steps_and_the_remainder_is_logged():
     made = plan(epochs=3.0)
     assert made.num_steps == 47
     assert made.arithmetic[1] == (
@@ -72,5 +72,5 @@ def test_a_scaled_rate_shows_how_it_came_about():
     ("every_steps", "after", "times"),
     [(4, 0, 3), (4, 4, 2), (4, 8, 1), (4, 10, 0), (5, 0, 2), (None, 9, 1), (None, 10, 0)],
 )
-def test_something_is_due_every_so_many_steps_and_at_the_end(every_steps, after, times):
+def test_a_cadence_is_due_every_n_steps_and_at_the_end(every_steps, after, times):
     assert plan(steps=10).num_due(every_steps, after=after) == times

@@ -172,7 +172,7 @@ def test_a_nan_stops_the_run_names_its_samples_and_changes_no_weight():
     assert torch.equal(parts.model.weight.detach(), before)
 
 
-def test_skipping_leaves_the_step_out_and_counts_it():
+def test_a_skipped_step_is_left_out_and_counted():
     events: list = []
     parts = parts_of(
         2, task=RegressionTask(poisoned=5), nonfinite=NonFiniteSection(action="skip", max_skips=2), events=events
@@ -187,7 +187,7 @@ def test_skipping_leaves_the_step_out_and_counts_it():
     ]
 
 
-def test_progress_counts_what_was_seen_and_starts_where_it_stopped():
+def test_progress_counts_tokens_and_resumes_at_its_step():
     progress = Progress(step=2)
     train(parts_of(4), progress)
     assert progress.step == 3
@@ -201,7 +201,7 @@ class OverflowingTask(RegressionTask):
         return super().loss_sum(model, batch) + (model.weight * 0.0).sum().sqrt()
 
 
-def test_an_overflow_under_a_loss_scale_is_counted_apart_and_does_not_stop_the_run():
+def test_a_loss_scale_overflow_is_counted_separately_and_does_not_stop_the_run():
     events: list = []
     parts = replace(parts_of(4, task=OverflowingTask(), events=events), scales_loss=True)
     before, progress = parts.model.weight.detach().clone(), Progress()
@@ -300,7 +300,7 @@ def test_a_run_that_stops_has_the_weights_from_before_the_step(reads_later):
     assert all(event.step < 3 for event in events if isinstance(event, StepTaken))
 
 
-def test_one_step_too_many_makes_the_check_skip_every_later_one(reads_later):
+def test_exceeding_the_skip_limit_stops_the_run_without_changing_weights(reads_later):
     parts, _ = run_of(1, 2, 3, max_skips=2)
     progress = Progress()
     with pytest.raises(NonFiniteError, match=r"step 3 .* 2 steps have already been skipped"):

@@ -30,7 +30,7 @@ def test_a_signal_on_one_rank_is_everybodys_reason():
     assert stop_request_of(StopSources(calm).counts()) == StopRequest(None, saves=False)
 
 
-def test_a_wish_to_save_and_go_on_counts_once():
+def test_a_request_to_save_and_continue_counts_once():
     note = ReceivedSignals()
     note.note(signal.SIGUSR1, None)
     sources = StopSources(note)
@@ -40,13 +40,13 @@ def test_a_wish_to_save_and_go_on_counts_once():
     ]
 
 
-def test_where_saving_has_failed_the_run_stops_without_another_try():
+def test_a_run_with_a_failed_save_stops_without_another_save():
     assert stop_request_of(StopSources(ReceivedSignals(), {FAILED_SAVE: lambda: True}).counts()) == StopRequest(
         FAILED_SAVE, saves=False
     )
 
 
-def test_a_signal_comes_before_what_else_asks_to_stop():
+def test_a_signal_takes_precedence_over_other_stop_requests():
     note = ReceivedSignals()
     sources = StopSources(note, dict.fromkeys((STOP_FILE, TIME_LIMIT), lambda: True))
     assert stop_request_of(sources.counts()).stop_reason == STOP_FILE
@@ -82,7 +82,7 @@ def test_early_stopping_waits_for_its_patience():
     assert progress.best_metric == 0.9
 
 
-def test_early_stopping_goes_on_counting_after_a_resume():
+def test_early_stopping_continues_counting_after_a_resume():
     section = EarlyStoppingSection(metric="exact_match", goal="maximize", patience=2)
     progress = Progress()
     for value in (0.5, 0.4):
@@ -92,7 +92,7 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     assert EarlyStopping(section).is_over(resumed)
 
 
-def test_a_metric_that_these_rows_do_not_have_is_told():
+def test_an_early_stopping_metric_that_is_not_measured_is_rejected():
     section = EarlyStoppingSection(metric="entity_f1", goal="maximize", patience=2)
     with pytest.raises(UserError, match=r"the evaluation has no `entity_f1`\. It measures loss, accuracy"):
         EarlyStopping(section).update({"loss": 1.0, "accuracy": 0.5}, Progress())

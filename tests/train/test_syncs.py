@@ -264,7 +264,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(update, "is_on_host", lambda tensor: False)
 
 
-def test_what_a_host_would_wait_for_is_seen():
+def test_host_device_synchronizations_are_counted():
     numbers = torch.arange(4.0)
     for wait, name in (
         (lambda: bool(numbers.sum() > 1), "aten::_local_scalar_dense"),
@@ -291,7 +291,7 @@ def test_an_average_of_the_weights_waits_for_nothing(as_on_a_gpu, kind):
 
 
 @pytest.mark.parametrize("averages", [False, True])
-def test_parameters_that_learn_in_the_backward_pass_wait_for_nothing(as_on_a_gpu, averages):
+def test_parameters_updated_in_the_backward_pass_synchronize_nothing(as_on_a_gpu, averages):
     assert waits_of_a_step(in_backward=True, averages=averages) == {}
 
 
@@ -328,7 +328,7 @@ ON_DEVICE = {
 @EVERY_DEVICE
 @pytest.mark.parametrize("kind", ["single", "fsdp2"])
 @pytest.mark.parametrize("name", ON_DEVICE)
-def test_cuda_itself_sees_nobody_wait(device, kind, name, request):
+def test_cuda_reports_no_synchronization_in_a_step(device, kind, name, request):
     """On a CPU nothing is seen, but every line is run."""
     how = {"num_batches": 2, **ON_DEVICE[name]}
     if kind != "single" and "in_backward" in how:

@@ -68,7 +68,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_it_learns_the_same_to_the_bit(settings):
+def test_updates_in_the_backward_pass_are_bitwise_identical(settings):
     usual, soon = made(in_backward=False, **settings), made(in_backward=True, **settings)
     for number in range(4):
         assert step(*soon, number) == step(*usual, number)
@@ -156,7 +156,7 @@ def test_a_gradient_that_is_not_finite_stops_those_that_come_after_it():
     assert "it has changed those whose gradients came first" in one.nonfinite_effect
 
 
-def test_groups_of_one_are_told_of_together():
+def test_parameter_groups_of_one_tensor_are_logged_together():
     model, optimizer, _ = made(in_backward=True, layer_decay=0.5)
     assert len(optimizer.param_groups) == 5
     assert [line for line in describe_groups(optimizer.param_groups, list_parameters(model)) if "rate x" in line] == [

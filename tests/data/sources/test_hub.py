@@ -75,7 +75,7 @@ HUB_ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "message"), HUB_ERRORS)
-def test_a_hub_dataset_that_cannot_be_had_says_why(monkeypatch, error, message):
+def test_a_hub_dataset_that_cannot_be_loaded_is_reported_with_the_reason(monkeypatch, error, message):
     monkeypatch.setattr(hub, "require", lambda *_, **__: FailingHub(error))
     with pytest.raises(
         DataError, match=f"hub dataset `me/mine`, config main, split test cannot be loaded: .*{message}"

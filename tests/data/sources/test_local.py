@@ -103,7 +103,7 @@ def test_images_without_a_class_and_splits_are_refused(photos, tmp_path):
         opened(tmp_path / "train")
 
 
-def test_what_a_row_refers_to_is_part_of_its_source(photos):
+def test_files_referenced_by_rows_are_part_of_the_source_identity(photos):
     rows = [{"image": f"cat/{number}.png", "label": "cat"} for number in (1,)] + [{"image": "dog/1.png", "label": 1}]
     (photos / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -137,7 +137,7 @@ def found(path, said=None, **keys):
     return [place.path.name for place in files.places]
 
 
-def test_a_folder_is_all_files_in_it_and_what_is_not_read_is_said(folder):
+def test_a_source_folder_reads_all_row_files_and_logs_what_it_skips(folder):
     for name in ("README.md", ".hidden.jsonl", "_SUCCESS"):
         (folder / name).touch()
     said = []
@@ -151,7 +151,7 @@ def test_a_folder_holds_files_of_one_kind(folder):
         found(folder)
 
 
-def test_a_folder_without_rows_says_what_it_has(tmp_path):
+def test_a_folder_without_row_files_is_rejected_with_its_content(tmp_path):
     with pytest.raises(
         DataError, match=r"holds no data files: it has no files. For its subfolders, write .*/\*\*/\*.jsonl"
     ):
@@ -172,7 +172,7 @@ def test_a_name_that_looks_like_a_glob_is_a_file_where_there_is_one(folder):
 
 
 @pytest.mark.parametrize("name", ["nothing.jsonl", "nothing/*.jsonl"])
-def test_what_is_not_there_is_named(folder, name):
+def test_a_missing_source_file_is_named(folder, name):
     with pytest.raises(DataError, match=r"nothing.*: there is no such file"):
         found(folder / name)
 
@@ -196,7 +196,7 @@ def test_a_link_out_of_a_folder_is_followed_only_knowingly(folder, tmp_path, pat
     assert "link.jsonl" in found(path, follow_links=True)
 
 
-def test_a_link_to_a_folder_is_no_way_around_it(folder, tmp_path):
+def test_a_symlink_out_of_the_folder_is_rejected(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret.jsonl").touch()
     (folder / "away").symlink_to(tmp_path / "elsewhere")
@@ -204,12 +204,12 @@ def test_a_link_to_a_folder_is_no_way_around_it(folder, tmp_path):
         found(folder / "*" / "*.jsonl")
 
 
-def test_a_link_within_the_folder_is_no_matter(folder):
+def test_a_symlink_within_the_folder_is_followed(folder):
     (folder / "again.jsonl").symlink_to(folder / "old" / "c.jsonl")
     assert found(folder / "*.jsonl") == ["again.jsonl", "b.jsonl"]
 
 
-def test_a_path_that_is_a_link_is_the_users_word_and_said(folder, tmp_path):
+def test_a_source_path_that_is_a_symlink_is_followed_and_logged(folder, tmp_path):
     (tmp_path / "link.jsonl").symlink_to(folder / "b.jsonl")
     said = []
     assert found(tmp_path / "link.jsonl", said) == ["link.jsonl"]

@@ -76,7 +76,7 @@ def test_every_line_of_a_text_that_is_not_blank_is_a_row(tmp_path, ending):
     ]
 
 
-def test_what_a_table_fills_in_is_left_out_inside_of_its_columns(tmp_path):
+def test_nulls_filled_in_by_a_table_are_left_out_of_nested_columns(tmp_path):
     rows = [{"turns": [{"role": "a"}, {"role": "b", "name": "c"}], "note": None}]
     (raw,) = opened(tmp_path, "rows.parquet", parquet(rows)).rows()
     assert raw.parse() == rows[0]

@@ -58,13 +58,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_there_is_named_with_what_is(tmp_path, message):
+def test_a_missing_records_key_is_named_with_the_existing_ones(tmp_path, message):
     value, keys = REFUSED[message]
     with pytest.raises(DataError, match=message):
         rows(tmp_path, value, 1, **keys)
 
 
-def test_an_object_in_one_line_is_told_of_its_rows_too(tmp_path):
+def test_a_json_object_on_one_line_is_rejected_with_its_list_of_rows(tmp_path):
     with pytest.raises(
         DataError, match=r"cannot tell the format.*If the file's rows are in `data`, write `records: data`"
     ):

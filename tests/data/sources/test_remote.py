@@ -69,7 +69,7 @@ def test_the_identity_changes_with_the_content(folder):
     assert after.listing_identity() != identities[1]
 
 
-def test_what_is_not_there_is_named(folder):
+def test_a_missing_remote_file_is_named(folder):
     for url in (f"{folder}/nothing.jsonl", f"{folder}/rows/*.csv"):
         with pytest.raises(DataError, match=r"(nothing\.jsonl|\*\.csv): there is no such file"):
             opened(url)
@@ -83,7 +83,7 @@ def test_a_bucket_that_is_not_there_is_named(bucket):
         opened("s3://no-such-bucket/a.jsonl")
 
 
-def test_a_storage_that_cannot_be_entered_says_so(monkeypatch):
+def test_a_storage_without_credentials_is_reported(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("Unable to locate credentials")
 
@@ -92,7 +92,7 @@ def test_a_storage_that_cannot_be_entered_says_so(monkeypatch):
         opened("memory://private/a.jsonl")
 
 
-def test_a_storage_that_nobody_knows_is_named():
+def test_an_unknown_storage_protocol_is_named():
     with pytest.raises(DataError, match=r"s9://bucket/a.jsonl cannot be loaded: Protocol not known: s9"):
         opened("s9://bucket/a.jsonl")
 
@@ -115,7 +115,7 @@ def site(tmp_path):
     server.server_close()
 
 
-def test_an_address_may_be_signed_and_signed_anew_it_is_the_same(site):
+def test_a_source_url_with_a_new_signature_has_the_same_identity(site):
     plain = opened(f"{site}/rows.jsonl")
     for signature in ("c0ffee", "deca[f]*?"):
         signed = opened(f"{site}/rows.jsonl?X-Amz-Date={signature}&X-Amz-Signature={signature}")

@@ -53,7 +53,7 @@ def test_a_place_that_cannot_be_read_is_named_with_its_key(tmp_path):
             opened(SourceSection(path=path))
 
 
-def test_skipping_everything_is_said(write_rows):
+def test_skipping_every_row_is_an_error(write_rows):
     with pytest.raises(DataError, match="has no rows after skip: 5"):
         read(write_rows(ROWS, skip=5))
 
@@ -71,7 +71,7 @@ def test_skip_and_take_go_through_files_and_shards_from_any_row_on(tmp_path, wri
             assert [raw.parse() for raw in last.rows(1)] == [raw.parse() for raw in last.rows()][1:]
 
 
-def test_texts_are_all_that_is_said(write_rows):
+def test_the_texts_of_a_conversation_are_its_message_contents(write_rows):
     call = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [{"name": "f"}]}
     mixed = [{"role": "user", "content": "Hi."}, call, {"role": "assistant", "content": "Ho."}]
     pair = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
@@ -141,7 +141,7 @@ def test_a_share_of_few_rows_may_be_none_or_all_of_them(write_rows, share, messa
             open_job(write_rows(stories(range(5))), **keys)
 
 
-def test_a_hash_fraction_keeps_equal_rows_together_and_rows_where_they_are(write_rows):
+def test_a_hash_fraction_keeps_equal_rows_together_and_is_stable_as_rows_are_added(write_rows):
     before = set(told(open_job(write_rows(stories(range(100))), hash_fraction=0.3).validation))
     job = open_job(write_rows(stories([*range(50, 150), *range(150)])), hash_fraction=0.3)
     after = set(told(job.validation))
@@ -159,7 +159,7 @@ def test_training_rows_that_are_evaluated_on_are_left_out_and_counted(write_rows
     assert job.train[0].num_left_out == 4  # each pass counts for itself
 
 
-def test_a_fraction_can_be_kept_apart_by_content_too(write_rows):
+def test_a_validation_fraction_can_exclude_rows_of_equal_content_from_training(write_rows):
     job = open_job(write_rows(stories([*range(100)] * 2)), fraction=0.1, exclude_from_train=True)
     evaluated = set(told(job.validation))
     assert len(evaluated) > 5
@@ -170,7 +170,7 @@ def identity(train, **validation):
     return json.dumps(open_job(train, **validation).train[0].identity())
 
 
-def test_whatever_decides_the_rows_is_in_the_identity(write_rows):
+def test_every_setting_that_selects_rows_is_part_of_the_source_identity(write_rows):
     train, dev = write_rows(stories(range(20))), write_rows(stories([3]), name="dev.jsonl")
     other_dev = write_rows(stories([4]), name="other.jsonl")
     found = [

@@ -33,17 +33,17 @@ def test_columns_of_numbers_and_lists_of_them_have_names(described):
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {b"huggingface": b"{"}, {b"huggingface": b"[]"}, {b"pandas": b"{}"}])
-def test_where_nothing_is_written_there_are_none(metadata):
+def test_a_table_without_metadata_has_no_class_names(metadata):
     assert class_names_in(metadata) == {}
 
 
-def test_datasets_writes_what_is_read_here():
+def test_class_names_written_by_the_datasets_library_are_read():
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"a": datasets.ClassLabel(names=["x"]), "b": [datasets.ClassLabel(names=["y"])]})
     assert class_names(features.to_dict()) == {"a": ("x",), "b": ("y",)}
 
 
-def test_a_parquet_file_and_both_arrow_formats_tell_them(tmp_path):
+def test_class_names_are_read_from_parquet_and_both_arrow_formats(tmp_path):
     pa.parquet.write_table(NAMED, tmp_path / "rows.parquet")
     for name, opened in (("file.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream)):
         with opened(tmp_path / name, NAMED.schema) as writer:

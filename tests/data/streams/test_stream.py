@@ -50,7 +50,7 @@ def test_window_follows_window_and_each_sample_comes_once():
         assert sorted(index for each, index in places(ids) if each == window) == list(range(size))
 
 
-def test_it_can_be_taken_up_anywhere():
+def test_a_stream_order_can_start_at_any_position():
     whole = StreamOrder(Arranged()).samples(0, 60)
     for start in range(0, 60, 7):
         assert StreamOrder(Arranged()).samples(start, 60).tolist() == whole[start:].tolist()
@@ -74,7 +74,7 @@ def test_no_window_is_asked_for_before_its_turn():
     assert order.num_positions is None
 
 
-def test_what_was_consumed_can_be_worked_out_again():
+def test_the_digest_of_consumed_samples_can_be_recomputed_from_the_order():
     digest = digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
     assert digest == digest_of_step_ids(StreamOrder(Arranged()), 6, global_batch_size=4)
     assert digest != digest_of_step_ids(StreamOrder(Arranged([5, 0, 3, 6, 2])), 6, global_batch_size=4)
@@ -195,7 +195,7 @@ def test_a_bucket_is_streamed(streams, bucket):
     assert "s3://bucket/stream/part-" in pool.samples.place(int(pool.order.samples(0, 1)[0]))
 
 
-def test_a_refused_row_is_told_when_its_window_is_reached(streams):
+def test_a_row_that_cannot_be_encoded_is_reported_when_its_window_is_reached(streams):
     streams.write(["a>1", "b>2", "c>3", "d>4", "poison", "e>5"])
     for name in ("part-1.jsonl", "part-2.jsonl"):
         (streams.folder / name).unlink()
@@ -232,7 +232,7 @@ def test_lengths_outlive_the_tokens(streams, no_process):
     assert second == f"{streams.folder}/part-1.jsonl, row 1"
 
 
-def test_what_decides_the_order_is_in_the_fingerprint(streams, no_process):
+def test_settings_that_decide_the_stream_order_are_part_of_the_fingerprint(streams, no_process):
     first = streams.open()
     changes = ({"window_rows": 4}, {"shuffle": False}, {"max_length": 9}, {"batching": {"by": "packs", "tokens": 64}})
     others = [streams.open(**change) for change in changes]
@@ -279,7 +279,7 @@ def test_files_that_change_under_a_stream_are_noticed(streams, no_process):
         make_window(job_of(pool), 1)
 
 
-def test_a_full_disk_is_told_and_what_was_begun_is_removed(streams, no_process, monkeypatch):
+def test_a_full_disk_is_reported_and_the_partial_window_is_removed(streams, no_process, monkeypatch):
     pool = streams.open()
 
     def full(*_, **__):
@@ -307,7 +307,7 @@ def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkey
     assert waited == pauses
 
 
-def test_the_process_ends_when_nobody_reads(streams, no_process):
+def test_the_stream_process_exits_when_there_are_no_readers(streams, no_process):
     job = job_of(streams.open())
     shutil.rmtree(job.folder.readers)
     job.folder.make()
@@ -356,7 +356,7 @@ def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
     assert folder.has_record(1)
 
 
-def test_a_window_damaged_while_it_is_read_is_found_in_what_is_delivered(streams):
+def test_damage_to_a_window_during_reading_is_found_in_the_delivered_samples(streams):
     pool = streams.open(shuffle=False)
     ids = pool.order.samples(0, 3)
     sample = pool.samples[int(ids[0])]

@@ -107,7 +107,7 @@ def test_unset_arguments_leave_identities_as_they_were(tokenizer):
     assert tokenizer_identity(tokenizer) == before
 
 
-def test_they_go_with_the_tokenizer_to_the_disk(tokenizer, tmp_path):
+def test_template_arguments_are_saved_and_loaded_with_the_tokenizer(tokenizer, tmp_path):
     set_template_arguments(tokenizer, {"mood": "sad", "brief": True})
     tokenizer.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template_arguments"] == {
@@ -122,7 +122,7 @@ def test_they_go_with_the_tokenizer_to_the_disk(tokenizer, tmp_path):
     assert arguments_of(loaded) == {}
 
 
-def test_what_a_template_reads_is_found_in_a_process_of_its_own_where_it_may_not_end():
+def test_variables_of_an_endless_template_are_found_in_a_process_of_its_own():
     endless = tokenizer_for("{{ 'a' * 10**12 }}{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}")
     assert readable_names(endless) == {"mood"}
     with pytest.raises(DataError):
@@ -141,7 +141,7 @@ READ = {
 
 
 @pytest.mark.skipif(not shipped_templates(), reason="trl, whose chat templates are the test data, is not installed")
-def test_what_templates_of_models_read_is_found():
+def test_variables_read_by_templates_of_models_are_found():
     templates = shipped_templates()
     for name, arguments in READ.items():
         assert set(arguments.split()) <= readable_names(tokenizer_for(templates[name])), name

@@ -14,7 +14,7 @@ from finetune.data.templates.chat_template import (
 from finetune.errors import DataError
 
 
-def test_without_a_template_the_remedy_is_named(make_tokenizer):
+def test_a_tokenizer_without_a_chat_template_is_rejected_with_the_setting_to_write(make_tokenizer):
     with pytest.raises(DataError, match=r"has no chat template.*data\.chat_template: chatml"):
         require_chat_template(make_tokenizer())
 
@@ -26,7 +26,7 @@ def test_the_tokenizer_keeps_its_own_template_when_none_is_set(tokenizer):
     require_chat_template(tokenizer)
 
 
-def test_a_file_is_taken_as_it_is(tokenizer, tmp_path):
+def test_a_chat_template_file_is_used_unchanged(tokenizer, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}", encoding="utf-8")
     set_chat_template(tokenizer, str(file))
@@ -45,7 +45,7 @@ def test_a_file_that_is_not_jinja_is_named_with_its_line(tokenizer, tmp_path):
         set_chat_template(tokenizer, str(file))
 
 
-def test_every_name_of_the_config_is_a_template_and_each_says_what_it_needs():
+def test_every_template_name_of_the_config_has_a_template_and_required_tokens():
     assert sorted(BUILT_IN) == sorted(TEMPLATES) == sorted(NEEDED)
 
 
@@ -59,7 +59,7 @@ def test_a_named_template_whose_tokens_the_tokenizer_does_not_know_is_refused_wi
         set_chat_template(tokenizer, name)
 
 
-def test_what_ends_a_turn_is_found_by_rendering_one(tokenizer):
+def test_the_stop_token_is_found_by_rendering_a_turn(tokenizer):
     assert end_of_turn(tokenizer).text == "<|im_end|>"
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     assert (end_of_turn(tokenizer).text, end_of_turn(tokenizer).tokens) == ("", ())

@@ -78,7 +78,7 @@ def test_a_template_of_the_job_that_takes_too_much_is_named(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["a product of a row", "a format", "a macro that grows"])
-def test_a_template_of_the_model_that_looks_wild_is_run_apart_and_its_row_is_named(tmp_path, kind):
+def test_an_error_of_a_suspicious_model_template_is_reported_with_its_row(tmp_path, kind):
     written, reason = TOO_MUCH[kind]
     tokenizer = tokenizer_for("<|im_start|><|im_end|>")
     tokenizer.chat_template = CHATML + written
@@ -102,7 +102,7 @@ def test_a_row_template_that_takes_too_much_is_named(tmp_path, written, reason):
         encode(tokenizer_for("<|im_start|><|im_end|>"))
 
 
-def test_what_a_wild_template_makes_is_what_it_says(tmp_path):
+def test_a_suspicious_template_renders_the_same_in_its_own_process(tmp_path):
     wild = CHATML + "{{ '' * 3 }}{% macro m(n) %}{% if n %}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(3) }}"
     plain, apart = (tokenizer_for("<|im_start|><|im_end|>") for _ in range(2))
     plain.chat_template, apart.chat_template = CHATML, wild
@@ -117,7 +117,7 @@ def test_a_fault_in_a_wild_row_template_names_its_line():
         check_row_template("{{ 'a' * 2 }}\n{% if %}", key="data.train.template.text")
 
 
-def test_a_file_that_is_no_template_is_not_read(tmp_path):
+def test_a_file_that_is_not_a_template_is_rejected_unread(tmp_path):
     tokenizer = tokenizer_for("<|im_start|><|im_end|>")
     large, fifo = tmp_path / "large.jinja", tmp_path / "fifo.jinja"
     large.write_text("a" * (MAX_TEMPLATE_BYTES + 1))

@@ -154,7 +154,7 @@ def test_something_else_in_the_place_of_the_set_is_set_aside(prepare, tmp_path, 
     assert len(aside(made)) == 1
 
 
-def test_what_cannot_be_set_aside_is_one_message(prepare, monkeypatch):
+def test_a_damaged_cache_that_cannot_be_set_aside_is_one_message(prepare, monkeypatch):
     flip(prepare().folder / SAMPLES_FILE)
 
     def refuse(path, target):
@@ -167,14 +167,14 @@ def test_what_cannot_be_set_aside_is_one_message(prepare, monkeypatch):
         prepare()
 
 
-def test_a_disk_that_damages_every_copy_is_told_of(prepare, monkeypatch):
+def test_a_disk_that_damages_every_rebuilt_cache_is_reported(prepare, monkeypatch):
     prepare()
     monkeypatch.setattr(cache, "_opened", lambda folder, made_of: (_ for _ in ()).throw(DamagedSet(folder, "rot")))
     with pytest.raises(DataError, match="and so were the sets built in its place"):
         prepare()
 
 
-def test_damage_that_is_found_in_the_background_is_mended_in_the_set_at_hand(prepare, verify_in_background):
+def test_damage_found_in_the_background_is_repaired_in_the_open_cache(prepare, verify_in_background):
     flip(prepare().folder / CHUNK, stop=1000)  # tokens
     prepared = prepare()
     repair(prepared, seconds=None)
@@ -184,7 +184,7 @@ def test_damage_that_is_found_in_the_background_is_mended_in_the_set_at_hand(pre
     assert texts_of(prepared) == TEXTS
 
 
-def test_a_rank_with_the_old_files_open_takes_over_what_another_has_made(prepare, verify_in_background):
+def test_a_rank_with_damaged_files_open_switches_to_the_cache_rebuilt_by_another(prepare, verify_in_background):
     flip(prepare().folder / CHUNK, stop=1000)  # tokens
     ranks = [prepare() for _ in range(3)]
     encoded = []
@@ -336,7 +336,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_changes_the_samples_makes_a_new_set(prepare_cache, change):
+def test_every_setting_that_changes_samples_makes_a_new_cache(prepare_cache, change):
     first = prepare_cache(["a>b", "c>d"])
     other = prepare_cache(["a>b", "c>d"], **CHANGES[change])
     assert prepare_cache.encoded > 0
@@ -348,7 +348,7 @@ def test_changed_rows_make_a_new_set(prepare_cache):
     assert prepare_cache(["a>c"]).fingerprint != first.fingerprint
 
 
-def test_what_does_not_change_the_samples_hits(prepare_cache):
+def test_settings_that_do_not_change_samples_reuse_the_cache(prepare_cache):
     first = prepare_cache(["a>b"])
     assert (
         prepare_cache(["a>b"], source={"name": "elsewhere.jsonl"}, num_workers=1, shuffle=False).fingerprint
@@ -370,7 +370,7 @@ def test_long_rows_are_refused_with_the_numbers(prepare_cache, tmp_path):
     assert list((tmp_path / "cache" / "prepared").glob("[!.]*")) == []
 
 
-def test_long_rows_are_cut_and_what_is_lost_is_counted(prepare_cache):
+def test_long_rows_are_truncated_and_lost_tokens_are_counted(prepare_cache):
     prepared = prepare_cache(["a>b", "ab>cdef", "abcdefg>h"], max_length=5, over_length="truncate", no_target="drop")
     assert texts_of_cache(prepared) == ["a>b", "ab>cd"]
     counts = prepared.counts
@@ -395,7 +395,7 @@ def test_a_row_that_encodes_to_nothing_has_no_target(prepare_cache):
     assert texts_of_cache(prepare_cache(["a>b", ""], no_target="drop")) == ["a>b"]
 
 
-def test_when_nothing_is_left_it_is_said(prepare_cache):
+def test_a_source_without_any_remaining_sample_is_an_error(prepare_cache):
     with pytest.raises(DataError, match=r"no sample is left: .*dropped without a target: 2 rows"):
         prepare_cache(["a", ""], no_target="drop")
 
@@ -459,7 +459,7 @@ def test_a_folder_that_cannot_be_written_is_named(prepare_cache, tmp_path):
         prepare_cache(["a>b"], cache_folder=str(tmp_path / "file"))
 
 
-def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, monkeypatch, tmp_path):
+def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare_cache, monkeypatch, tmp_path):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 1)
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
@@ -472,7 +472,7 @@ def test_a_full_disk_is_one_message_and_the_next_start_goes_on(prepare_cache, mo
     assert "data.train: 2 rows are already tokenized; resuming from there" in prepare_cache.said
 
 
-def test_what_is_refused_leaves_nothing_behind(prepare_cache, tmp_path):
+def test_a_rejected_source_leaves_no_folder_in_the_cache(prepare_cache, tmp_path):
     with pytest.raises(DataError):
         prepare_cache(["a>b", "abcdefgh>i"], max_length=5)
     with pytest.raises(DataError):
@@ -480,7 +480,7 @@ def test_what_is_refused_leaves_nothing_behind(prepare_cache, tmp_path):
     assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
 
 
-def test_it_is_said_whether_a_set_was_made_or_found(prepare_cache):
+def test_the_log_tells_a_prepared_cache_from_a_reused_one(prepare_cache):
     folder = prepare_cache(["a>b"]).folder
     assert prepare_cache.said[-1] == f"data.train: prepared in {folder}"
     prepare_cache(["a>b"])
@@ -515,7 +515,7 @@ def test_a_share_above_its_limit_stops_before_training_and_keeps_the_set(prepare
     assert prepare_cache.encoded == 0
 
 
-def test_whoever_watches_is_told_of_how_many(prepare_cache, write_rows, make_section, monkeypatch):
+def test_the_progress_callback_gets_rows_done_and_total(prepare_cache, write_rows, make_section, monkeypatch):
     monkeypatch.setattr(encoder_pool, "ROWS_PER_CHUNK", 2)
     source = write_rows([{"text": "a>b"}] * 5, format="text")
     told = []
@@ -572,7 +572,7 @@ def processes(write_rows, tmp_path, monkeypatch):
     return Processes(write_rows([{"text": f"{n}>x"} for n in range(50)], format="text"), tmp_path)
 
 
-def test_two_processes_at_once_do_it_once(processes):
+def test_two_concurrent_processes_prepare_the_cache_once(processes):
     started = [processes.start(name) for name in ("one", "other")]
     results = [processes.done.get(timeout=30) for _ in started]
     for process in started:

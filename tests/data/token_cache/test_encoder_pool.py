@@ -67,7 +67,7 @@ def test_workers_are_kept_from_call_to_call(only_workers):
     assert active_children() == []
 
 
-def test_a_worker_that_ends_abruptly_is_told_with_the_remedy(only_workers):
+def test_an_abruptly_ended_worker_is_reported_with_the_setting_to_lower(only_workers):
     with pytest.raises(WorkersLost, match=r"ended abruptly.* Lower data\.prepare_workers"):
         assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
 

@@ -24,7 +24,7 @@ def shown(features):
 
 
 @pytest.mark.parametrize("over_length", ["refuse", "drop"])
-def test_what_is_left_out_is_counted(over_length):
+def test_left_out_rows_and_tokens_are_counted(over_length):
     samples, counts = SampleLengthLimit(6, over_length).shorten(TEN)
     assert samples == ()
     assert counts == Counts(long_rows=1, dropped_tokens=10, dropped_targets=5)
@@ -37,14 +37,14 @@ def test_the_end_is_cut_off():
     assert counts == Counts(truncated_rows=1, truncated_tokens=4, truncated_targets=2)
 
 
-def test_where_the_start_is_cut_off_the_first_token_left_cannot_be_predicted_and_is_lost_as_a_target():
+def test_the_first_remaining_token_is_not_a_target_after_truncating_the_start():
     (sample,), counts = SampleLengthLimit(5, "truncate", "start").shorten(TEN)
     assert shown(sample) == "5 6 7 [8] [9]"
     assert counts == Counts(truncated_rows=1, truncated_tokens=5, truncated_targets=3)
     assert shown(TEN) == "0 1 [2] [3] 4 [5] 6 7 [8] [9]"  # the sample itself is as it was
 
 
-def test_windows_overlap_by_one_token_so_that_every_target_is_learnt_once():
+def test_windows_overlap_by_one_token_so_that_every_target_counts_once():
     samples, counts = SampleLengthLimit(4, "split").shorten(TEN)
     assert [shown(sample) for sample in samples] == ["0 1 [2] [3]", "3 4 [5] 6", "6 7 [8] [9]"]
     assert counts == Counts(split_rows=1)
@@ -123,14 +123,14 @@ def test_answers_that_are_cut_and_those_that_are_cut_away_are_counted(policy, an
     assert all(line in counts.lines() for line in counts.answer_lines)
 
 
-def test_a_start_is_cut_alike_from_both_so_that_they_keep_one_prompt():
+def test_both_answers_of_a_pair_lose_the_same_start_and_keep_one_prompt():
     (kept,), counts = SequencesLengthLimit(5, "truncate", "start").shorten(pair(3, 1, 4))
     assert told(kept) == [[2, 100], [2, 100, 101, 102, 103]]
     assert kept.num_targets == 5
     assert (counts.truncated_tokens, counts.truncated_targets) == (4, 0)
 
 
-def test_the_first_token_of_what_is_left_is_no_target():
+def test_the_first_remaining_token_of_a_truncated_pair_is_not_a_target():
     (kept,), _ = SequencesLengthLimit(3, "truncate", "start").shorten(pair(2, 4, 5))
     assert told(kept) == [[102, 103], [102, 103, 104]]
     assert kept.arrays["is_target"].tolist() == [False, True, False, True, True]

@@ -60,7 +60,7 @@ def test_places_are_those_of_the_files_as_they_are_named_now(write):
     assert pickle.loads(pickle.dumps(moved)).place(3) == "new/b.jsonl, row 4"
 
 
-def test_an_origin_that_goes_on_in_the_next_chunk_is_kept_once(write):
+def test_a_source_file_that_spans_chunks_is_recorded_once(write):
     folder = write([chunk_of(4, length=3, origins=((0, "a.jsonl"),))] * 3)
     prepared = TokenCache(folder)
     assert (folder / "counts.json").read_text().count('"a.jsonl"') == 1
@@ -126,7 +126,7 @@ def test_samples_one_by_one_are_known_by_the_set_alone():
     assert pool().lines(10) == ()
 
 
-def test_how_full_packs_are_is_told():
+def test_the_log_reports_how_full_packs_are():
     assert pool(by="packs", tokens=10).lines(4) == ("data.train: 20 tokens in 2 packs of at most 10: 100.0% full",)
     assert pool(by="tokens").lines(4) == ("data.train: 20 tokens in 4 batches of at most 8: 62.5% full",)
 
@@ -142,15 +142,15 @@ def test_how_full_packs_are_is_told():
         ({"by": "tokens"}, False),
     ],
 )
-def test_what_moves_samples_to_other_steps_makes_another_pool(batching, is_same):
+def test_only_settings_that_move_samples_to_other_steps_change_the_fingerprint(batching, is_same):
     assert (pool(**batching).fingerprint == pool().fingerprint) == is_same
 
 
-def test_the_budget_counts_however_it_was_written():
+def test_an_explicit_token_budget_equal_to_the_default_has_the_same_fingerprint():
     assert pool(by="packs").fingerprint == pool(by="packs", tokens=8).fingerprint
 
 
-def test_sorting_by_length_goes_over_whatever_order_there_is():
+def test_sorting_by_length_permutes_within_the_underlying_order():
     assert isinstance(pool(length_window_steps=2).order, LengthGroupedOrder)
     assert sorted(pool(length_window_steps=2).order.samples(0, 5).tolist()) == [0, 1, 2, 3, 4]
 

@@ -46,7 +46,7 @@ def test_a_step_gained_clears_the_count_however_often_it_was_preempted():
         assert (last.exit_code, last.num_failures, last.step) == (AGAIN, 0, number)
 
 
-def test_whatever_the_ends_a_job_is_never_started_again_more_often_in_a_row_than_allowed():
+def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
     """All sequences of 5 ends, with and without a step gained."""
     num_sequences = 0
     for sequence in itertools.product([(1, 0), (143, 0), (None, 0), (1, 1), (143, 1)], repeat=5):

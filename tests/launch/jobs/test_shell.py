@@ -12,7 +12,7 @@ PRINT = ["python3", "-c", "import json, os, sys; print(json.dumps([sys.argv[1:],
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
-def test_hostile_words_and_variables_arrive_unchanged(shell, tmp_path):
+def test_hostile_arguments_and_variables_arrive_unchanged(shell, tmp_path):
     variables = {f"HOSTILE_{number}": word for number, word in enumerate(HOSTILE)}
     expanded = [ShellText(f'"${name}"') for name in variables]
     script = "\n".join([*exports(variables), command_line([*PRINT, *HOSTILE, *expanded])])

@@ -63,7 +63,7 @@ def test_on_one_host_the_address_needs_no_name_service():
     assert slurm_ranks(ON_ONE_HOST).address == "127.0.0.1"
 
 
-def test_what_the_script_has_set_counts():
+def test_variables_set_by_the_script_are_kept():
     variables = STEP | {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "29999", "OMP_NUM_THREADS": "7"}
     adopt_ranks(variables)
     assert [variables[each] for each in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")] == ["10.1.1.1", "29999", "7"]
@@ -112,7 +112,7 @@ def test_the_first_host_of_a_list(hosts):
 @pytest.mark.parametrize(
     "hosts", ["", "(null)", "a[", "a]", "a[]", "a[1-]", "a[-1]", "a[1,,2]", ",a", "a b", "a[1-2", "a[x]", "a[1]]", "ä"]
 )
-def test_what_is_no_list_of_hosts_is_refused(hosts):
+def test_an_invalid_slurm_host_list_is_rejected(hosts):
     with pytest.raises(UserError, match="not a list of hosts"):
         first_host(hosts)
 
@@ -125,7 +125,7 @@ def test_the_tasks_of_each_host(counts, found):
 
 
 @pytest.mark.parametrize("counts", ["", "2(x", "(x2)", "2(3)", "a", "1,,2", "-1", "2(x9999999)"])
-def test_what_is_no_list_of_tasks_is_refused(counts):
+def test_an_invalid_slurm_task_list_is_rejected(counts):
     with pytest.raises(UserError, match="not a list of numbers"):
         tasks_per_host(counts)
 

@@ -52,7 +52,7 @@ def test_a_killed_launcher_takes_ranks_with_sessions_of_their_own_along() -> Non
     assert not ranks[0].is_running() or ranks[0].status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_already_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     environment = network_environment("eth0", stop_seconds=180)
     assert environment["GLOO_SOCKET_IFNAME"] == "eth0" and environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "175"

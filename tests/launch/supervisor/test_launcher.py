@@ -12,7 +12,7 @@ def launch(*words: str) -> tuple[int, str]:
     return found.returncode, found.stderr
 
 
-def test_ranks_that_fail_leave_their_own_words_and_an_exit_code(tmp_path: Path) -> None:
+def test_failed_ranks_print_their_own_errors_and_set_the_exit_code(tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text("import sys; sys.exit('the reason')")
     file = Path("accelerate_configs/ddp.yaml").absolute()

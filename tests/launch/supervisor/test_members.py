@@ -48,12 +48,12 @@ def test_the_first_attempt_waits_for_more_hosts_than_the_least() -> None:
     assert next_attempt(view(hosts(*ALL, attempt=0), None, is_patient=True), limits, me="a") is not None
 
 
-def test_it_does_not_start_with_fewer_than_the_least() -> None:
+def test_no_attempt_starts_with_fewer_hosts_than_the_minimum() -> None:
     assert next_attempt(view(hosts("a"), None), Limits(2, 3), me="a") is None
     assert next_attempt(view(hosts("a")), Limits(2, 3), me="a") is None
 
 
-def test_a_lost_host_is_left_out_and_a_new_one_joins_behind_the_others() -> None:
+def test_a_lost_host_is_left_out_and_a_new_one_joins_at_the_end() -> None:
     without_b = next_attempt(view(hosts("a")), Limits(1, 3), me="a")
     assert without_b is not None and (without_b.hosts, without_b.reason) == (("a",), "b is lost")
     with_c = next_attempt(view(hosts(*ALL)), Limits(1, 3), me="a")
@@ -85,7 +85,7 @@ def test_hosts_that_do_not_reach_one_another_are_not_launched_together() -> None
     assert connected_hosts({}, first="a") == ()
 
 
-def test_of_equal_groups_the_one_that_trains_goes_on() -> None:
+def test_among_equal_partitions_the_one_that_trains_continues() -> None:
     beats = hosts(*ALL)  # a comes back from a partition: b sees it already, c does not
     beats["a"] = replace(beats["a"], reaches=("b",))
     beats["c"] = replace(beats["c"], reaches=("b",))

@@ -27,7 +27,7 @@ def test_only_a_mistake_of_this_attempt_counts(tmp_path: Path) -> None:
     assert read_run_status(tmp_path, ATTEMPT) == RunStatus(100)
 
 
-def test_a_damaged_file_is_none(tmp_path: Path) -> None:
+def test_a_damaged_status_file_is_ignored_by_the_supervisor(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"exit_code": 2, "error": 3, "launch": null}'):
         (tmp_path / "status.json").write_text(text)
         assert read_run_status(tmp_path, ATTEMPT) == RunStatus(0)

@@ -53,7 +53,7 @@ def test_a_host_that_has_ended_is_gone_at_once(tmp_path: Path) -> None:
     assert folder.alive() == {}
 
 
-def test_time_in_which_this_host_could_not_look_is_no_silence_of_others(tmp_path: Path) -> None:
+def test_time_during_which_this_host_was_suspended_does_not_count_as_silence_of_others(tmp_path: Path) -> None:
     folder, clock = make_folder(tmp_path)
     for count in (1, 2):
         folder.write_beat(Beat("a", "10.0.0.1", 1, 2, count))
@@ -85,7 +85,7 @@ def test_an_attempt_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert (facts["number"], facts["hosts"], facts["reason"]) == (1, ["a"], "starts")
 
 
-def test_one_host_alone_begins_the_attempt_with_a_number(tmp_path: Path) -> None:
+def test_only_one_host_creates_the_attempt_of_a_number(tmp_path: Path) -> None:
     first, second = make_folder(tmp_path)[0], make_folder(tmp_path)[0]
     other = replace(ATTEMPT, hosts=("b",), reason="a is lost")
     assert first.write_attempt(ATTEMPT) and not second.write_attempt(other)

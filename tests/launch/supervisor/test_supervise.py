@@ -60,7 +60,7 @@ def restart(cluster: Simulation, host: FakeHost) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_attempt_at_a_time_writes_and_the_run_goes_on(tmp_path: Path, seed: int) -> None:
+def test_only_one_attempt_writes_at_a_time_and_the_run_continues(tmp_path: Path, seed: int) -> None:
     cluster = Simulation(
         tmp_path, num_hosts=2 + seed % 3, least=1 + (seed % 5 == 4), seed=seed, has_locks=seed % 2 == 0
     )

@@ -43,7 +43,7 @@ def saved_bytes(model):
 
 
 @pytest.mark.parametrize("mode", [True, 2, "selective"])
-def test_loss_and_gradients_stay_what_they_are_with_dropout(from_config, build, mode):
+def test_recomputation_does_not_change_loss_or_gradients_with_dropout(from_config, build, mode):
     plain, recomputing = build(from_config()), build(from_config(gradient_checkpointing=mode))
     for model in (plain, recomputing):
         for layer in model.model.layers:
@@ -62,7 +62,7 @@ def test_every_second_layer_saves_less_than_every_one(from_config, build):
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
 
 
-def test_what_is_dear_is_not_computed_again(from_config, build):
+def test_selective_checkpointing_does_not_recompute_matrix_products(from_config, build):
     def products(mode):
         model = build(from_config(gradient_checkpointing=mode))
         loss = model(input_ids=IDS, labels=IDS).loss

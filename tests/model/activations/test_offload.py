@@ -59,7 +59,7 @@ def offloaded(model):
 
 
 @pytest.mark.parametrize("mode", [False, True, "selective"])
-def test_activations_that_went_to_the_host_come_back_as_they_were(from_config, build, mode):
+def test_offloaded_activations_return_bitwise_identical(from_config, build, mode):
     plain, offloading = build(from_config()), build(from_config(gradient_checkpointing=mode))
     copies = offloaded(offloading)
     loss, wanted = gradients(plain)
@@ -228,7 +228,7 @@ def test_few_copies_are_under_way_and_none_is_used_or_freed_before_its_end(from_
     assert sorted(set(waited)) == list(range(1, streams.num_events + 1))  # of every copy, there and back
 
 
-def test_what_was_fetched_for_nothing_is_waited_for_before_the_next_pass(streams):
+def test_unused_prefetched_activations_are_waited_for_before_the_next_pass(streams):
     copies = OnNotedStreams()
     arrival = copies.to_device(torch.ones(3), torch.device("cpu"))
     copies.finish()

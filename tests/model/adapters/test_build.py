@@ -48,7 +48,7 @@ def saved(from_config, build, adapted, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_goes_on_from_what_was_saved_and_learns(from_config, build, adapted, saved, tmp_path, kind):
+def test_a_loaded_adapter_keeps_its_weights_and_gets_gradients(from_config, build, adapted, saved, tmp_path, kind):
     expected = saved(kind)
     made = adapted(build(from_config()), tmp_path / "first")
     assert torch.allclose(logits_of(made), expected, atol=1e-6)
@@ -75,14 +75,14 @@ def test_an_adapter_of_another_model_is_refused(from_config, build, adapted, sav
         adapted(build(from_config()), folder)
 
 
-def test_a_folder_without_an_adapter_is_told(from_config, build, adapted, tmp_path):
+def test_a_folder_without_an_adapter_is_rejected(from_config, build, adapted, tmp_path):
     with pytest.raises(ModelError, match=r"contains no adapter: adapter_config\.json is missing"):
         adapted(build(from_config()), tmp_path)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
         adapter_digest(str(tmp_path))
 
 
-def test_another_base_is_told_or_refused(tmp_path):
+def test_an_adapter_of_another_base_is_warned_about_or_rejected(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/one"}))
     assert base_mismatch_warning(str(tmp_path), name="org/one") is None
     assert "Are they the same weights?" in base_mismatch_warning(str(tmp_path), name="./copy-of-one")
@@ -169,7 +169,7 @@ def trained(model):
     ("name", "kind"),
     [(name, kind) for name in ("llama untied", "qwen3 tied") for kind in IN_THE_MODEL] + [("gpt2 tied", "pissa")],
 )
-def test_new_adapters_change_nothing_and_every_one_learns(from_config, build, adapted, name, kind):
+def test_new_adapters_do_not_change_the_output_and_all_get_gradients(from_config, build, adapted, name, kind):
     model = build(from_config(name)).eval()
     with torch.no_grad():
         expected = model(input_ids=BATCH).logits
@@ -185,7 +185,7 @@ def test_new_adapters_change_nothing_and_every_one_learns(from_config, build, ad
 
 @pytest.mark.parametrize("kind", BEFORE_THE_TEXT)
 @pytest.mark.parametrize("name", ["llama untied", "qwen3 tied", "gpt2 tied"])
-def test_what_stands_before_the_text_learns_alone(from_config, build, adapted, kind, name):
+def test_only_the_prompt_embeddings_of_prompt_tuning_get_gradients(from_config, build, adapted, kind, name):
     made = adapted(build(from_config(name)), BEFORE_THE_TEXT[kind])
     made(input_ids=BATCH, attention_mask=MASK, labels=BATCH).loss.backward()
     assert list(trained(made)) == ["prompt_encoder.default.embedding.weight"]
@@ -204,7 +204,7 @@ def test_first_values_depend_on_no_random_state(from_config, build, adapted, kin
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_learnt_prompt_begins_as_the_embeddings_of_its_text_again_and_again(from_config, build, adapted):
+def test_trained_prompt_embeddings_are_initialized_from_the_repeated_text(from_config, build, adapted):
     made = adapted(build(from_config()), PromptTuningSection(num_tokens=5, init_text="ab"))
     embeddings = made.get_base_model().get_input_embeddings().weight
     assert torch.equal(made.prompt_encoder["default"].embedding.weight, embeddings[[97, 98, 97, 98, 97]])
@@ -231,7 +231,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "wish", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
-def test_what_this_model_cannot_have_is_refused(from_config, build, adapted, name, wish, message):
+def test_an_adapter_that_the_model_does_not_support_is_rejected(from_config, build, adapted, name, wish, message):
     with pytest.raises(ModelError, match=message):
         adapted(build(from_config(name)), wish)
 

@@ -23,7 +23,7 @@ def trained_names(model) -> set[str]:
 
 @pytest.mark.parametrize("keys", [{}, {"rslora": True}, {"dora": True}, {"modules_to_save": ("lm_head",)}])
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_new_adapters_change_nothing_and_every_one_learns(architecture_name, from_config, build, keys):
+def test_new_adapters_do_not_change_the_output_and_all_get_gradients(architecture_name, from_config, build, keys):
     model = build(from_config(architecture_name)).eval()
     with torch.no_grad():
         expected = model(input_ids=BATCH).logits
@@ -86,7 +86,7 @@ def test_the_gradient_reaches_the_first_adapter_through_recomputed_layers(from_c
         ({"target_modules": ("mlp",)}, r"Available modules: down_proj, embed_tokens, gate_proj"),
     ],
 )
-def test_a_name_that_the_model_does_not_have_is_refused_even_beside_one_that_it_has(from_config, build, keys, message):
+def test_an_unknown_target_module_is_rejected_even_next_to_a_known_one(from_config, build, keys, message):
     with pytest.raises(ModelError, match=message):
         add_adapter(build(from_config()), LoraSection(**keys), AdapterContext(seed=1))
 

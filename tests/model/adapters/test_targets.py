@@ -137,7 +137,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model_type", "keys", "key", "message"), REFUSED)
-def test_what_experts_do_not_support_is_found_without_weights(adapt, model_type, keys, key, message):
+def test_unsupported_adapter_settings_of_experts_are_found_without_weights(adapt, model_type, keys, key, message):
     model = meta_model(section_of(model_type), head="causal_lm")
     assert next(model.parameters()).is_meta
     (problem,) = target_problems(model, LoraSection(**keys))
@@ -146,7 +146,7 @@ def test_what_experts_do_not_support_is_found_without_weights(adapt, model_type,
         adapt(model_type, **keys)
 
 
-def test_it_is_refused_with_its_line_before_any_row_is_read(tmp_path):
+def test_unsupported_expert_adapters_are_rejected_with_their_line_before_any_row_is_read(tmp_path):
     job = f"""
 run: {{folder: run}}
 model:
@@ -200,7 +200,7 @@ JETMOE = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "n
 JETMOE |= {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def test_experts_in_layers_beside_their_router_are_adapted_and_the_router_is_not(build):
+def test_experts_next_to_their_router_are_adapted_and_the_router_is_not(build):
     section = ModelSection(from_config=FromConfigSection(model_type="jetmoe", values=JETMOE))
     model = add_adapter(build(section), LoraSection(rank=2), AdapterContext(seed=1))
     names = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}

@@ -201,7 +201,7 @@ def test_a_window_reaches_to_both_sides(length, window, softcap):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_as_one_padded_batch_the_samples_of_a_row_are_what_they_are_one_by_one(window, softcap):
+def test_bidirectional_attention_over_a_padded_batch_equals_attention_per_sample(window, softcap):
     torch.manual_seed(0)
     settings = AttentionSettings(softcap=softcap, window=window, is_causal=False)
     qkv = [torch.randn(1, heads, sum(LENGTHS), 8, requires_grad=True) for heads in (4, 2, 2)]
@@ -218,7 +218,7 @@ def test_as_one_padded_batch_the_samples_of_a_row_are_what_they_are_one_by_one(w
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_a_layer_says_whether_it_is_causal_and_an_argument_overrides_it():
+def test_causality_comes_from_the_layer_and_can_be_overridden_by_an_argument():
     layer = torch.nn.Module()
     assert not is_bidirectional(layer, {})
     layer.is_causal = False

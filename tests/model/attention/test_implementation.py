@@ -64,7 +64,7 @@ def test_code_that_comes_with_a_model_is_not_trusted_to_keep_them_apart():
     assert not supports_packed_samples(brought())
 
 
-def test_auto_gives_known_models_our_attention_and_what_is_written_stays():
+def test_auto_selects_per_sample_attention_for_known_models_and_explicit_choices_stay():
     assert default_attention(tiny_config("llama")) == "per_sample"
     assert requested_attention("auto") is None
     assert requested_attention("sdpa") == "sdpa"
@@ -112,7 +112,7 @@ def test_samples_of_one_length_are_one_call_with_the_same_numbers():
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_recomputed_layers_are_told_the_lengths_again(is_reentrant):
+def test_recomputed_layers_get_the_sample_lengths_again(is_reentrant):
     plain, recomputing = tiny_model("llama"), tiny_model("llama")
     settings = {"use_reentrant": is_reentrant}
     recomputing.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
@@ -120,7 +120,7 @@ def test_recomputed_layers_are_told_the_lengths_again(is_reentrant):
     assert_equal(learnt(recomputing, given), learnt(plain, given))
 
 
-def test_adapters_learn_the_same():
+def test_adapters_get_the_same_gradients_with_per_sample_and_sdpa_attention():
     def adapted(attention):
         model = tiny_model("llama", attention)
         torch.manual_seed(1)
@@ -205,7 +205,7 @@ def row_by_row(query, key, value, edges, *, scale, window, softcap=None):
 
 @pytest.mark.parametrize("groups_heads", [True, False])
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_kernel_of_torch_is_told_what_the_layer_wants(monkeypatch, groups_heads, window):
+def test_the_torch_varlen_kernel_gets_the_settings_of_the_layer(monkeypatch, groups_heads, window):
     def torchs(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, **groups):
         assert groups == ({"enable_gqa": True} if groups_heads else {})
         assert (key.shape[1] == query.shape[1]) != groups_heads
@@ -218,7 +218,7 @@ def test_the_kernel_of_torch_is_told_what_the_layer_wants(monkeypatch, groups_he
     torch.testing.assert_close(output, attend_sample_by_sample(heads(), SampleLengths(LENGTHS), scores))
 
 
-def test_flash_attention_is_told_what_the_layer_wants(monkeypatch):
+def test_flash_attention_gets_the_settings_of_the_layer(monkeypatch):
     def flash(query, key, value, cu_q, cu_k, max_q, max_k, *, dropout_p, softmax_scale, causal, window_size, softcap):
         assert (dropout_p, causal, window_size[1]) == (0.0, True, 0)
         return row_by_row(
@@ -247,7 +247,7 @@ def test_no_kernel_for_rows_is_taken_where_there_is_no_gpu(monkeypatch):
         (varlen_kernels.AvailableKernels(True, None, torch.add), None),
     ],
 )
-def test_a_gpu_without_a_kernel_for_rows_is_told_of(monkeypatch, found, said):
+def test_a_gpu_without_a_varlen_kernel_is_warned_about(monkeypatch, found, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         varlen_kernels, "detect_kernels", lambda: monkeypatch.setattr(varlen_kernels, "_available", found)
@@ -348,7 +348,7 @@ def test_a_sample_in_a_row_is_the_sample_alone(kind, attention):
 
 @pytest.mark.slow  # it is compiled first
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gpt2"])
-def test_flex_attention_keeps_samples_apart(kind):
+def test_flex_attention_isolates_samples(kind):
     """Its backward pass does not exist on a CPU; what each sample sees is the same there and back."""
     assert_each_is_as_alone(
         build(kind, "flex_attention"),
@@ -366,11 +366,11 @@ def prove(model):
 
 
 @pytest.mark.parametrize(("kind", "attention"), ON_CPU)
-def test_models_that_keep_samples_apart_are_let_through(kind, attention):
+def test_models_that_isolate_samples_are_accepted(kind, attention):
     prove(build(kind, attention))
 
 
-def test_a_model_that_remembers_what_came_before_is_refused_by_name():
+def test_a_recurrent_model_without_sample_isolation_is_rejected_by_name():
     torch.manual_seed(0)
     kinds = ["linear_attention", "full_attention"]
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
@@ -397,7 +397,7 @@ def test_a_model_that_ignores_positions_is_refused():
         prove(model)
 
 
-def test_positions_that_do_not_begin_anew_are_found_where_nothing_is_seen():
+def test_positions_that_are_not_reset_between_samples_are_detected():
     table = torch.randn(64, 97, generator=torch.Generator().manual_seed(0))
 
     def by_place_in_the_row(row):

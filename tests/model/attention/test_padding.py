@@ -39,15 +39,15 @@ def test_a_model_that_mixes_padding_into_its_samples_is_refused_by_name(model_ty
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta"])
-def test_attention_that_is_masked_does_not_read_it(model_type):
+def test_masked_attention_does_not_read_padding(model_type):
     check(model_type)
 
 
-def test_a_causal_model_does_not_read_it():
+def test_a_causal_model_does_not_read_padding():
     check("llama", AutoModelForCausalLM, "logits", num_key_value_heads=2)
 
 
-def test_what_draws_random_numbers_besides_dropout_is_named():
+def test_random_operations_other_than_dropout_are_named():
     assert randomness(AutoConfig.for_model("mixtral")) is None
     assert "hashes at random" in randomness(AutoConfig.for_model("yoso"))
     assert "`router_jitter_noise: 0.01`" in randomness(AutoConfig.for_model("switch_transformers"))

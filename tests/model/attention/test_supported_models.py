@@ -87,7 +87,7 @@ def test_recomputed_layers_keep_samples_apart(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(PACKING_MODEL_TYPES))
-def test_the_small_model_has_every_kind_of_layer_that_is_said_to_be_supported(kind):
+def test_the_test_model_has_every_supported_layer_type(kind):
     config = tiny_config(kind)
     layers = set(getattr(config, "layer_types", None) or ())
     assert padding_reason(config) is None
@@ -110,7 +110,7 @@ def test_the_small_model_has_every_kind_of_layer_that_is_said_to_be_supported(ki
         ("xglm", "it is not known to keep packed samples apart"),
     ],
 )
-def test_a_model_that_must_be_padded_is_told_why(kind, reason):
+def test_a_model_that_needs_padding_is_reported_with_the_reason(kind, reason):
     said = padding_reason(AutoConfig.for_model(kind))
     assert said is not None
     assert said.startswith(f"`{kind}`: {reason}")
@@ -137,11 +137,11 @@ def test_a_model_of_images_that_is_built_as_its_text_part_is_judged_by_that():
     assert text_config(AutoConfig.for_model("gemma3")).model_type == "gemma3"
 
 
-def test_a_transformers_without_the_functions_that_are_told_the_lengths_pads(monkeypatch):
+def test_samples_are_padded_if_transformers_lacks_functions_that_accept_lengths(monkeypatch):
     config = tiny_config("lfm2")
     monkeypatch.setattr("finetune.model.attention.supported_models.modeling_file", lambda _: object())
     assert padding_reason(config) == "`lfm2`: this transformers has no `causal_conv1d_fn`"
 
 
-def test_a_model_that_is_built_with_its_image_part_says_so():
+def test_a_model_built_with_its_vision_part_is_reported():
     assert "is built with its image part" in padding_reason(AutoConfig.for_model("gemma3"))

@@ -49,7 +49,7 @@ OF_TRANSFORMERS = {
 }
 
 
-def test_functions_are_told_once_and_without_lengths_nothing_changes():
+def test_functions_are_wrapped_once_and_unchanged_without_lengths():
     config = tiny_config("lfm2")
     patch_row_functions(config)
     told = modeling_file(config).causal_conv1d_fn
@@ -67,7 +67,7 @@ def test_functions_are_told_once_and_without_lengths_nothing_changes():
         ("torch_chunk_gated_delta_rule", {"cu_seqlens": [0, 2, 5]}, {"cu_seqlens": EDGES}),
     ],
 )
-def test_a_kernel_that_separates_samples_is_told_where_they_begin(monkeypatch, name, boundaries, given):
+def test_a_kernel_that_separates_samples_gets_their_boundaries(monkeypatch, name, boundaries, given):
     monkeypatch.setattr(upstream, "_takes", lambda *_: True)
     calls = []
     told = upstream._separating(calling_a_kernel(lambda *args, **named: calls.append(named)), ROW_FUNCTIONS[name])
@@ -87,7 +87,7 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def test_a_function_that_never_calls_a_kernel_is_told_nothing(monkeypatch):
+def test_a_function_that_never_calls_a_kernel_gets_no_boundaries(monkeypatch):
     monkeypatch.setattr(upstream, "_takes", lambda *_: True)
     plain = inspect.unwrap(function_of("lfm3", "causal_conv1d_fn"))  # decorated from transformers 5.24 on
     assert not hasattr(plain, "__wrapped__")
@@ -114,7 +114,7 @@ def test_the_number_of_a_tokens_sample_comes_from_the_edges():
     assert sample_index(EDGES, SampleLengths((2, 3))).tolist() == [[0, 0, 1, 1, 1]]
 
 
-def test_mamba_2_still_drops_what_its_head_is_given():
+def test_mamba_2_still_drops_keyword_arguments_of_its_head():
     model, seen = tiny_model("mamba2"), []
     model.backbone.register_forward_pre_hook(lambda _, __, named: seen.append(set(named)), with_kwargs=True)
     given = row_of([tokens(3, 0), tokens(4, 1)])

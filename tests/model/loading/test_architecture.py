@@ -29,14 +29,14 @@ SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_
 DISTIL = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 16}
 
 
-def test_a_config_is_told_its_classes():
+def test_class_names_and_padding_token_are_set_in_the_config():
     config = BertConfig()
     names = {0: "cold", 1: "luke", 2: "warm"}
     set_config_values(config, {"num_labels": 3, "id2label": names, "pad_token_id": 7})
     assert (config.num_labels, config.id2label, config.pad_token_id) == (3, names, 7)
 
 
-def test_the_part_about_text_is_told_the_padding_that_its_classifier_looks_for():
+def test_the_padding_token_is_set_in_the_text_config_of_a_composite_model():
     config = Gemma3Config(text_config={"hidden_size": 8}, vision_config={"hidden_size": 8})
     set_config_values(config, {"pad_token_id": 7, "num_labels": 3})
     assert config.get_text_config().pad_token_id == 7
@@ -113,7 +113,7 @@ def seq2seq_model(model_type: str, **changes: object) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("model_type", ["bart", "m2m_100", "nllb-moe", "blenderbot", "mbart", "t5", "longt5"])
-def test_the_decoder_reads_what_the_model_itself_would_make_of_the_labels(model_type: str):
+def test_decoder_inputs_equal_those_that_the_model_derives_from_labels(model_type: str):
     model = seq2seq_model(model_type)
     check_decoder_start(model)
     source, labels = torch.randint(3, 99, (2, 16)), torch.randint(3, 99, (2, 12))

@@ -201,6 +201,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED)
-def test_what_no_model_reads_and_what_does_not_fit_its_weights_is_refused(bases, values, message):
+def test_config_values_that_are_unused_or_do_not_fit_the_weights_are_rejected(bases, values, message):
     with pytest.raises(ModelError, match=rf"^model\.config.*{message}"):
         dry_run_model(section(bases, "llama", **values), head="causal_lm")

@@ -42,7 +42,7 @@ def section(kind="llama", **values) -> ModelSection:
         ({"rms_norm_eps": "x"}, "rms_norm_eps"),
     ],
 )
-def test_bad_values_are_told_by_their_key_and_not_as_a_hub_out_of_reach(monkeypatch, values, said):
+def test_invalid_config_values_are_reported_by_key_and_not_as_a_hub_error(monkeypatch, values, said):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("finetune.model.loading.hub.is_offline", lambda: True)
     with pytest.raises(ModelError) as error:
@@ -80,13 +80,13 @@ def test_a_model_of_70_billion_parameters_takes_no_memory_and_little_time():
     assert time.process_time() - started < 10
 
 
-def test_a_model_without_end_is_left_after_so_many_modules(monkeypatch):
+def test_building_a_model_stops_at_the_module_limit(monkeypatch):
     monkeypatch.setattr(dry_run, "_MAX_MODULES", 1_000)
     with pytest.raises(ModelError, match="more than 1,000 modules"):
         dry_run_model(section(**SMALL | {"num_hidden_layers": 10**9}), head="causal_lm")
 
 
-def test_what_takes_too_long_is_left(monkeypatch):
+def test_building_a_model_stops_at_the_time_limit(monkeypatch):
     monkeypatch.setattr(dry_run, "_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(dry_run, "_MAX_MODULES", 10**12)
     with pytest.raises(ModelError, match="takes more than 0 s"):
@@ -100,7 +100,7 @@ def test_what_takes_too_long_is_left(monkeypatch):
         (LocalEntryNotFoundError("not in the cache"), "The hub cannot be reached"),
     ],
 )
-def test_only_an_error_of_the_network_is_told_as_one(monkeypatch, error, advice):
+def test_only_network_errors_are_reported_as_an_unreachable_hub(monkeypatch, error, advice):
     monkeypatch.setattr("finetune.model.loading.hub.is_offline", lambda: True)
     with pytest.raises(ModelError) as raised, loading_errors("some/model", key="model.name"):
         raise error

@@ -27,7 +27,7 @@ def test_tied_embeddings_are_one_parameter_and_the_config_says_so(architecture_n
     assert is_tied(model) == architecture_name.endswith(" tied") == model.config.tie_word_embeddings
 
 
-def test_a_hollow_rank_has_the_same_places_ties_and_buffers(architecture_name, from_config, build):
+def test_a_model_on_the_meta_device_has_the_same_parameters_ties_and_buffers(architecture_name, from_config, build):
     full, hollow = build(from_config(architecture_name)), build(from_config(architecture_name), construction=HOLLOW)
     described = {name: (p.shape, p.dtype, p.device) for name, p in full.named_parameters()}
     assert {name: (p.shape, p.dtype, p.device) for name, p in hollow.named_parameters()} == described
@@ -38,7 +38,7 @@ def test_a_hollow_rank_has_the_same_places_ties_and_buffers(architecture_name, f
     assert bool(buffers) != architecture_name.startswith("gpt2")  # rotary frequencies were really looked at
 
 
-def test_a_hollow_rank_reads_a_folder_s_config_and_none_of_its_weights(tmp_path, from_config, build):
+def test_a_model_on_the_meta_device_reads_only_the_config_of_its_folder(tmp_path, from_config, build):
     build(from_config()).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     hollow = build(ModelSection(name=str(tmp_path)), construction=HOLLOW)
@@ -112,7 +112,7 @@ def test_an_adapter_is_not_a_model(tmp_path, build):
         build(ModelSection(name=str(tmp_path)))
 
 
-def test_an_unknown_hub_name_without_a_network_says_what_to_do(build, monkeypatch, tmp_path):
+def test_an_unknown_hub_name_without_a_network_is_reported_with_a_remedy(build, monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     hub.is_offline.cache_clear()
     with pytest.raises(ModelError, match="cannot be reached and the name is not in the local cache"):
@@ -129,7 +129,7 @@ def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch, unused_tcp_po
     hub.is_offline.cache_clear()
 
 
-def test_names_and_folders_are_told_apart():
+def test_hub_names_and_folders_are_distinguished():
     assert [is_local_path(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
     assert resolve_name("org/name", key="model.name") == "org/name"
     assert Path(resolve_name("/", key="model.name")) == Path("/")

@@ -74,6 +74,6 @@ def test_loading_to_a_device_leaves_nothing_in_host_memory(tmp_path, device, fig
     figure("loading straight to a device: host memory, share of the model", taken, at_most=0.3)
 
 
-def test_without_a_device_the_cpu_has_the_model(tmp_path):
+def test_a_model_is_loaded_to_the_cpu_by_default(tmp_path):
     model = loaded(saved(tmp_path, "small"), None)
     assert {each.device.type for each in model.parameters()} == {"cpu"}

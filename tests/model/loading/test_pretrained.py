@@ -40,7 +40,7 @@ def loads(path):
                 yield node.lineno, ast.unparse(node.func)
 
 
-def test_nobody_else_loads_models_or_reads_pickles():
+def test_models_and_pickles_are_loaded_only_by_the_pretrained_module():
     files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
     assert len(files) > 200
     found = {name: list(loads(path)) for name, path in files.items()}
@@ -52,19 +52,19 @@ def test_nobody_else_loads_models_or_reads_pickles():
     assert not lines, f"load it through finetune/{ONE_PLACE}, or as arrays without pickles:\n" + "\n".join(lines)
 
 
-def test_every_door_is_there_in_this_version_of_transformers():
+def test_every_patched_loading_function_exists_in_the_installed_transformers():
     doors = [(owner, name) for owner, name, _ in loading_patches(trust_remote_code=False)]
     assert len(doors) == 8 and all(hasattr(owner, name) for owner, name in doors)
     assert len(list(loading_patches(trust_remote_code=True))) == 5
 
 
-def test_transformers_asks_nobody(monkeypatch):
+def test_transformers_never_prompts_for_trust_in_remote_code(monkeypatch):
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
     with pytest.raises(ValueError, match="trust_remote_code"):
         dynamic_module_utils.resolve_trust_remote_code(None, "evil", has_local_code=False, has_remote_code=True)
 
 
-def test_the_doors_are_shut_meanwhile_alone(tmp_path):
+def test_loading_functions_are_restricted_only_inside_the_context(tmp_path):
     (tmp_path / "evil.py").write_text("")
     torch.save({"a": torch.ones(1)}, tmp_path / "a.bin")
     with data_only_loading(trust_remote_code=False):
@@ -79,7 +79,7 @@ def test_the_doors_are_shut_meanwhile_alone(tmp_path):
     assert torch.load(tmp_path / "a.bin")["a"] == 1
 
 
-def test_an_adapter_beside_a_whole_model_is_refused_also_where_all_is_trusted(tmp_path):
+def test_an_adapter_in_the_folder_of_a_full_model_is_rejected_even_if_trusted(tmp_path):
     config = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(num_attention_heads=1, **config)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
@@ -88,7 +88,7 @@ def test_an_adapter_beside_a_whole_model_is_refused_also_where_all_is_trusted(tm
             LlamaForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_tokenizer_is_no_other_class_of_transformers(tmp_path):
+def test_a_tokenizer_class_that_is_not_a_tokenizer_is_rejected(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RagRetriever"}')
     with pytest.raises(ModelError, match=r"'RagRetriever', which is not a PreTrainedTokenizerBase"):
         load_auto_class(AutoTokenizer, tmp_path, trust_remote_code=False)

@@ -124,7 +124,7 @@ def test_yarn_is_that_of_the_paper(bases, name):
     )
 
 
-def test_values_that_are_no_scaling_stay(bases):
+def test_rope_values_unrelated_to_scaling_are_kept(bases):
     sections = scaled(bases, "mrope").rope_parameters
     assert (sections["mrope_section"], sections["rope_theta"], sections["rope_type"]) == ([2, 3, 3], 5e5, "yarn")
     old = CONFIGS["ministral3"].rope_parameters
@@ -145,7 +145,7 @@ def test_only_layers_that_see_everything_get_more_positions(bases):
         assert config.max_position_embeddings == 256
 
 
-def test_what_is_written_of_pre_training_takes_precedence(bases):
+def test_a_written_pre_training_length_takes_precedence(bases):
     config = scaled(bases, "llama", original_max_position_embeddings=32)
     assert config.rope_parameters["original_max_position_embeddings"] == 32
     assert config.max_position_embeddings == 128

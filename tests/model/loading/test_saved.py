@@ -74,7 +74,7 @@ def test_an_adapter_is_loaded_on_the_base_it_names(tmp_path, llama):
     assert torch.equal(logits_of(load_saved_model(saved, key="k")), logits_of(made))
 
 
-def test_a_base_beside_the_adapter_is_taken_before_the_one_that_is_named(tmp_path, llama):
+def test_a_base_in_the_adapter_folder_takes_precedence_over_the_named_one(tmp_path, llama):
     adapted(LlamaForCausalLM.from_pretrained(llama), tmp_path / "adapter")
     shutil.copytree(llama, tmp_path / "adapter" / "base")
     assert inspect_model_folder(tmp_path / "adapter", key="k").base == str(tmp_path / "adapter" / "base")
@@ -124,7 +124,7 @@ def test_several_adapters_share_one_base(tmp_path, llama):
         assert torch.equal(logits_of(model), alone)
 
 
-def test_what_is_no_model_is_told(tmp_path, llama):
+def test_a_folder_that_is_not_a_model_is_rejected(tmp_path, llama):
     with pytest.raises(ModelError, match="does not exist"):
         inspect_model_folder(tmp_path / "nothing", key="chat")
     with pytest.raises(ModelError, match="contains no model"):

@@ -12,7 +12,7 @@ NEW = {"embedding_dimension": 8, "pooling_mode": "lasttoken"}
 
 
 @pytest.mark.parametrize(("content", "usual"), [(OLD, "cls"), (NEW, "last_token")])
-def test_another_pooling_is_told(tmp_path, content, usual):
+def test_a_pooling_that_differs_from_the_model_is_warned_about(tmp_path, content, usual):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(content))
     section = ModelSection(name=str(tmp_path))
@@ -21,12 +21,12 @@ def test_another_pooling_is_told(tmp_path, content, usual):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"pooling_mode": ["mean", "cls"]}', '{"pooling_mode": "max"}'])
-def test_what_says_nothing_is_no_warning(tmp_path, content):
+def test_pooling_files_without_information_give_no_warning(tmp_path, content):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(content)
     assert pooling_warning(ModelSection(name=str(tmp_path)), "mean") is None
     assert pooling_warning(ModelSection(name=str(tmp_path / "1_Pooling")), "mean") is None
 
 
-def test_a_model_that_is_nowhere_is_told_where_it_is_loaded():
+def test_a_missing_model_gives_no_pooling_warning():
     assert pooling_warning(ModelSection(name="nobody/nothing"), "mean") is None

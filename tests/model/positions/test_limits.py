@@ -64,7 +64,7 @@ def test_a_long_sample_changes_the_others_of_its_row_only_where_the_scaling_is_b
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_the_length_up_to_which_a_scaling_does_not_depend_on_the_batch_is_told(scaling):
+def test_position_limits_include_the_length_up_to_which_scaling_is_batch_independent(scaling):
     found = positions_of(llama(scaling))
     if scaling in BY_LENGTH:
         assert found == Positions(32, 32, is_rotary=True, by_length=scaling, same_up_to=32)

@@ -33,13 +33,13 @@ def on_meta(config, scaling):
         (RecurrentGemmaConfig(**SIZES, intermediate_size=64, lru_width=32), False),
     ],
 )
-def test_the_frequencies_tell_whether_a_scaling_is_used(config, is_used):
+def test_rope_scaling_is_detected_by_its_frequencies(config, is_used):
     usual = on_meta(config, {"rope_type": "default", "rope_theta": 1e4})
     assert not uses_scaling(usual, usual)
     assert uses_scaling(on_meta(config, LINEAR), usual) == is_used
 
 
-def test_one_of_several_kinds_of_layers_is_enough():
+def test_rope_scaling_of_one_layer_type_is_enough():
     config = Gemma3TextConfig(
         **SIZES, intermediate_size=64, head_dim=8, layer_types=["full_attention", "sliding_attention"]
     )

@@ -54,7 +54,7 @@ CLOCK = "window.setInterval = (act, milliseconds) => { window.clock = { act, mil
 """Time passes in a page when a test says so."""
 
 
-def test_a_reader_who_follows_a_run_gets_the_next_page_where_he_was(browser: Browser, tmp_path: Path):
+def test_reloading_the_page_of_a_running_job_keeps_the_scroll_position(browser: Browser, tmp_path: Path):
     folder = write_run(tmp_path, [started(), *(taken(step, 1.0) for step in range(1, 9))])
     (folder / "status.json").write_text(json.dumps({"state": "running", "time": time.time()}))
     (folder / "resolved.yaml").write_text("seed: 42  # default\n" * 200)
@@ -79,7 +79,7 @@ def test_a_reader_who_follows_a_run_gets_the_next_page_where_he_was(browser: Bro
     assert browser.complaints() == []
 
 
-def test_a_browser_that_cannot_open_the_library_says_so(browser: Browser, run: Path, tmp_path: Path):
+def test_a_browser_without_decompression_shows_a_message(browser: Browser, run: Path, tmp_path: Path):
     page = report_of(run).read_text().replace("typeof DecompressionStream", "typeof NothingOfTheKind")
     (tmp_path / "page.html").write_text(page)
     browser.driver.get((tmp_path / "page.html").as_uri())

@@ -91,7 +91,7 @@ def test_missing_files_are_named(page: str):
     assert "Not found or damaged in the run folder: status.json, audit.json" in page
 
 
-def test_nothing_is_fetched(page: str):
+def test_the_report_page_fetches_nothing(page: str):
     tags = Tags(without_library(page)).tags
     assert len(tags) > 100
     assert not [
@@ -134,7 +134,7 @@ def test_the_library_lies_in_the_page_compressed(page: str):
 
 
 @pytest.mark.parametrize("state, offered", [("running", True), ("failed", False)])
-def test_only_the_page_of_a_run_that_goes_on_offers_to_reload(tmp_path: Path, state: str, offered: bool):
+def test_only_the_page_of_a_running_job_offers_to_reload(tmp_path: Path, state: str, offered: bool):
     folder = write_run(tmp_path, [started(), taken(1, 1.0)])
     (folder / "status.json").write_text(json.dumps({"state": state, "time": 1990.0}))
     assert ('id="reload"' in page_of(folder)) == offered
@@ -205,14 +205,14 @@ def test_phases_are_shares_of_the_wall_time():
     ]
 
 
-def test_the_data_table_has_only_columns_that_say_something():
+def test_the_data_table_omits_columns_without_values():
     counts = {"rows": 10, "samples": 9, "tokens": 90, "targets": 30, "long_rows": 1}
     head, row = audit_rows({"sources": [{"key": "data.train", "counts": counts, "duplicates": 2}]})
     assert head == ["source", "rows", "samples", "tokens", "targets", "too long", "duplicates"]
     assert row == ["data.train", "10", "9", "90", "30", "1", "2"]
 
 
-def test_a_value_that_looks_like_a_source_is_no_source():
+def test_a_config_value_that_looks_like_a_source_is_not_parsed_as_one():
     (line,) = config_lines('  prompt: "a  # b"' + " " * 40 + "  # job.yaml line 7")
     assert (line.text, line.source, line.is_set) == ('  prompt: "a  # b"', "job.yaml line 7", True)
 

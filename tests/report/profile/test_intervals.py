@@ -21,5 +21,5 @@ def test_sets_of_moments_are_those_of_the_moments_one_by_one():
         assert length(difference(merged, others)) == len(moments(one) - moments(other))
 
 
-def test_nothing_has_no_moments():
+def test_empty_intervals_cover_no_time():
     assert union([(3, 3)]) == difference([], [(1, 2)]) == intersection([(1, 2)], []) == []

@@ -38,7 +38,7 @@ class Seen:
         return self.size
 
 
-def test_on_a_cpu_operators_compute_and_what_waits_inside_of_them_does_not():
+def test_waits_inside_of_cpu_operators_do_not_count_as_computation():
     events = [
         Seen("gloo:all_reduce", 10, 50, "user_annotation"),
         Seen("aten::linalg_vector_norm", 0, 60),

@@ -58,7 +58,7 @@ def test_a_profiler_does_not_run_on_where_the_step_of_its_window_never_comes(pro
     assert events == [] and not (tmp_path / "profile").exists()
 
 
-def test_a_run_that_resumes_after_the_window_is_told(profile):
+def test_resuming_after_the_profile_window_is_logged(profile):
     profile, events = profile()
     train(profile, after=4)
     assert [event.message for event in events] == ["report.profile: steps 3 to 4 are over; nothing is profiled"]

@@ -33,7 +33,7 @@ def mirror(tmp_path, remote, monkeypatch):
     return BackgroundUploader(tmp_path, remote, section=CheckpointSection())
 
 
-def test_what_is_saved_while_it_is_entered_is_there_at_the_end(mirror, remote, tmp_path, capsys):
+def test_checkpoints_saved_during_the_run_are_uploaded_at_the_end(mirror, remote, tmp_path, capsys):
     told = Told()
     reporter = mirror.watch_reporter(told)
     with mirror:
@@ -46,7 +46,7 @@ def test_what_is_saved_while_it_is_entered_is_there_at_the_end(mirror, remote, t
     assert capsys.readouterr().out == f"everything is at {remote.url}\n"
 
 
-def test_what_is_not_there_at_the_end_is_an_error_that_says_what_and_where_it_is(mirror, remote, tmp_path, capsys):
+def test_files_missing_from_the_storage_at_the_end_are_listed_with_their_local_folder(mirror, remote, tmp_path, capsys):
     checkpoint(tmp_path, 4)
     remote.failing["model/0"] = 1000
     with mirror:
@@ -66,7 +66,7 @@ def test_a_run_that_was_over_already_uploads_what_an_earlier_start_could_not(mir
     assert "step-000004" in remote.checkpoints()
 
 
-def test_a_failure_is_told_with_the_next_event_and_what_succeeds_later_is_no_error(mirror, remote, tmp_path):
+def test_an_upload_failure_is_logged_with_the_next_event_and_no_error_if_a_retry_succeeds(mirror, remote, tmp_path):
     told = Told()
     checkpoint(tmp_path, 4)
     remote.failing["model/0"] = 3

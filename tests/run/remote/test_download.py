@@ -58,7 +58,7 @@ def test_a_run_at_a_url_is_staged_and_its_resolved_config_keeps_the_url(machine,
     assert f'local_folder: "{tmp_path}/first"' in text
 
 
-def test_a_run_in_a_folder_is_left_as_it_is(job):
+def test_a_run_in_a_local_folder_is_not_downloaded(job):
     loaded = load_config(job, ["run.folder=runs/first"])
     assert with_local_folder(loaded) is loaded
     download_run(loaded, log=print)
@@ -81,7 +81,7 @@ def test_a_fresh_machine_gets_the_newest_checkpoint_and_the_run_s_small_files(ma
     assert second.said == [f"fetched step-000008, 12 B, from {first.remote.url}"]
 
 
-def test_a_folder_without_its_marker_is_no_checkpoint(machine):
+def test_a_remote_folder_without_a_manifest_is_not_a_checkpoint(machine):
     first, second = machine("first"), machine("second")
     for step in (4, 8):
         checkpoint(first.stage, step)
@@ -90,7 +90,7 @@ def test_a_folder_without_its_marker_is_no_checkpoint(machine):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
-def test_one_that_does_not_verify_is_passed_over_by_name_and_the_one_before_is_fetched(machine, damage):
+def test_a_remote_checkpoint_that_fails_verification_is_skipped_for_the_previous_one(machine, damage):
     first, second = machine("first"), machine("second")
     for step in (4, 8):
         checkpoint(first.stage, step)
@@ -116,7 +116,7 @@ def test_a_machine_that_is_as_far_or_further_fetches_nothing(machine):
     assert (first.stage / "events.jsonl").read_text() == "newer"
 
 
-def test_nothing_is_there_at_first_and_the_storage_is_left_clean(machine):
+def test_downloading_from_an_empty_storage_leaves_it_empty(machine):
     first = machine("first")
     assert first.fetch() == []
     assert first.remote.sizes() == {}
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_no_older_one_fetched(mach
     assert list((second.stage / "checkpoints").glob("*")) == []
 
 
-def test_names_in_the_storage_that_are_no_runs_are_not_fetched(machine, tmp_path):
+def test_unknown_names_in_the_storage_are_not_downloaded(machine, tmp_path):
     first = machine("first")
     checkpoint(first.stage, 2)
     first.upload()

@@ -46,13 +46,13 @@ def test_a_checkpoints_marker_goes_up_last(uploads, folder, remote):
     assert remote.done == []
 
 
-def test_one_without_a_manifest_is_not_uploaded(uploads, folder, remote):
+def test_a_checkpoint_without_a_manifest_is_not_uploaded(uploads, folder, remote):
     (checkpoint(folder, 4) / "manifest.json").unlink()
     assert bring_up(uploads) == []
     assert remote.checkpoints() == {}
 
 
-def test_what_retention_lets_go_of_is_deleted_marker_first_once_the_newest_is_up(uploads, folder, remote):
+def test_a_removed_checkpoint_is_deleted_remotely_manifest_first_after_the_newest_is_uploaded(uploads, folder, remote):
     old = checkpoint(folder, 4)
     bring_up(uploads)
     shutil.rmtree(old)
@@ -79,7 +79,7 @@ def test_an_upload_that_fails_once_is_repeated(uploads, folder, remote, waited):
     assert remote.checkpoints() == {"step-000004": WHOLE}
 
 
-def test_a_file_that_cannot_be_uploaded_keeps_no_other_from_it_and_is_tried_again_later(uploads, folder, remote):
+def test_a_failed_upload_does_not_block_other_files_and_is_retried(uploads, folder, remote):
     checkpoint(folder, 4)
     (folder / "events.jsonl").write_text("{}\n")
     remote.failing["step-000004/progress"] = 4
@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_uploaded_keeps_no_other_from_it_and_is_tried_agai
     assert remote.checkpoints() == {"step-000004": WHOLE}
 
 
-def test_a_step_that_was_saved_anew_replaces_what_is_there_without_its_marker_meanwhile(uploads, folder, remote):
+def test_a_step_saved_again_is_replaced_remotely_without_a_manifest_meanwhile(uploads, folder, remote):
     checkpoint(folder, 4, content="first")
     bring_up(uploads)
     shutil.rmtree(folder / "checkpoints")
@@ -103,7 +103,7 @@ def test_a_step_that_was_saved_anew_replaces_what_is_there_without_its_marker_me
     assert remote.read("checkpoints/step-000004/model/0") == b"weights 4 second"
 
 
-def test_a_checkpoint_that_is_let_go_of_while_it_is_uploaded_is_uploaded_whole(uploads, folder, remote):
+def test_a_checkpoint_removed_during_its_upload_is_uploaded_completely(uploads, folder, remote):
     path = checkpoint(folder, 4)
     remote.before_upload = lambda name: shutil.rmtree(path, ignore_errors=True)
     assert bring_up(uploads) == []
@@ -118,7 +118,7 @@ def test_the_newest_goes_first(uploads, folder, remote):
     assert remote.done[0].startswith("+checkpoints/step-000008/")
 
 
-def test_an_abandoned_end_and_what_was_never_finished_go_once_there_is_a_newer_word(uploads, folder, remote):
+def test_unfinished_and_abandoned_remote_checkpoints_are_deleted_after_the_next_upload(uploads, folder, remote):
     other = folder.with_name("other")
     for step in (6, 12):
         remote.upload(checkpoint(other, step) / "model" / "0", f"checkpoints/step-{step:06d}/model/0")
@@ -140,7 +140,7 @@ def test_older_ones_of_another_machine_are_judged_by_the_same_retention(folder, 
     assert list(remote.checkpoints()) == ["step-000004", "step-000006", "step-000008"]  # the best and the last two
 
 
-def test_other_files_go_up_when_they_have_changed(uploads, folder, remote):
+def test_small_files_of_the_run_are_uploaded_when_changed(uploads, folder, remote):
     (folder / "status.json").write_text("running")
     (folder / ".writer.lock").write_text("hidden")
     (folder / "STOP").write_text("for this start alone")

@@ -41,7 +41,9 @@ def state():
     ("wanted", "is_deterministic", "is_on"),
     [(None, False, True), (None, True, False), (True, True, True), (True, False, True), (False, False, False)],
 )
-def test_it_is_on_where_the_gpu_has_it_unless_the_run_is_deterministic(monkeypatch, wanted, is_deterministic, is_on):
+def test_tf32_is_enabled_on_supported_gpus_unless_the_run_is_deterministic(
+    monkeypatch, wanted, is_deterministic, is_on
+):
     monkeypatch.setattr(accelerator, "has_tf32", lambda device: True)
     lines = list(set_tf32(wanted, CPU, is_deterministic=is_deterministic, is_float32=True))
     assert state() is is_on
@@ -52,12 +54,12 @@ def test_it_is_on_where_the_gpu_has_it_unless_the_run_is_deterministic(monkeypat
         assert "a sixth of the speed" in lines[0]
 
 
-def test_a_run_in_half_precision_is_not_told_what_it_does_not_pay(monkeypatch):
+def test_a_half_precision_run_logs_nothing_about_tf32(monkeypatch):
     monkeypatch.setattr(accelerator, "has_tf32", lambda device: True)
     assert list(set_tf32(False, CPU, is_deterministic=False, is_float32=False)) == []
 
 
-def test_a_machine_without_it_is_left_alone_and_cannot_be_asked_for_it():
+def test_tf32_on_a_device_without_it_is_rejected_and_auto_changes_nothing():
     before = torch.get_float32_matmul_precision()
     assert not has_tf32(CPU)
     for wanted in (None, False):

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_the_line_is_told(folder, change):
+def test_a_problem_found_by_building_the_model_is_reported_with_its_line(folder, change):
     key, message = WRONG[change]
     (folder / "job.yaml").write_text(JOB.replace("CHANGE", change))
     with pytest.raises(ConfigError) as error:
@@ -45,12 +45,12 @@ def test_the_line_is_told(folder, change):
     assert message in problem.message
 
 
-def test_what_fits_is_built(folder):
+def test_a_valid_rope_scaling_is_built(folder):
     (folder / "job.yaml").write_text(JOB.replace("CHANGE", "rope_scaling: {rope_type: yarn, factor: 2.0}"))
     require_buildable(load_config(folder / "job.yaml"))
 
 
-def test_a_value_of_a_new_model_is_told_with_its_line_too(folder):
+def test_an_invalid_value_of_a_new_model_is_reported_with_its_line(folder):
     text = JOB.replace("name: ./base\n  config:", "tokenizer: {train: {}}\n  from_config: {model_type: llama, values:")
     values = "{attention_dropout: 0.1, hiden_size: 8}}"
     text = text.replace(" values:\n    attention_dropout: 0.1\n    CHANGE", f" values: {values}")

@@ -61,7 +61,7 @@ def audited(folder, path, source, *, max_length, over_length, cache):
 
 
 @pytest.mark.parametrize("is_padded", [True, False])
-def test_the_start_says_what_padding_costs(tmp_path, is_padded):
+def test_the_start_logs_the_share_of_padding(tmp_path, is_padded):
     rows = [{"question": "a " * length, "answer": "b"} for length in (1, 40, 3, 30, 5, 20, 2, 10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"path": "rows.jsonl", "source": COLUMNS, "max_length": 128, "over_length": "truncate", "cache": "cache"}

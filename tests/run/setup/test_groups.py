@@ -52,7 +52,7 @@ def test_every_group_of_a_run_outwaits_the_hang_report(job, device, strategy, fi
 
 
 @pytest.mark.distributed
-def test_where_no_hang_is_looked_for_groups_wait_for_days(job):
+def test_process_groups_wait_for_days_without_hang_detection(job):
     found = timeouts(job, "ddp", processes=2, overrides=("run.hang_after_seconds=null",))
     assert min(each["seconds"] for each in found if not each["is_own"]) == 24 * 24 * 3600.0
 

@@ -20,7 +20,7 @@ def test_a_stop_that_was_obeyed_is_removed(tmp_path, make):
     assert list(tmp_path.iterdir()) == [] and logged == []
 
 
-def test_a_folder_with_something_in_it_is_left_and_logged(tmp_path):
+def test_a_non_empty_folder_named_stop_is_kept_and_logged(tmp_path):
     (tmp_path / "STOP" / "mine").mkdir(parents=True)
     logged = []
     remove_stop_file(tmp_path / "STOP", log=logged.append)

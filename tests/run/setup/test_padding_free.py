@@ -67,7 +67,7 @@ def job(tmp_path):
         (("task={name: distillation, distillation: {teacher: ./absent}}",), False),
     ],
 )
-def test_samples_share_rows_where_the_model_is_known_to_keep_them_apart(job, overrides, is_free):
+def test_samples_are_packed_if_the_model_is_known_to_isolate_them(job, overrides, is_free):
     config, data = job(*overrides)
     assert data.batching.padding_free is is_free
     assert data.model_copy(update={"batching": config.data.batching}) == config.data
@@ -75,13 +75,13 @@ def test_samples_share_rows_where_the_model_is_known_to_keep_them_apart(job, ove
 
 
 @pytest.mark.parametrize(("kind", "is_free"), [("LORA", True), ("PROMPT_TUNING", False)])
-def test_what_an_adapter_on_disk_is_decides(job, tmp_path, kind, is_free):
+def test_the_type_of_a_saved_adapter_decides_whether_samples_are_packed(job, tmp_path, kind, is_free):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
     assert job("model.adapter=./adapter")[1].batching.padding_free is is_free
 
 
-def test_a_start_says_what_auto_has_come_to(job):
+def test_the_start_logs_the_automatic_batching(job):
     assert format_padding_free(*job()) == ("padding-free batches: the model keeps the samples of a row apart",)
     (line,) = format_padding_free(*job("model.attention=sdpa"))
     assert line.startswith("samples are padded, and sorted by length within each step: ")
@@ -90,14 +90,14 @@ def test_a_start_says_what_auto_has_come_to(job):
     assert format_padding_free(*job("task.name=seq2seq")) == ()
 
 
-def test_a_written_window_stays_and_what_has_no_lengths_is_not_sorted(job):
+def test_an_explicit_length_window_is_kept_and_data_without_lengths_is_not_sorted(job):
     assert job("data.batching.length_window_steps=4")[1].batching.length_window_steps == 4
     assert job("data.batching={padding_free: false, length_window_steps: 0}")[1].batching.length_window_steps == 0
     assert job(*IMAGES)[1].batching.length_window_steps == 0
 
 
 @pytest.mark.parametrize(("kind", "is_free"), [("llama", True), ("mamba2", True), ("jamba", False)])
-def test_a_teacher_must_keep_them_apart_too(job, tmp_path, kind, is_free):
+def test_samples_are_packed_only_if_the_teacher_isolates_them_too(job, tmp_path, kind, is_free):
     AutoConfig.for_model(kind).save_pretrained(tmp_path / "teacher")
     teacher = f"{{name: distillation, distillation: {{teacher: {tmp_path / 'teacher'}}}}}"
     assert job(f"task={teacher}")[1].batching.padding_free is is_free
@@ -115,7 +115,7 @@ def test_a_teacher_must_keep_them_apart_too(job, tmp_path, kind, is_free):
         ),
     ],
 )
-def test_a_start_says_why_samples_are_padded(job, overrides, reason):
+def test_the_start_logs_why_samples_are_padded(job, overrides, reason):
     (line,) = format_padding_free(*job(*overrides))
     assert line.startswith(f"samples are padded, and sorted by length within each step: {reason}")
 
@@ -164,7 +164,7 @@ def test_checkpoints_record_the_layout_where_older_versions_have_another(job):
     assert recorded_layout(job(f"model.from_config={LINEAR}", "data.batching.padding_free=false")[0]) == {}
 
 
-def test_a_folder_without_a_model_is_told_of_where_it_is_loaded(job, tmp_path):
+def test_a_folder_without_a_model_disables_packing_without_an_error(job, tmp_path):
     (tmp_path / "empty").mkdir()
     config, data = job("model={from_config: null, name: ./empty, tokenizer: {name: someones/tokenizer}}")
     assert config.model.name.endswith("empty")

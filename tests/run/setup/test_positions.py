@@ -57,12 +57,14 @@ def checked(folder, name, change, length, *overrides):
         ("gpt2", "", 64),
     ],
 )
-def test_up_to_its_positions_nothing_is_told(folder, name, change, length):
+def test_lengths_within_the_positions_of_the_model_give_no_warning(folder, name, change, length):
     assert checked(folder, name, change, length) is None
 
 
 @pytest.mark.parametrize(("change", "length", "positions", "factor"), [("", 100, 64, 2), (YARN, 257, 256, 5)])
-def test_beyond_them_a_warning_tells_what_to_write(folder, change, length, positions, factor):
+def test_lengths_beyond_the_positions_of_the_model_are_warned_about_with_the_setting_to_write(
+    folder, change, length, positions, factor
+):
     warning = checked(folder, "llama", change, length)
     assert f"data.max_length is {length}, and the model was made for {positions} positions" in warning
     assert (
@@ -79,7 +81,7 @@ def test_beyond_them_a_warning_tells_what_to_write(folder, change, length, posit
         ("llama", LONGROPE, "Write at most 64; or write `data.batching.by: samples` with 1 for `microbatch_size`"),
     ],
 )
-def test_what_would_fail_or_depend_on_the_batch_is_refused_with_its_line(folder, name, change, message):
+def test_lengths_that_fail_or_depend_on_the_batch_are_rejected_with_their_line(folder, name, change, message):
     with pytest.raises(ConfigError) as error:
         checked(folder, name, change, 65)
     (problem,) = error.value.problems

@@ -79,7 +79,7 @@ def known(job: Path) -> set[str]:
     return {path.name for path in folder.glob("[!.]*")}
 
 
-def test_it_is_worked_out_once_and_found_again_even_by_adapters(job, run):
+def test_reference_log_probabilities_are_computed_once_and_reused_with_new_adapters(job, run):
     losses, said = run("first")
     assert losses[0] == pytest.approx(0.693147, abs=1e-5)  # the model is its own reference yet
     assert said.count("reference log-probabilities computed in") == 2  # training and validation
@@ -90,7 +90,7 @@ def test_it_is_worked_out_once_and_found_again_even_by_adapters(job, run):
     assert known(job) == folders
 
 
-def test_a_resume_without_the_cache_works_it_out_from_the_model_as_it_started(job, run):
+def test_a_resume_without_the_cache_recomputes_the_reference_from_the_initial_model(job, run):
     whole, _ = run("whole")
     run("resumed", "train.stop_after_steps=2")
     shutil.rmtree(job.parent / "cache" / "known")
@@ -100,7 +100,7 @@ def test_a_resume_without_the_cache_works_it_out_from_the_model_as_it_started(jo
     assert losses == whole
 
 
-def test_what_is_damaged_on_the_disk_is_worked_out_again(job, run):
+def test_damaged_precomputed_arrays_are_computed_again(job, run):
     whole, _ = run("undamaged")
     for name in known(job):
         file = next((job.parent / "cache" / "known" / name).glob("chunk-*.bin"))
@@ -128,7 +128,7 @@ def test_each_source_of_a_mix_has_its_own(job, run):
     assert "data.train.mix.1: reference log-probabilities computed in" in said
 
 
-def test_a_loss_without_a_reference_works_nothing_out(job, run):
+def test_a_loss_without_a_reference_precomputes_nothing(job, run):
     _, said = run("simpo", "task.preference.loss=simpo")
     assert "reference log-probabilities" not in said
 
@@ -138,7 +138,7 @@ def test_streams_are_refused_before_anything_is_built(job):
         load_config(job, ["data.train={path: train.jsonl, format: preference, stream: {}}"])
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_precompute_cache_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     writing = _StagedWriter(tmp_path / "file" / "known" / "key")
     writing.append([])

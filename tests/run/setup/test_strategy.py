@@ -104,7 +104,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_was_stopped_goes_on_to_the_same_adapter_and_so_does_its_checkpoint(train, tmp_path, kind):
+def test_a_stopped_run_resumes_to_the_same_adapter_and_its_checkpoint_exports_it(train, tmp_path, kind):
     written = KINDS[kind]
     straight = train("straight", *written)
     parted = train("parted", *written, "train.stop_after_steps=2")
@@ -117,7 +117,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_adapter_and_so_does_its_chec
     assert same(adapter_in(tmp_path / "out"), adapter_in(straight / "final"))
 
 
-def test_a_run_goes_on_from_the_adapter_of_another_and_not_from_one_that_has_changed(train, tmp_path):
+def test_a_run_starts_from_the_adapter_of_another_and_does_not_resume_if_it_changed(train, tmp_path):
     first = train("first", "model.lora={rank: 2}") / "final"
     again = f"model.adapter={first}"
     second = train("second", again, "train.stop_after_steps=2", "train.learning_rate=1e-9")

@@ -46,7 +46,7 @@ def test_a_run_is_its_settings_and_the_digests_of_its_rows_and_tokenizer(facts):
     assert facts(words=("a", "c")).identity["tokenizer"] != identity["tokenizer"]
 
 
-def test_where_it_comes_from_is_recorded_separately(facts):
+def test_strategy_and_world_size_are_recorded_separately_from_settings(facts):
     assert facts().origin == {"strategy": "ddp", "processes": "1"}
     assert facts(sequence_size=2).origin["strategy"] == "ddp with rows shared by 2"
     assert facts().settings["report.log_every_steps"] == "10"

@@ -38,7 +38,7 @@ def status(loaded):
     return json.loads((loaded.path.parent / loaded.config.run.folder / "status.json").read_text())
 
 
-def test_a_run_that_is_over_is_said_to_be_so(finished, capsys):
+def test_preflight_reports_a_finished_run(finished, capsys):
     loaded = finished()
     assert preflight(loaded) == 0
     folder = loaded.config.run.folder
@@ -57,7 +57,7 @@ def test_a_package_that_runs_from_its_source_knows_its_version(finished, monkeyp
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_what_is_listed_only_is_said_as_the_start_says_it(finished, capsys):
+def test_preflight_logs_changed_settings_like_the_start(finished, capsys):
     assert preflight(finished("report.log_every_steps=7")) == 0
     assert "changed since the checkpoint: report.log_every_steps 1 -> 7" in capsys.readouterr().out
 
@@ -79,7 +79,7 @@ def test_a_change_that_is_allowed_is_for_the_start(finished):
 
 
 @pytest.mark.parametrize("change", ["data.max_length=63", "data.train.take=3", "train.steps=6", "train.epochs=1"])
-def test_what_needs_data_or_more_steps_is_for_the_start(finished, change):
+def test_preflight_leaves_changes_that_need_data_or_more_steps_to_the_start(finished, change):
     extra = ("train.steps=null",) if "epochs" in change else ()
     try:
         assert preflight(finished(*extra, change)) is None
@@ -100,7 +100,7 @@ def test_rows_that_were_touched_are_for_the_start_to_look_at(finished, job, chan
 
 
 @pytest.mark.parametrize("damage", ["manifest", "short file", "no final", "no record", "other version", "no folder"])
-def test_what_is_damaged_is_left_as_it_is_for_the_start(finished, damage):
+def test_preflight_leaves_damaged_checkpoints_unchanged(finished, damage):
     loaded = finished("train.steps=4")
     folder = loaded.path.parent / loaded.config.run.folder
     newest = layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER)
@@ -124,7 +124,7 @@ def test_what_is_damaged_is_left_as_it_is_for_the_start(finished, damage):
     assert (sorted(path.name for path in folder.rglob("*")) if folder.exists() else []) == there
 
 
-def test_of_several_ranks_the_first_speaks(finished, monkeypatch, capsys):
+def test_only_the_first_rank_prints_the_preflight(finished, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -137,7 +137,7 @@ def test_of_several_ranks_the_first_speaks(finished, monkeypatch, capsys):
     assert preflight(loaded) is None
 
 
-def test_no_torch_is_imported_for_it():
+def test_preflight_does_not_import_torch():
     program = (
         "import sys; import finetune.run.state.preflight; print([n for n in ('torch', 'numpy') if n in sys.modules])"
     )

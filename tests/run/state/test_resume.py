@@ -10,7 +10,7 @@ def facts(strategy="ddp", processes="2", **settings):
     return RunFingerprint({}, settings, {"strategy": strategy, "processes": processes})
 
 
-def test_what_is_restored_and_what_is_derived_is_logged():
+def test_restored_and_derived_state_is_logged_on_resume():
     assert list(format_restored(1200, is_scaled=False, was_scaled=True)) == [
         "restored: parameters, optimizer state and step",
         "derived: random numbers from seed, step and rank; learning rate from the step; "
@@ -25,7 +25,7 @@ def test_what_is_restored_and_what_is_derived_is_logged():
         (False, "and step; the loss scale is reset: the checkpoint has none"),
     ],
 )
-def test_a_loss_scale_is_among_it_where_there_was_one(was_scaled, said):
+def test_a_restored_loss_scale_is_logged(was_scaled, said):
     assert next(format_restored(0, is_scaled=True, was_scaled=was_scaled)).endswith(said)
 
 
@@ -38,7 +38,7 @@ def test_another_number_of_processes_means_other_dropout_masks_and_other_roundin
     )
 
 
-def test_another_strategy_means_other_rounding_only_and_the_same_one_is_not_worth_a_line():
+def test_only_a_changed_strategy_is_logged_as_a_change_of_rounding():
     (said,) = format_strategy_change(facts(), current=facts("zero2"))
     assert "dropout" not in said and "not bitwise" in said
     assert list(format_strategy_change(facts(), current=facts())) == []
@@ -65,7 +65,7 @@ def base(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_an_adapter_goes_on_only_on_the_weights_that_it_was_trained_on(launch, base, tmp_path):
+def test_an_adapter_resumes_only_on_the_base_weights_it_was_trained_on(launch, base, tmp_path):
     def start(place, *overrides):
         model = f"{{name: {place}, lora: {{rank: 2, dropout: 0.1}}, tokenizer: {{train: {{vocabulary_size: 320}}}}}}"
         return launch(None, name="on-a-base", overrides=[f"model={model}", *overrides])

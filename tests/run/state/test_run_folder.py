@@ -17,7 +17,7 @@ def inputs(tmp_path):
     return tmp_path
 
 
-def test_what_is_as_it_was_written_passes_and_so_does_a_folder_without_digests(inputs):
+def test_undamaged_run_inputs_and_folders_without_digests_pass_the_check(inputs):
     _require_undamaged(inputs)
     (inputs / "tokenizer.json").write_text('{"model": "bqe"}')
     (inputs / DIGESTS_FILE).unlink()

@@ -79,7 +79,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
     assert [event.step for event in saved.events] == [1, 2]
 
 
-def test_a_failed_write_behind_is_noticed_at_the_next_step_and_ends_the_run(tmp_path, full_disk):
+def test_a_failed_background_write_ends_the_run_at_the_next_step(tmp_path, full_disk):
     saved = Saved(tmp_path / "c")
     saved.at(1)
     saved.at(2)
@@ -93,7 +93,7 @@ def test_a_failed_write_behind_is_noticed_at_the_next_step_and_ends_the_run(tmp_
 
 
 @BOTH_WAYS
-def test_it_is_raised_by_the_save_after_it_too(tmp_path, full_disk, asynchronous):
+def test_a_failed_background_write_is_also_raised_by_the_next_save(tmp_path, full_disk, asynchronous):
     saved = Saved(tmp_path / "c", asynchronous=asynchronous)
     with pytest.raises(CheckpointError, match="step 2 could not be written, 3 times"):
         for step in (1, 2, 3):
@@ -101,7 +101,7 @@ def test_it_is_raised_by_the_save_after_it_too(tmp_path, full_disk, asynchronous
 
 
 @BOTH_WAYS
-def test_training_goes_on_with_a_warning_where_that_is_asked_for(tmp_path, full_disk, asynchronous):
+def test_training_continues_with_a_warning_after_a_failed_save_if_configured(tmp_path, full_disk, asynchronous):
     saved = Saved(tmp_path / "c", asynchronous=asynchronous, on_failure="continue")
     for step in (1, 2, 3):
         saved.at(step)
@@ -116,7 +116,7 @@ def test_training_goes_on_with_a_warning_where_that_is_asked_for(tmp_path, full_
 
 
 @BOTH_WAYS
-def test_a_state_that_is_not_finite_ends_the_run_whatever_is_asked_for(tmp_path, asynchronous):
+def test_a_non_finite_state_ends_the_run_regardless_of_the_failure_setting(tmp_path, asynchronous):
     saved = Saved(tmp_path / "c", asynchronous=asynchronous, on_failure="continue")
     saved.at(1)
     with torch.no_grad():

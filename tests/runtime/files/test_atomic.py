@@ -32,7 +32,7 @@ def of_another(name, **parts):
     return "{before}{host}-{pid}{after}".format(**found)
 
 
-def test_what_a_kill_leaves_is_removed_by_the_next_start(tmp_path):
+def test_temporary_files_of_a_killed_process_are_removed_at_the_next_start(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_WRITES, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()
     assert killed.returncode == -9 and left.name.startswith(".status.json.") and left.name.endswith(SUFFIX)
@@ -40,19 +40,19 @@ def test_what_a_kill_leaves_is_removed_by_the_next_start(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_what_a_living_process_writes_stays(tmp_path):
+def test_temporary_files_of_a_running_process_are_kept(tmp_path):
     temporary_path(tmp_path / "status.json").write_text("half")
     assert remove_stale(tmp_path, seconds=0) == []
 
 
-def test_a_process_that_came_later_under_the_same_number_does_not_own_it(tmp_path):
+def test_a_temporary_file_is_not_kept_for_a_later_process_with_the_same_pid(tmp_path):
     left = temporary_path(tmp_path / "status.json")
     left.write_text("half")
     os.utime(left, (1e9, 1e9))
     assert remove_stale(tmp_path, seconds=3600) == [left]
 
 
-def test_of_another_host_only_what_is_old_goes(tmp_path):
+def test_only_old_temporary_files_of_another_host_are_removed(tmp_path):
     left = tmp_path / of_another(temporary_path(tmp_path / "status.json").name, host="00000000")
     left.write_text("half")
     assert remove_stale(tmp_path, seconds=3600) == []
@@ -116,13 +116,13 @@ def fail(staging):
     raise OSError("no room")
 
 
-def test_what_an_unfinished_build_leaves_is_removed(tmp_path):
+def test_a_failed_build_leaves_no_staging_folder(tmp_path):
     with pytest.raises(OSError, match="no room"):
         make(tmp_path / "folder", fail)
     assert [path.name for path in tmp_path.iterdir()] == [".folder.lock"]
 
 
-def test_a_build_that_goes_on_finds_what_it_has_left(tmp_path):
+def test_a_resumed_build_finds_its_staged_files(tmp_path):
     with pytest.raises(OSError, match="no room"):
         make(tmp_path / "folder", fail, goes_on=True)
     assert not (tmp_path / "folder").exists()
@@ -130,7 +130,7 @@ def test_a_build_that_goes_on_finds_what_it_has_left(tmp_path):
     assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["half", "rest"]
 
 
-def test_a_build_that_begins_anew_finds_nothing_of_one_that_was_killed(tmp_path):
+def test_a_restarted_build_finds_no_files_of_a_killed_one(tmp_path):
     killed = tmp_path / ".folder.making"
     killed.mkdir()
     (killed / "half").write_text("half")
@@ -138,7 +138,7 @@ def test_a_build_that_begins_anew_finds_nothing_of_one_that_was_killed(tmp_path)
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["rest"]
 
 
-def test_json_is_written_without_secrets_unless_it_is_counted_on(tmp_path):
+def test_json_is_redacted_when_written_unless_exact_values_are_requested(tmp_path):
     value = {"url": "https://h/?token=c0ffee", "path": "\udcff\x9b"}
     write_json(tmp_path / "record.json", value)
     write_json(tmp_path / "exact.json", value, exact=True)

@@ -46,14 +46,14 @@ def test_a_file_that_was_written_just_now_is_not_remembered(read, tmp_path, monk
     assert len(read) == 2
 
 
-def test_small_files_leave_nothing_behind(read, tmp_path):
+def test_digests_of_small_files_are_not_cached(read, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("x")
     digests.file_digest(file)
     assert not (tmp_path / "remembered").exists()
 
 
-def test_a_place_that_cannot_be_written_is_no_fault(read, tmp_path, monkeypatch):
+def test_an_unwritable_digest_cache_is_not_an_error(read, tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("")
     monkeypatch.setattr(digests, "CACHE_FOLDER", str(tmp_path / "taken" / "inside"))
     file = tmp_path / "rows.jsonl"
@@ -61,7 +61,7 @@ def test_a_place_that_cannot_be_written_is_no_fault(read, tmp_path, monkeypatch)
     assert digests.file_digest(file) == digests.file_digest(file)
 
 
-def test_torn_notes_are_written_anew(read, tmp_path):
+def test_truncated_digest_cache_entries_are_rewritten(read, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("x" * 20)
     digests.file_digest(file)

@@ -28,7 +28,7 @@ def test_an_instance_and_a_function_have_the_name_that_was_given():
     assert recorded_name(Encoder().encode) == recorded_name(Faster().encode) == "of.old.Encoder.encode"
 
 
-def test_what_was_given_no_name_has_none():
+def test_classes_and_functions_without_a_recorded_name_have_none():
     assert recorded_name(Faster()) is None, "a subclass does something else than the class whose name it would have"
     assert recorded_name(Encoder().decode) is None
     assert recorded_name(lambda: None) is None

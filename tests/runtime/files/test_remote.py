@@ -40,7 +40,7 @@ def test_files_are_listed_with_their_sizes_by_their_names_in_the_folder(folder, 
     assert RemoteFolder(f"{url}/").sizes() == folder.sizes()
 
 
-def test_what_was_uploaded_comes_back_and_can_be_replaced(folder, file, tmp_path):
+def test_uploaded_files_can_be_downloaded_and_replaced(folder, file, tmp_path):
     folder.upload(file, "a/b")
     folder.download("a/b", tmp_path / "back" / "b")
     assert (tmp_path / "back" / "b").read_bytes() == b"twelve bytes"

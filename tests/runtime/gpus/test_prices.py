@@ -32,7 +32,7 @@ def test_the_lowest_price_on_demand_comes_first():
     assert lowest((), "spot") is None
 
 
-def test_a_users_file_replaces_the_kinds_that_it_names(tmp_path: Path):
+def test_a_price_file_replaces_the_gpu_types_it_names(tmp_path: Path):
     table = tmp_path / "mine.yaml"
     table.write_text("H100: {our cluster: {on_demand: 1.5}}\n")
     (price,) = prices_of("H100-80GB", table=table)

@@ -41,7 +41,7 @@ def test_the_others_see_rank_0_in_the_status_file(tmp_path):
     assert not activity.has_moved()
 
 
-def test_long_work_of_rank_0_is_no_hang_and_a_stall_in_it_is(tmp_path):
+def test_long_work_of_rank_0_is_not_a_hang_unless_it_stalls(tmp_path):
     ended = []
     status = StatusFile(tmp_path, rank=0, me=Peer(0, "here", 10), launch="now", since=0.0)
     status.start()

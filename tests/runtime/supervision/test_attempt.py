@@ -24,7 +24,7 @@ def test_only_a_newer_attempt_replaces_a_process(tmp_path: Path, monkeypatch: py
         require_newest_attempt()
 
 
-def test_attempts_stage_checkpoints_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_stage_checkpoints_in_separate_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = layout.staging_folder(tmp_path, 10)
     for name, value in mark_attempt(tmp_path, 2).items():
         monkeypatch.setenv(name, value)

@@ -25,7 +25,7 @@ def test_dalys_interval_by_hand():
     assert daly_interval(save=5.0, between_failures=1440.0) == pytest.approx(by_hand)
 
 
-def test_where_saving_takes_longer_than_half_the_time_between_failures_that_time_is_the_interval():
+def test_the_checkpoint_interval_is_the_time_between_failures_if_saving_takes_over_half_of_it():
     assert daly_interval(save=10.0, between_failures=5.0) == 5.0
 
 
@@ -83,7 +83,7 @@ def test_saving_too_often_is_right_while_it_costs_next_to_nothing():
 
 
 @pytest.mark.parametrize("changed", [{"step_seconds": 0.0}, {"step_seconds": math.nan}, {"save_seconds": math.nan}])
-def test_what_was_not_measured_gives_no_advice(changed: dict):
+def test_unmeasured_values_give_no_checkpoint_interval_advice(changed: dict):
     assert advised(**changed) is None
 
 

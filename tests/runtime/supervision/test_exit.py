@@ -43,7 +43,7 @@ def test_the_first_error_is_shown_and_the_broken_collective_of_the_others_is_not
     assert capsys.readouterr().err == "", "a user's mistake is printed once"
 
 
-def test_on_a_disk_that_takes_nothing_other_ranks_leave_the_word_to_rank_0(tmp_path, capsys, monkeypatch):
+def test_rank_0_reports_the_error_if_the_disk_is_full_on_all_ranks(tmp_path, capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(exit_module, "_leave_it_to_rank_0", lambda: waited.append(capsys.readouterr().err))
     (_, own), (_, other) = ranks_of(tmp_path)
@@ -60,7 +60,7 @@ def test_a_fault_of_ours_keeps_its_traceback(tmp_path, capsys):
     assert "Traceback" in (said := capsys.readouterr().err) or "ZeroDivisionError: by nothing" in said
 
 
-def test_a_process_that_is_gone_without_a_word_is_named(tmp_path, capsys):
+def test_a_rank_that_exited_without_an_error_is_named(tmp_path, capsys):
     (_, own), _ = ranks_of(tmp_path)
     child = os.fork()
     if child == 0:
@@ -81,11 +81,11 @@ def test_a_rank_that_was_stopped_is_no_failure_of_the_others(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("error", "expected"), [(CLOSED, True), (ValueError("Connection closed by peer"), False), (RuntimeError(), False)]
 )
-def test_broken_collectives_are_told_from_other_errors(error, expected):
+def test_broken_collectives_are_distinguished_from_other_errors(error, expected):
     assert is_broken_collective(error) is expected
 
 
-def test_what_a_broken_collective_caused_is_one_too():
+def test_an_error_caused_by_a_broken_collective_counts_as_one():
     try:
         try:
             raise CLOSED

@@ -18,12 +18,12 @@ def test_the_variable_names_points_steps_ranks_and_actions():
 
 
 @pytest.mark.parametrize("written", ["save.renam do=kill", "forward", "forward do=explode", "data do=nan step=x"])
-def test_what_is_no_fault_is_refused_with_the_words_that_exist(written):
+def test_an_invalid_fault_specification_is_rejected_with_the_valid_names(written):
     with pytest.raises(UserError, match=r"is not a valid fault.*save\.rename.*truncate"):
         read_faults(written)
 
 
-def test_without_the_variable_nothing_happens_but_the_point_is_remembered(monkeypatch):
+def test_a_fault_point_without_injected_faults_only_updates_the_heartbeat(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     fault_point("forward", step=4)
     assert (last_heartbeat().point, last_heartbeat().step) == ("forward", 4)
@@ -44,7 +44,7 @@ def test_another_rank_is_left_alone(monkeypatch):
     fault_point("update.before", step=1)
 
 
-def test_errors_and_damage_are_what_they_say(monkeypatch, tmp_path):
+def test_injected_errors_and_damage_have_the_specified_effect(monkeypatch, tmp_path):
     path = tmp_path / "00000.safetensors"
     path.write_bytes(b"12345678")
     monkeypatch.setenv(VARIABLE, "save.write do=no_space; save.written part=safetensors do=flip")

@@ -37,7 +37,7 @@ def test_a_rank_without_a_report_is_named_first():
     assert named == "No report from rank 1."
 
 
-def test_the_rank_that_is_behind_is_named():
+def test_the_rank_with_the_least_progress_is_named():
     assert "wait for rank 1 (" in format_blocking_ranks([report(0, "forward", 4), report(1, "data", 4)], world=2)
     assert "wait for rank 0 (" in format_blocking_ranks([report(0, "evaluate", 4), report(1, "data", 4)], world=2)
     assert "wait for rank 0 (" in format_blocking_ranks(
@@ -52,7 +52,7 @@ def test_among_ranks_at_the_same_point_the_one_that_is_in_no_collective_is_named
     )
 
 
-def test_what_cannot_be_told_is_not_guessed():
+def test_no_blocking_rank_is_named_if_it_cannot_be_determined():
     where = "/finetune/train/meters.py:10 numbers"
     same = [report(rank, "data", 4, where=where) for rank in range(2)]
     assert format_blocking_ranks(same, world=2) == "It cannot be determined which rank the others wait for."
@@ -78,7 +78,7 @@ def test_a_rank_that_waits_for_its_device_is_a_victim_and_not_named(where, calle
     assert "rank 0 (" not in named
 
 
-def test_where_all_wait_for_their_devices_none_is_named():
+def test_no_blocking_rank_is_named_if_all_wait_for_their_devices():
     waits = [report(rank, "forward", rank, where="/finetune/a.py:1 f", called="tolist") for rank in range(2)]
     assert format_blocking_ranks(waits, world=2) == "It cannot be determined which rank the others wait for."
 
@@ -100,7 +100,7 @@ class Sums:
         return self
 
 
-def test_a_report_tells_what_was_called_where_no_frame_shows_it(tmp_path):
+def test_a_hang_report_names_the_called_function_without_a_python_frame(tmp_path):
     sums = Sums()
     place = {"rank": 0, "point": "update.after", "step": 3, "silent_seconds": 61.0}
     writer = threading.Timer(0.2, write_report, (tmp_path,), place)

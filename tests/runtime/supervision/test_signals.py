@@ -62,7 +62,7 @@ def test_sigterm_stops_a_run_that_was_started_with_sigint_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_signal_is_heard_even_if_the_main_thread_cannot_handle_it():
+def test_a_signal_is_recorded_even_if_the_main_thread_cannot_handle_it():
     with record_signals() as note:
         signal.raise_signal(signal.SIGTERM)
         note.received = None  # as if the handler had not run yet

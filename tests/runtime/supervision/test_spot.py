@@ -56,7 +56,7 @@ def test_aws_answers_404_until_the_machine_is_to_be_taken(service):
     assert said == []
 
 
-def test_gcp_says_true(service):
+def test_a_gcp_preemption_is_recognized_by_its_answer(service):
     notice = SpotNotice("gcp", log=print)
     for answer, expected in (("FALSE", False), ("TRUE", True)):
         service.answers["GET", "/computeMetadata/v1/instance/preempted"] = answer

@@ -46,7 +46,7 @@ def test_a_run_is_followed_from_its_start_to_its_end(tmp_path):
     assert facts["updated"] == "1970-01-01T00:01:45+00:00"
 
 
-def test_the_first_error_stays_whoever_comes_after_it(tmp_path):
+def test_the_first_error_is_kept_regardless_of_later_ones(tmp_path):
     ranks = [status_of(tmp_path, rank=rank) for rank in range(3)]
     ranks[0].start()
     first = ranks[2].claim_exit(exit_from_error(ValueError("broken"), rank=2))
@@ -59,7 +59,7 @@ def test_the_first_error_stays_whoever_comes_after_it(tmp_path):
     assert str(ranks[0].first()) == "rank 2 failed: ValueError: broken"
 
 
-def test_what_an_earlier_launch_left_is_nobodys_error(tmp_path):
+def test_an_error_of_an_earlier_launch_is_not_an_error_of_this_one(tmp_path):
     old = status_of(tmp_path, launch="old", clock=lambda: 50.0)
     old.start()
     old.claim_exit(exit_from_error(ValueError("old"), rank=0))
@@ -136,7 +136,7 @@ def test_on_a_full_disk_the_end_is_written_into_the_room_that_the_file_has(tmp_p
     assert (tmp_path / "status.json").stat().st_size == size
 
 
-def test_of_a_run_of_many_processes_the_end_is_written_though_their_names_have_no_room(tmp_path, disk_is_full):
+def test_the_end_of_a_run_of_many_processes_is_written_on_a_full_disk_without_their_names(tmp_path, disk_is_full):
     StatusFile(tmp_path, rank=0, me=Peer(0, "here", 1), launch="now", since=0.0, clock=lambda: 100.0).start()
     status = status_of(tmp_path)
     status.met([Peer(rank, "a-host-with-a-long-name", rank) for rank in range(1000)])
@@ -151,7 +151,7 @@ DAMAGED += [b'{"launch": "now", "ended_by": [], "time": 99, "error": 3, "state":
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_status_says_nothing_and_is_written_anew(tmp_path, content):
+def test_a_damaged_status_file_is_ignored_and_rewritten(tmp_path, content):
     (tmp_path / "status.json").write_bytes(content)
     status = status_of(tmp_path)
     assert status.first() is None
@@ -173,7 +173,7 @@ def test_a_start_knows_how_the_one_before_it_ended():
     assert previous_end({"state": "starting", "num_steps": None, "previous": killed}) == killed  # it never trained
 
 
-def test_what_is_added_is_written_also_after_an_end_and_after_another_rank_s(tmp_path):
+def test_facts_added_to_the_status_are_written_even_after_the_end(tmp_path):
     for number, ends in enumerate((lambda status: None, lambda status: status.claim_exit(HANGS))):
         folder = tmp_path / str(number)
         folder.mkdir()

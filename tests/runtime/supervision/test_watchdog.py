@@ -65,7 +65,7 @@ def test_a_signal_before_training_ends_the_run_with_its_exit_code(watched, tmp_p
     assert (status["state"], status["reason"], status["exit_code"]) == ("stopped", "signal SIGTERM", 143)
 
 
-def test_where_another_rank_has_failed_the_signal_is_only_the_launchers_answer(watched, capsys):
+def test_a_signal_after_the_failure_of_another_rank_reports_that_failure(watched, capsys):
     watched.others.claim_exit(exit_from_error(ValueError("broken"), rank=1))
     watched.note.note(signal.SIGTERM, None)
     assert watched.code() == 1
@@ -92,7 +92,7 @@ def test_a_process_that_a_newer_attempt_has_replaced_ends_and_leaves_the_status_
     assert (tmp_path / "status.json").read_bytes() == before
 
 
-def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, capsys):
+def test_no_progress_within_the_timeout_is_a_hang_with_stacks(watched, tmp_path, capsys):
     heartbeat.fault_point("forward", step=4)
     watched.dog.detect_hangs(1e-9)
     assert watched.code() == 1
@@ -101,7 +101,7 @@ def test_nothing_moving_for_too_long_is_a_hang_with_stacks(watched, tmp_path, ca
     assert json.loads((tmp_path / "status.json").read_text())["error"]["type"] == "Hang"
 
 
-def test_a_watchdog_that_cannot_look_says_so_once_and_ends_the_run_where_that_lasts(tmp_path, capsys):
+def test_a_failing_watchdog_is_logged_once_and_ends_the_run_if_it_keeps_failing(tmp_path, capsys):
     watched = Watched(tmp_path)
     looks = []
 

@@ -21,7 +21,7 @@ MAKE = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("what", MAKE)
-def test_a_file_of_the_run_that_is_none_is_refused_by_name(tmp_path, name, what):
+def test_a_run_file_path_that_is_not_a_file_is_rejected_by_name(tmp_path, name, what):
     MAKE[what](tmp_path / name)
     with pytest.raises(UserError, match=rf"run\.folder: {tmp_path / name} {what}.*Move or delete it"):
         require_free_names(tmp_path)
@@ -34,7 +34,7 @@ def test_a_folder_of_the_run_that_is_a_file_is_refused_by_name(tmp_path, name):
         require_free_names(tmp_path)
 
 
-def test_what_a_run_has_written_and_links_to_it_are_as_they_should_be(tmp_path):
+def test_files_of_a_run_and_symlinks_to_them_are_accepted(tmp_path):
     for name in FILES:
         (tmp_path / f"{name}-elsewhere").write_text("")
         (tmp_path / name).symlink_to(tmp_path / f"{name}-elsewhere")
@@ -48,13 +48,13 @@ def test_all_names_are_those_that_are_written():
     assert HANG_FOLDER in FOLDERS
 
 
-def test_a_run_folder_below_a_file_is_told_with_the_file(tmp_path):
+def test_a_run_folder_below_a_file_is_rejected_with_the_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"cannot be created: {tmp_path / 'file'} is not a folder"):
         lock_run_folder(tmp_path / "file" / "run", log=print).__enter__()
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+def test_an_unwritable_run_folder_is_rejected(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(30, "Read-only file system")
 

@@ -55,11 +55,11 @@ def test_a_secret_is_found_in_every_form(known, form):
         ("HOME_DIRECTORY", "c0ffee-no-secret"),
     ],
 )
-def test_ordinary_words_and_places_are_left_alone(known, name, value):
+def test_ordinary_values_and_paths_are_not_redacted(known, name, value):
     assert known(**{name: value}).redact(f"the {value} of it") == f"the {value} of it"
 
 
-def test_a_folder_that_exists_is_no_secret_but_a_key_that_begins_with_a_slash_is(known, tmp_path):
+def test_an_existing_folder_is_not_redacted_but_a_key_starting_with_a_slash_is(known, tmp_path):
     secrets = known(A_KEY=str(tmp_path), B_KEY="/c0ffee+Ab/9")
     assert secrets.redact(f"{tmp_path} /c0ffee+Ab/9") == f"{tmp_path} [redacted]"
 
@@ -69,7 +69,7 @@ def test_a_longer_secret_is_taken_out_whole(known):
     assert secrets.redact("c0ffee-12-and-more c0ffee-12") == "[redacted] [redacted]"
 
 
-def test_what_is_added_stays_known_when_the_environment_is_looked_at_again(known):
+def test_added_secrets_survive_a_reread_of_the_environment(known):
     secrets = known()
     secrets.add(["c0ffee-of-a-job-1"])
     secrets.look()
@@ -209,7 +209,7 @@ def test_sentences_that_only_speak_of_secrets_stay(text):
     assert redacted_text(text) == text
 
 
-def test_what_a_job_has_under_a_secret_name_is_found_in_every_text():
+def test_job_values_under_secret_names_are_redacted_in_every_text():
     register_secrets({"outer": [{"api_key": "c0ffee-in-a-job-7"}], "path": "s3://KEYc0ffee7:SECRETc0ffee7@b/x"})
     assert redacted_text("the value c0ffee-in-a-job-7 is wrong") == "the value [redacted] is wrong"
     assert redacted_text("SECRETc0ffee7 of KEYc0ffee7") == "[redacted] of [redacted]"
@@ -223,7 +223,7 @@ def test_a_yaml_file_keeps_its_lines():
     )
 
 
-def test_what_is_compared_with_an_earlier_start_does_not_depend_on_the_environment(monkeypatch):
+def test_fingerprint_values_do_not_depend_on_secrets_in_the_environment(monkeypatch):
     monkeypatch.setenv("MY_KEY", "c0ffee-Model-8")
     collect_environment_secrets()
     signed = {"path": "https://h/x?X-Amz-Date=1&X-Amz-Signature=2", "name": "c0ffee-Model-8"}

@@ -50,7 +50,7 @@ def test_colours_of_ours_are_drawn(screen):
     assert f"\x1b[1;31m{SHOWN}\x1b[0m" in drawn(screen)
 
 
-def test_what_is_printed_above_a_bar_is_not_obeyed_either(screen):
+def test_control_sequences_printed_above_a_progress_bar_are_escaped(screen):
     columns = SafeTextColumn("{task.description}"), BarColumn()
     with contextlib.redirect_stdout(screen), guarded_output():
         with SafeProgress(*columns, console=SafeConsole(width=200)) as bars:

@@ -127,7 +127,7 @@ def written_of_override(override: str, value: object) -> dict[str, str]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_secret_is_left_out_wherever_it_stands_and_whoever_writes_it(load, place, name):
+def test_a_secret_is_redacted_in_every_output(load, place, name):
     for secret in SECRETS:
         value = PLACES[place](name, secret)
         key = "run.on_end" if place in _WORDS else "model.from_config.values.other"
@@ -210,7 +210,7 @@ def test_texts_that_hold_no_secret_stay(text):
     assert redacted_text(text) == text
 
 
-def test_what_was_redacted_stays_the_same_and_is_still_json():
+def test_redaction_is_idempotent_and_keeps_json_valid():
     for place, make in PLACES.items():
         once = redacted_config({"a": make("password", "canary77")})
         text = json.dumps(once)

@@ -19,7 +19,7 @@ CANARY = "c0ffee+/=Ab"
         *("password", "client_secret", "subscription-key", "jwt", "Key-Pair-Id", "__token__"),
     ],
 )
-def test_what_signs_an_address_or_opens_it_is_secret(name):
+def test_signature_and_access_parameters_of_a_url_are_redacted(name):
     assert redacted_urls(f"see https://host/a.jsonl?part=1&{name}=c0ffee&x=2#end") == (
         f"see https://host/a.jsonl?part=1&{name}=[redacted]&x=2#end"
     )
@@ -57,7 +57,7 @@ def test_users_and_parameters_are_left_out_wherever_the_address_stands(text, cle
     assert redacted_urls(cleaned) == cleaned
 
 
-def test_an_address_that_is_signed_anew_is_the_same():
+def test_a_url_with_a_new_signature_equals_the_earlier_one():
     first, second = (
         f"https://h/rows.jsonl?part=2&X-Amz-Date={day}&X-Amz-Expires=60&X-Amz-Signature={day}ab" for day in (1, 2)
     )

@@ -43,7 +43,7 @@ def ascii_pipe() -> io.TextIOWrapper:
         ("pay\u200dpal", "pay\\u200dpal"),
     ],
 )
-def test_what_acts_on_a_terminal_is_shown_as_its_escape(text, shown):
+def test_control_characters_are_printed_as_escapes(text, shown):
     assert escape_controls(text) == shown
     assert escape_controls(shown) == shown
 
@@ -52,7 +52,7 @@ def test_what_acts_on_a_terminal_is_shown_as_its_escape(text, shown):
     "text",
     ["tab\there\nnext", "ü ß 日本語 ﷺ", "👨\u200d👩\u200d👧 ✈\ufe0f", "\u0645\u06cc\u200c\u062e", "█ ⟦a⟧\u00a0"],
 )
-def test_what_people_read_stays(text):
+def test_printable_text_is_unchanged(text):
     assert escape_controls(text) == text
 
 
@@ -60,7 +60,7 @@ def test_windows_line_ends_are_line_ends():
     assert escape_controls("a\r\nb\r\n") == "a\nb\n"
 
 
-def test_a_secret_goes_before_it_is_made_visible():
+def test_secrets_are_redacted_before_control_characters_are_escaped():
     assert printable("https://me:wo\x1brd@h/x") == "https://[redacted]@h/x"
 
 
@@ -87,7 +87,7 @@ def test_a_stream_that_cannot_write_a_character_writes_its_escape():
     assert pipe.buffer.getvalue() == b"f\\xfcr \\udcff \\u27e6x\\u27e7\n"  # type: ignore[attr-defined]
 
 
-def test_nothing_goes_round_the_stream():
+def test_bytes_cannot_bypass_a_guarded_stream():
     stream = GuardedStream(ascii_pipe())
     assert not hasattr(stream, "buffer")
     with pytest.raises(TypeError, match="only text can be written to a guarded stream, not bytes"):
@@ -104,7 +104,7 @@ def test_a_library_s_progress_bar_still_moves_on_a_terminal_and_only_there():
     assert file.getvalue() == "\\x0d 10%\\x1b[A\\x0dname \\x1b[31m"
 
 
-def test_whoever_listens_to_what_is_written_hears_what_is_readable():
+def test_a_wrapper_of_stream_write_gets_escaped_and_redacted_text():
     screen, heard = io.StringIO(), []
     stream = GuardedStream(screen)
     before = stream.write
@@ -113,7 +113,7 @@ def test_whoever_listens_to_what_is_written_hears_what_is_readable():
     assert "".join(heard) == screen.getvalue() == "\\x1b[2J token='[redacted]'\n"
 
 
-def test_an_answer_on_a_terminal_does_not_go_back_over_what_was_said():
+def test_carriage_returns_of_an_answer_do_not_overwrite_the_terminal():
     screen = Terminal()
     for piece in ("\r", "\x1b[A", "\rEVIL"):
         GuardedStream(screen).write(piece)
@@ -132,7 +132,7 @@ def test_streams_are_guarded_once_and_given_back(capsys):
     assert capsys.readouterr() == ("\\x1b[2J\n", "\\x1b[2J\n")
 
 
-def test_an_error_in_a_thread_is_told_without_secrets(capsys):
+def test_an_error_in_a_thread_is_printed_without_secrets(capsys):
     def fail() -> None:
         raise ValueError("\x1b[2J https://h/?token=c0ffee")
 
@@ -145,7 +145,7 @@ def test_an_error_in_a_thread_is_told_without_secrets(capsys):
     assert said.endswith("ValueError: \\x1b[2J https://h/?token=[redacted]\n")
 
 
-def test_a_traceback_tells_of_causes_too():
+def test_a_traceback_includes_its_causes():
     try:
         try:
             raise ValueError("token='c0ffee'")

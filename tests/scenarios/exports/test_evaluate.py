@@ -74,12 +74,12 @@ def test_other_rows_and_settings_are_laid_over_the_run_s_job(trained, measured, 
     assert small["metrics"]["loss"] != told(run)[4]["loss"]
 
 
-def test_the_answers_are_asked_for_where_the_job_says_so(trained, measured):
+def test_evaluate_generates_answers_if_the_job_requests_them(trained, measured):
     found = measured(trained("full"), overrides=["evaluate.generate={num_samples: 2, max_new_tokens: 3}"])
     assert 0.0 <= found["metrics"]["exact_match"] <= 1.0
 
 
-def test_what_cannot_be_measured_is_told(trained, measured, job, tmp_path):
+def test_a_folder_that_cannot_be_evaluated_is_rejected(trained, measured, job, tmp_path):
     run = trained("full")
     with pytest.raises(UserError, match=r"the job has no validation data"):
         measured(run, overrides=["data.validation=null"])

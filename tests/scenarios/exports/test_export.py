@@ -86,7 +86,7 @@ def test_an_adapter_that_vllm_would_change_is_named(trained, tmp_path, capsys, m
     assert all(each in out for each in wanted) and ("vLLM" in out) == bool(wanted)
 
 
-def test_an_adapter_that_moved_finds_the_base_beside_it(trained, tmp_path):
+def test_a_moved_adapter_finds_the_base_in_its_folder(trained, tmp_path):
     shutil.copytree(trained("lora") / "final", tmp_path / "moved")
     export(tmp_path / "moved", **{**PLAIN, "merge": True, "dtype": "bfloat16"})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moved-merged")
@@ -115,12 +115,12 @@ def test_a_whole_model_is_written_in_another_type(trained, tmp_path):
         ("full", "config.yaml", {}, "does not exist"),
     ],
 )
-def test_what_makes_no_sense_is_told(trained, name, inside, keys, message):
+def test_contradictory_export_options_are_rejected(trained, name, inside, keys, message):
     with pytest.raises(UserError, match=message):
         export(trained(name) / inside, **{**PLAIN, **keys})
 
 
-def test_what_is_there_is_not_written_over(trained, tmp_path):
+def test_export_never_overwrites_an_existing_folder(trained, tmp_path):
     for source in (trained("lora"), trained("lora") / "final"):
         with pytest.raises(UserError, match="already exists"):
             export(source, **{**PLAIN, "merge": True, "to": tmp_path})

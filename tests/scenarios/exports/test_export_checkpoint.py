@@ -80,7 +80,7 @@ def test_an_earlier_step_is_another_model_of_the_type_that_was_asked_for(moved):
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size > 0
 
 
-def test_what_is_there_is_not_written_over(moved):
+def test_export_of_a_checkpoint_never_overwrites_an_existing_folder(moved):
     run = moved("full")
     with pytest.raises(UserError, match="already exists"):
         export_checkpoint(run, step=None, to=run / "final", dtype=None)
@@ -103,7 +103,7 @@ def test_a_bad_checkpoint_is_not_exported(moved, tmp_path):
         export_checkpoint(run, step=None, to=tmp_path / "out", dtype=None)
 
 
-def test_a_run_without_its_tokenizer_is_told_how_to_get_it(moved, tmp_path):
+def test_exporting_a_run_without_its_tokenizer_is_rejected_with_a_remedy(moved, tmp_path):
     run = moved("full")
     shutil.rmtree(run / "inputs")
     with pytest.raises(UserError, match="start the job again"):

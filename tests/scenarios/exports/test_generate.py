@@ -58,7 +58,7 @@ def test_greedy_answers_are_those_of_plain_transformers_row_by_row(trained, answ
         assert text == tokenizer.decode(made, skip_special_tokens=True).strip()
 
 
-def test_what_is_drawn_depends_on_seed_and_row_alone(trained, answered):
+def test_sampled_answers_depend_only_on_seed_and_row(trained, answered):
     run = trained("full")
     drawn = [texts(answered(run, temperature=1.0, batch_size=size)) for size in (1, 2, 5)]
     assert drawn[0] == drawn[1] == drawn[2]
@@ -86,7 +86,7 @@ def test_a_share_of_the_ranks_is_the_whole(trained, answered, monkeypatch, tmp_p
     assert not parts.exists()
 
 
-def test_a_killed_start_is_gone_on_from_and_what_was_answered_is_kept(trained, answered, monkeypatch, tmp_path):
+def test_a_killed_generation_resumes_and_keeps_its_answers(trained, answered, monkeypatch, tmp_path):
     run = trained("full")
     alone = texts(answered(run, batch_size=1))
     calls, real = [], generating.generate_batch
@@ -118,7 +118,7 @@ def test_an_adapter_is_put_on_its_base(trained, answered):
         answered(final, adapter=final)
 
 
-def test_a_system_message_is_said_where_a_row_has_none(trained, answered):
+def test_the_system_option_is_used_for_rows_without_a_system_message(trained, answered):
     run = trained("full")
     spoken = texts(answered(run, system="Say it.", rows=[{"prompt": "blue"}]))
     assert spoken == texts(answered(run, rows=[{"prompt": ROWS[4]["prompt"]}]))

@@ -30,14 +30,14 @@ def test_a_checkpoint_is_exported_and_measured(trained, asked, tmp_path, capsys)
     assert "hellaswag                       acc,none                    0.25\n" in capsys.readouterr().out
 
 
-def test_an_adapter_is_named_beside_its_base(trained, asked):
+def test_the_harness_gets_an_adapter_and_its_base(trained, asked):
     final = trained("lora") / "final"
     evaluate_with_harness(final, step=None, tasks="hellaswag", json=None)
     arguments = {"pretrained": str(final / "base"), "tokenizer": str(final), "trust_remote_code": False}
     assert asked[0]["model_args"] == {**arguments, "peft": str(final)}
 
 
-def test_what_is_missing_or_does_not_go_together_is_told(trained, monkeypatch):
+def test_missing_packages_and_unsupported_launches_of_the_harness_are_reported(trained, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingPackage, match=r"pip install 'finetune\[lm-eval\]'"):
         evaluate_with_harness(trained("full"), step=None, tasks="hellaswag", json=None)

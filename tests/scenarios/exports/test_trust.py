@@ -55,7 +55,7 @@ def test_a_run_s_record_does_not_let_code_run_and_the_caller_does(given, tmp_pat
     assert (tmp_path / "canary").exists()
 
 
-def test_the_word_of_the_caller_takes_the_place_of_the_record(given):
+def test_the_callers_trust_setting_replaces_the_recorded_one(given):
     loaded = load_resolved(given)
     assert not with_trust(loaded, trust_remote_code=False).config.model.trust_remote_code
     assert with_trust(loaded, trust_remote_code=True).config == loaded.config

@@ -104,7 +104,7 @@ def test_damage_before_a_start_is_made_again_and_the_losses_are_those_of_the_und
     assert asides(job) == 6
 
 
-def test_damage_in_a_large_set_is_found_beside_the_start_and_mended_before_the_first_step(run, job, monkeypatch):
+def test_damage_in_a_large_cache_is_found_in_the_background_and_repaired_before_the_first_step(run, job, monkeypatch):
     wanted, _ = run("whole")
     monkeypatch.setattr(cache, "VERIFIED_AT_ONCE_BYTES", -1)
     flip(job)
@@ -114,7 +114,7 @@ def test_damage_in_a_large_set_is_found_beside_the_start_and_mended_before_the_f
     assert said.count("is set aside as .damaged-") == 2
 
 
-def test_damage_while_a_run_trains_stops_it_before_the_step_and_the_same_command_goes_on(run, job, monkeypatch):
+def test_damage_during_training_stops_the_run_before_the_step_and_the_same_command_resumes(run, job, monkeypatch):
     wanted, _ = run("whole")
     advance = loop.advance
 
@@ -146,7 +146,7 @@ def test_validation_rows_that_are_damaged_are_not_measured(run, job, monkeypatch
         run("measured")
 
 
-def test_rows_that_become_other_tokens_than_before_are_no_data_to_continue_with(run, job, monkeypatch):
+def test_a_run_does_not_resume_if_its_rows_become_other_tokens(run, job, monkeypatch):
     """Files, tokenizer and options are the same and a library is another one: only the contents tell."""
     run("first", "train.stop_after_steps=2")
     assembled = chunks._assembled

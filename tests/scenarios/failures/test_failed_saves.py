@@ -20,7 +20,7 @@ def test_a_run_ends_where_its_checkpoints_cannot_be_written(launch):
     assert not list((ended.folder / "checkpoints").iterdir())
 
 
-def test_or_goes_on_with_a_warning_and_writes_the_next(launch):
+def test_a_run_continues_after_a_failed_save_with_a_warning_and_writes_the_next_checkpoint(launch):
     ended = launch(
         "fsdp2", name="full-disk-once", overrides=[EVERY_SECOND, "checkpoint.on_failure=continue"], faults=FULL
     )

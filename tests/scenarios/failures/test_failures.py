@@ -56,7 +56,7 @@ def test_a_rank_that_hangs_is_named_with_everybodys_stacks(launch):
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_second_launch_is_refused_while_the_first_goes_on(begin, launch):
+def test_a_second_launch_is_rejected_while_the_first_is_running(begin, launch):
     first = begin("ddp", name="claimed", overrides=QUIET, faults="data step=2 do=sleep")
     first.until(lambda: first.status().get("state") == "running")
     second = launch("ddp", name="claimed", overrides=QUIET)

@@ -48,7 +48,7 @@ def assert_nothing_was_left(said: list[str]) -> None:
     assert [line for line in said if line.startswith("State:") and "Z" not in line] == []
 
 
-def test_one_process_ends_in_every_way(begin):
+def test_the_on_end_command_runs_for_every_outcome_of_one_process(begin):
     """All at once: each takes a second, and the start of each some more."""
     finished = begin(None, name="end-finished", overrides=[*QUIET, on_end()])
     nan = begin(None, name="end-nan", overrides=[*QUIET, on_end()], faults="forward step=3 do=nan")

@@ -44,7 +44,7 @@ def logits(model, folder):
 
 
 @pytest.mark.parametrize("overrides", [(), (LORA,), MERGED], ids=["full", "adapter", "merged"])
-def test_an_export_with_more_positions_is_what_transformers_computes(train, tmp_path, overrides):
+def test_an_export_with_extended_positions_gives_the_logits_of_transformers(train, tmp_path, overrides):
     base, _ = train("base", f"model.from_config.values.max_position_embeddings={POSITIONS}")
     names = ("model.from_config=null", "model.tokenizer=null", f"model.name={base}")
     final, said = train("scaled", *names, YARN, *overrides)

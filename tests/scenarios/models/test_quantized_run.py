@@ -26,7 +26,7 @@ QUIET = ["evaluate=null", "data.validation=null"]
 
 
 @EVERY_DEVICE
-def test_adapters_on_four_bits_learn_go_on_and_are_merged(launch, figure, device):
+def test_adapters_on_a_4_bit_base_train_resume_and_are_merged(launch, figure, device):
     base = launch(None, name=f"base-{device}", overrides=[*SIZE[device], *UNTRAINED])
     assert base.code == 0, base.output
     precision, dtype = PRECISION[device]

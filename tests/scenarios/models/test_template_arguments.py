@@ -123,7 +123,7 @@ def test_the_model_is_measured_again_with_the_same_arguments(job, tmp_path):
     forget()
 
 
-def test_the_export_knows_its_arguments_and_tells_how_to_pass_them(job, tmp_path):
+def test_the_export_saves_template_arguments_and_documents_them_in_its_card(job, tmp_path):
     run = trained(job)
     export(run, step=2, to=tmp_path / "early", dtype=None, merge=False, push_to_hub=None)
     for folder in (run / "final", tmp_path / "early"):
@@ -133,7 +133,7 @@ def test_the_export_knows_its_arguments_and_tells_how_to_pass_them(job, tmp_path
         assert arguments_of(AutoTokenizer.from_pretrained(folder)) == {"effort": "low"}
 
 
-def test_chat_and_generate_ask_as_the_model_was_trained_unless_told_otherwise(job, tmp_path):
+def test_chat_and_generate_use_the_template_arguments_of_training_by_default(job, tmp_path):
     run = trained(job)
     tokenizer = load_chat_model(run / "final").tokenizer
     assert prompt(tokenizer).startswith("<|im_start|>system\neffort low<|im_end|>")
@@ -200,7 +200,7 @@ def test_a_preview_shows_each_answer_and_a_wrong_argument_its_line(job, capsys):
         preview(job.parent / "wrong.yaml", [], num_rows=2, html=None, start=0)
 
 
-def test_a_model_that_brings_arguments_keeps_them_and_says_so(job, capsys):
+def test_template_arguments_of_the_base_model_are_kept_and_logged(job, capsys):
     final = trained(job) / "final"
     base = f"model={{name: {final}}}"
     own = ["data.chat_template=null", "data.chat_template_arguments=null", base]

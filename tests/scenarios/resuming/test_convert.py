@@ -85,7 +85,7 @@ def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, o
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp_path):
+def test_a_foreign_folder_gets_its_data_position_from_the_given_step(runs, tmp_path):
     folder, back = tmp_path / "folder", emptied(runs["full"], tmp_path / "back")
     code, output = converted(tmp_path / "to.log", runs["full"], "--to", folder)
     assert code == 0, output
@@ -104,7 +104,7 @@ def test_a_strange_folder_gets_its_position_from_the_step_that_is_told(runs, tmp
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_nothing_that_is_there_is_written_over(runs, tmp_path):
+def test_convert_never_overwrites_an_existing_checkpoint(runs, tmp_path):
     with pytest.raises(UserError, match="already exists"):
         convert_to(runs["full"], tmp_path, step=None)
     with pytest.raises(UserError, match="step-000004 already exists"):
@@ -131,7 +131,9 @@ class Launched:
     ],
     ids=lambda each: getattr(each, "name", None),
 )
-def test_a_folder_of_another_strategy_or_world_is_refused_by_what_it_lacks(tmp_path, strategy, missing):
+def test_an_accelerate_folder_of_another_strategy_or_world_size_is_rejected_with_its_missing_files(
+    tmp_path, strategy, missing
+):
     (tmp_path / "pytorch_model").mkdir()
     (tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     (tmp_path / "optimizer.bin").touch()
@@ -140,7 +142,7 @@ def test_a_folder_of_another_strategy_or_world_is_refused_by_what_it_lacks(tmp_p
     assert f"not written under {strategy.name} with 2 processes" in str(refusal.value)
 
 
-def test_what_torch_raises_for_a_damaged_folder_is_one_message(tmp_path):
+def test_a_damaged_accelerate_folder_is_one_message(tmp_path):
     assert not issubclass(CheckpointException, Exception)
 
     def load_state(folder):

@@ -53,7 +53,7 @@ def facts_by_step(run):
         *(pytest.param(strategy, "lora", marks=full) for strategy in ("ddp", "zero1", "zero2", "zero3")),
     ],
 )
-def test_a_killed_run_goes_on_to_the_very_same_bits(launch, strategy, kind):
+def test_a_killed_run_resumes_bitwise_identical(launch, strategy, kind):
     overrides, name = [*HARD, *KINDS[kind]], f"exact-{strategy}-{kind}"
     whole = launch(strategy, name=f"{name}-whole", overrides=overrides)
     killed = launch(strategy, name=name, overrides=overrides, faults=KILL_IN_STEP_6)
@@ -80,7 +80,7 @@ def test_a_killed_run_goes_on_to_the_very_same_bits(launch, strategy, kind):
         pytest.param("ddp:2", "zero3:4", "losses within 0.0001", marks=slow),
     ],
 )
-def test_verify_resume_confirms_it_on_the_users_job(job, source, target, verdict):
+def test_verify_resume_confirms_exact_resume_on_a_job(job, source, target, verdict):
     command = [sys.executable, "-m", "finetune", "verify", "resume", "--config", str(job), "--stop-at", "3"]
     command += ["--steps", "5", "--from", source, "--to", target]
     for override in (*EPOCHS, *KINDS["lora"]):
@@ -93,7 +93,7 @@ def test_verify_resume_confirms_it_on_the_users_job(job, source, target, verdict
 
 @full
 @pytest.mark.distributed
-def test_three_epochs_with_two_stops_on_1_2_and_4_processes_consume_what_the_straight_run_does(launch):
+def test_three_epochs_with_two_stops_on_1_2_and_4_processes_consume_the_samples_of_an_uninterrupted_run(launch):
     rows = [*NOTHING_ELSE, "data.train.take=28", "train.global_batch_size=12", "train.microbatch_size=3"]
     rows += ["train.steps=7", "report.sample_ids=true"]  # 7 x 12 = 3 x 28; both inner ends of epochs are within a step
     straight = launch(None, name="ids-straight", overrides=rows)

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_training_waits_for_a_set_that_is_being_made_and_makes_it_when_its_maker_is_killed(begin, tmp_path):
+def test_training_waits_for_a_cache_in_preparation_and_prepares_it_if_the_other_process_is_killed(begin, tmp_path):
     cache = tmp_path / "cache"
     overrides = [f"data.cache_folder={cache}", "evaluate=null", "data.validation=null", "train.steps=3"]
     maker = begin(None, name="maker", overrides=overrides, faults="prepare.write step=1 do=sleep")

@@ -20,7 +20,7 @@ LONG = [*NO_EVALUATION, "train.steps=50000", "checkpoint.every_steps=40000", "re
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_sigterm_on_one_rank_saves_on_all_and_another_strategy_goes_on(launch):
+def test_sigterm_on_one_rank_saves_on_all_and_another_strategy_resumes(launch):
     stopped = launch("ddp", name="signalled", overrides=SIGNAL_AT_STEP_2)
     assert stopped.code != 0  # the launcher says 1 for 143
     assert "signal SIGTERM" in stopped.output
@@ -107,7 +107,7 @@ def test_a_stop_that_is_asked_for_during_the_start_ends_the_run_at_once(begin):
 
 
 @pytest.mark.distributed
-def test_a_finished_run_is_left_as_it_is_and_is_still_this_jobs(launch):
+def test_a_finished_run_is_not_trained_again_and_rejects_another_job(launch):
     first = launch(None, name="finished")
     weights = first.folder / "final" / "model.safetensors"
     written = weights.stat().st_mtime_ns
@@ -137,7 +137,7 @@ def test_another_jobs_folder_is_refused(launch):
 
 
 @pytest.mark.distributed
-def test_what_the_run_is_stands_in_its_folder(launch):
+def test_config_and_environment_are_recorded_in_the_run_folder(launch):
     run = launch(None, name="described", overrides=["train.stop_after_steps=1"])
     resolved = (run.folder / "resolved.yaml").read_text()
     assert re.search(r"learning_rate: 0\.01 +# job\.yaml line 21$", resolved, re.MULTILINE), resolved

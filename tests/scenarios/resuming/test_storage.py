@@ -18,7 +18,7 @@ def straight(launch):
     return run
 
 
-def test_a_run_in_storage_goes_on_where_its_machine_was_lost(launch, straight, bucket, tmp_path):
+def test_a_run_in_remote_storage_resumes_after_its_machine_was_lost(launch, straight, bucket, tmp_path):
     url = f"{bucket}/runs/wandering"
     remote = NotedRemote(url)
 

@@ -42,7 +42,7 @@ def overrides(folder, **settings):
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_stream_within_a_mix_goes_on_anywhere_at_the_very_next_sample(launch, parts):
+def test_a_stream_within_a_mix_resumes_at_the_next_sample_from_any_step(launch, parts):
     """Packed, too; and neither of the later starts finds anything of the stream that the one before has prepared."""
     told = {"report__sample_ids": "true"}
     straight = launch(None, name="stream-straight", overrides=overrides(parts / "parts", **told))

@@ -149,7 +149,7 @@ def overflows():
 
 
 @pytest.mark.parametrize("strategy", list(overflows()))
-def test_a_loss_scale_that_was_too_large_goes_on_from_where_it_had_fallen(launch, run_of, figure, strategy):
+def test_a_resumed_run_continues_with_its_reduced_loss_scale(launch, run_of, figure, strategy):
     """Wild weights have gradients that overflow at 65,536, until the scale has been halved some times."""
     overrides = [*EIGHT, WILD, "train.precision=fp16", "checkpoint.every_steps=2"]
     whole, name = run_of("cuda", strategy, overrides, name="scale"), f"one-scale-{strategy}-twice"

@@ -38,7 +38,7 @@ def test_a_layout_changes_no_loss(folder, strategy):
 AS_BEFORE = ("data.batching.padding_free=false", "data.batching.length_window_steps=0", "report.sample_ids=true")
 
 
-def test_a_run_that_padded_in_random_order_goes_on_end_to_end_or_sorted_with_the_same_samples(folder):
+def test_a_run_of_padded_random_batches_resumes_packed_or_sorted_with_the_same_samples(folder):
     """As a checkpoint of a version that padded these tasks does: same samples of each step, same losses."""
     names = ("text_classification", "masked_lm", "dpo", "seq2seq")
     runs = {name: folder / "resumed" / name for name in names}

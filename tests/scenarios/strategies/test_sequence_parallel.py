@@ -75,7 +75,7 @@ def samples_by_step(run):
     return {step: sorted(i for rank in ranks for batch in rank for i in batch) for step, ranks in found.items()}
 
 
-def test_two_ranks_that_share_rows_learn_what_one_does(launch, alone):
+def test_two_sequence_parallel_ranks_have_the_losses_of_one_process(launch, alone):
     run = launch("ddp_sequence_parallel", name="rows-ddp", overrides=["train.microbatch_size=2"])
     assert "shares sequences over groups of 2" in run.output
     assert_equal(run, alone("train.microbatch_size=8"))
@@ -93,7 +93,9 @@ def test_two_ranks_that_share_rows_learn_what_one_does(launch, alone):
         pytest.param("zero3", 2, 2, ("train.microbatch_size=4",), marks=NEEDS_DEEPSPEED),
     ],
 )
-def test_strategies_learn_what_one_process_does(launch, alone, sharing, strategy, processes, degree, settings):
+def test_strategies_with_sequence_parallelism_have_the_losses_of_one_process(
+    launch, alone, sharing, strategy, processes, degree, settings
+):
     name = f"rows-{strategy}-{processes}-{degree}"
     config = sharing(strategy, degree)
     if strategy == "hsdp":

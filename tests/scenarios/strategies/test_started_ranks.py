@@ -121,7 +121,7 @@ def test_torchrun_with_an_accelerate_file_trains_what_accelerate_launch_trains(j
     assert_same(Ended(code, log.read_text(), folder), accelerated(strategy), strategy=strategy)
 
 
-def test_mpirun_without_a_file_is_ddp_and_the_console_has_it(begin_tasks, accelerated):
+def test_mpirun_without_an_accelerate_file_uses_ddp_and_logs_it(begin_tasks, accelerated):
     run = ended(begin_tasks(of_mpirun, name="mpirun-ddp", strategy=None))
     assert_same(run, accelerated("ddp"), strategy="ddp")
     assert "2 processes by mpirun (Open MPI)" in run.output

@@ -62,7 +62,7 @@ def loss_of_the_exported_model(folder, job):
     return loss_sum / num_targets
 
 
-def test_one_process_learns_and_reports_each_step(straight):
+def test_one_process_trains_and_logs_each_step(straight):
     run = straight["full"]
     assert len(run.losses()) == 8
     assert run.losses()[-1] < run.losses()[0] - 0.5

@@ -64,7 +64,7 @@ def begin_two(job) -> Iterator:
 
 
 @SELDOM_ON_CPU
-def test_two_processes_learn_what_one_does_and_outwait_an_export_past_the_groups_timeout(
+def test_two_processes_have_the_losses_of_one_and_wait_for_an_export_beyond_the_group_timeout(
     launch, launch_two, device, figure
 ):
     """The default group gives up after `timeout`, and rank 0 writes for longer while rank 1 waits."""

@@ -44,14 +44,14 @@ def test_balanced_weights_come_from_the_rows_in_the_order_of_the_classes(data):
     assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).weights == (4 / 6, 4 / 2)
 
 
-def test_how_often_each_class_occurs_is_said(data):
+def test_the_frequency_of_each_class_is_logged(data):
     section = {"class_weights": "balanced"}
     assert find_classes(materials(["b", "a", "b", "b"], data, **section), of_row).data_facts.lines == (
         "data.train: 2 classes: `a` 1 (weight 2), `b` 3 (weight 0.667)",
     )
 
 
-def test_what_was_found_builds_it_again_without_rows(data):
+def test_recorded_classes_rebuild_the_encoder_without_rows(data):
     first = find_classes(materials(["b", "a", "a"], data, class_weights="balanced"), of_row)
     again = find_classes(materials([], data, facts=first.data_facts.values, class_weights="balanced"), of_row)
     assert again == first
@@ -65,12 +65,12 @@ def test_what_was_found_builds_it_again_without_rows(data):
         (range(10_001), r"the training rows name 10,001 classes \(.*\): is the column a class"),
     ],
 )
-def test_rows_that_cannot_be_told_apart_are_refused(data, labels, message):
+def test_labels_that_do_not_form_classes_are_rejected(data, labels, message):
     with pytest.raises(DataError, match=message):
         find_classes(materials(labels, data), of_row)
 
 
-def test_a_wrong_label_is_left_to_whoever_knows_its_row(data):
+def test_an_invalid_label_is_left_to_the_encoder_that_knows_its_row(data):
     assert find_classes(materials(["a", None, "b"], data), of_row).classes.names == ("a", "b")
 
 

@@ -72,7 +72,7 @@ def test_a_sample_is_one_label_and_the_encoded_bytes():
     json.dumps([task.data_facts.values, task.samples.identity])
 
 
-def test_what_cannot_be_decoded_is_told_with_its_name():
+def test_an_image_that_cannot_be_decoded_is_reported_by_name():
     broken = {"image": StoredImage("photos/broken.png", content=png(1)[:100]), "label": "a"}
     unknown = {"image": StoredImage("1.png", content=png(1)), "label": "z"}
     first, second = make_task().encode([broken, unknown])

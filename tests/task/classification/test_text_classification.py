@@ -79,7 +79,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("kind", MEASURED)
-def test_uneven_ranks_measure_what_one_measures(data, kind):
+def test_metrics_of_uneven_ranks_equal_those_of_one(data, kind):
     task, samples = task_of(kind, bert_tokenizer(), data)
     model = bert(task.head_values["num_labels"])
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_a_text_that_ends_with_the_padding_token_is_answered_alike_in_a_batch(to
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_cut_is_counted_and_keeps_its_frame(tmp_path):
+def test_truncated_texts_are_counted_and_keep_their_special_tokens(tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text('{"text": "a b c d", "label": 1}\n{"text": "a", "label": 0}\n')
     section = DataSection(
@@ -219,7 +219,7 @@ def test_facts_build_the_task_without_rows(data):
     assert again.samples.identity == task.samples.identity
 
 
-def test_rows_without_a_number_are_told(data):
+def test_regression_rows_without_a_numeric_label_are_rejected(data):
     with pytest.raises(
         DataError, match=r"no row has a number as its label; the first error: the label must be a number, but is `x`"
     ):

@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_transformers(task, samples, model):
     assert task.loss_sums(model, batch)["loss_sum"].item() / batch.num_targets == pytest.approx(theirs.item(), rel=1e-5)
 
 
-def test_uneven_ranks_measure_what_one_measures(task, samples, model):
+def test_metrics_of_uneven_ranks_equal_those_of_one(task, samples, model):
     with torch.no_grad():
         whole = task.evaluate_batch(model, task.collate(samples))
         batches = [task.collate(samples[:2]), task.collate(samples[2:3]), task.collate(samples[3:])]
@@ -87,7 +87,7 @@ def test_entities_do_not_reach_across_sentences():
     assert found == {"entity_f1": 0.5, "entity_precision": 0.5, "entity_recall": 0.5}
 
 
-def test_tags_that_are_no_entities_have_no_entity_metrics(data):
+def test_tags_without_entities_have_no_entity_metrics(data):
     task = task_of(data, [{"tokens": ["a", "b"], "tags": ["NOUN", "VERB"]}])
     metrics = task.metrics({"loss_sum": 1.0, "num_targets": 2.0}, torch.tensor([[0, 0, 0], [0, 1, 0]]).double())
     assert metrics["accuracy"] == 0.5

@@ -13,7 +13,7 @@ STEPS = st.tuples(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=8), st.
 
 @settings(max_examples=200, deadline=None)
 @given(step=STEPS, first=st.integers(0, 3), count=st.integers(0, 8))
-def test_right_is_what_is_the_positive_of_an_equal_anchor(step, first, count):
+def test_passages_of_equal_anchors_count_as_positives(step, first, count):
     pairs, negatives = step
     anchors, positives = (np.array(each) for each in zip(*pairs, strict=True))
     passages = np.concatenate([positives, np.array(negatives, np.int64)])
@@ -27,7 +27,7 @@ def test_right_is_what_is_the_positive_of_an_equal_anchor(step, first, count):
     assert list(zip(back.rows.tolist(), back.candidates.tolist(), strict=True)) == expected
 
 
-def test_of_a_step_without_duplicates_nothing_is_left_out():
+def test_no_passage_is_masked_in_a_step_without_duplicates():
     found = masked_passages(np.arange(4), np.arange(10, 18), range(4))
     assert len(found) == 0
     assert found.places(range(4), device=torch.device("cpu")) is None

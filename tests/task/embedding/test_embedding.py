@@ -256,7 +256,7 @@ def test_scores_are_correlated_and_out_of_range_they_are_refused(embedding, enco
     assert "format: pairs" in str(pair)
 
 
-def test_a_blank_text_is_no_sample(embedding):
+def test_a_blank_text_is_not_a_sample(embedding):
     assert embedding().encode([{"anchor": " ", "positive": "four", "negatives": []}]) == [None]
 
 

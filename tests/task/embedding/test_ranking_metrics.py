@@ -34,10 +34,10 @@ def test_chunks_change_nothing(monkeypatch):
     assert list(ranks_among(queries, candidates, right)) == whole
 
 
-def test_of_equal_scores_the_earlier_is_first():
+def test_the_earlier_of_equal_scores_ranks_first():
     assert ranks_in(torch.tensor([0.5, 0.5, 0.9, 0.5]), [0, 1, 3]) == [2, 3, 4]
 
 
-def test_nothing_found_is_zero_and_no_query_is_nan():
+def test_ranking_metrics_are_zero_without_hits_and_nan_without_queries():
     assert set(ranking_metrics.ranking_metrics([[11]]).values()) == {0.0}
     assert all(math.isnan(value) for value in ranking_metrics.ranking_metrics([]).values())

@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_softmax(reranking, model):
     torch.testing.assert_close(found, model.classifier.weight.grad)
 
 
-def test_metrics_rank_the_positive_behind_its_equals(reranking, tokenizer, model):
+def test_metrics_rank_a_positive_after_equal_scores(reranking, tokenizer, model):
     task = reranking()
     samples = encoded(task, GROUPS)
     with torch.no_grad():

@@ -39,7 +39,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch, symmetric):
     torch.testing.assert_close(torch.cat(parts), results[0][0])
 
 
-def test_a_size_is_the_beginning_of_the_vectors_scaled_anew():
+def test_a_matryoshka_size_is_the_renormalized_prefix_of_the_vectors():
     first, second = torch.randn(3, 8), torch.randn(3, 8)
     found = Similarity(sizes=(2,)).of_pairs(first, second)
     cosines = [torch.cosine_similarity(first[:, :size], second[:, :size]) for size in (8, 2)]

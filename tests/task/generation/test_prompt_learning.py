@@ -53,7 +53,7 @@ def greedy_without_cache(model, prompt, *, num_tokens):
     return ids[0, len(prompt) :].tolist()
 
 
-def test_it_is_found_inside_a_wrapper_and_not_where_there_is_none(model):
+def test_prompt_learning_is_found_inside_wrappers_only_if_present(model):
     class Wrapper(nn.Module):
         def __init__(self, module):
             super().__init__()

@@ -113,14 +113,14 @@ def test_losses_and_gradients_are_those_of_all_logits(name, loss):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_they_are_so_in_a_row_without_padding(name):
+def test_loss_at_targets_equals_the_plain_loss_in_packed_rows(name):
     model, batch = made(name), collate_padding_free(samples(9, 4, 21))
     assert_same(learnt(TargetLoss(PLAIN), model, batch), learnt(TargetLoss(PLAIN, "plain"), model, batch))
 
 
 @pytest.mark.parametrize("loss", [PLAIN, SMOOTHED], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_they_are_so_in_other_models_too(name, loss):
+def test_loss_at_targets_equals_the_plain_loss_in_other_models(name, loss):
     model, batch = made(name), collate_padded(samples(9, 4, 21), pad_id=0)
     inputs = {**batch.inputs, "use_cache": False} if name != "bert" else dict(batch.inputs)
     if name != "bert":
@@ -132,7 +132,7 @@ def test_they_are_so_in_other_models_too(name, loss):
 
 
 @pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "lm_head"]])
-def test_they_are_so_with_adapters(modules):
+def test_loss_at_targets_equals_the_plain_loss_with_adapters(modules):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=modules, init_lora_weights=False))
@@ -142,7 +142,7 @@ def test_they_are_so_with_adapters(modules):
     assert_same(learnt(TargetLoss(PLAIN), saved, batch), learnt(TargetLoss(PLAIN, "plain"), saved, batch))
 
 
-def test_learnt_tokens_before_the_text_are_no_targets():
+def test_trained_prompt_tokens_before_the_text_are_not_targets():
     peft = pytest.importorskip("peft")
     kind = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model, batch = peft.get_peft_model(made("llama"), kind), collate_padded(samples(9, 4, 21), pad_id=0)
@@ -187,7 +187,7 @@ def test_log_probabilities_may_weigh_on_a_loss_one_by_one(least, monkeypatch):
         assert float((found[0][1][name] - wanted).abs().max()) <= 2e-6 * max(1.0, float(wanted.abs().max())), name
 
 
-def test_what_is_measured_is_what_all_logits_say():
+def test_metrics_at_targets_equal_those_of_all_logits():
     model, batch = made("gemma2"), collate_padded(samples(9, 4, 21), pad_id=0)
     logits, is_target = forward_logits(model, batch), batch.labels != IGNORED
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_no_tensor_of_all_logits_is_ever_made(loss):
     assert ours.num_elements < len(batch.targets.labels) * VOCABULARY  # nor of all targets'
 
 
-def test_where_logits_are_few_all_of_them_are_made(monkeypatch):
+def test_all_logits_are_computed_if_they_are_few(monkeypatch):
     model, batch = made("llama"), collate_padded(samples(9, 4, 21), pad_id=0)
     whole = batch.labels.numel() * VOCABULARY
     monkeypatch.setattr(target_loss, "MAX_FULL_LOGITS", whole)
@@ -310,7 +310,7 @@ def test_a_model_without_a_head_over_a_vocabulary_has_none():
     assert LmHead.of_logits().logits(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_targets_of_some_rows_are_placed_anew():
+def test_targets_of_selected_rows_get_new_positions():
     targets = Targets.of(np.array([[5, IGNORED, 6], [IGNORED, 7, IGNORED], [8, IGNORED, IGNORED]]))
     assert targets.positions.tolist() == [0, 2, 4, 6]
     below = targets.rows(1, 3, begin=3)

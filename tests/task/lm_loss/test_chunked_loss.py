@@ -55,7 +55,9 @@ def test_a_chunk_takes_at_most_what_is_documented(device, vocabulary, hidden, tr
 @pytest.mark.parametrize("transform", [LogitTransform(), CAPPED], ids=["as they are", "capped"])
 @pytest.mark.parametrize("is_half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("loss", ["cross-entropy", "smoothed", "forward_kl", "reverse_kl", "top_k", "jsd"])
-def test_so_does_a_chunk_whose_backward_pass_is_autograds(device, loss, is_half, transform, figure):
+def test_a_chunk_with_an_autograd_backward_takes_at_most_the_documented_memory(
+    device, loss, is_half, transform, figure
+):
     vocabulary, num_rows = (30_011, 2_000) if device == "cuda" else (16_411, 300)
     head = LmHead(_HeadWithAdapter(16, vocabulary).to(device), transform, is_rowwise=True)
     rows, _, labels = _inputs(num_rows, vocabulary, hidden=16, dtype=torch.float32, device=device)
@@ -102,7 +104,7 @@ def test_a_gradient_in_half_precision_takes_the_place_of_the_logits():
     assert torch.equal(without.cast(gradient), gradient.bfloat16())
 
 
-def test_documented_is_what_is_counted():
+def test_the_documented_bytes_per_logit_are_those_counted():
     assert {name: size / 1e6 for name, size in CHUNK_BYTES.items()} == pytest.approx(CHUNK_MEGABYTES, rel=2e-3)
     on_gpu, plain = torch.device("cuda"), LogitTransform()
     bytes_each = [bytes_per_logit(torch.bfloat16, each, on_gpu) for each in (plain, CAPPED)]

@@ -38,13 +38,13 @@ def test_a_kernel_that_cannot_be_used_is_named(kernel):
     )
 
 
-def test_what_nobody_asked_for_is_not_named():
+def test_an_unrequested_loss_kernel_is_not_named_in_the_fallback_warning():
     line = fallback_warning(llama(Odd), "causal_lm", "auto")
     assert line is not None and line.startswith("warning: Odd changes") and "\n" not in line
     assert fallback_warning(llama(Odd), "causal_lm", "plain") is None  # the logits of all positions were asked for
 
 
-def test_a_model_whose_head_cannot_be_found_says_so():
+def test_a_model_without_an_identifiable_head_is_warned_about():
     line = fallback_warning(Headless(), "causal_lm", "chunked")
     assert line is not None and "`chunked` cannot be used: Headless does not say which module is its head" in line
     assert fallback_warning(Headless(), "sequence_classification", "auto") is None
@@ -55,7 +55,7 @@ def test_a_plain_head_needs_no_warning(kernel):
     assert fallback_warning(llama(), "causal_lm", kernel) is None
 
 
-def test_a_fused_kernel_that_does_not_support_the_head_says_what_is_used():
+def test_a_fused_kernel_that_does_not_support_the_head_is_warned_about_with_the_fallback():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["lm_head"]))
     reason = "does not support a head that is not one linear layer (adapters, quantization); `chunked` is used"

@@ -50,12 +50,12 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("kernel", "bias"), [(target_loss.liger, BIAS), (target_loss.liger, None), (target_loss.cce, None)]
 )
-def test_a_kernel_is_given_what_makes_the_models_logits(installed, kernel, bias, transform):
+def test_a_kernel_gets_the_inputs_that_give_the_logits_of_the_model(installed, kernel, bias, transform):
     wanted = functional.cross_entropy(transform.apply(functional.linear(ROWS, WEIGHT, bias)), LABELS, reduction="sum")
     torch.testing.assert_close(kernel(ROWS, WEIGHT, bias, LABELS, transform), wanted)
 
 
-def test_without_a_gpu_our_own_loss_serves_and_says_so(monkeypatch):
+def test_the_chunked_loss_replaces_gpu_kernels_on_a_cpu_with_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     kernel, (line,) = resolve_kernel("liger")
     assert kernel == "chunked"
@@ -63,7 +63,7 @@ def test_without_a_gpu_our_own_loss_serves_and_says_so(monkeypatch):
     assert resolve_kernel("auto") == ("auto", ())
 
 
-def test_with_a_gpu_a_package_that_lacks_is_named(monkeypatch):
+def test_a_missing_kernel_package_is_named_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
     with pytest.raises(MissingPackage, match=r"finetune\[kernels\]"):

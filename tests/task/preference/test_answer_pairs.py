@@ -54,7 +54,7 @@ def test_log_probabilities_are_those_of_each_sequence_alone(model):
             assert together[row].item() == pytest.approx(alone.item(), abs=1e-4)
 
 
-def test_both_halves_of_a_batch_give_what_the_whole_gives(model):
+def test_log_probabilities_of_both_halves_of_a_batch_equal_those_of_the_whole(model):
     batch = collate_pairs([PAIR, OTHER], pad_id=0)
     with torch.no_grad():
         whole = sequence_log_probabilities(model, batch)

@@ -47,7 +47,7 @@ def test_a_model_that_is_its_own_reference_loses_the_logarithm_of_two(tokenizer,
     assert steps == {name: value for name, value in metrics.items() if name != "loss"}
 
 
-def test_the_answers_own_cross_entropy_is_a_part_of_orpo_and_cpo_unless_it_is_weighed(tokenizer, data, model):
+def test_orpo_and_cpo_include_the_cross_entropy_of_the_answer_unless_its_weight_is_set(tokenizer, data, model):
     def loss(**section) -> float:
         task = task_of(tokenizer, data, "preference", **section)
         with torch.no_grad():
@@ -77,7 +77,7 @@ def test_only_losses_with_a_reference_ask_for_one(tokenizer, data):
     assert [loss for loss, does in asks.items() if does] == ["sigmoid", "hinge", "ipo", "robust", "kto"]
 
 
-def test_what_the_reference_says_belongs_to_each_sample(tokenizer, data, model):
+def test_reference_log_probabilities_are_stored_with_each_sample(tokenizer, data, model):
     task = task_of(tokenizer, data, "preference")
     together = encoded(task, PAIRS, model)
     alone = [encoded(task, [row], model)[0] for row in PAIRS]
@@ -85,11 +85,11 @@ def test_what_the_reference_says_belongs_to_each_sample(tokenizer, data, model):
         assert one.arrays[REFERENCE].tolist() == pytest.approx(other.arrays[REFERENCE].tolist(), abs=1e-3)
 
 
-def test_single_answers_are_told_where_to_go(tokenizer, data):
+def test_a_single_judged_answer_is_rejected_by_preference_tasks_with_the_right_task(tokenizer, data):
     (wrong,) = task_of(tokenizer, data, "preference").encode([judged("four", is_good=True)])
     assert isinstance(wrong, DataError)
     assert "trains on pairs of answers" in str(wrong)
 
 
-def test_equal_answers_are_no_pair(tokenizer, data):
+def test_a_pair_of_equal_answers_is_not_a_sample(tokenizer, data):
     assert task_of(tokenizer, data, "preference").encode([pair("four", "four")]) == [None]

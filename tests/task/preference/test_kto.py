@@ -36,7 +36,7 @@ def test_the_reference_point_is_of_the_step_however_that_is_cut(task, model, mov
         assert cut == pytest.approx(whole, rel=1e-4)
 
 
-def test_looking_ahead_leaves_gradients_and_mode_alone(task, model):
+def test_preparing_a_kto_step_does_not_change_gradients_or_training_mode(task, model):
     samples = encoded(task, JUDGED, model)
     model.train()
     task.prepare_step(model, [task.collate(samples)])
@@ -45,7 +45,7 @@ def test_looking_ahead_leaves_gradients_and_mode_alone(task, model):
     model.eval()
 
 
-def test_an_evaluation_measures_what_one_batch_of_all_rows_would_lose(task, model, moved):
+def test_evaluation_loss_equals_that_of_one_batch_of_all_rows(task, model, moved):
     samples = encoded(task, JUDGED, model)
     with torch.no_grad():
         parts = [task.evaluate_batch(moved, task.collate(cut)) for cut in (samples[:3], samples[3:])]

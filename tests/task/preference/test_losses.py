@@ -115,7 +115,7 @@ def test_bradley_terry_with_margin_and_centering():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_left_of_a_probability_has_a_finite_gradient_at_both_ends(dtype):
+def test_log_one_minus_exp_has_a_finite_gradient_at_both_ends(dtype):
     x = torch.tensor([0.0, -1e-9, -0.5, -0.7, -90.0], dtype=dtype, requires_grad=True)
     value = losses.log_one_minus_exp(x)
     assert value[1:].tolist() == pytest.approx([math.log(-math.expm1(v)) for v in x[1:].tolist()], rel=1e-6)

@@ -24,7 +24,7 @@ def scorer(tokenizer, data):
     return LlamaForSequenceClassification(config).eval()
 
 
-def test_a_score_is_that_of_the_answer_alone_whatever_pads_it(tokenizer, data, scorer):
+def test_a_reward_score_does_not_depend_on_padding(tokenizer, data, scorer):
     """The tokenizer pads with its end-of-sequence token."""
     task = task_of(tokenizer, data, "reward")
     assert tokenizer.pad_token_id is None
@@ -50,7 +50,7 @@ def test_margins_of_the_rows_make_the_loss_larger(tokenizer, data, scorer):
     assert wide.samples.identity == {"margin": True}
 
 
-def test_a_row_without_the_margin_is_told(tokenizer, data):
+def test_a_row_without_the_required_margin_is_rejected(tokenizer, data):
     (wrong,) = task_of(tokenizer, data, "reward", use_margin=True).encode([pair("four", "two")])
     assert isinstance(wrong, DataError)
     assert "has no `margin`" in str(wrong)
@@ -65,7 +65,7 @@ def test_metrics_are_means_over_pairs(tokenizer, data, scorer):
     assert metrics["reward_margin"] == pytest.approx(metrics["reward_chosen"] - metrics["reward_rejected"], abs=1e-5)
 
 
-def test_the_start_says_at_which_token_the_score_is_read(tokenizer, data):
+def test_the_start_logs_the_token_at_which_the_score_is_read(tokenizer, data):
     (line,) = task_of(tokenizer, data, "reward").data_facts.lines
     (newline,) = tokenizer.encode("\n", add_special_tokens=False)
     assert line.endswith(f"at the last token of a conversation: '\\n' (token {newline}) after '<|im_end|>'")

@@ -173,7 +173,7 @@ def test_muon_without_a_hidden_matrix_is_refused():
     [({}, AverageSection(decay=0.7)), ({"name": "muon"}, None), ({"name": "schedule_free_adamw"}, None)],
     ids=["average", "muon", "schedule_free"],
 )
-def test_a_continued_run_is_the_same_to_the_bit(section, average):
+def test_a_resumed_average_is_bitwise_identical(section, average):
     straight = Job(section, average).take(range(3))
     saved = Job(section, average).continue_from(straight)
     saved.take(range(3, 6))
@@ -196,6 +196,6 @@ def test_the_weights_come_back_bit_for_bit_after_an_evaluation(section, average)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_without_an_average_the_weights_stay_what_they_are():
+def test_weights_are_unchanged_without_an_average():
     assert average_formula(Job({}).train_section) is None
     assert EvaluationWithWeights(TrainedWeights(), lambda step: {"step": step})(3) == {"step": 3}

@@ -19,7 +19,7 @@ def drawn(key, count=4096):
     return random_bits(0, count, key=key, device=CPU)
 
 
-def test_the_chance_of_a_place_does_not_depend_on_what_is_drawn_with_it():
+def test_the_random_bits_of_an_element_do_not_depend_on_the_drawn_range():
     assert torch.equal(random_bits(100, 200, key=7, device=CPU), drawn(7)[100:200])
     assert not torch.equal(drawn(7), drawn(8))
     assert random_bits(2**32 + 5, 2**32 + 6, key=7, device=CPU).dtype == torch.int32
@@ -40,7 +40,7 @@ def test_a_value_between_two_of_bfloat16_becomes_either_in_proportion(half):
     assert (rounded > 1).double().mean().item() == pytest.approx(0.25, abs=0.03)
 
 
-def test_what_bfloat16_can_hold_stays_what_it_is():
+def test_values_exact_in_bfloat16_are_not_changed_by_stochastic_rounding():
     values = torch.tensor([0.0, 1.0, -2.5, 2.0**-100]).repeat(1024)
     assert torch.equal(to_bfloat16(values, low_half(drawn(3))).float(), values)
 
@@ -60,7 +60,7 @@ def test_8_bits_are_near_and_right_on_average(coding, values):
     assert ((mean - wanted) / scales).mean().abs() < 0.0005
 
 
-def test_a_small_value_beside_a_large_one_is_kept():
+def test_a_small_value_next_to_a_large_one_is_kept_by_8_bit_codes():
     wanted = torch.tensor([[1.0, 1e-6]])
     codes = UNSIGNED_8BIT.encode(wanted, torch.ones(1, 1), torch.full((1, 2), 0.5))
     assert UNSIGNED_8BIT.decode(codes, torch.ones(1, 1))[0, 1].item() == pytest.approx(1e-6, rel=0.2)
@@ -105,7 +105,7 @@ def low_bit_of(model, *, state_dtype, **section):
     return built
 
 
-def test_in_float32_it_is_adamw():
+def test_low_bit_adamw_with_float32_state_equals_adamw():
     plain, ours = net(), net()
     expected = trained(plain, optimizer_of(plain), steps=10)
     found = trained(ours, low_bit_of(ours, state_dtype=torch.float32), steps=10)
@@ -115,7 +115,7 @@ def test_in_float32_it_is_adamw():
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
-def test_moments_in_few_bits_learn_as_well(state_dtype):
+def test_quantized_moments_reach_the_same_loss(state_dtype):
     plain, ours = net(), net()
     expected = trained(plain, optimizer_of(plain))
     built = optimizer_of(ours, state_dtype=state_dtype)
@@ -136,7 +136,7 @@ def test_8_bit_moments_take_a_byte_and_vectors_stay_exact():
     assert (vector["exp_avg"].dtype, vector["exp_avg"].shape) == (torch.float32, (64,))
 
 
-def test_a_second_moment_in_few_bits_falls_when_gradients_do():
+def test_a_quantized_second_moment_decays_with_the_gradients():
     """Rounded to the nearest, 0.999 of it would be itself."""
     model = nn.Linear(256, 4, bias=False)
     for state_dtype in ("bfloat16", "int8"):
@@ -178,7 +178,7 @@ def test_rounding_depends_on_seed_and_not_on_chunks(monkeypatch):
     assert not torch.equal(weights(2), once)
 
 
-def test_an_average_is_kept_beside_it():
+def test_low_bit_adamw_keeps_a_float32_average():
     model = net()
     section = OptimizerSection(state_dtype="int8")
     built = build_optimizer(list_parameters(model), section, learning_rate=0.1, average=AverageSection(decay=0.5))

@@ -181,6 +181,6 @@ def timed(optimizer):
     return sorted(found[2:])[2], sum(each.device_type == DeviceType.CUDA for each in seen.events())
 
 
-def test_what_the_kernel_needs_is_what_compiling_needs():
+def test_the_low_bit_kernel_is_available_only_with_the_triton_toolchain():
     assert compilation.missing_triton_toolchain() is None or not low_bit.has_kernel(torch.device("cuda"))
     assert not low_bit.has_kernel(torch.device("cpu"))

@@ -36,7 +36,7 @@ def test_a_frozen_model_is_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA")
-def test_8_bit_adamw_where_bitsandbytes_has_it_for_no_cpu_says_what_to_write(monkeypatch):
+def test_8_bit_adamw_without_cpu_support_in_bitsandbytes_is_rejected_with_the_setting_to_write(monkeypatch):
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(rule, "_is_on_cpu", lambda operator: False)
     with pytest.raises(ModelError, match="Write `name: adamw` with `state_dtype: int8`"):

@@ -54,7 +54,7 @@ def test_the_head_is_at_the_top_and_embeddings_below_the_longest_stack():
     assert tied == {"head.weight": 2, "layers.0.w": 1}
 
 
-def test_each_layer_learns_at_a_share_of_the_one_above():
+def test_layer_decay_multiplies_the_learning_rate_per_layer():
     factors = rate_factors(named(*NAMES), OptimizerSection(layer_decay=0.5))
     assert list(factors.values()) == [0.125, 0.25, 0.25, 0.5, 1.0, 1.0]
 
@@ -75,7 +75,7 @@ def test_frozen_layers_count_as_layers():
     assert (factors["layers.0.q.weight"], "layers.1.q.weight" in factors) == (0.25, False)
 
 
-def test_parameters_that_learn_alike_are_one_group():
+def test_parameters_with_equal_settings_are_one_group():
     alike = parameter_groups(named(*NAMES), OptimizerSection())
     assert [len(group["params"]) for group in alike] == [6]
     section = OptimizerSection(weight_decay=0.1, rates={"layers.*": 0.5})
@@ -110,7 +110,7 @@ def test_layer_decay_without_layers_is_refused():
         rate_factors(named("conv.weight"), OptimizerSection(layer_decay=0.9))
 
 
-def test_groups_are_told_of_where_there_is_something_to_tell():
+def test_parameter_groups_are_logged_if_they_differ():
     parameters = named(*NAMES)
     assert not list(describe_groups(parameter_groups(parameters, OptimizerSection()), parameters))
     unfreeze = [UnfreezeSection(patterns=("embed*",), after_steps=3)]
@@ -119,14 +119,14 @@ def test_groups_are_told_of_where_there_is_something_to_tell():
     assert "no part in gradient norm" in lines[-1]
 
 
-def test_a_deep_models_groups_are_told_of_in_short():
+def test_parameter_groups_of_a_deep_model_are_logged_abbreviated():
     parameters = named(*(f"layers.{number}.q.weight" for number in range(20)))
     groups = parameter_groups(parameters, OptimizerSection(layer_decay=0.9))
     lines = list(describe_groups(groups, parameters))
     assert (len(groups), len(lines), lines[-1]) == (20, 14, "  and 8 more")
 
 
-def test_a_group_learns_at_its_factor_and_not_before_it_begins():
+def test_a_group_trains_at_its_rate_factor_from_its_first_step():
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     optimizer = build_optimizer(
         list_parameters(net),

@@ -57,11 +57,11 @@ def test_secrets_and_control_characters_are_not_logged():
 
 
 @pytest.mark.parametrize("command", ["echo '", "\ud800", "a\x00b"])
-def test_a_command_that_is_none_fails_and_raises_nothing(command: str):
+def test_an_invalid_on_end_command_fails_without_raising(command: str):
     assert run(command)[0] != 0
 
 
-def test_a_log_that_cannot_be_written_keeps_nothing_from_it(tmp_path: Path):
+def test_an_unwritable_on_end_log_does_not_stop_the_command(tmp_path: Path):
     (tmp_path / "pipe").parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -72,7 +72,7 @@ def test_a_log_that_cannot_be_written_keeps_nothing_from_it(tmp_path: Path):
     assert (tmp_path / "on_end.log").read_text() == "text\n"
 
 
-def test_the_command_is_no_rank():
+def test_the_on_end_command_gets_no_rank_variables():
     variables = {"RANK": "0", "TORCHELASTIC_RUN_ID": "x", "ACCELERATE_USE_FSDP": "true", "HOME": "/root", "AWS": "key"}
     facts = {"FINETUNE_OUTCOME": "finished"}
     assert command_environment(variables, facts) == {"HOME": "/root", "AWS": "key", **facts}

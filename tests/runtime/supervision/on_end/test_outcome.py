@@ -100,7 +100,7 @@ def test_a_damaged_status_is_a_killed_run(hostile):
     assert (end.outcome, end.step, end.exit_code) == ("failed", 0, 1)
 
 
-def test_a_reason_is_words_alone():
+def test_the_reason_passed_to_the_on_end_command_contains_only_plain_text():
     error = {"type": "X'; rm -rf $HOME `id`\n\x1b[31m"}
     end = end_of_run(None, status("failed", error=error, exit_code=1), hook=HOOK)
     assert end.reason == "X rm -rf HOME id31m"
@@ -108,7 +108,7 @@ def test_a_reason_is_words_alone():
     assert all("\x00" not in value for value in describe_end(end, HOOK).values())
 
 
-def test_nothing_is_due_while_something_lives_and_moves():
+def test_no_on_end_action_is_due_while_the_run_is_alive_and_progressing():
     """Over the whole space: alive and not quiet is always waiting."""
     ends = [RunEnd(outcome, "", 1) for outcome in OUTCOMES]
     quiet = (0.0, 3600.0)
@@ -119,7 +119,7 @@ def test_nothing_is_due_while_something_lives_and_moves():
     assert actions == {WAIT}
 
 
-def test_a_run_without_progress_is_idle_whatever_lives():
+def test_a_run_without_progress_is_idle_even_if_a_process_is_alive():
     end = RunEnd("failed", "killed", 1)
     action = next_action(end, HOOK, is_alive=True, quiet_seconds=3601.0)
     assert isinstance(action, RunEnd) and action.outcome == "idle"

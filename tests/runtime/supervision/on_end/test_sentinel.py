@@ -141,7 +141,7 @@ def test_a_new_start_takes_the_place_of_the_old_sentinel_and_knows_that_the_run_
     assert first.log.count("failed killed") == 1
 
 
-def test_nothing_is_started_without_a_hook():
+def test_no_sentinel_is_started_without_a_hook():
     sentinel = RunSentinel(None)
     assert sentinel.start() is None
     sentinel.watch([Peer(0, "here", 1)], host="here")
@@ -150,7 +150,7 @@ def test_nothing_is_started_without_a_hook():
     assert sentinel.exit(3) == 3
 
 
-def test_a_shell_is_no_launcher_and_ours_is_one(monkeypatch: pytest.MonkeyPatch):
+def test_only_our_launcher_is_recognized_as_a_supervisor(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert find_launchers(psutil.Process()) == []
     assert is_supervisor(["/usr/bin/python3", "/usr/bin/finetune", "launch", "torchrun", "--supervise"])
