@@ -52,7 +52,7 @@ WITH_TORCH = (
 )
 ADDRESS_SPACE_BYTES = 16 << 30  # a case may not take the machine with it
 FILE_BYTES = 256 << 20
-GRACE_SECONDS = 3.0  # for helpers to notice that their starter has gone
+GRACE_SECONDS = 15.0  # for helpers to notice that their starter has gone
 _PR_SET_CHILD_SUBREAPER = 36
 
 

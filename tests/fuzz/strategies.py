@@ -4,6 +4,8 @@ import copy
 import gzip
 import io
 import json
+import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
+from PIL import Image
 from ruamel.yaml import YAML
 
 from finetune.config.schema import items_of, keys_of, run_schema
@@ -541,11 +544,99 @@ def converted(draw: st.DrawFn, ground: Ground) -> Case:
     return draw(_with_damage(ground, ground.files("runs", "foreign"), st.just(words), most=2))
 
 
+@st.composite
+def streams(draw: st.DrawFn, ground: Ground) -> Case:
+    """A stream's folder in the cache with something wrong in it, met by the same training and by `prepare`."""
+    words = draw(st.sampled_from((STREAMED, STREAMED, (*PREPARE, *STREAMED[-2:]))))
+    files: dict[str, Change] = dict(_left_by(ground, STREAMED, "cache/streams", "*"))
+    for path in draw(st.lists(st.sampled_from(sorted(files)), min_size=1, max_size=2, unique=True)):
+        files[path] = draw(damaged_file(path, ground_bytes(files[path])))
+    return Case(words, files)
+
+
+STREAMED = (
+    *TRAIN,
+    "--set",
+    "run.folder=runs/stream",
+    "--set",
+    "data.train={path: train.jsonl, stream: {window_rows: 8}}",
+)
+
+
+@st.composite
+def sweeps(draw: st.DrawFn, ground: Ground) -> Case:
+    """A sweep's folder with something wrong in its journal or in the state of a run, met by the sweep again."""
+    words = ("sweep", "--config", "job.yaml", "--set", "run.seed=1,2", "--folder", "runs/sweep")
+    files: dict[str, Change] = dict(_left_by(ground, words, "runs/sweep", "sweep.journal", "status.json"))
+    path = draw(st.sampled_from(("runs/sweep/sweep.journal", "runs/sweep/sweep.journal", *sorted(files))))
+    content = ground_bytes(files[path])
+    lines = damaged_lines(content) if path.endswith(".journal") else damaged_json(content)
+    files[path] = draw(st.one_of(lines, lines, lines, damaged_bytes(content), st.sampled_from(ODD)))
+    more = draw(
+        st.sampled_from(((), ("--json",), ("--search", "3"), ("--retry-failed",), ("--set", "train.steps=3,4")))
+    )
+    return Case((*words, *more, "--dry-run"), files)
+
+
+def ground_bytes(change: Change) -> bytes:
+    assert isinstance(change, bytes)
+    return change
+
+
+_LEFT: dict[tuple[str, ...], dict[str, bytes]] = {}
+
+
+def _left_by(ground: Ground, words: tuple[str, ...], folder: str, *names: str) -> dict[str, bytes]:
+    """Return what the command leaves on the healthy project; it is run once."""
+    if words not in _LEFT:
+        _LEFT[words] = ground.left_by(words, folder, names)
+    return _LEFT[words]
+
+
+IMAGES = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "ICO")
+VIT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+
+
+@st.composite
+def images(draw: st.DrawFn) -> Case:
+    """Folders of images, one to three of which are damaged, are no image, or are larger than they say."""
+    job = json.loads(json.dumps(HEALTHY))
+    job["task"], job["data"] = {"name": "image_classification"}, {"train": {"path": "train"}, "cache_folder": "cache"}
+    values = {**VIT, "patch_size": 8}
+    job["model"] = {"from_config": {"model_type": "vit", "values": values}, "image_processor": {"size": 16}}
+    del job["evaluate"]
+    files: dict[str, Change] = {f"train/{name}/good.png": _image("PNG", (16, 16)) for name in ("disc", "square")}
+    for number in range(draw(st.integers(1, 3))):
+        file_type = draw(st.sampled_from(IMAGES))
+        size = draw(st.sampled_from(((16, 16), (1, 1), (3, 700), (256, 256))))
+        name = f"train/disc/{number}.{draw(st.sampled_from((file_type.lower(), 'png', 'jpg', 'jpeg', 'tif')))}"
+        content = _image(file_type, size)
+        whole = st.one_of(damaged_bytes(content), damaged_bytes(content), st.just(content), _huge_png())
+        files[name] = draw(st.one_of(whole, whole, whole, whole, st.sampled_from(ODD)))
+    words = draw(st.sampled_from((PREPARE, PREPARE, ("preview", "--config", "job.yaml"), TRAIN)))
+    return Case(words, {"job.yaml": _as_yaml(job), **files})
+
+
+def _image(file_type: str, size: tuple[int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize(size).convert("RGB").save(file, file_type)
+    return file.getvalue()
+
+
+@st.composite
+def _huge_png(draw: st.DrawFn) -> bytes:
+    """Return a PNG whose header has another width and height, with the right checksum."""
+    content = _image("PNG", (16, 16))
+    sides = st.sampled_from((0, 1, 17, 5000, 60_000, 2**31 - 1, 2**32 - 1))
+    header = b"IHDR" + struct.pack(">II", draw(sides), draw(sides)) + content[24:29]
+    return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
+
+
 def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
     """Return every kind of case by name, with its share in a hundred."""
     return {
-        "job structures": (20, job_structures()),
-        "job texts": (14, job_texts()),
+        "job structures": (16, job_structures()),
+        "job texts": (12, job_texts()),
         "overrides": (6, overrides()),
         "rows": (12, rows(ground)),
         "files": (4, files()),
@@ -558,4 +649,7 @@ def kinds(ground: Ground) -> dict[str, tuple[int, Strategy]]:
         "plans": (3, plans()),
         "continued": (2, continued(ground)),
         "converted": (2, converted(ground)),
+        "streams": (1, streams(ground)),
+        "sweeps": (2, sweeps(ground)),
+        "images": (3, images()),
     }

@@ -28,6 +28,9 @@ NAMES = (
     "plans",
     "continued",
     "converted",
+    "streams",
+    "sweeps",
+    "images",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
