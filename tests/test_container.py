@@ -127,7 +127,7 @@ def test_docker_and_apptainer_install_the_same():
     assert f"torch_index={indexes['TORCH_INDEX']}" in sections["arguments"]  # the last: CUDA's
 
 
-def test_the_definition_has_the_sections_of_apptainer_and_copies_what_exists():
+def test_the_apptainer_definition_has_its_sections_and_copies_existing_files():
     _, sections = header_and_sections()
     assert set(sections) == SECTIONS
     pairs = [line.split() for line in sections["files"].splitlines() if line.strip()]

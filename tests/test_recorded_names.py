@@ -109,7 +109,7 @@ def test_an_encoder_outside_the_package_is_identified_by_its_module_path(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "name"), [(SingleLabel, "OneOfMany"), (MultiLabel, "SomeOfMany"), (Regression, "Regression")]
 )
-def test_the_identity_of_a_classification_names_its_problem_as_ever(kind, name):
+def test_the_identity_of_a_classification_keeps_its_recorded_problem_name(kind, name):
     assert recorded_name(instance_of(kind)) == name
 
 
@@ -187,7 +187,7 @@ def test_precomputed_answers_are_found_by_their_title():
     assert [each.title for each in found] == ["reference log-probabilities", "teacher's log-probabilities"]
 
 
-def test_the_status_of_a_failed_run_names_its_error_as_ever():
+def test_the_status_of_a_failed_run_records_its_error():
     names = {each.__name__ for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)}
     expected = "FinetuneError UserError ConfigError DataError ModelError StrategyError CheckpointError MissingPackage "
     expected += "RegistryError "

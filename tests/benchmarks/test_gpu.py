@@ -112,7 +112,7 @@ def test_figures_outside_the_selected_cases_are_not_reported_as_missing():
     assert found.missing == []
 
 
-def test_the_page_explains_what_falls_short_by_its_kernels_and_memory():
+def test_the_page_explains_missed_thresholds_by_kernels_and_memory():
     known = {"8B LoRA, ours": record(12_000), "1B full, ours": record(70_000)}
     text = page("one GPU", cases(), known, found=judged(known), peak=989.4e12, is_tiny=False)
     assert "### Profile of 8B LoRA, ours" in text

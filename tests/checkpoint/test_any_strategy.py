@@ -103,7 +103,7 @@ def test_resuming_under_the_same_strategy_is_bitwise_identical(straight, continu
     assert after["digest"] == before["digest"]
 
 
-def test_weights_that_are_rounded_by_chance_stay_in_16_bits(straight, continued):
+def test_stochastically_rounded_weights_stay_in_16_bits(straight, continued):
     runs = (straight["fsdp2-chance"], continued["fsdp2-chance-again"])
     assert [run["dtypes"] for run in runs] == [["torch.bfloat16", "torch.float32"]] * 2  # the buffer is float32
 

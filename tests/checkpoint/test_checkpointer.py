@@ -202,7 +202,7 @@ def test_another_shape_is_refused_by_name(folder):
         Run(folder, width=5).resume()
 
 
-def test_another_optimizer_is_refused_by_what_is_missing(folder):
+def test_another_optimizer_is_rejected_with_the_missing_state(folder):
     Run(folder).train(range(1))
     run = Run(folder)
     run.access._optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)

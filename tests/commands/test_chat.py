@@ -122,7 +122,7 @@ def test_a_broken_model_is_one_message(tmp_path):
         chat(tmp_path)
 
 
-def test_at_a_terminal_the_conversation_goes_on_until_it_is_cleared(final, monkeypatch, capsys):
+def test_a_terminal_conversation_continues_until_it_is_cleared(final, monkeypatch, capsys):
     terminal = io.StringIO("say moon\nsay star\n/clear\nsay star\n")
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stdin", terminal)
@@ -180,7 +180,7 @@ def test_an_invalid_chat_command_is_reported_and_the_conversation_continues(said
     assert last == "star"
 
 
-def test_piped_lines_that_are_no_commands_are_questions(said, monkeypatch):
+def test_piped_lines_that_are_not_commands_are_questions(said, monkeypatch):
     asked = []
     monkeypatch.setattr("finetune.commands.chat.ChatModel.answer", lambda _, turns: asked.append(list(turns)) or "")
     said("/usr/bin is what?", "/base", "say star", is_terminal=False, system="Be brief.")

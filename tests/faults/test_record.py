@@ -23,6 +23,6 @@ def test_a_record_reopened_for_another_source_keeps_lines_only_if_requested(tmp_
     assert Record(tmp_path / "runs" / "faults.jsonl", seed=1, source=source, keep=True).lines == []
 
 
-def test_the_list_is_in_the_order_of_the_chains():
+def test_violations_are_listed_in_the_order_of_the_chains():
     text = page([WRONG, RIGHT], seed=0)
     assert text.index("| 0 | full |") < text.index("| 1 | full |") and "1 runs violated" in text

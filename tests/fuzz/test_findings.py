@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 FINDINGS = sorted((Path(__file__).parent / "findings").glob("*.json"))
 
 
-def test_there_are_findings():
+def test_recorded_fuzzing_findings_exist():
     assert len(FINDINGS) >= 10
 
 

@@ -105,7 +105,7 @@ def test_no_command_ends_with_a_traceback_in(around: str, ground: Ground):
         ("| true", CLOSED_PIPE, ""),
     ],
 )
-def test_an_output_that_is_closed_full_or_not_read_is_no_traceback(redirection: str, code: int, message: str):
+def test_a_closed_full_or_unread_output_gives_no_traceback(redirection: str, code: int, message: str):
     """`reference` writes more than a pipe holds; its reader is gone by then."""
     script = f"set -o pipefail; {sys.executable} -m finetune reference {redirection}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)

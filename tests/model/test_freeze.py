@@ -49,7 +49,7 @@ def test_matching_parameters_are_frozen():
 
 
 @pytest.mark.parametrize(("change", "key"), [(freeze, "model.freeze"), (train_only, "model.train_only")])
-def test_a_pattern_that_fits_nothing_names_what_is_there(change, key):
+def test_a_pattern_without_a_match_names_existing_parameters(change, key):
     with pytest.raises(ModelError, match=f"{key}: no parameter matches `layers.*`.*`layer.weight`"):
         change(Tied(), ("layers.*",))
 

@@ -34,7 +34,7 @@ def load(from_config, build, folder):
     return lambda **keys: build(from_config().model_copy(update={"from_config": None, "name": str(folder), **keys}))
 
 
-def test_a_package_that_is_not_there_is_named_with_what_brings_it(from_config, monkeypatch):
+def test_a_missing_package_is_named_with_its_install_command(from_config, monkeypatch):
     def absent(module, *, extra, purpose):
         raise MissingPackage(f"{purpose} needs `{module}`: pip install 'finetune[{extra}]'")
 
@@ -76,7 +76,7 @@ def bytes_of(parameter):
 
 
 @needs_bitsandbytes
-def test_loftq_makes_up_for_a_part_of_what_was_lost(load, folder, from_config):
+def test_loftq_recovers_part_of_the_quantization_error(load, folder, from_config):
     model = load(quantization=NF4)
     wish = LoraSection(rank=8, alpha=4.0, init="loftq")
     adapted = add_adapter(model, wish, AdapterContext(seed=1, base=str(folder)))

@@ -59,7 +59,7 @@ def test_our_attention_takes_boundaries_and_cannot_be_chosen():
     assert not takes_boundaries("sdpa") and not takes_boundaries("kernels/another") and not takes_boundaries(None)
 
 
-def test_a_head_reads_what_its_task_reads():
+def test_a_head_reads_the_modality_of_its_task():
     assert reads_of_head("image_text_to_text") == "both" and reads_of_head("image_classification") == "images"
     assert reads_of_head("causal_lm") == reads_of_head("a_head_of_tomorrow") == "text"
 

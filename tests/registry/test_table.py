@@ -24,7 +24,7 @@ def test_entries_are_looked_up_by_name_in_the_order_of_registration(colors):
     assert colors["red"].is_warm and "blue" in colors and "green" not in colors and None not in colors
 
 
-def test_an_internal_entry_is_no_choice_and_has_no_description(colors):
+def test_an_internal_entry_is_not_a_choice_and_is_not_described(colors):
     assert colors.choices == ("red", "blue")
     assert colors.describe() == "`red`: the color of blood. `blue`."
 

@@ -124,7 +124,7 @@ def test_the_end_shows_how_far_the_metrics_have_come():
     ]
 
 
-def test_a_single_evaluation_is_no_change():
+def test_a_single_evaluation_is_printed_without_a_change():
     lines = plain(
         Evaluated(80, metrics={"loss": 0.5}, num_rows=8, seconds=0.1),
         RunEnded(80, reason="finished", seconds=1.0, metrics={"loss": 0.5}, final_folder=None),

@@ -105,7 +105,7 @@ def test_every_column_is_in_its_unit():
     assert set(sampled.columns) == set(COLUMNS)
 
 
-def test_a_mig_instance_is_found_and_has_what_it_reports():
+def test_a_mig_instance_is_found_with_the_columns_it_reports():
     missing = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues")
     sampled = sampler(FakeNvml(uuid=f"MIG-{UUID}", missing=missing))
     assert sampled.sample()
@@ -154,14 +154,14 @@ def test_the_thread_samples_and_ends_with_the_run(visible):
         {"nvmlDeviceGetHandleByUUID": pynvml.NVML_ERROR_NO_PERMISSION},
     ],
 )
-def test_without_a_driver_there_are_no_columns_and_no_warning(visible, fails):
+def test_gpu_columns_are_empty_without_a_driver_and_without_a_warning(visible, fails):
     with sampled_gpu(visible(FakeNvml(fails=fails)), is_main=True) as device:
         assert isinstance(device, NoGpu)
         assert device.columns == {}
         assert device.warning() is None
 
 
-def test_without_the_package_there_are_no_columns(visible):
+def test_gpu_columns_are_empty_without_the_nvml_package(visible):
     class Absent:
         def __getattr__(self, name):
             raise ModuleNotFoundError("No module named 'pynvml'")

@@ -3,7 +3,7 @@ import pytest
 from finetune.report.timing import StartupTimer, ThroughputMeter
 
 
-def test_each_phase_has_its_own_time_and_what_came_before_is_the_imports():
+def test_each_startup_phase_has_its_own_time_and_the_first_is_the_imports():
     clock, cpu_clock = iter([100.0, 100.0, 103.0]).__next__, iter([6.0, 7.5]).__next__
     startup = StartupTimer(seconds_before=5.0, cpu_before=1.0, clock=clock, cpu_clock=cpu_clock)
     startup.end("data")

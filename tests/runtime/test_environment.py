@@ -84,11 +84,11 @@ def test_git_state_has_commit_changes_and_a_redacted_remote(tmp_path):
     assert CANARY not in changed["remote"]
 
 
-def test_outside_a_repository_there_is_no_git_state(tmp_path, monkeypatch):
+def test_git_state_is_none_outside_a_repository(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_state(tmp_path) is None
 
 
-def test_without_git_installed_there_is_no_git_state(tmp_path, monkeypatch):
+def test_git_state_is_none_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path) is None

@@ -43,7 +43,7 @@ def test_a_missing_lazy_module_raises_at_its_first_use():
         part.answer()
 
 
-def test_a_module_of_a_package_that_imports_what_is_looked_up_in_it(package, tmp_path):
+def test_a_lazy_submodule_is_found_in_a_package_that_imports_its_attributes(package, tmp_path):
     (tmp_path / "slow" / "__init__.py").write_text(
         "import importlib\ndef __getattr__(name):\n"
         "    if name.startswith('_'): raise AttributeError(name)\n"

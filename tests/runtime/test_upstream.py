@@ -219,7 +219,7 @@ def test_ever_new_shapes_take_no_more_memory(figure):
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"])
-def test_a_capacity_of_the_users_own_stays(name):
+def test_a_primitive_cache_capacity_set_by_the_user_is_kept(name):
     variables = {name: "7"}
     upstream.bound_primitive_cache(variables)
     assert variables == {name: "7"}

@@ -53,7 +53,7 @@ def test_a_divergence_equals_its_formula(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_models_are_no_distance_apart_and_do_not_move(name):
+def test_distillation_from_an_equal_teacher_has_zero_loss_and_gradient(name):
     logits = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
     found = named(name)(logits.detach().log_softmax(dim=-1), logits.log_softmax(dim=-1)).sum()
     found.backward()

@@ -92,7 +92,7 @@ def test_a_gradient_norm_on_the_cpu_is_logged_with_losses_on_a_device(monkeypatc
     assert found.value.args == ((3, 3), "meta")
 
 
-def test_the_loss_of_a_step_is_the_same_whatever_steps_are_read_with_it(monkeypatch):
+def test_the_loss_of_a_step_does_not_depend_on_the_steps_read_with_it(monkeypatch):
     shares = torch.tensor([1e8, 1.0, -1e8, 1.0])  # of four ranks: added in another order they are another number
 
     def gather(tensor, sizes):

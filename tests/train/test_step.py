@@ -342,7 +342,7 @@ def moment(parts: TrainingComponents, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("damaged", "problem"), [((3, 5), None), ((), "the set is damaged")])
-def test_samples_that_are_not_what_was_prepared_stop_the_run_before_its_weights_change(damaged, problem):
+def test_damaged_samples_stop_the_run_before_its_weights_change(damaged, problem):
     handed = Handed(damaged=damaged, problem=problem)
     parts = parts_of(2, deliveries=handed)
     before = parts.model.weight.detach().clone()

@@ -30,7 +30,7 @@ def path(tmp_path):
     return path
 
 
-def test_the_safetensors_library_reads_what_was_written(path):
+def test_the_safetensors_library_reads_written_tensor_files(path):
     loaded = load_file(path)
     assert loaded.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():

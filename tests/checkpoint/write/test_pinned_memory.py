@@ -77,7 +77,7 @@ def test_a_refusal_of_the_driver_is_an_error(monkeypatch):
         PinnedMemory(10)
 
 
-def test_a_capture_locks_what_was_planned_and_no_more(tmp_path, monkeypatch):
+def test_a_capture_pins_exactly_the_planned_buffers(tmp_path, monkeypatch):
     driver = Driver()
     monkeypatch.setattr(
         snapshot,
@@ -97,7 +97,7 @@ def test_a_capture_locks_what_was_planned_and_no_more(tmp_path, monkeypatch):
 
 
 @EVERY_DEVICE
-def test_pinned_memory_is_what_was_planned(device, figure):
+def test_pinned_memory_has_the_planned_size(device, figure):
     """On a GPU 9.7 GB in three blocks, for which torch's own allocator takes 16 GB."""
     sizes = [4_300_000_000, 4_300_000_000, 1_100_000_000] if device == "cuda" else [430_001, 11_000_000]
     noop = {} if device == "cuda" else {"register": lambda *_: None, "unregister": lambda *_: None}

@@ -83,7 +83,7 @@ def test_a_diverged_run_is_different_from_its_first_nan_loss_on():
     assert (agreement.verdict, agreement.different_from) == ("different", 251)
 
 
-def test_the_verdict_on_few_steps_is_unknown():
+def test_a_comparison_of_few_steps_has_no_verdict():
     agreement = compare_losses(steps_of(curve(10)), steps_of(curve(10) + 0.1))
     assert agreement.verdict == "unknown"
     assert "too few" in agreement.sentence

@@ -87,7 +87,7 @@ def test_a_plan_without_a_fitting_strategy_suggests_what_would_fit(
     assert "No strategy fits on these GPUs. It would with QLoRA" in printed
 
 
-def test_the_exit_code_says_whether_the_job_fits(
+def test_the_exit_code_of_plan_is_1_if_the_job_does_not_fit(
     job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(plan_command, "Predictor", lambda *_: type("P", (), {"predict": staticmethod(LLAMA_8B)}))

@@ -132,9 +132,7 @@ def test_a_killed_run_does_not_end_the_others(scheduling):
     assert "killed by signal 9" in shown
 
 
-def test_a_full_disk_does_not_end_the_sweep_and_what_was_not_written_is_written_later(
-    scheduling, folder, monkeypatch, capsys
-):
+def test_a_full_disk_does_not_end_the_sweep_and_its_records_are_written_later(scheduling, folder, monkeypatch, capsys):
     write, num_failures = SweepJournal._write, []
 
     def write_to_full_disk(journal):

@@ -44,7 +44,7 @@ def test_only_the_answer_and_its_end_of_turn_are_targets(tokenizer):
     assert features.arrays["is_target"].dtype == bool
 
 
-def test_the_tokens_are_those_of_the_rendered_conversation(tokenizer):
+def test_encoded_tokens_equal_those_of_the_rendered_conversation(tokenizer):
     features = encode_turns([turn("system", "Be brief."), ASKED, ANSWERED], tokenizer)
     assert tokenizer.decode(features.arrays["input_ids"].tolist()) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is two and two?<|im_end|>\n"

@@ -142,7 +142,7 @@ def test_each_answer_has_its_own_length(tokenizer):
     assert cut.counts.truncated_rows == 2
 
 
-def test_a_row_as_one_sample_is_counted_as_ever(tokenizer):
+def test_a_row_encoded_as_one_sample_counts_no_answers(tokenizer):
     set_chat_template(tokenizer, "chatml")
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=8, over_length="drop")
     plan = make_encoding_plan(ALREADY_READ, ConversationEncoder(tokenizer), section=section)

@@ -36,7 +36,7 @@ def test_a_labelled_text_gets_the_special_tokens_of_the_tokenizer(bert):
     assert (one.num_targets, one.length, one.cut_tokens) == (1, 6, 0)
 
 
-def test_two_texts_have_types_and_may_stand_among_single_ones(bert):
+def test_text_pairs_have_token_types_and_may_be_mixed_with_single_texts(bert):
     rows = [{"text": "a", "text_pair": "b c", "label": "good"}, {"text": "d", "label": "bad"}]
     pair, single = LabelledTextEncoder(bert, ClassLabelEncoder(CLASSES))(rows)
     assert tokens(pair) == "[CLS] a [SEP] b c [SEP]"

@@ -41,7 +41,7 @@ def test_a_word_without_tokens_becomes_the_unknown_token(encoder):
     assert shown(sample, WORDS) == "[CLS] a/O [UNK]/B-LOC b/O [SEP]"
 
 
-def test_words_of_a_byte_level_tokenizer_stay_apart(tokenizer):
+def test_words_of_a_byte_level_tokenizer_stay_separate(tokenizer):
     (sample,) = TaggedWordsEncoder(tokenizer, CLASSES)([{"tokens": ["Be", "brief"], "tags": ["O", "B-LOC"]}])
     assert tokenizer.decode(sample.arrays["input_ids"].tolist()) == "Be brief"
     assert sample.num_targets == 2

@@ -68,7 +68,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", [*HINTS, *DAMAGE])
-def test_each_gives_one_message(tmp_path, name):
+def test_each_unreadable_file_gives_one_message(tmp_path, name):
     file, content, keys, message = (HINTS | DAMAGE)[name]
     (tmp_path / file).write_bytes(content)
     with pytest.raises(DataError, match=message) as error:

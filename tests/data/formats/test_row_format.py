@@ -122,7 +122,7 @@ def test_a_rows_own_arguments_of_the_chat_template_are_read_in_every_format_of_t
             read({**row, "chat_template_kwargs": wrong}, **keys)
 
 
-def test_a_first_row_with_arguments_makes_another_identity_and_one_without_the_same_as_ever():
+def test_only_a_first_row_with_template_arguments_changes_the_identity():
     def identity(row):
         return choose_format(
             SourceSection(path="rows.jsonl"), RawRow("rows.jsonl", 1, row), key=KEY, log=str
@@ -221,7 +221,7 @@ def test_a_label_of_minus_one_is_rejected():
         with_class_names({"text": "a", "label": -1}, {"label": ("bad", "good")})
 
 
-def test_class_names_are_part_of_what_a_row_is_read_as():
+def test_class_names_are_part_of_the_format_identity():
     section, raw = SourceSection(path="rows.parquet"), RawRow("rows.parquet", 1, {"text": "a", "label": 0})
     forms = [
         choose_format(section, raw, key=KEY, log=print, class_names=lambda n=n: n) for n in ({}, {"label": ("x",)})

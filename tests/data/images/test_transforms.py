@@ -105,7 +105,7 @@ def test_mixup_blends_every_pixel_by_the_share():
         assert torch.equal(mixed.pixels, torch.full_like(ONE, 1 - mixed.share))
 
 
-def test_cutmix_replaces_as_much_as_the_share_says():
+def test_cutmix_replaces_the_share_of_pixels_it_reports():
     shares = set()
     for seed in range(50):
         mixed = mix_images(ONE, OTHER, mixup=0.0, cutmix=1.0, chance=Random(seed))

@@ -25,7 +25,7 @@ NO_HEADER = b'3,"Wall Street, down",x\n4,"the ""bears""",y\n'
 
 
 @pytest.mark.parametrize("columns", [{"label": 0, "text": 1}, {"0": "label", "1": "text"}, {"0": "label", "text": 1}])
-def test_columns_by_position_mean_that_there_is_no_header(tmp_path, columns):
+def test_columns_by_position_read_a_file_without_a_header(tmp_path, columns):
     assert read(tmp_path, NO_HEADER, columns=columns) == ROWS
 
 
@@ -91,7 +91,7 @@ def test_every_position_is_read_from_the_column_that_is_there(tmp_path):
         assert first == {"label": cells[label], "text": cells[text]}
 
 
-def test_other_keys_are_other_data_and_none_of_them_the_same_as_ever(tmp_path):
+def test_source_keys_change_the_identity_and_defaults_do_not(tmp_path):
     content = b"text;label\na;1\n"
     found = [
         open_source(section(tmp_path, content, **keys), key="data.train", log=lambda _: None).identity()

@@ -42,7 +42,7 @@ def test_a_text_column_is_the_text_that_its_template_makes():
     assert [turn["content"] for turn in row["messages"]] == ["Q: 2 + 2?", "4 < 5odd"]
 
 
-def test_a_column_without_a_template_is_read_as_ever():
+def test_a_column_without_a_template_is_read_unchanged():
     row = read({"prompt": "{{ question }}"}, columns={"completion": "answer"})
     assert row["messages"][1]["content"] == "4 < 5"
 

@@ -480,7 +480,7 @@ def test_a_rejected_source_leaves_no_folder_in_the_cache(prepare_cache, tmp_path
     assert [path for path in (tmp_path / "cache" / "prepared").iterdir() if path.is_dir()] == []
 
 
-def test_the_log_tells_a_prepared_cache_from_a_reused_one(prepare_cache):
+def test_the_log_distinguishes_a_prepared_cache_from_a_reused_one(prepare_cache):
     folder = prepare_cache(["a>b"]).folder
     assert prepare_cache.said[-1] == f"data.train: prepared in {folder}"
     prepare_cache(["a>b"])

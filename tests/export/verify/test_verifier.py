@@ -56,7 +56,7 @@ def verify(tmp_path, tokenizer):
 
 
 @pytest.mark.full
-def test_the_verification_of_a_correct_export_lists_what_was_compared(verify, build, architecture_name, tmp_path):
+def test_the_verification_of_a_correct_export_lists_its_comparisons(verify, build, architecture_name, tmp_path):
     said = verify(build(architecture_name))
     assert said.startswith("verified in a fresh process in ") and "the same tokens for 203 texts" in said
     assert "logits of 4 rows within" in said
@@ -250,7 +250,7 @@ def test_the_tolerance_of_a_model_that_amplifies_rounding_is_its_own_rounding_er
 
 
 @pytest.mark.full
-def test_a_wrong_value_is_not_within_the_tolerance_of_rounding(verify, deep_mixture):
+def test_a_wrong_value_exceeds_the_tolerance_of_rounding(verify, deep_mixture):
     damage = rewritten("config.json", lambda values: values.update(logits_scaling=8.0))
     with pytest.raises(ExportError, match=r"config.json: `logits_scaling` is 8.0 instead of 1.0"):
         verify(deep_mixture, dtype_trained="bfloat16", damage=damage)

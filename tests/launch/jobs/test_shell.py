@@ -22,6 +22,6 @@ def test_hostile_arguments_and_variables_arrive_unchanged(shell, tmp_path):
     assert len(HOSTILE) > 20 and list(tmp_path.iterdir()) == []
 
 
-def test_a_template_does_not_expand_what_users_write():
+def test_a_job_template_does_not_expand_user_text():
     text = render("host.sh.jinja", meeting=["X={{ secret }}"], launch="{% raw %}", next="{{ 7 * 7 }}")
     assert "{{ secret }}" in text and "{% raw %}" in text and "{{ 7 * 7 }}" in text

@@ -88,7 +88,7 @@ def forms(weight):
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", ["llama untied", "gpt2 tied"])
 @pytest.mark.parametrize("casts", [False, True])
-def test_nothing_is_moved_twice_and_no_weight_nor_its_cast(
+def test_no_activation_is_offloaded_twice_and_no_weight_at_all(
     from_config, build, monkeypatch, casts, name, lora, is_compiled
 ):
     model = build(from_config(name)).train()
@@ -143,7 +143,7 @@ def group_of_one():
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_gathered_parameters_are_no_activations(from_config, build):
+def test_gathered_parameters_are_not_offloaded_as_activations(from_config, build):
     """FSDP2 frees them after a layer and gathers them again: a copy in the host would keep them for nothing."""
     model = build(from_config()).train()
     weights = {form for each in model.parameters() for form in forms(each)}

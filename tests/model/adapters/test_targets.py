@@ -81,7 +81,7 @@ def test_a_dense_model_has_no_line_on_its_experts(build, from_config):
     assert adapter_summary(add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))) is None
 
 
-def test_experts_router_names_and_layers_choose_what_is_adapted(adapt):
+def test_experts_router_names_and_layers_select_the_adapted_modules(adapt):
     assert adapted_names(adapt("deepseek_v3", experts=False)) == ADAPTED["deepseek_v3"] - EXPERTS
     assert adapted_names(adapt("mixtral", router=True)) == ATTENTION | EXPERTS | {"gate"}
     assert adapted_names(adapt("mixtral", target_modules=("q_proj",))) == {"q_proj"}

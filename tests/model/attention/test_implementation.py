@@ -58,7 +58,7 @@ def test_others_keep_the_attention_that_transformers_gives_them(kind, values):
     assert default_attention(tiny_config(kind, **values)) is None
 
 
-def test_code_that_comes_with_a_model_is_not_trusted_to_keep_them_apart():
+def test_remote_model_code_is_not_trusted_to_isolate_samples():
     own = type(tiny_config("llama"))
     brought = type("BroughtConfig", (own,), {"__module__": "transformers_modules.someone.configuration_llama"})
     assert not supports_packed_samples(brought())
@@ -144,7 +144,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_nothing_as_large_as_the_square_of_the_row_is_made(kind):
+def test_per_sample_attention_allocates_nothing_quadratic_in_the_row_length(kind):
     given = row_of(samples((16, 8) * 20))
     square = given["input_ids"].numel() ** 2
     seen = {}
@@ -157,7 +157,7 @@ def test_nothing_as_large_as_the_square_of_the_row_is_made(kind):
 
 
 @torch.no_grad()
-def test_padded_batches_are_what_sdpa_makes_of_them():
+def test_padded_batches_give_the_logits_of_sdpa():
     ids = torch.cat([tokens(9, 0), tokens(9, 1)])
     mask = torch.ones_like(ids)
     mask[0, 5:] = 0
@@ -233,7 +233,7 @@ def test_flash_attention_gets_the_settings_of_the_layer(monkeypatch):
     torch.testing.assert_close(output, attend_sample_by_sample(heads(), SampleLengths(LENGTHS), scores))
 
 
-def test_no_kernel_for_rows_is_taken_where_there_is_no_gpu(monkeypatch):
+def test_no_varlen_kernel_is_used_without_a_gpu(monkeypatch):
     monkeypatch.setattr(varlen_kernels, "_available", varlen_kernels.AvailableKernels(True, torch, torch.add))
     assert varlen_kernels.varlen_kernel(heads(), AttentionSettings()) is None
     assert varlen_kernels.missing_kernel_warning(is_half=True) is None

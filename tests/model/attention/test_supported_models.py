@@ -79,7 +79,7 @@ def test_another_sample_of_the_row_changes_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_recomputed_layers_keep_samples_apart(kind):
+def test_recomputed_layers_isolate_samples(kind):
     model, given = tiny_model(kind).train(), row_of(samples_of(LENGTHS))
     plain = gradients(model, model(**given).logits)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})

@@ -24,7 +24,7 @@ def function_of(kind, name):
 
 
 @pytest.mark.parametrize("name", ROW_FUNCTIONS)
-def test_transformers_own_functions_cannot_keep_samples_apart(name):
+def test_functions_of_transformers_cannot_isolate_samples(name):
     kind = next(kind for kind, names in HYBRID_MODEL_TYPES.items() if name in names and kind != "lfm3")
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
         function_of(kind, name)(seq_idx=torch.zeros(1, 5))

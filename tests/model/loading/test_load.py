@@ -22,7 +22,7 @@ def is_tied(model) -> bool:
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_tied_embeddings_are_one_parameter_and_the_config_says_so(architecture_name, from_config, build):
+def test_tied_embeddings_are_one_parameter_and_recorded_in_the_config(architecture_name, from_config, build):
     model = build(from_config(architecture_name))
     assert is_tied(model) == architecture_name.endswith(" tied") == model.config.tie_word_embeddings
 
@@ -47,7 +47,7 @@ def test_a_model_on_the_meta_device_reads_only_the_config_of_its_folder(tmp_path
         build(ModelSection(name=str(tmp_path)))
 
 
-def test_a_rank_without_values_keeps_in_float32_what_loading_keeps(tmp_path):
+def test_a_rank_without_weights_keeps_the_same_parameters_in_float32(tmp_path):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
     config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)

@@ -60,7 +60,7 @@ def test_files_missing_from_the_storage_at_the_end_are_listed_with_their_local_f
     ]
 
 
-def test_a_run_that_was_over_already_uploads_what_an_earlier_start_could_not(mirror, remote, tmp_path):
+def test_a_finished_run_uploads_files_missed_by_an_earlier_start(mirror, remote, tmp_path):
     checkpoint(tmp_path, 4)
     assert mirror.finish(0) == 0
     assert "step-000004" in remote.checkpoints()

@@ -38,7 +38,7 @@ def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, least, redu
     ("reduction", "num_batches"),
     [(GradientReduction.LAST, 4), (GradientReduction.EVERY, 4), (GradientReduction.EITHER, 1)],
 )
-def test_free_memory_is_not_gathered_where_there_is_no_choice(monkeypatch, reduction, num_batches):
+def test_free_memory_is_not_gathered_if_the_gradient_reduction_is_fixed(monkeypatch, reduction, num_batches):
     monkeypatch.setattr(optimizer.distributed, "gather_objects", None)
     arguments, lines = arguments_of(reduction)
     plan_accumulation(**arguments, device=CPU, num_trained=8 * GB, num_batches=num_batches, planned_bytes=0)

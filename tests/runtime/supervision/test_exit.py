@@ -71,7 +71,7 @@ def test_a_rank_that_exited_without_an_error_is_named(tmp_path, capsys):
     assert f"error: lost contact with rank 1 (process {child} on " in capsys.readouterr().err
 
 
-def test_a_rank_that_was_stopped_is_no_failure_of_the_others(tmp_path, capsys):
+def test_a_stopped_rank_is_not_a_failure_of_the_others(tmp_path, capsys):
     (_, own), (status, _) = ranks_of(tmp_path)
     status.claim_exit(exit_from_error(KeyboardInterrupt(), rank=1))
     assert code_after(own, CLOSED) == 130

@@ -43,7 +43,7 @@ def test_files_of_a_run_and_symlinks_to_them_are_accepted(tmp_path):
     require_free_names(tmp_path)
 
 
-def test_all_names_are_those_that_are_written():
+def test_locks_status_and_hang_files_are_among_the_reserved_names():
     assert {writer_lock.LOCK, status.STATUS_FILE, status._LOCK, "STOP"} <= {*writer_lock.FILES}
     assert HANG_FOLDER in FOLDERS
 

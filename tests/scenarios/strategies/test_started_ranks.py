@@ -106,7 +106,7 @@ def assert_same(run: Ended, wanted: Ended, *, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tasks_of_srun_train_what_accelerate_launch_trains(begin_tasks, accelerated, strategy):
+def test_srun_tasks_have_the_losses_of_accelerate_launch(begin_tasks, accelerated, strategy):
     run = ended(begin_tasks(of_srun, name=f"srun-{strategy}", strategy=strategy))
     assert_same(run, accelerated(strategy), strategy=strategy)
     assert "2 processes by srun (step" in run.output
@@ -114,7 +114,7 @@ def test_tasks_of_srun_train_what_accelerate_launch_trains(begin_tasks, accelera
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_torchrun_with_an_accelerate_file_trains_what_accelerate_launch_trains(job, accelerated, strategy):
+def test_torchrun_with_an_accelerate_file_has_the_losses_of_accelerate_launch(job, accelerated, strategy):
     folder, log = (job.parent / kind / f"torchrun-{strategy}" for kind in ("runs", "logs"))
     command = launching.torchrun_command(*words_of(job, folder, SHORT, strategy))
     code = launching.run(command, log=log, timeout_seconds=TIMEOUT_SECONDS)

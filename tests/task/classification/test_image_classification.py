@@ -81,7 +81,7 @@ def test_an_image_that_cannot_be_decoded_is_reported_by_name():
     assert "there is no class `z`" in str(second)
 
 
-def test_an_evaluation_sees_what_the_processor_makes(model):
+def test_an_evaluation_uses_the_images_of_the_processor(model):
     task = make_task({"crop_scale": [0.1, 0.5], "flip": True, "mixup": 1.0})
     batch = task.collate(features_of(task, 1, 2, 8))
     wanted = task.views.processor([Image.open(io.BytesIO(png(n))) for n in (1, 2, 8)], return_tensors="pt")
@@ -102,7 +102,7 @@ def test_views_depend_on_step_and_sample_and_not_on_the_batch(images):
 
 
 @pytest.mark.parametrize("images", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0, "flip": True}])
-def test_mixed_images_have_mixed_labels_whatever_the_batch(images, model):
+def test_mixed_images_have_mixed_labels_in_any_batch(images, model):
     task = make_task(images)
     one, two, partner = (replace(each, seed=5) for each in features_of(task, 1, 2, 3))
     mixed = [replace(one, partner=partner), replace(two, partner=partner)]

@@ -9,7 +9,7 @@ from finetune.task.embedding import ranking_metrics
 from finetune.task.embedding.ranking_metrics import ranks_among, ranks_in
 
 
-def test_ranks_and_ndcg_are_scikit_learns():
+def test_ranks_and_ndcg_equal_those_of_scikit_learn():
     rng = np.random.default_rng(0)
     queries, candidates = torch.from_numpy(rng.normal(size=(20, 4))), torch.from_numpy(rng.normal(size=(30, 4)))
     right = [sorted(rng.choice(30, size=rng.integers(1, 13), replace=False).tolist()) for _ in range(20)]

@@ -96,7 +96,7 @@ def test_smoothing_and_z_loss_equal_the_formula(label_smoothing, z_loss):
     assert sums["cross_entropy"].item() == pytest.approx(formula(logits, labels), rel=1e-6)
 
 
-def test_smoothing_is_what_torch_calls_so():
+def test_label_smoothing_equals_that_of_torch():
     logits, labels = random_batch()
     theirs = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=0.3

@@ -215,7 +215,7 @@ FLAGGED = [
 
 
 @pytest.mark.parametrize("section", FLAGGED, ids=str)
-def test_the_device_computes_with_its_own_count_what_the_host_does_with_its(section):
+def test_step_counts_on_device_and_host_give_equal_updates(section):
     """Where `found_inf` is set, the host does not know how many updates there were."""
     plain, flagged = net(torch.bfloat16), net(torch.bfloat16)
     one, other = optimizer_of(plain, **section), optimizer_of(flagged, **section)
