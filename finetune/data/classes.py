@@ -67,7 +67,7 @@ _MAX_DIGITS = 1_000
 def sort_names(names: Iterable[str]) -> list[str]:
     """Return the names of classes sorted: by size where all of them are whole numbers, else as text.
 
-    >>> in_order(["10", "9"]), in_order(["b", "10", "9"])
+    >>> sort_names(["10", "9"]), sort_names(["b", "10", "9"])
     (['9', '10'], ['10', '9', 'b'])
     """
     found = list(names)
@@ -80,7 +80,7 @@ def balanced_weights(counts: Sequence[int]) -> tuple[float, ...]:
 
     A class that does not occur has weight 1.
 
-    >>> balanced([3, 1])
+    >>> balanced_weights([3, 1])
     (0.6666666666666666, 2.0)
     """
     num_present = sum(count > 0 for count in counts)
@@ -92,7 +92,7 @@ def positive_weights(counts: Sequence[int], num_rows: int) -> tuple[float, ...]:
 
     A class that no row has, or every row, has weight 1.
 
-    >>> balanced_presence([2, 5, 10, 0], 10)
+    >>> positive_weights([2, 5, 10, 0], 10)
     (4.0, 1.0, 1.0, 1.0)
     """
     return tuple((num_rows - count) / count if 0 < count < num_rows else 1.0 for count in counts)

@@ -21,7 +21,7 @@ _HALF_BITS = 32
 def samples_checksum(sample_ids: Sequence[int] | np.ndarray, contents: Sequence[int] | np.ndarray) -> int:
     """Return the sum, modulo 2^64, of one number per sample that depends on its id and its content and on no order.
 
-    >>> mark([3, 5], [7, 8]) == (mark([5], [8]) + mark([3], [7])) % 2**64
+    >>> (samples_checksum([5], [8]) + samples_checksum([3], [7])) % 2**64 == samples_checksum([3, 5], [7, 8])
     True
     """
     both = _mixed(np.asarray(sample_ids, np.uint64)) ^ np.asarray(contents, np.uint64)
@@ -36,7 +36,7 @@ def split_uint64(step_checksum: int) -> tuple[int, int]:
 def join_uint64(low: int, high: int) -> int:
     """Return the mark of which these are the halves, or sums of them.
 
-    >>> from_halves(*halves(2**64 - 1)) == 2**64 - 1
+    >>> join_uint64(*split_uint64(2**64 - 1)) == 2**64 - 1
     True
     """
     return (low + (high << _HALF_BITS)) % (1 << 2 * _HALF_BITS)

@@ -24,8 +24,8 @@ def choose_strategy(environment: LaunchEnvironment, job: JobSettings) -> Strateg
 def describe_strategy(strategy: Strategy) -> str:
     """Return one sentence: what is split over how many processes, and what is copied.
 
-    >>> explain(zero2_on_4)  # doctest: +SKIP
-    'zero2 on 4 processes splits gradients and optimizer state, copies parameters'
+    >>> describe_strategy(DataParallel(LaunchEnvironment(world=4)))
+    'ddp on 4 processes copies parameters, gradients and optimizer state'
     """
     world = strategy.expected().num_processes
     processes = "1 process" if world == 1 else f"{world} processes"

@@ -39,8 +39,8 @@ def window_offset(window: int) -> int:
 def split_sample_id(sample_id: int) -> SourceSampleId:
     """Return the source of the id and the id within it.
 
-    >>> place_of(of_source(2) + 7)
-    Place(source=2, within=7)
+    >>> split_sample_id(source_offset(2) + 7)
+    SourceSampleId(source=2, within=7)
     """
     source = sample_id >> (INDEX_BITS + WINDOW_BITS)
     return SourceSampleId(source, sample_id - source_offset(source))
@@ -54,7 +54,7 @@ def sources_of(sample_ids: np.ndarray) -> np.ndarray:
 def split_stream_index(within: int) -> tuple[int, int]:
     """Return the window of a stream's sample, and its index in that window.
 
-    >>> in_window(of_window(2) + 7)
+    >>> split_stream_index(window_offset(2) + 7)
     (2, 7)
     """
     return within >> INDEX_BITS, within & ((1 << INDEX_BITS) - 1)

@@ -87,7 +87,7 @@ def serve(job: StreamJob) -> None:
 def windows_to_delete(at_hand: Collection[int], wanted: Sequence[int], *, num_ahead: int) -> list[int]:
     """Return the windows that no reader has use for: not the one in use, nor two before it and those ahead of it.
 
-    >>> behind([0, 1, 2, 3, 4, 5], [3], num_ahead=1)
+    >>> windows_to_delete([0, 1, 2, 3, 4, 5], [3], num_ahead=1)
     [0, 5]
     """
     kept = {window for first in wanted for window in range(first - NUM_KEPT_WINDOWS, first + num_ahead + 1)}

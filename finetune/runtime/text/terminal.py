@@ -36,7 +36,7 @@ _BAR = re.compile(r"\r|(?:\x1b\[A)+")
 def escape_controls(text: str) -> str:
     r"""Return the text with every character that acts instead of being read as its escape; tab and line end stay.
 
-    >>> neutral("a\x1b[31mred\r\n\u202e")
+    >>> escape_controls("a\x1b[31mred\r\n\u202e")
     'a\\x1b[31mred\n\\u202e'
     """
     text = text.replace("\r\n", "\n") if "\r" in text else text
