@@ -15,13 +15,12 @@ from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
 from finetune.data.audit.template_check import PromptMismatch, TemplateCheck
 from finetune.data.encoding.conversation import ConversationEncoder
-from finetune.data.encoding.groups.text_groups import TextGroupsEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder
 from finetune.data.encoding.labelled_images import LabelledImageEncoder
-from finetune.data.encoding.labelled_text import LabelledTextEncoder
+from finetune.data.encoding.labelled_text import LabelledTextEncoder, TaggedWordsEncoder
 from finetune.data.encoding.preference import PreferenceEncoder
-from finetune.data.encoding.tagged_words import TaggedWordsEncoder
 from finetune.data.encoding.text import MaskedTextEncoder, SourceTargetEncoder, TextEncoder, TextRowsEncoder
+from finetune.data.encoding.text_groups import TextGroupsEncoder
 from finetune.data.precomputed import PrecomputedManifest as KnownManifest
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import identify
@@ -35,7 +34,7 @@ from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.hang import HangReport
 from finetune.runtime.supervision.status import Peer
 from finetune.task.base import BaseTask
-from finetune.task.classification.problem_types import MultiLabel, Regression, SingleLabel
+from finetune.task.classification.text_classification import MultiLabel, Regression, SingleLabel
 from finetune.task.distillation import DistillationTask
 from finetune.task.preference.dpo import precomputed_reference
 from finetune.task.row_formats import RequireImageMessages, RequireMessages, RequireText

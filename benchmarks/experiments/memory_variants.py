@@ -11,7 +11,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.config.sections.train import OptimizerSection
-from finetune.model.activations.offload import offload_activations
+from finetune.model.activations import offload_activations
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
 from finetune.model.loading.load import load_model

@@ -26,8 +26,7 @@ from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
-from finetune.task.router_loss.loss import RoutedTask
-from finetune.task.router_loss.recorder import RoutingRecorder
+from finetune.task.router_loss.loss import RoutedTask, RoutingRecorder
 from finetune.task.router_loss.routers import find_routers
 from finetune.train.parts import StepTask
 

@@ -1,18 +1,21 @@
 """The weights and config of an adapter of any kind, as plain peft loads them."""
 
 import copy
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from finetune.export.weights import build_meta_model, check_shapes, unwrap_adapter
 from finetune.model.adapters.build import peft_state_dict_names
 from finetune.model.adapters.context import ADAPTER_NAME, base_parameter_name
 from finetune.model.adapters.lora import as_plain_lora, initial_factors
-from finetune.model.adapters.saved_config import loadable_config
-from finetune.model.adapters.upstream import keep_targets
+from finetune.model.adapters.targets import shortest_names
+from finetune.model.adapters.upstream import is_parameter_wrapper, keep_targets, rewritten_names
 
 
 def adapter_for_export(
@@ -20,7 +23,7 @@ def adapter_for_export(
 ) -> tuple[dict[str, Tensor], PeftConfig]:
     """Return the adapter's weights under peft's names, all of them checked, and its config.
 
-    If initialisation changed the base (PiSSA, OLoRA) and the original base is elsewhere, the adapter is converted to
+    If initialization changed the base (PiSSA, OLoRA) and the original base is elsewhere, the adapter is converted to
     one on the original. Raises TrainingError for a weight that is missing or empty.
     """
     config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
@@ -29,7 +32,7 @@ def adapter_for_export(
     if initial and unwrap_adapter(model).name_or_path:
         weights, config = as_plain_lora(weights, config, initial)
     elif initial:
-        config.init_lora_weights = True  # the changed base is exported beside the adapter
+        config.init_lora_weights = True  # the changed base is exported next to the adapter
     meta_model, names = _check(weights, model, config, dtype=dtype)
     config = loadable_config(meta_model, config)
     config.inference_mode = True
@@ -40,15 +43,11 @@ def base_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str, T
     """Return the base's weights under the names they had before peft wrapped the modules."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if model.peft_config[ADAPTER_NAME].is_prompt_learning:
-        names = {name: _base_name(name) for name in weights}
+        # wraps none of the base's modules except a new head
+        names = {name: name.removeprefix("base_model.").replace(".original_module.", ".") for name in weights}
     else:
         names = {name: base_parameter_name(name) for name in weights}
     return {names[name]: tensor for name, tensor in weights.items() if name not in trained}
-
-
-def _base_name(name: str) -> str:
-    """Return the base's own name: prompt learning wraps none of its modules except a new head."""
-    return name.removeprefix("base_model.").replace(".original_module.", ".")
 
 
 def _check(
@@ -69,7 +68,46 @@ def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch
     config = copy.deepcopy(config)
     config.base_model_name_or_path = None
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # other initialisations read values, which the meta device lacks
+        config.init_lora_weights = True  # other initializations read values, which the meta device lacks
     base = build_meta_model(unwrap_adapter(model), dtype=dtype)
     with torch.device("meta"), keep_targets():
         return get_peft_model(base, config, low_cpu_mem_usage=True)
+
+
+def loadable_config(model: PeftModel, config: Any) -> Any:
+    """Return the config, changed where plain peft would adapt other modules than the model's adapters.
+
+    On loading, peft replaces some names of modules by parameters of routed experts (`rewritten_names`). Shared experts
+    and dense layers of these names are therefore saved as parameters, `shared_experts.up_proj.weight`: the same sum,
+    under the same names of tensors. Adapters of parameters cannot have dropout, which matters to training alone.
+    """
+    if config.peft_type != "LORA":
+        return config
+    config = copy.deepcopy(config)
+    base = model.get_base_model()
+    rewritten = rewritten_names(base.config.model_type)
+    layers = {
+        base_parameter_name(f"{name}.").removesuffix("."): module
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer) and not is_parameter_wrapper(module)
+    }
+    moved = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in rewritten}
+    parameters = [base_parameter_name(name) for name, _ in base.named_parameters() if ".lora_" not in name]
+    if moved:
+        names = {base_parameter_name(f"{name}.").removesuffix(".") for name, _ in base.named_modules()}
+        others = [name for name in layers if name not in moved]
+        config.target_modules = shortest_names(others, {name for name in names if "lora_" not in name})
+        config.layers_to_transform = None
+        for name, layer in moved.items():
+            parameter = re.escape(f"{name}.weight")  # its rank and alpha are recorded where they are its own
+            if layer.r[ADAPTER_NAME] != config.r:
+                config.rank_pattern = {parameter: layer.r[ADAPTER_NAME], **config.rank_pattern}
+            if layer.lora_alpha[ADAPTER_NAME] != config.lora_alpha:
+                config.alpha_pattern = {parameter: layer.lora_alpha[ADAPTER_NAME], **config.alpha_pattern}
+    targets = {*(config.target_parameters or ()), *(f"{name}.weight" for name in moved)}
+    if targets:
+        ends = tuple(f".{name}" for name in targets)
+        chosen = [name for name in parameters if name in targets or name.endswith(ends)]
+        config.target_parameters = shortest_names(chosen, parameters)
+        config.lora_dropout = 0.0
+    return config

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
-from finetune.model.activations.checkpointing import CheckpointingMode
+from finetune.model.activations import CheckpointingMode
 
 StrategyName = Literal["single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 Method = Literal["full", "lora", "qlora"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.model.activations.checkpointing import take_checkpointing
+from finetune.model.activations import take_checkpointing
 from finetune.runtime.optional import require
 
 BACKEND = "inductor"

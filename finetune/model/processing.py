@@ -15,8 +15,7 @@ from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import load_auto_class, without_warnings
-from finetune.model.new_tokens import add_tokens
-from finetune.model.tokenizer import TOKENIZER_FILES, ensure_padding, load_tokenizer
+from finetune.model.tokenizer import TOKENIZER_FILES, add_tokens, ensure_padding, load_tokenizer
 from finetune.registry.tasks import InputKind
 from finetune.runtime.hub import is_offline
 from finetune.runtime.upstream import without_hub_retries

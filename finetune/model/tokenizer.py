@@ -1,26 +1,29 @@
 """The tokenizer: the model's own, another one by name, or one trained on the run's texts.
 
 A trained one is a byte-level BPE (Radford et al., 2019), and cached: the same texts and vocabulary size train it once.
+New tokens get ids, rows of the embeddings and initial values before training.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune.config.sections.model import ModelSection
+from finetune.config.sections.model import ModelSection, NewTokensSection
 from finetune.errors import ModelError
 from finetune.model.loading.architecture import load_pretrained_config
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.model.loading.pretrained import load_auto_class, load_trained_tokenizer
 from finetune.model.loading.tokenizer_class import as_loaded_for
-from finetune.model.new_tokens import add_tokens
 from finetune.runtime.files.atomic import build_once, quarantine
 from finetune.runtime.files.digests import find_folder_damage, write_folder_digests
 from finetune.runtime.hub import is_offline
+from finetune.runtime.parameters import InitContext
+from finetune.runtime.seeds import derive_seed
 from finetune.runtime.upstream import without_hub_retries
 
 END_OF_TEXT = "<|endoftext|>"
@@ -195,3 +198,79 @@ def _load_pretrained(name: str, *, key: str, model: ModelSection, revision: str 
             trust_remote_code=model.trust_remote_code,
             local_files_only=is_local_path(name) or is_offline(),
         )
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> None:
+    """Add the tokens; raises ModelError for one that is already in the vocabulary, or is listed twice."""
+    vocabulary = tokenizer.get_vocab()
+    written = [*section.tokens, *section.special]
+    for key, tokens in (("tokens", section.tokens), ("special", section.special)):
+        for token in tokens:
+            if token in vocabulary:
+                raise ModelError(f"model.new_tokens.{key}: `{token}` is already in the vocabulary. Remove it.")
+            if written.count(token) > 1:
+                raise ModelError(f"model.new_tokens.{key}: `{token}` is listed twice. List it once.")
+            if not token.strip():
+                raise ModelError(f"model.new_tokens.{key}: a token of whitespace only cannot be matched in text.")
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in section.tokens])
+    special = [AddedToken(token, special=True, normalized=False) for token in section.special]
+    tokenizer.add_tokens(special, special_tokens=True)
+
+
+def new_token_ids(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection) -> tuple[int, ...]:
+    """Return the ids of the new tokens in a tokenizer that has them."""
+    vocabulary = tokenizer.get_vocab()
+    missing = [token for token in (*section.tokens, *section.special) if token not in vocabulary]
+    if missing:
+        raise ModelError(f"model.new_tokens: the tokenizer of the run lacks `{missing[0]}`.")
+    return tuple(vocabulary[token] for token in (*section.tokens, *section.special))
+
+
+def add_embedding_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: NewTokensSection,
+    *,
+    seed: int,
+    init_context: InitContext,
+) -> None:
+    """Resize embeddings and head to the tokenizer, and initialize the rows of the new tokens.
+
+    The rows depend only on the seed, the token and the existing rows, and are computed in float32. Tied weights stay
+    tied; a head's bias starts at zero. A rank that builds on the meta device is only resized. Collective under ZeRO-3.
+    """
+    ids = new_token_ids(tokenizer, section)
+    if model.config.get_text_config().vocab_size < len(tokenizer):
+        with torch.random.fork_rng(devices=()):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if init_context.on_meta_device:
+        return
+    texts = (*section.tokens, *section.special)
+    num_existing = min(ids)
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weights = {id(layer.weight): layer.weight for layer in layers if layer is not None}  # tied ones once
+    for weight in weights.values():
+        with torch.no_grad(), init_context.gather([weight]):
+            existing = weight[:num_existing].float()  # [tokens, width]
+            rows = []
+            for text in texts:
+                pieces = list(_subword_ids(tokenizer, text, below=num_existing)) if section.init == "pieces" else []
+                if section.init == "random":  # normal, with the standard deviation of the existing rows
+                    generator = torch.Generator().manual_seed(derive_seed(seed, "new tokens", text))
+                    row = torch.randn(existing.shape[1], generator=generator).to(existing) * existing.std()
+                else:
+                    row = existing[pieces].mean(dim=0) if pieces else existing.mean(dim=0)
+                rows.append(row)
+            weight[list(ids)] = torch.stack(rows).to(weight)
+
+
+def _subword_ids(tokenizer: Any, text: str, *, below: int) -> Sequence[int]:
+    """Return the ids of the pieces into which the tokenizer split the text before it was a token."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        pieces = tokenizer.convert_tokens_to_ids(tokenizer._tokenize(text))
+    else:
+        normal = backend.normalizer.normalize_str(text) if backend.normalizer is not None else text
+        split = backend.pre_tokenizer.pre_tokenize_str(normal) if backend.pre_tokenizer is not None else [(normal, ())]
+        pieces = [token.id for word, _ in split for token in backend.model.tokenize(word)]
+    return [piece for piece in pieces if piece is not None and piece < below]

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, dynamic_module_utils, modeling_utils
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    dynamic_module_utils,
+    modeling_utils,
+)
 from transformers.integrations import peft as peft_integration
 from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
 
@@ -347,3 +354,18 @@ def disable_cpu_repacking(model: nn.Module) -> None:
     modules: Iterator[Any] = (each for each in model.modules() if hasattr(each, "support_avx512bf16_for_cpu"))
     for module in modules:
         module.support_avx512bf16_for_cpu = False
+
+
+def written_head_size(config: PreTrainedConfig, parameters: Mapping[str, Any]) -> dict[str, int]:
+    """Return `head_dim` where the config leaves it open and the scaling needs it; nothing elsewhere.
+
+    transformers 5.23 computes `yarn`, `dynamic` and `longrope` with `getattr(config, "head_dim", ...)`, which is None
+    in Mixtral and MiniMax (`modeling_rope_utils.py`): TypeError. `linear` and `llama3` take `hidden_size /
+    num_attention_heads` then, as the models do. It is written into the config, so that the export loads as well.
+    """
+    layers: list[Mapping[str, Any]] = [each for each in parameters.values() if isinstance(each, dict)]
+    needs = any(each.get("rope_type") in ("yarn", "dynamic", "longrope") for each in layers or [parameters])
+    if not needs or getattr(config, "is_heterogeneous", False) or getattr(config, "head_dim", 0) is not None:
+        return {}
+    values: Any = config
+    return {"head_dim": values.hidden_size // values.num_attention_heads}

@@ -84,7 +84,7 @@ FORMATS = Table(
         FormatEntry(
             name="image_label",
             description="image/label",
-            implementation="finetune.data.formats.images:read_image_label",
+            implementation="finetune.data.formats.row_format:read_image_label",
             required=("image", "label"),
             classes="label",
             usual_task="image_classification",

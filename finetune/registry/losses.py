@@ -134,7 +134,7 @@ EMBEDDING_LOSSES = Table(
             name="infonce",
             description="of rows with an anchor and a positive; all passages of the global batch are candidates (van "
             "den Oord et al., 2018, arXiv:1807.03748)",
-            implementation="finetune.task.embedding.step_losses:infonce_of_step",
+            implementation="finetune.task.embedding.similarity_losses:infonce_of_step",
             compares_rows=True,
             reads=frozenset({"symmetric", "temperature"}),
         ),
@@ -142,7 +142,7 @@ EMBEDDING_LOSSES = Table(
             name="cosent",
             description="of scored pairs; compares every two pairs of the global batch (Su, 2022, "
             "https://kexue.fm/archives/8847)",
-            implementation="finetune.task.embedding.step_losses:cosent_of_step",
+            implementation="finetune.task.embedding.similarity_losses:cosent_of_step",
             scores=_ANY_SCORE,
             compares_rows=True,
             reads=frozenset({"temperature"}),

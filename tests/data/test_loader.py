@@ -1,5 +1,6 @@
 """The loaders give each rank its share of one world-wide sequence of microbatches."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,13 +13,20 @@ from accelerate.state import GradientState
 
 from finetune.config.sections.data import BatchingSection
 from finetune.data.batch import Batch
-from finetune.data.device_prefetch import StepGroups
 from finetune.data.features import Features
-from finetune.data.loader import EvaluationSampler, TrainSampler, evaluation_loader, train_loader
+from finetune.data.loader import (
+    DeviceCopyStream,
+    EvaluationSampler,
+    StepGroups,
+    TrainSampler,
+    evaluation_loader,
+    train_loader,
+)
 from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
+from tests.devices import EVERY_DEVICE
 
 
 def encode(rows):
@@ -229,3 +237,64 @@ def test_worker_settings_of_the_loader_survive_accelerate_prepare(prepared_and_s
     ready = prepare_data_loader(loader, torch.device("cpu"), num_processes=2, process_index=0, even_batches=False)
     for each in (loader, ready):
         assert (each.num_workers, each.persistent_workers, each.prefetch_factor) == (1, True, 3)
+
+
+CPU = torch.device("cpu")
+
+
+def batch_of(number: int) -> Batch:
+    labels = torch.full((1, 2), number)
+    return Batch({"input_ids": labels.clone()}, labels, 2, 2, (number,))
+
+
+class Diary:
+    """Notes what is copied and taken over, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextmanager
+    def context(self):
+        self.lines.append("copy")
+        yield
+
+    def wait_and_keep(self, group) -> None:
+        self.lines.append(f"take over {group[0].sample_ids[0]}")
+
+
+def test_each_group_is_yielded_once_after_the_next_one_is_copied():
+    diary = Diary()
+    handed = iter(StepGroups([batch_of(0), batch_of(1), batch_of(2)], 1, CPU, stream=diary))
+    assert next(handed)[0].sample_ids == (0,)
+    assert diary.lines == ["copy", "take over 0", "copy"]
+    assert [group[0].sample_ids[0] for group in handed] == [1, 2]
+    assert diary.lines == ["copy", "take over 0", "copy", "take over 1", "copy", "take over 2"]
+
+
+def test_batches_are_yielded_uncopied_on_a_cpu():
+    one, two = batch_of(0), batch_of(1)
+    ((first, second),) = StepGroups([one, two], 2, CPU)
+    assert first is one
+    assert second is two
+
+
+def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested():
+    def failing():
+        yield batch_of(0)
+        raise ValueError("not full")
+
+    handed = iter(StepGroups(failing(), 1, CPU, stream=Diary()))
+    with pytest.raises(ValueError, match="not full"):
+        next(handed)
+
+
+@EVERY_DEVICE
+def test_copies_on_a_side_stream_equal_their_source(device):
+    is_gpu, place = device == "cuda", torch.device(device)
+    batches = (batch_of(number).pin_memory() if is_gpu else batch_of(number) for number in range(50))
+    found = []
+    for group in StepGroups(batches, 1, place, stream=DeviceCopyStream(place) if is_gpu else Diary()):
+        if is_gpu:
+            torch.cuda._sleep(100_000)  # what is computed lags behind the host
+        found.append(group[0].inputs["input_ids"].sum())
+    assert torch.stack(found).tolist() == [2 * number for number in range(50)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.data.features import Features
 from finetune.model import compilation
-from finetune.model.activations.checkpointing import enable_gradient_checkpointing
+from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.compilation import compile_model, repeated_layers

@@ -11,7 +11,7 @@ from finetune.data.encoding.image_conversation import images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
 from finetune.task.build import build_task
-from finetune.task.generation.decoding import generate
+from finetune.task.generation.evaluation import generate
 from finetune.task.protocol import TaskContext
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 

@@ -1,17 +1,19 @@
 """From an open file to rows: JSON lines, JSON, CSV, TSV, plain text, CoNLL, Parquet and Arrow."""
 
+import csv
 import io
 import json
+import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 from finetune.config.section import CONLL_KINDS
-from finetune.data.rows import RawRow, not_utf8, parse_json, record_places
-from finetune.data.sources.conll import conll_rows
+from finetune.data.rows import RawRow, not_utf8, parse_json, record_places, shortened
 from finetune.data.sources.decoding import as_utf8, decode_line
-from finetune.data.sources.delimited import delimited_rows
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
 from finetune.data.sources.unpacking import MAX_ROW_BYTES
@@ -20,8 +22,15 @@ from finetune.errors import DataError
 MAX_JSON_BYTES = 2 << 30
 """Of a JSON file that is one array or object, which is held in memory; JSON lines have no limit."""
 
+MAX_SENTENCE_BYTES = 256 << 20
+"""Of the longest sentence that is read."""
+
+_DOCUMENT_START = "-DOCSTART-"
+
 _MAX_BLANK_LINES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LINE_PATTERN = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_DELIMITER_NAMES = {",": "comma", "\t": "tab", ";": "semicolon", "|": "pipe"}
 
 
 def rows_of(
@@ -34,7 +43,8 @@ def rows_of(
     if kind in _TABLES:
         yield from _TABLES[kind](stream, origin, start)
     else:
-        buffered = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(_raw(stream), 1 << 20)
+        raw: Any = stream  # decompressors and downloads have `readinto`, which is all that is needed
+        buffered = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(raw, 1 << 20)
         text = as_utf8(buffered, encoding=options.encoding, origin=origin)
         yield from islice(_TEXTS[kind](text, origin, options), start, None)
 
@@ -46,10 +56,6 @@ def count_rows(
     if kind == ".parquet":
         return min(at_most, num_parquet_rows(stream))
     return sum(1 for _ in islice(rows_of(stream, kind, origin=origin, options=options), at_most))
-
-
-def _raw(stream: Any) -> io.RawIOBase:
-    return stream  # type: ignore[no-any-return]  # what decompresses or downloads has `readinto`, all that is needed
 
 
 def _json_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
@@ -82,8 +88,8 @@ def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool =
 def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     """Yield the objects of one array; a file whose first line is a whole value is read as JSON lines."""
     if options.records is not None:
-        found = records_at(_parsed(_whole(stream, origin), origin), options.records, origin)
-        yield from (RawRow(origin, number, value) for number, value in enumerate(found, start=1))
+        records = records_at(_parsed(_whole(stream, origin), origin), options.records, origin)
+        yield from (RawRow(origin, number, record) for number, record in enumerate(records, start=1))
         return
     if stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         for number, value in enumerate(_parsed(_whole(stream, origin), origin), start=1):
@@ -91,8 +97,8 @@ def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Itera
                 raise DataError(f"{origin}, row {number}: each element of the array must be an object with columns.")
             yield RawRow(origin, number, value)
         return
-    for place, (number, line) in enumerate(_lines(stream, origin)):
-        if place == 0 and not _is_whole(line):
+    for index, (number, line) in enumerate(_lines(stream, origin)):
+        if index == 0 and not _is_whole(line):
             _refuse_one_object(_parsed(line + b"\n" + _whole(stream, origin), origin), origin)
         yield RawRow(origin, number, line)
 
@@ -108,7 +114,7 @@ def _is_whole(line: bytes) -> bool:
     try:
         json.loads(line)
     except RecursionError:
-        return True  # told where the row is read
+        return True  # reported where the row is read
     except ValueError as error:
         return not isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
     return True
@@ -120,17 +126,13 @@ def _parsed(content: bytes, origin: str) -> Any:
     except DataError as error:
         raise DataError(f"{origin}: {error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{origin}, line {_line_of(error)}: {not_utf8(error)}") from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{origin}, line {line}: {not_utf8(error)}") from error
     except json.JSONDecodeError as error:
         raise DataError(
             f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
             "The file must be an array of objects, or one object on each line."
         ) from error
-
-
-def _line_of(error: UnicodeDecodeError) -> int:
-    content: bytes = error.object
-    return content.count(b"\n", 0, error.start) + 1
 
 
 def _refuse_one_object(value: Any, origin: str) -> NoReturn:
@@ -156,14 +158,14 @@ def _records(
 ) -> Iterator[dict[str, Any]]:
     where = f"`{place}`" if place else "the file"
     if isinstance(value, list) and place:
-        for index, each in enumerate(value, start=1):
-            if not isinstance(each, dict):
+        for index, record in enumerate(value, start=1):
+            if not isinstance(record, dict):
                 raise DataError(f"{origin}: element {index:,} of {where} is not an object with columns.")
             if names:
-                others = {name: inner for name, inner in each.items() if name != names[0]}
-                yield from _records(each, names, origin, place=place, carried={**carried, **others}, number=index)
+                others = {name: inner for name, inner in record.items() if name != names[0]}
+                yield from _records(record, names, origin, place=place, carried={**carried, **others}, number=index)
             else:
-                yield {**carried, **each}
+                yield {**carried, **record}
         return
     if not names:
         raise DataError(f"{origin}: `records: {place}` is not a list of objects.{_places_advice(value, f'{place}.')}")
@@ -178,22 +180,181 @@ def _records(
 
 def _places_advice(value: Any, prefix: str) -> str:
     places = record_places(value, prefix=prefix)
-    return f" Lists of objects are in {', '.join(f'`{each}`' for each in places)}." if places else ""
+    return f" Lists of objects are in {', '.join(f'`{path}`' for path in places)}." if places else ""
 
 
-def _csv(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
-    return delimited_rows(stream, origin, options, delimiter=",")
+def conll_rows(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
+    """Yield a row for each sentence: `tokens` and `tags`, the first and the last column, or columns by position.
+
+    Each line has a word and its tags, and a blank line ends a sentence (Tjong Kim Sang & De Meulder, 2003,
+    https://aclanthology.org/W03-0419).
+    Lines with `-DOCSTART-` and comments before a sentence are left out. Raises DataError with the line that has more
+    or fewer columns than the first one.
+    """
+    for number, sentence in enumerate(_sentences(stream, origin), start=1):
+        columns = [list(column) for column in zip(*sentence, strict=True)]
+        if options.has_header:  # no column has been named
+            row = {"tokens": columns[0], "tags": columns[-1]}
+        else:
+            row = {options.column_name(position): column for position, column in enumerate(columns)}
+        yield RawRow(origin, number, row)
 
 
-def _tsv(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
-    return delimited_rows(stream, origin, options, delimiter="\t")
+def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str]]]:
+    """Yield the words of each sentence with their tags, all of the same width."""
+    sentence: list[list[str]] = []
+    width = num_bytes = 0
+    for number, text in _sentence_lines(stream, origin):
+        if not text.strip():
+            if sentence:
+                yield sentence
+            sentence, num_bytes = [], 0
+            continue
+        fields = text.split("\t") if "\t" in text else text.split()
+        # a comment before a sentence's first word, such as `# text = ...`, and not the word `#`
+        is_comment = text.startswith("# ") and ("=" in text or len(fields) != (width or 2))
+        if fields[0] == _DOCUMENT_START or (not sentence and is_comment):
+            continue
+        width = width or len(fields)
+        if width < 2:
+            raise DataError(
+                f"{origin}, line {number}: has one column, but each line needs a word and its tag, separated by a "
+                "blank or a tab."
+            )
+        if len(fields) != width:
+            raise DataError(
+                f"{origin}, line {number}: has {len(fields)} column{'s' * (len(fields) != 1)}, and the lines before "
+                f"it {width}. Each line is a word and its tags; a blank line ends a sentence."
+            )
+        num_bytes += len(text)
+        if num_bytes > MAX_SENTENCE_BYTES:
+            raise DataError(f"{origin}, line {number}: the sentence has more than {MAX_SENTENCE_BYTES >> 20} MB.")
+        sentence.append(fields)
+    if sentence:
+        yield sentence
+
+
+def _sentence_lines(stream: io.BufferedReader, origin: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(iter(partial(stream.readline, MAX_SENTENCE_BYTES + 1), b""), start=1):
+        if len(line) > MAX_SENTENCE_BYTES:
+            raise DataError(
+                f"{origin}, line {number}: has more than {MAX_SENTENCE_BYTES >> 20} MB: this is not a word."
+            )
+        text = decode_line(line, origin=origin, number=number)
+        yield number, text.removeprefix("\ufeff" if number == 1 else "").strip("\r\n")
+
+
+class _DelimitedLines:
+    """The file's lines as texts, and where the row began that is being read."""
+
+    def __init__(self, stream: io.BufferedReader, origin: str) -> None:
+        self._stream, self._origin = stream, origin
+        self._num_bytes = 0  # of the row
+        self.number = 0  # lines that have been handed out
+        self.first = 1  # line of the row
+
+    def begin_row(self) -> None:
+        """Count the row's lines and bytes from here."""
+        self.first, self._num_bytes = self.number + 1, 0
+
+    def __iter__(self) -> Iterator[str]:
+        for line in iter(partial(self._stream.readline, MAX_ROW_BYTES + 1), b""):
+            self._num_bytes += len(line)
+            if self._num_bytes > MAX_ROW_BYTES:
+                raise DataError(
+                    f"{self._origin}, line {self.first}: the row has more than {MAX_ROW_BYTES >> 20} MB: a quotation "
+                    "mark in it is never closed, or this is not a CSV file. `quotes: false` takes them as they are."
+                )
+            text = decode_line(line, origin=self._origin, number=self.number + 1)
+            if self.number == 0:
+                text = text.removeprefix("\ufeff")
+            for part in _LINE_PATTERN.findall(text) if "\r" in text else (text,):
+                self.number += 1
+                yield part
+
+
+def delimited_rows(stream: io.BufferedReader, origin: str, options: ReadOptions, *, delimiter: str) -> Iterator[RawRow]:
+    """Yield the rows of a CSV file: those below the header line, or all, where columns have positions.
+
+    Raises DataError with the line of a row that has more or fewer fields, and of damaged quotes or bytes.
+    """
+    csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
+    delimiter = options.delimiter or delimiter
+    lines = _DelimitedLines(stream, origin)
+    names: Sequence[str] | None = None
+    number = 0
+    for fields in _parsed_fields(lines, origin, delimiter=delimiter, quotes=options.quotes):
+        if names is None:
+            if options.has_header:
+                names = _header(fields, origin)
+                continue
+            names = [options.column_name(position) for position in range(len(fields))]
+        number += 1
+        if len(fields) == len(names) + 1 and not fields[-1]:
+            fields.pop()  # a delimiter at the end of the line
+        if len(fields) != len(names):
+            first = "the header" if options.has_header else "the first row"
+            raise DataError(
+                f"{origin}, row {number} (line {lines.number}): does not have the {len(names)} fields of {first}, but "
+                f"{len(fields)}. A {_DELIMITER_NAMES.get(delimiter, f'`{delimiter}`')} inside a text needs quotes "
+                "around it."
+            )
+        yield RawRow(origin, number, dict(zip(names, fields, strict=True)))
+
+
+def _parsed_fields(lines: _DelimitedLines, origin: str, *, delimiter: str, quotes: bool | None) -> Iterator[list[str]]:
+    """Yield the fields of each row that is not a blank line."""
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if quotes is False else csv.QUOTE_MINIMAL
+    reader = csv.reader(iter(lines), delimiter=delimiter, strict=True, quoting=quoting)
+    while True:
+        lines.begin_row()
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            raise DataError(f"{origin}, line {lines.first}: {_damage(error, lines)}") from error
+        if fields is None:
+            return
+        if lines.number > lines.first and delimiter == "\t" and quotes is None:
+            _refuse_rows_in_quotes(fields, lines, origin)
+        if fields:
+            yield fields
+
+
+def _damage(error: csv.Error, lines: _DelimitedLines) -> str:
+    if "unexpected end of data" in str(error):
+        return (
+            f"not valid CSV: a quotation mark in the row that begins here is not closed until the end of the file "
+            f"(line {lines.number}). Close it, or write `quotes: false` if quotation marks are ordinary characters."
+        )
+    advice = "A quotation mark inside of quotes is written twice; `quotes: false` takes them as they are."
+    return f"not valid CSV: {error}. {advice}"
+
+
+def _refuse_rows_in_quotes(fields: Sequence[str], lines: _DelimitedLines, origin: str) -> None:
+    """Raise DataError where tabs and line breaks stand inside of quotes, as if several rows had become one."""
+    if any("\t" in field and ("\n" in field or "\r" in field) for field in fields):
+        raise DataError(
+            f"{origin}, lines {lines.first} to {lines.number}: are one row, since a quotation mark at the beginning of "
+            "a field is closed several lines later, with tabs in between. Write `quotes: false` beside the path if "
+            "quotation marks are ordinary characters, `quotes: true` if this is one row."
+        )
+
+
+def _header(fields: list[str], origin: str) -> list[str]:
+    """Return the names of the columns; a further one without a name is called by its position."""
+    blank = fields.index("") if "" in fields else 0
+    names = [name or ("" if position == blank else str(position)) for position, name in enumerate(fields)]
+    if len(set(names)) < len(names):
+        twice = shortened(next(name for name, number in Counter(names).items() if number > 1))
+        raise DataError(f"{origin}: the header has the column `{twice}` twice. Keep one of them.")
+    return names
 
 
 _TEXTS: Mapping[str, Callable[[io.BufferedReader, str, ReadOptions], Iterator[RawRow]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
-    ".csv": _csv,
-    ".tsv": _tsv,
+    ".csv": partial(delimited_rows, delimiter=","),
+    ".tsv": partial(delimited_rows, delimiter="\t"),
     ".txt": _plain_lines,
     **dict.fromkeys(CONLL_KINDS, conll_rows),
 }

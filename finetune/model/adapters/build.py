@@ -7,8 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, PromptTuningInit, get_peft_model, get_peft_model_state_dict
+from peft import (
+    IA3Config,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    PromptTuningInit,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
+from peft.tuners.oft import OFTLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,7 +33,15 @@ from finetune.config.sections.model import (
     PromptTuningSection,
 )
 from finetune.errors import ModelError
-from finetune.model.adapters.context import ADAPTER_NAME, TASK_TYPES, AdapterConfig, AdapterContext, format_candidates
+from finetune.model.adapters.context import (
+    ADAPTER_NAME,
+    TASK_TYPES,
+    AdapterConfig,
+    AdapterContext,
+    check_module_names,
+    format_candidates,
+    is_conv1d,
+)
 from finetune.model.adapters.lora import (
     add_dropout,
     check_lora,
@@ -30,17 +49,10 @@ from finetune.model.adapters.lora import (
     lora_config,
     record_initial_factors,
 )
-from finetune.model.adapters.other_methods import (
-    check_oft,
-    ia3_config,
-    init_prefix,
-    init_prompt,
-    oft_config,
-    prefix_config,
-    prompt_config,
-)
 from finetune.model.adapters.targets import INITS_FROM_BASE
 from finetune.model.adapters.upstream import keep_targets
+from finetune.model.freeze import peft_exclude_pattern
+from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import error_summary, loading_errors
 from finetune.model.loading.initialize import as_cpu_float32
 from finetune.model.loading.pretrained import ADAPTER_KEY, WEIGHTS_FILE, load_adapter_config, read_saved_adapter_config
@@ -72,9 +84,15 @@ def load_saved_weights(model: PeftModel, folder: Path, context: AdapterContext) 
         saved = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{ADAPTER_KEY}: {folder / WEIGHTS_FILE} cannot be read: {error}.") from error
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = peft_state_dict_names(model, trained)
-    _check_names(folder, saved, names)
+    expected = set(names.values())
+    for what, different in (("lacks", expected - saved.keys()), ("also holds", saved.keys() - expected)):
+        if different:
+            some = ", ".join(sorted(different)[:3])
+            raise ModelError(
+                f"{ADAPTER_KEY}: {folder} {what} {len(different)} tensors ({some}): it is the adapter of another model."
+            )
     for name, parameter in trained.items():
         with torch.no_grad(), context.init_context.gather([parameter]):
             values = saved[names[name]]
@@ -95,17 +113,7 @@ def peft_state_dict_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[
     config.inference_mode = mode
     prompts = {name: _PROMPT_KEY for name in trained if name.startswith("prompt_encoder.")}
     names = list(trained)
-    return {**{names[int(index)]: name for name, index in written.items() if name != _PROMPT_KEY}, **prompts}
-
-
-def _check_names(folder: Path, saved: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-    wanted = set(names.values())
-    for what, different in (("lacks", wanted - saved.keys()), ("also holds", saved.keys() - wanted)):
-        if different:
-            some = ", ".join(sorted(different)[:3])
-            raise ModelError(
-                f"{ADAPTER_KEY}: {folder} {what} {len(different)} tensors ({some}): it is the adapter of another model."
-            )
+    return {names[int(index)]: name for name, index in written.items() if name != _PROMPT_KEY} | prompts
 
 
 def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterContext, *, folder: Path) -> None:
@@ -113,9 +121,9 @@ def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterC
     config: Any = saved_adapter_config(model, adapter, context)
     layers = getattr(config, "layers_to_transform", None)
     if layers is not None:
-        most = model.config.get_text_config().num_hidden_layers
+        last = model.config.get_text_config().num_hidden_layers - 1
         config.layers_to_transform = sorted(
-            {min(each, most - 1) for each in ([layers] if isinstance(layers, int) else layers)}
+            {min(layer, last) for layer in ([layers] if isinstance(layers, int) else layers)}
         )
     try:
         adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME)
@@ -131,14 +139,14 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
     and for a path on what is saved there. Initially they change nothing, except learned prompts and a saved adapter.
     Raises ModelError for what this model does not support. Collective under ZeRO-3.
     """
-    kind = _METHODS[_method_of(adapter)]
+    method = _METHODS[Path if isinstance(adapter, Path) else type(adapter)]
     try:
-        config = kind.config(model, adapter, context)
+        config = method.config(model, adapter, context)
         with nullcontext() if isinstance(adapter, Path) else keep_targets():
             adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
     except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
-        raise ModelError(f"model.{kind.key}: {error_summary(error)} {format_candidates(model)}") from error
-    kind.fill(adapted, adapter, context)
+        raise ModelError(f"model.{method.key}: {error_summary(error)} {format_candidates(model)}") from error
+    method.fill(adapted, adapter, context)
     skip_redundant_casts(adapted)
     return adapted
 
@@ -148,10 +156,6 @@ class _Method:
     key: str  # in `model:`
     config: Callable[[PreTrainedModel, Any, AdapterContext], PeftConfig]
     fill: Callable[[PeftModel, Any, AdapterContext], None]  # initializes the adapter and checks it
-
-
-def _method_of(adapter: AdapterConfig) -> type:
-    return Path if isinstance(adapter, Path) else type(adapter)
 
 
 def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> None:
@@ -182,19 +186,108 @@ def _keep_peft_init(model: PeftModel, adapter: AdapterConfig, context: AdapterCo
     """Keep peft's initialization with ones, which is not random."""
 
 
-def _check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
-    check_oft(model, oft)
+def ia3_config(model: PreTrainedModel, ia3: Ia3Section, context: AdapterContext) -> IA3Config:
+    """Return peft's config; raises ModelError for a module that the model does not have."""
+    check_module_names(model, ia3.target_modules, key="model.ia3.target_modules")
+    is_written = bool(ia3.target_modules)
+    return IA3Config(
+        target_modules=list(ia3.target_modules) if is_written else None,
+        feedforward_modules=list(ia3.feedforward_modules) if is_written else None,
+        modules_to_save=list(new_head_modules(model, head=context.head)) or None,
+        fan_in_fan_out=any(map(is_conv1d, model.modules())),
+        task_type=TASK_TYPES.get(context.head),
+    )
 
 
-def _init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterContext) -> None:
-    init_prefix(model, context)
+def oft_config(model: PreTrainedModel, oft: OftSection, context: AdapterContext) -> OFTConfig:
+    """Return peft's config; raises ModelError for a module that the model does not have."""
+    if not isinstance(oft.target_modules, str):
+        check_module_names(model, oft.target_modules, key="model.oft.target_modules")
+    return OFTConfig(
+        r=0,
+        oft_block_size=oft.block_size,
+        module_dropout=oft.dropout,
+        target_modules=oft.target_modules if isinstance(oft.target_modules, str) else list(oft.target_modules),
+        exclude_modules=peft_exclude_pattern(model),
+        modules_to_save=list(new_head_modules(model, head=context.head)) or None,
+        bias="none",
+        task_type=TASK_TYPES.get(context.head),
+    )
+
+
+def check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
+    """Raise ModelError for a block size that does not divide a layer's inputs: peft would use another one."""
+    for name, module in model.named_modules():
+        if isinstance(module, OFTLayer) and module.oft_block_size[ADAPTER_NAME] != oft.block_size:
+            raise ModelError(
+                f"model.oft.block_size: blocks of {oft.block_size} do not divide the {module.in_features} inputs of "
+                f"`{name.removeprefix('base_model.model.')}`. Write a divisor, such as "
+                f"{module.oft_block_size[ADAPTER_NAME]}, or fewer `model.oft.target_modules`."
+            )
+
+
+_PROMPT_HEADS = ("causal_lm", "seq2seq_lm")
+"""Heads that read every position: others read the first or last one, which would be a learned token."""
+
+
+def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, context: AdapterContext) -> PromptTuningConfig:
+    """Return peft's config, without peft's initialization; raises ModelError for a head that does not support it."""
+    return PromptTuningConfig(
+        task_type=_task_type(context, key="model.prompt_tuning"),
+        num_virtual_tokens=prompt.num_tokens,
+        num_transformer_submodules=1,  # only an encoder's input gets learned tokens
+        prompt_tuning_init="RANDOM",
+    )
+
+
+def prefix_config(model: PreTrainedModel, prefix: PrefixTuningSection, context: AdapterContext) -> PrefixTuningConfig:
+    """Return peft's config; raises ModelError for a head that does not support it."""
+    return PrefixTuningConfig(
+        task_type=_task_type(context, key="model.prefix_tuning"),
+        num_virtual_tokens=prefix.num_tokens,
+    )
+
+
+def init_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterContext) -> None:
+    """Initialize from the embeddings of `init_text`, repeated as needed, or of tokens drawn from the seed."""
+    learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, width]
+    embeddings = model.get_base_model().get_input_embeddings()
+    ids = _init_token_ids(prompt, context)
+    with torch.no_grad(), context.init_context.gather([embeddings.weight]):
+        if not context.init_context.on_meta_device:
+            learned.copy_(embeddings.weight[ids].to(learned))
+
+
+def init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterContext) -> None:
+    """Initialize keys and values from the seed with a normal distribution, as peft does."""
+    learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, 2 x layers x width]
+    generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prefix"))
+    with torch.no_grad():
+        learned.copy_(torch.randn(learned.shape, generator=generator))
+
+
+def _init_token_ids(prompt: PromptTuningSection, context: AdapterContext) -> Tensor:
+    if prompt.init_text is None:
+        generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prompt"))
+        return torch.randint(len(context.tokenizer), (prompt.num_tokens,), generator=generator)
+    ids = torch.tensor(context.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    if not len(ids):
+        raise ModelError("model.prompt_tuning.init_text: the text has no tokens. Write some words, or remove it.")
+    return ids.repeat(-(-prompt.num_tokens // len(ids)))[: prompt.num_tokens]
+
+
+def _task_type(context: AdapterContext, *, key: str) -> str:
+    task_type = TASK_TYPES.get(context.head)
+    if task_type is None or context.head not in _PROMPT_HEADS or context.tokenizer is None:
+        raise ModelError(f"{key}: models with the head `{context.head}` do not support it. Write `model.lora` instead.")
+    return task_type
 
 
 _METHODS: Mapping[type, _Method] = {
     LoraSection: _Method("lora", lora_config, _init_lora),
     Ia3Section: _Method("ia3", ia3_config, _keep_peft_init),
-    OftSection: _Method("oft", oft_config, _check_oft_blocks),
+    OftSection: _Method("oft", oft_config, check_oft_blocks),
     PromptTuningSection: _Method("prompt_tuning", prompt_config, init_prompt),
-    PrefixTuningSection: _Method("prefix_tuning", prefix_config, _init_prefix),
+    PrefixTuningSection: _Method("prefix_tuning", prefix_config, init_prefix),
     Path: _Method("adapter", saved_adapter_config, load_saved_weights),
 }

@@ -1,4 +1,4 @@
-"""Every workaround for transformers in packed rows: its convolutions and scans are told where samples begin.
+"""Every workaround for transformers in packed rows: its convolutions and scans get the boundaries of samples.
 
 transformers 5.23 hands a layer's keyword arguments on to these functions of its modeling files, where a kernel package
 may take `cu_seqlens` or `seq_idx`; its own code in torch takes neither and raises ValueError ("can't keep packed
@@ -7,7 +7,7 @@ transformers' function, unchanged. Can go, function by function, when transforme
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -16,16 +16,94 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from finetune.errors import MissingPackage
-from finetune.model.attention.packed_scans import ScanInputs, convolve_samples, scan_samples
 from finetune.runtime.optional import require
 from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 CHECKED = {"transformers": (5, 24)}
 
-_DELTA_RULE = ScanInputs(frozenset({0, 1, 2, "g", "beta"}), dimension=1, chunk_size="chunk_size")
-_MAMBA_2 = ScanInputs(frozenset({0, 1, 3, 4, "z"}), dimension=1, chunk_size="chunk_size", default_chunk_size=256)
+Scan = Callable[..., Any]
+"""A scan of transformers; returns a tensor, or a tuple whose first value is one and the others None."""
+
+MAX_PADDING, ALWAYS_GROUPED = 0.25, 16
+"""Samples of a group are at most this fraction, or this many tokens, shorter than its longest."""
+
+
+@dataclass(frozen=True)
+class ScanInputs:
+    """Which arguments of a scan are sequences, by position or name, and their dimension of time."""
+
+    sequences: frozenset[int | str]
+    dimension: int
+    chunk_size: str | None = None  # the argument that bounds a block of the computation; it alters no number
+    default_chunk_size: int = 64
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its sizes would be recompiled for every row
+def convolve_samples(convolve: Scan, lengths: SampleLengths, row: Tensor, weight: Tensor, *args: Any, **kw: Any) -> Any:
+    """Return the causal convolution of every sample of a row, [1, channels, tokens].
+
+    One call for the row, in which zeros stand between samples: as many as the kernel reaches back.
+    """
+    sizes, between = lengths.values, weight.shape[-1] - 1
+    if len(sizes) == 1 or between == 0:
+        return convolve(row, weight, *args, **kw)
+    samples = torch.split(row, sizes, dim=2)
+    separated = torch.cat([samples[0], *(pad(sample, (between, 0)) for sample in samples[1:])], dim=2)
+    output: Tensor = convolve(separated, weight, *args, **kw)
+    outputs = torch.split(output, [sizes[0], *(size + between for size in sizes[1:])], dim=2)
+    return torch.cat([outputs[0], *(sample[:, :, between:] for sample in outputs[1:])], dim=2)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be recompiled for every row
+def scan_samples(inputs: ScanInputs, scan: Scan, lengths: SampleLengths, *args: Any, **named: Any) -> Any:
+    """Return the scan of every sample of a row; samples of similar length are a batch."""
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(named)
+    parts = {
+        key: torch.split(value, lengths.values, dim=inputs.dimension)
+        for key, value in given.items()
+        if key in inputs.sequences and isinstance(value, Tensor)
+    }
+    outputs: list[Tensor | None] = [None] * len(lengths.values)
+    result: Any = None
+    for group in group_by_length(lengths.values):
+        of_group = dict(given)
+        for key, samples in parts.items():
+            of_group[key] = _batch(samples, group, inputs.dimension)
+        if inputs.chunk_size is not None:  # transformers pads every sequence to whole blocks
+            chunk_size = of_group.get(inputs.chunk_size, inputs.default_chunk_size)
+            of_group[inputs.chunk_size] = min(chunk_size, lengths.values[group[0]])
+        positional = [of_group.pop(position) for position in range(len(args))]
+        result = scan(*positional, **{str(name): value for name, value in of_group.items()})
+        batch: Tensor = result[0] if isinstance(result, tuple) else result
+        for output, index in zip(batch.unbind(0), group, strict=True):
+            outputs[index] = output.narrow(inputs.dimension - 1, 0, lengths.values[index])
+    row = torch.cat([output for output in outputs if output is not None], dim=inputs.dimension - 1)[None]
+    return (row, *result[1:]) if isinstance(result, tuple) else row
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the indices of samples in groups of similar length, the longest of each group first."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest - lengths[index] <= max(ALWAYS_GROUPED, int(longest * MAX_PADDING)):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _batch(parts: Sequence[Tensor], group: Sequence[int], dimension: int) -> Tensor:
+    """Return the group's samples as a batch, padded with zeros on the right."""
+    if len(group) == 1:
+        return parts[group[0]]
+    samples = [parts[index][0].movedim(dimension - 1, 0) for index in group]
+    return pad_sequence(samples, batch_first=True).movedim(1, dimension)
 
 
 @dataclass(frozen=True)
@@ -34,29 +112,25 @@ class RowFunction:
 
     by_sample: Callable[..., Any]  # (function, lengths, its arguments) -> what it returns, sample by sample
     kernel: tuple[str, str]  # module and name of the kernel that transformers calls where it is installed
-    boundaries: str  # the kernel's argument that tells it where samples begin
-
-
-def _convolve(original: Any, lengths: SampleLengths, *args: Any, **named: Any) -> Any:
-    return convolve_samples(original, lengths, *args, **named)
-
-
-def _scan(inputs: ScanInputs, original: Any, lengths: SampleLengths, *args: Any, **named: Any) -> Any:
-    return scan_samples(original, lengths, inputs, args, named)
+    boundaries: str  # the kernel's argument for the boundaries of samples
 
 
 def _leave_unfused(*_: Any, **__: Any) -> None:
     """Return what transformers' torch code does: convolution and scan are then called one by one."""
 
 
+_DELTA_RULE = ScanInputs(frozenset({0, 1, 2, "g", "beta"}), dimension=1, chunk_size="chunk_size")
+_MAMBA_2 = ScanInputs(frozenset({0, 1, 3, 4, "z"}), dimension=1, chunk_size="chunk_size", default_chunk_size=256)
 _SSD = "mamba_ssm.ops.triton.ssd_combined"
 ROW_FUNCTIONS: Mapping[str, RowFunction] = {
-    "causal_conv1d_fn": RowFunction(_convolve, ("causal_conv1d", "causal_conv1d_fn"), "seq_idx"),
+    "causal_conv1d_fn": RowFunction(convolve_samples, ("causal_conv1d", "causal_conv1d_fn"), "seq_idx"),
     "torch_chunk_gated_delta_rule": RowFunction(
-        partial(_scan, _DELTA_RULE), ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), "cu_seqlens"
+        partial(scan_samples, _DELTA_RULE), ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), "cu_seqlens"
     ),
-    "chunk_kimi_delta_attention": RowFunction(partial(_scan, _DELTA_RULE), ("fla.ops.kda", "chunk_kda"), "cu_seqlens"),
-    "mamba2_chunk_scan": RowFunction(partial(_scan, _MAMBA_2), (_SSD, "mamba_chunk_scan_combined"), "seq_idx"),
+    "chunk_kimi_delta_attention": RowFunction(
+        partial(scan_samples, _DELTA_RULE), ("fla.ops.kda", "chunk_kda"), "cu_seqlens"
+    ),
+    "mamba2_chunk_scan": RowFunction(partial(scan_samples, _MAMBA_2), (_SSD, "mamba_chunk_scan_combined"), "seq_idx"),
     "mamba2_split_conv1d_scan_combined": RowFunction(
         _leave_unfused, (_SSD, "mamba_split_conv1d_scan_combined"), "seq_idx"
     ),
@@ -108,11 +182,11 @@ def _separating(original: Callable[..., Any], function: RowFunction) -> Callable
         lengths = named.pop(SAMPLE_LENGTHS, None)
         if lengths is None:
             return original(*args, **named)
-        others = {name: each for name, each in named.items() if name not in ("cu_seqlens", "seq_idx")}
+        others = {name: value for name, value in named.items() if name not in ("cu_seqlens", "seq_idx")}
         if calls_kernel and args[0].is_cuda and _takes(*function.kernel, function.boundaries):
             edges: Any = named.get("cu_seqlens", named.get("cu_seq_lens_q"))
-            told = edges if function.boundaries == "cu_seqlens" else sample_index(edges, lengths)
-            return original(*args, **others, **{function.boundaries: told})
+            others[function.boundaries] = edges if function.boundaries == "cu_seqlens" else sample_index(edges, lengths)
+            return original(*args, **others)
         return function.by_sample(original, lengths, *args, **others)
 
     separate.separates_samples = True  # type: ignore[attr-defined]
@@ -133,18 +207,18 @@ def sample_index(edges: Tensor, lengths: SampleLengths) -> Tensor:
 
 
 def retune_queries(module: Any, query: Tensor, edges: Any, lengths: SampleLengths) -> Tensor:
-    """Return queries with the temperature of their places in their own samples.
+    """Return queries with the temperature of their positions in their own samples.
 
-    Llama 4 tunes the temperature of layers without rotary positions by the place in the row, whatever `position_ids`
-    say (transformers 5.23, Llama4TextAttention.forward). Can go when it reads the positions.
+    Llama 4 tunes the temperature of layers without rotary positions by the position in the row and ignores
+    `position_ids` (transformers 5.23, Llama4TextAttention.forward). Can go when it reads the positions.
     """
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
-    places = torch.arange(query.shape[2], device=query.device)
-    own = places - edges[sample_index(edges, lengths)[0].long()]
+    positions = torch.arange(query.shape[2], device=query.device)
+    own_positions = positions - edges[sample_index(edges, lengths)[0].long()]
     of_row, of_sample = (
-        torch.log1p(torch.floor((each.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-        for each in (places, own)
+        torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for position in (positions, own_positions)
     )
     retuned: Tensor = query * (of_sample / of_row)[:, None]
     return retuned.to(query.dtype)
@@ -169,7 +243,7 @@ def _remembering_row(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _given_row(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a body that is given the row's arguments, too."""
+    """Return the forward of a body that also gets the row's arguments."""
 
     @wraps(forward)
     def give(self: Any, *args: Any, **named: Any) -> Any:

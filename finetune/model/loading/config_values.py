@@ -12,7 +12,6 @@ from finetune.config.sections.model import RopeScalingSection
 from finetune.errors import ModelError
 from finetune.model.loading.config_names import ROPE_VALUES, known_names, sub_configs, suggestion
 from finetune.model.loading.rope import (
-    ROPE,
     ROPE_SCALING_KEY,
     merged_rope,
     require_as_written,
@@ -20,7 +19,8 @@ from finetune.model.loading.rope import (
     rope_scaling_values,
     rope_values,
 )
-from finetune.model.positions.upstream import written_head_size
+from finetune.model.positions import ROPE
+from finetune.model.upstream import written_head_size
 
 CONFIG_KEY = "model.config"
 

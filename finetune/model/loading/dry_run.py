@@ -30,7 +30,7 @@ from finetune.model.loading.architecture import (
 )
 from finetune.model.loading.config_values import CONFIG_KEY
 from finetune.model.loading.pretrained import build_from_config
-from finetune.model.positions.rotary import is_remote_code, rope_names, rotary_parameters, uses_scaling
+from finetune.model.loading.rope import is_remote_code, rope_names, rotary_parameters, uses_scaling
 
 _MAX_MODULES = 300_000
 _MAX_PARAMETERS = 10**13

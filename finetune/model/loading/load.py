@@ -14,9 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
-from finetune.model.activations.checkpointing import enable_gradient_checkpointing
+from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.attention.implementation import default_attention, requested_attention
-from finetune.model.attention.positions import keep_positions_exact
 from finetune.model.freeze import freeze_unused, unused_modules
 from finetune.model.loading.architecture import (
     HEADS,
@@ -34,6 +33,7 @@ from finetune.model.loading.architecture import (
 from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import initialize_weights
 from finetune.model.loading.pretrained import build_from_config, load_weights, placed_on
+from finetune.model.positions import keep_positions_exact
 from finetune.model.quantize import quantization_config
 from finetune.model.upstream import (
     allow_missing_embeddings,

@@ -13,7 +13,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import default_attention
-from finetune.model.attention.positions import keep_positions_exact
 from finetune.model.freeze import unused_modules
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.model.loading.hub import is_local_path, loading_errors
@@ -28,6 +27,7 @@ from finetune.model.loading.pretrained import (
     read_adapter_config,
     without_warnings,
 )
+from finetune.model.positions import keep_positions_exact
 from finetune.runtime.hub import is_offline
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.upstream import without_hub_retries

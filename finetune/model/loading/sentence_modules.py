@@ -1,4 +1,4 @@
-"""How a sentence-transformers model makes vectors of its states, as far as its files say."""
+"""The pooling of a sentence-transformers model, read from its files."""
 
 import json
 from pathlib import Path
@@ -11,49 +11,52 @@ from finetune.model.loading.hub import is_local_path, resolve_name
 from finetune.runtime.hub import is_offline
 
 _POOLING_FILE = "1_Pooling/config.json"
-_MODES = {
-    "mean": "pooling_mode_mean_tokens",
-    "cls": "pooling_mode_cls_token",
-    "lasttoken": "pooling_mode_lasttoken",
+_NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+"""This package's names of pooling by those of sentence-transformers 6."""
+_OLDER_KEYS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last_token",
 }
-_NAMES = {"lasttoken": "last_token"}
 
 
 def pooling_warning(section: ModelSection, pooling: str) -> str | None:
-    """Return a warning where the model was trained with another pooling than this; None where nothing says so."""
+    """Return a warning where the model was trained with another pooling than this; None where its files name none."""
     usual = _pooling_of(section)
     if usual is None or usual == pooling:
         return None
     return (
-        f"warning: task.embedding.pooling: `{section.name}` was trained with `{usual}` pooling, as its {_POOLING_FILE} "
-        f"says, and this job pools by `{pooling}`. To go on from its vectors, write `pooling: {usual}`."
+        f"warning: task.embedding.pooling: `{section.name}` was trained with `{usual}` pooling, according to "
+        f"its {_POOLING_FILE}, and this job uses `{pooling}`. To build on its vectors, write `pooling: {usual}`."
     )
 
 
 def _pooling_of(section: ModelSection) -> str | None:
-    place = _find(section)
-    if place is None:
+    """Return the pooling that the model's files name; None where they name none, several or an unknown one."""
+    path = _pooling_file(section)
+    if path is None:
         return None
     try:
-        found: Any = json.loads(place.read_text(encoding="utf-8"))
+        settings: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         return None
-    old = [mode for mode, key in _MODES.items() if found.get(key)]
-    modes: list[Any] = [found["pooling_mode"]] if "pooling_mode" in found else old
-    is_one = len(modes) == 1 and isinstance(modes[0], str) and modes[0] in _MODES
-    return _NAMES.get(modes[0], modes[0]) if is_one else None
+    if "pooling_mode" in settings:
+        mode = settings["pooling_mode"]
+        return _NAMES.get(mode) if isinstance(mode, str) else None
+    names = [name for key, name in _OLDER_KEYS.items() if settings.get(key)]
+    return names[0] if len(names) == 1 else None
 
 
-def _find(section: ModelSection) -> Path | None:
+def _pooling_file(section: ModelSection) -> Path | None:
     if section.name is None:
         return None
     if is_local_path(section.name):
-        place = Path(resolve_name(section.name, key="model.name")) / _POOLING_FILE
-        return place if place.is_file() else None
+        path = Path(resolve_name(section.name, key="model.name")) / _POOLING_FILE
+        return path if path.is_file() else None
     try:
-        found = cached_file(
+        cached = cached_file(
             section.name,
             _POOLING_FILE,
             revision=section.revision,
@@ -64,4 +67,4 @@ def _find(section: ModelSection) -> Path | None:
         )
     except OSError:
         return None
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)

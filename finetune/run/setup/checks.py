@@ -13,9 +13,8 @@ from finetune.config.run_config import RunConfig
 from finetune.data.features import Features
 from finetune.errors import ModelError
 from finetune.model.attention.implementation import check_isolation, require_position_ids
-from finetune.model.attention.padding import check_padding, randomness
-from finetune.model.attention.supported_models import carries_state
-from finetune.model.positions.limits import positions_of
+from finetune.model.attention.supported_models import carries_state, check_padding, randomness
+from finetune.model.positions import positions_of
 from finetune.registry.tasks import TASKS, ModelHead
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import TrainingData

@@ -11,8 +11,7 @@ from torch import nn
 
 from finetune.config.run_config import RunConfig
 from finetune.data.batch import Batch
-from finetune.data.device_prefetch import StepGroups
-from finetune.data.loader import train_loader
+from finetune.data.loader import StepGroups, train_loader
 from finetune.data.sample_checks import SampleVerifier
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp

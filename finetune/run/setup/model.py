@@ -20,7 +20,7 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
 from finetune.config.sections.model import ModelSection
 from finetune.errors import CheckpointError, ConfigError, ModelError, Problem
-from finetune.model.activations.offload import offload_activations
+from finetune.model.activations import offload_activations
 from finetune.model.adapters.context import AdapterContext, adapter_config, has_adapter
 from finetune.model.attention.supported_models import has_sinks
 from finetune.model.attention.varlen_kernels import missing_kernel_warning
@@ -30,10 +30,10 @@ from finetune.model.loading.architecture import SpecialTokenIds, load_model_conf
 from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta_model
 from finetune.model.loading.load import load_model
 from finetune.model.loading.pretrained import base_mismatch_warning, read_saved_adapter_config
-from finetune.model.new_tokens import add_embedding_rows, new_token_ids
-from finetune.model.positions.limits import positions_of, table_size
+from finetune.model.positions import positions_of, table_size
 from finetune.model.quantize import unquantized_weights_folder
 from finetune.model.size import precision_warnings
+from finetune.model.tokenizer import add_embedding_rows, new_token_ids
 from finetune.registry.tasks import TASKS
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.distributed import run_on_rank_0

@@ -39,8 +39,7 @@ from finetune.task.lm_loss.fallback import fallback_warning
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
-from finetune.task.router_loss.loss import RoutedTask
-from finetune.task.router_loss.recorder import RoutingRecorder
+from finetune.task.router_loss.loss import RoutedTask, RoutingRecorder
 from finetune.task.router_loss.routers import Router, find_routers
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise

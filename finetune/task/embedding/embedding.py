@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.groups.eos import append_eos
-from finetune.data.encoding.groups.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.encoding.labelled_text import Truncation
+from finetune.data.encoding.text_groups import SCORE, Contents, Prompts, TextGroupsEncoder, TextsLengthLimit, append_eos
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.registry.losses import EMBEDDING_LOSSES
 from finetune.runtime.seeds import keep_random_state
@@ -23,8 +22,7 @@ from finetune.task.base import BaseTask
 from finetune.task.classification.classes import TextPadding
 from finetune.task.embedding.ranking_metrics import ranking_metrics, ranks_among
 from finetune.task.embedding.sentence_files import embedding_files
-from finetune.task.embedding.similarity_losses import Similarity
-from finetune.task.embedding.step_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors
+from finetune.task.embedding.similarity_losses import CosentOfStep, InfoNceOfStep, LossOfStep, OwnVectors, Similarity
 from finetune.task.embedding.text_batches import collate_groups, pooled_vectors
 from finetune.task.metrics import regression_metrics
 from finetune.task.protocol import EvaluationOutput, ModelHead, SampleSpec, TaskContext

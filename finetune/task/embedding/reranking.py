@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.groups.text_groups import SCORE, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.encoding.labelled_text import Truncation
+from finetune.data.encoding.text_groups import SCORE, TextGroupsEncoder, TextsLengthLimit
 from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.registry.losses import RERANKING_LOSSES
 from finetune.task.base import BaseTask

@@ -2,16 +2,24 @@
 
 Each is the mean over the sizes that are trained (Matryoshka: Kusupati et al., 2022, arXiv:2205.13147): the whole
 vectors, and their first numbers as vectors of their own.
+
+The loss of a whole step needs the vectors of all its microbatches and ranks. GradCache (Gao et al., 2021,
+arXiv:2101.06983): it is computed once from these, and each microbatch then gets the gradient of its own vectors.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from finetune.task.embedding.duplicates import MaskedPairs
+from finetune.config.sections.task import EmbeddingSection
+from finetune.data.batch import Batch
+from finetune.runtime import distributed
+from finetune.task.embedding.duplicates import MaskedPairs, masked_anchors, masked_passages
 
 _MAX_LOGITS = 1 << 26
 """Similarities that are computed at once."""
@@ -28,8 +36,8 @@ class Similarity:
         """Yield the vectors as they are compared, whole and then cut to each size."""
         whole = vectors[0].shape[-1]
         for size in dict.fromkeys((whole, *self.sizes)):
-            cut = (each[..., :size] for each in vectors)
-            yield tuple(functional.normalize(each, dim=-1) if self.normalize else each for each in cut)
+            truncated = (tensor[..., :size] for tensor in vectors)
+            yield tuple(functional.normalize(view, dim=-1) if self.normalize else view for view in truncated)
 
     def of_pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the similarity of each row of both at each size, [rows, sizes]."""
@@ -55,17 +63,19 @@ class InfoNce:
         """
         losses = anchors.new_zeros(len(rows))
         needs_gradient = anchors.requires_grad
+        chunk_size = max(1, _MAX_LOGITS // max(1, len(passages)))
         with torch.set_grad_enabled(needs_gradient):
             views = list(self.similarity.views(anchors, passages))
             for view in views:
-                leaves = [each.detach().requires_grad_(needs_gradient) for each in view]
-                for chunk in _chunks(rows, num_columns=len(passages)):
-                    found = self._losses(*leaves, rows=chunk, masked=masked) / len(views)
-                    losses[chunk.start - rows.start : chunk.stop - rows.start] += found.detach()
+                leaves = [tensor.detach().requires_grad_(needs_gradient) for tensor in view]
+                for start in range(rows.start, rows.stop, chunk_size):
+                    chunk = range(start, min(start + chunk_size, rows.stop))
+                    chunk_losses = self._losses(*leaves, rows=chunk, masked=masked) / len(views)
+                    losses[chunk.start - rows.start : chunk.stop - rows.start] += chunk_losses.detach()
                     if needs_gradient:
-                        found.sum().backward()  # type: ignore[no-untyped-call]
+                        chunk_losses.sum().backward()  # type: ignore[no-untyped-call]
                 if needs_gradient:
-                    torch.autograd.backward(view, [each.grad for each in leaves])
+                    torch.autograd.backward(view, [leaf.grad for leaf in leaves])
         return losses.detach()
 
     def _losses(self, anchors: Tensor, passages: Tensor, *, rows: range, masked: Sequence[MaskedPairs]) -> Tensor:
@@ -85,12 +95,6 @@ class InfoNce:
         return functional.cross_entropy(logits, own, reduction="none")
 
 
-def _chunks(rows: range, *, num_columns: int) -> Iterator[range]:
-    size = max(1, _MAX_LOGITS // max(1, num_columns))
-    for start in range(rows.start, rows.stop, size):
-        yield range(start, min(start + size, rows.stop))
-
-
 def cosent(similarities: Tensor, scores: Tensor, *, temperature: float) -> Tensor:
     """Return CoSENT's loss, a scalar: log(1 + sum of exp((s_j - s_i) / T) over pairs of which i has the higher score).
 
@@ -104,3 +108,196 @@ def cosent(similarities: Tensor, scores: Tensor, *, temperature: float) -> Tenso
     terms = prefix[(below - 1).clamp(min=0)] - scaled
     terms = terms.masked_fill(below == 0, -torch.inf)
     return torch.cat([terms.new_zeros(1), terms]).logsumexp(dim=0)
+
+
+@dataclass(frozen=True)
+class OwnVectors:
+    """The vectors of this rank's microbatches; each has its anchors, below them its positives, then its negatives."""
+
+    vectors: Tensor  # [texts, dimensions]
+    batches: Sequence[Batch]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of anchors."""
+        return sum(len(batch.group_sizes) for batch in self.batches)
+
+    def by_role(self, vectors: Tensor) -> Tensor:
+        """Return the vectors with the anchors of all microbatches first, then all positives, then all negatives."""
+        by_batch = torch.split(vectors, [len(batch.text_ids) for batch in self.batches])
+        roles = [_roles(batch) for batch in self.batches]
+        return torch.cat([by_batch[n][roles[n][role]] for role in range(3) for n in range(len(roles))])
+
+    def ids_by_role(self) -> np.ndarray:
+        """Return the digests of the texts in the same order."""
+        ids = [
+            text_id for role in range(3) for batch in self.batches for text_id in batch.text_ids[_roles(batch)[role]]
+        ]
+        return np.array(ids, np.int64)
+
+    def by_batch(self, row_losses: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return of each microbatch its loss, summed over its rows, and the gradient of its vectors."""
+        losses = torch.split(row_losses, [len(batch.group_sizes) for batch in self.batches])
+        gradients = torch.split(gradient, [len(batch.text_ids) for batch in self.batches])
+        return [(loss.sum(), of_batch) for loss, of_batch in zip(losses, gradients, strict=True)]
+
+
+def _roles(batch: Batch) -> tuple[slice, slice, slice]:
+    """Return the texts of a batch that are anchors, positives and negatives."""
+    num_rows = len(batch.group_sizes)
+    return slice(0, num_rows), slice(num_rows, 2 * num_rows), slice(2 * num_rows, len(batch.text_ids))
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The result of a step on this rank."""
+
+    row_losses: Tensor  # float32 [rows]; the sum over all ranks is minimized
+    gradient: Tensor  # of that sum, [texts, dimensions]
+    num_masked: int = 0  # passages that are left out because they are right for an anchor of this rank
+
+
+class LossOfStep(Protocol):
+    """A loss over all rows of a step."""
+
+    def __call__(self, own: OwnVectors) -> StepLoss:
+        """Return the loss of the step and the gradient of this rank's vectors. Collective."""
+
+
+@dataclass(frozen=True)
+class InfoNceOfStep:
+    """InfoNCE whose candidates are the passages of the whole step."""
+
+    loss: InfoNce
+
+    def __call__(self, own: OwnVectors) -> StepLoss:
+        """Return the losses of this rank's anchors, and the gradient that the anchors of all ranks give. Collective."""
+        leaf = own.vectors.detach().requires_grad_()
+        with torch.enable_grad():
+            sorted_vectors = own.by_role(leaf)
+        everyone = _Everyone.gather(sorted_vectors, own.ids_by_role(), num_rows=own.num_rows)
+        anchors = everyone.anchors.requires_grad_()
+        passages = everyone.passages.requires_grad_()
+        masked = everyone.masked(symmetric=self.loss.symmetric)
+        losses = self.loss(anchors, passages, rows=everyone.own_rows, masked=masked)
+        assert anchors.grad is not None and passages.grad is not None
+        both = distributed.sum_tensor(torch.cat([anchors.grad, passages.grad]))
+        (gradient,) = torch.autograd.grad(sorted_vectors, leaf, everyone.own_part(both))
+        return StepLoss(losses, gradient, num_masked=len(masked[0]))
+
+    def of_all(self, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> Tensor:
+        """Return the loss of each row where the texts, by role, are those of all ranks."""
+        everyone = _Everyone.alone(vectors, ids, num_rows=num_rows)
+        masked = everyone.masked(symmetric=self.loss.symmetric)
+        return self.loss(everyone.anchors, everyone.passages, rows=everyone.own_rows, masked=masked)
+
+
+@dataclass(frozen=True)
+class _Everyone:
+    """The vectors and digests of all ranks, and which of them are this rank's."""
+
+    anchors: Tensor  # [rows, dimensions]
+    passages: Tensor  # the positives in the order of their rows, then the negatives
+    anchor_ids: np.ndarray
+    passage_ids: np.ndarray
+    num_rows: tuple[int, ...]  # of each rank
+    num_texts: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def gather(cls, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> "_Everyone":
+        """Return those of all ranks from this rank's, by role. Collective."""
+        gathered = distributed.gather_objects((ids, num_rows))
+        all_ids = [rank_ids for rank_ids, _ in gathered]
+        all_vectors = distributed.gather_rows(vectors, [len(rank_ids) for rank_ids in all_ids])
+        return cls.of(all_vectors, all_ids, [rows for _, rows in gathered], distributed.rank())
+
+    @classmethod
+    def alone(cls, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> "_Everyone":
+        """Return these alone."""
+        return cls.of([vectors], [ids], [num_rows], 0)
+
+    @classmethod
+    def of(cls, vectors: Sequence[Tensor], ids: Sequence[np.ndarray], rows: Sequence[int], rank: int) -> "_Everyone":
+        """Return them from those of each rank."""
+        vectors_by_rank = list(zip(vectors, rows, strict=True))
+        positives = [tensor[num : 2 * num] for tensor, num in vectors_by_rank]
+        negatives = [tensor[2 * num :] for tensor, num in vectors_by_rank]
+        ids_by_rank = list(zip(ids, rows, strict=True))
+        positive_ids = [array[num : 2 * num] for array, num in ids_by_rank]
+        negative_ids = [array[2 * num :] for array, num in ids_by_rank]
+        return cls(
+            anchors=torch.cat([tensor[:num] for tensor, num in vectors_by_rank]),
+            passages=torch.cat([*positives, *negatives]),
+            anchor_ids=np.concatenate([array[:num] for array, num in ids_by_rank]),
+            passage_ids=np.concatenate([*positive_ids, *negative_ids]),
+            num_rows=tuple(rows),
+            num_texts=tuple(map(len, ids)),
+            rank=rank,
+        )
+
+    @property
+    def own_rows(self) -> range:
+        """Return this rank's rows."""
+        start = sum(self.num_rows[: self.rank])
+        return range(start, start + self.num_rows[self.rank])
+
+    def masked(self, *, symmetric: bool) -> tuple[MaskedPairs, ...]:
+        """Return the pairs that are left out of this rank's rows, and with `symmetric` those of its positives."""
+        passages = masked_passages(self.anchor_ids, self.passage_ids, self.own_rows)
+        if not symmetric:
+            return (passages,)
+        return passages, masked_anchors(self.anchor_ids, self.passage_ids, self.own_rows)
+
+    def own_part(self, both: Tensor) -> Tensor:
+        """Return the part for this rank's texts, by role, of values of all anchors followed by all passages."""
+        total, own = sum(self.num_rows), self.own_rows
+        num_negatives = [texts - 2 * rows for texts, rows in zip(self.num_texts, self.num_rows, strict=True)]
+        first = 2 * total + sum(num_negatives[: self.rank])
+        parts = (
+            both[own.start : own.stop],
+            both[total + own.start : total + own.stop],
+            both[first : first + num_negatives[self.rank]],
+        )
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class CosentOfStep:
+    """CoSENT over all pairs of the step. Each row has the same loss, so that this is their mean."""
+
+    similarity: Similarity
+    temperature: float
+
+    def __call__(self, own: OwnVectors) -> StepLoss:
+        """Return the loss of the step, and the gradient of this rank's vectors. Collective."""
+        leaf = own.vectors.detach().requires_grad_()
+        with torch.enable_grad():
+            sorted_vectors = own.by_role(leaf)
+            first, second = sorted_vectors.chunk(2)
+            similarities = self.similarity.of_pairs(first, second)  # [rows, sizes]
+        sizes = distributed.gather_objects(own.num_rows)
+        labels = torch.cat([batch.labels for batch in own.batches])
+        scores = torch.cat(distributed.gather_rows(labels, sizes))
+        everyone = torch.cat(distributed.gather_rows(similarities, sizes)).requires_grad_()
+        with torch.enable_grad():
+            loss = self.of_similarities(everyone, scores)
+        (of_everyone,) = torch.autograd.grad(loss * len(scores), everyone)
+        start = sum(sizes[: distributed.rank()])
+        (gradient,) = torch.autograd.grad(similarities, leaf, of_everyone[start : start + own.num_rows])
+        return StepLoss(loss.detach().expand(own.num_rows), gradient)
+
+    def of_similarities(self, similarities: Tensor, scores: Tensor) -> Tensor:
+        """Return the loss of all pairs, a scalar, from their similarities at each size, [pairs, sizes]."""
+        losses = [cosent(column, scores, temperature=self.temperature) for column in similarities.unbind(dim=1)]
+        return torch.stack(losses).mean()
+
+
+def infonce_of_step(similarity: Similarity, section: EmbeddingSection) -> LossOfStep:
+    """Return InfoNCE over the global batch."""
+    return InfoNceOfStep(InfoNce(similarity, section.temperature, section.symmetric))
+
+
+def cosent_of_step(similarity: Similarity, section: EmbeddingSection) -> LossOfStep:
+    """Return CoSENT over the global batch."""
+    return CosentOfStep(similarity, section.temperature)

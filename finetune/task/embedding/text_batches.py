@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
-from finetune.data.encoding.groups.text_groups import SCORE
+from finetune.data.encoding.text_groups import SCORE
 from finetune.data.features import Features
 from finetune.data.token_cache.lengths import sequence_bounds
 from finetune.task.classification.classes import TextPadding

@@ -17,18 +17,21 @@ numbers: one more forward pass, a third to a half more time. Nothing smaller is 
 microbatch depends on the choices of the last.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
+from finetune.errors import ModelError
 from finetune.runtime import distributed
 from finetune.runtime.seeds import keep_random_state
 from finetune.task.protocol import Task
-from finetune.task.router_loss.recorder import RoutingRecorder
+from finetune.task.router_loss.routers import Router, RouterOutput, expert_probabilities, read_output
 
 ROUTER_AUX_LOSS = "router_aux_loss"
 TOKENS_PER_EXPERT = "tokens_per_expert"
@@ -57,10 +60,95 @@ def load_metrics(tokens: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class RoutedTask:
-    """What a step calls of a task, with the routing recorded and, given a coefficient, the balance loss added.
+class Routing:
+    """The output of one router in one forward pass."""
 
-    The value of the loss stays the task's own; the balance loss adds its gradient, and is logged beside it.
+    layer: int  # counts the layers that have a router
+    output: RouterOutput
+    is_token: Tensor | None  # bool [tokens], false for padding; None: there is none
+
+
+class RoutingRecorder:
+    """Records the routing of a model within `recording()`, by hooks on its routers.
+
+    Gradient checkpointing calls the routers a second time, in the backward pass: nothing is recorded then. The model is
+    the innermost one, whose attention mask marks padding.
+    """
+
+    def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
+        self.routers = tuple(routers)
+        self._routings: list[Routing] | None = None
+        self._is_token: Tensor | None = None
+        model.register_forward_pre_hook(self._read_mask, with_kwargs=True)
+        for layer, router in enumerate(self.routers):
+            router.module.register_forward_hook(partial(self._record, router, layer))
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of experts of a layer."""
+        return self.routers[0].num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Return the number of experts to which a token is sent."""
+        return self.routers[0].top_k
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Routing]]:
+        """Yield the list to which every call of a router in training mode is added within the context."""
+        routings: list[Routing] = []
+        self._routings = routings
+        try:
+            yield routings
+        finally:
+            self._routings, self._is_token = None, None
+
+    def tokens_per_expert(self, routings: Sequence[Routing]) -> Tensor:
+        """Return how many tokens each expert was sent, int64 [layers, experts]; padding does not count."""
+        device = routings[0].output.experts.device
+        counts = torch.zeros(len(self.routers) * self.num_experts, dtype=torch.int64, device=device)
+        for routing in routings:
+            indices = routing.output.experts + routing.layer * self.num_experts  # [tokens, top_k]
+            counted = torch.ones_like(indices)
+            if routing.is_token is not None:
+                counted = routing.is_token[:, None].expand(indices.shape).to(indices.dtype)
+            counts.scatter_add_(0, indices.flatten(), counted.flatten())
+        return counts.view(len(self.routers), self.num_experts)
+
+    def probability_sums(self, routings: Sequence[Routing]) -> Tensor:
+        """Return the probabilities of each expert, summed over tokens and layers: float32 [experts], with gradient."""
+        sums = []
+        for routing in routings:
+            probabilities = expert_probabilities(routing.output.logits, self.routers[routing.layer].score_function)
+            if routing.is_token is None:
+                sums.append(probabilities.sum(dim=0))
+            else:
+                sums.append(routing.is_token.to(probabilities.dtype) @ probabilities)
+        return torch.stack(sums).sum(dim=0)
+
+    def _read_mask(self, _: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        mask = named.get("attention_mask")
+        self._is_token = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def _record(self, router: Router, layer: int, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self._routings is None or not module.training:
+            return
+        read = read_output(output, logits_index=router.logits_index)
+        assert read is not None, "a router's output has the form that it had when the router was detected"
+        is_token = self._is_token
+        if is_token is not None and len(is_token) != len(read.logits):
+            raise ModelError(
+                f"train.router_aux_loss: {router.name} routes {len(read.logits)} tokens and the attention mask has "
+                f"{len(is_token)}: which of them are padding is not known. Remove the key, and `report.expert_load`."
+            )
+        self._routings.append(Routing(layer, read, is_token))
+
+
+@dataclass(frozen=True)
+class RoutedTask:
+    """A task's methods that a step calls, which also record the routing and, given a coefficient, add the balance loss.
+
+    The value of the loss stays the task's own; the balance loss adds its gradient, and is logged next to it.
     """
 
     task: Task
@@ -115,6 +203,6 @@ class RoutedTask:
 
 
 def _step_totals(tokens: Tensor, *, num_targets: int) -> Tensor:
-    """Return the tokens of each expert, [experts], and the number of targets behind them, of all ranks. Collective."""
+    """Return the tokens of each expert, [experts], and their number of targets, of all ranks. Collective."""
     own = torch.full((1,), num_targets, dtype=tokens.dtype, device=tokens.device)
     return distributed.sum_tensor(torch.cat([tokens, own]))

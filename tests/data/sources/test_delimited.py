@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.sources import delimited
+from finetune.data.sources import readers
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 
@@ -70,7 +70,7 @@ def test_rows_that_quotation_marks_would_make_one_are_refused_unless_they_are_me
 
 
 def test_a_quotation_mark_that_is_never_closed_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
     content = b'text,label\na,1\n"b,2\n' + b"c,3\n" * 1000
     with pytest.raises(DataError, match=r"rows\.csv, line 3: the row has more than .* never closed"):
         read(tmp_path, content)

@@ -108,7 +108,7 @@ def test_samples_are_packed_only_if_the_teacher_isolates_them_too(job, tmp_path,
     [
         (("model.attention=eager",), "`model.attention: eager` needs a mask of the whole row. Write `auto`"),
         (("model.prompt_tuning={num_tokens: 4}",), "samples in one row would share what the adapter prepends"),
-        (("model.from_config.model_type=jamba",), "`jamba`: its scan (Mamba 1) is not told where samples begin"),
+        (("model.from_config.model_type=jamba",), "`jamba`: its scan (Mamba 1) does not get the boundaries of samples"),
         (
             ("model.from_config.model_type=gpt_oss", "model.attention=flash_attention_3"),
             "`model.attention: flash_attention_3` does not keep samples of this model apart. Write `auto`",

@@ -10,12 +10,12 @@ import torch
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoTokenizer
 
-from finetune.data.encoding.groups.eos import append_eos, ends_with_eos
+from finetune.data.encoding.text_groups import append_eos, ends_with_eos
 from finetune.errors import DataError
-from finetune.model.activations.checkpointing import enable_gradient_checkpointing
+from finetune.model.activations import enable_gradient_checkpointing
 from finetune.runtime import seeds
 from finetune.task.embedding.embedding import GRADIENT
-from finetune.task.embedding.step_losses import OwnVectors
+from finetune.task.embedding.similarity_losses import OwnVectors
 from finetune.task.embedding.text_batches import collate_groups, pooled_vectors
 from tests.task.embedding.conftest import ROWS, SCORED
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.data.batch import Batch
-from finetune.task.generation.decoding import generate, has_prompt_learning
+from finetune.task.generation.evaluation import generate, has_prompt_learning
 from finetune.task.lm_loss.at_targets import logits_everywhere
 from finetune.task.protocol import GenerationPrompt
 

@@ -13,8 +13,7 @@ from finetune.config.sections.task import TaskSection
 from finetune.data.features import Features
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
-from finetune.task.router_loss.loss import RoutedTask, load_balancing_loss, load_metrics
-from finetune.task.router_loss.recorder import RoutingRecorder
+from finetune.task.router_loss.loss import RoutedTask, RoutingRecorder, load_balancing_loss, load_metrics
 from finetune.task.router_loss.routers import find_routers
 from tests.task.router_loss.mixtures import SIGMOID, SOFTMAX, VOCABULARY, mixture
 

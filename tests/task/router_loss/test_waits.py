@@ -3,8 +3,7 @@
 import torch
 
 from finetune.data.batch import Batch
-from finetune.task.router_loss.loss import RoutedTask
-from finetune.task.router_loss.recorder import RoutingRecorder
+from finetune.task.router_loss.loss import RoutedTask, RoutingRecorder
 from finetune.task.router_loss.routers import find_routers
 from tests.task.router_loss.mixtures import VOCABULARY, mixture
 from tests.train.test_syncs import waits_of

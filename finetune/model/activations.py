@@ -1,20 +1,32 @@
-"""Activations in host memory: what a forward pass saves is copied there, and fetched shortly before its use.
+"""Activations: recomputed in the backward pass (gradient checkpointing), or offloaded to host memory.
 
-Each saved storage is copied once, whoever saves it: the input of a layer's queries, keys and values is one. Copies run
+`selective` checkpointing saves the results of matrix products and attention and recomputes the cheap rest (Korthikanti
+et al., 2022, https://arxiv.org/abs/2205.05198).
+
+Offloading copies the tensors that a forward pass saves to the host, and fetches them shortly before their use. Each
+saved storage is copied once, whoever saves it: the input of a layer's queries, keys and values is one. Copies run
 on a CUDA stream of their own, through pinned memory; only a few tensors at a time exist twice. Weights, autocast's
 casts of weights, and tensors too small to be worth a copy stay on the device.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.errors import ModelError
+from finetune.model.upstream import checkpoint_activations
 
 MIN_OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying a few bytes takes as long as copying many."""
@@ -23,7 +35,7 @@ MAX_LEAVING = 2
 """Copies to the host that may be under way: the next one holds back the device's work until the first is done."""
 
 NUM_PREFETCHED = 2
-"""Tensors that are fetched ahead of their use in the backward pass."""
+"""Tensors that are prefetched in the backward pass."""
 
 
 class Arrival(NamedTuple):
@@ -54,7 +66,7 @@ class HostCopies:
 
 
 class CudaStreamCopies(HostCopies):
-    """Copies through pinned memory on a CUDA stream of their own; no host-device synchronisation.
+    """Copies through pinned memory on a CUDA stream of their own; no host-device synchronization.
 
     All device memory belongs to the current stream, which waits for a copy's event before the memory is free:
     `record_stream` would keep it until everything that the copies' stream has been given by then is done.
@@ -83,7 +95,7 @@ class CudaStreamCopies(HostCopies):
         return arrival
 
     def wait(self, arrival: Arrival) -> None:
-        """Have the current stream wait for this copy, not for those behind it."""
+        """Have the current stream wait for this copy, not for later ones."""
         torch.cuda.current_stream().wait_event(arrival.event)
         self._arriving.pop(id(arrival), None)
 
@@ -109,10 +121,10 @@ class CudaStreamCopies(HostCopies):
 
 
 class OffloadedStorage:
-    """One storage in host memory. What was saved before it is needed after it, so that is prefetched."""
+    """One storage in host memory. Tensors saved before it are needed after it, and prefetched."""
 
     def __init__(self, tensor: Tensor, copies: HostCopies, before: "OffloadedStorage | None", origin: Any) -> None:
-        self.num_uses = 0  # saved tensors that have not been asked for
+        self.num_uses = 0  # saved tensors that have not been used
         self._device, self._copies = tensor.device, copies
         self._before = None if before is None else ref(before)
         self._host = copies.to_host(tensor)
@@ -158,7 +170,7 @@ class OffloadedTensor:
 
 
 class Offloading:
-    """What autograd calls with each tensor that it saves, and before it uses it."""
+    """The hooks that autograd calls with each tensor that it saves, and before it uses it."""
 
     def __init__(self, model: nn.Module, copies: HostCopies, *, smallest_bytes: int) -> None:
         self.copies, self._smallest_bytes = copies, smallest_bytes
@@ -167,8 +179,12 @@ class Offloading:
         self._last: Callable[[], OffloadedStorage | None] = lambda: None
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor:
-        """Return what takes the tensor's place until it is used: the tensor itself where it stays on the device."""
-        if not self._is_large_and_plain(tensor) or self._weights.holds_for(tensor):
+        """Return the stand-in for the tensor until it is used: the tensor itself where it stays on the device."""
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        is_large = is_plain and tensor.numel() * tensor.element_size() >= self._smallest_bytes
+        if not is_large or tensor.device.type != self.copies.device_type or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        if self._weights.holds_for(tensor):
             return tensor
         is_whole = _fills_its_storage(tensor)
         key, origin = _key(tensor, is_whole=is_whole)
@@ -181,16 +197,12 @@ class Offloading:
         storage.num_uses += 1
         if is_whole:
             return OffloadedTensor(storage, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return OffloadedTensor(storage, tensor.shape, _contiguous_strides(tensor.shape), 0)
+        contiguous_strides = torch.empty(tensor.shape, device="meta").stride()
+        return OffloadedTensor(storage, tensor.shape, contiguous_strides, 0)
 
     def unpack(self, saved: Tensor | OffloadedTensor) -> Tensor:
         """Return the tensor on its device."""
         return saved.fetch() if isinstance(saved, OffloadedTensor) else saved
-
-    def _is_large_and_plain(self, tensor: Tensor) -> bool:
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        is_large = is_plain and tensor.numel() * tensor.element_size() >= self._smallest_bytes
-        return is_large and tensor.device.type == self.copies.device_type and not (tensor.is_conj() or tensor.is_neg())
 
 
 def offload_activations(
@@ -216,14 +228,14 @@ def offload_activations(
 
 
 _CAST = "ToCopyBackward0"
-_VIEWS_AND_CASTS = frozenset(
-    {
-        *(_CAST, "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"),
-        *("ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
-        *("UnbindBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0", "ExpandBackward0"),
-        *("AsStridedBackward0", "CloneBackward0"),
-    }
-)
+# fmt: off
+_VIEWS_AND_CASTS = frozenset({
+    _CAST, "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+    "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0",
+    "UnbindBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0", "ExpandBackward0",
+    "AsStridedBackward0", "CloneBackward0",
+})
+# fmt: on
 
 
 class WeightTest:
@@ -247,7 +259,10 @@ class WeightTest:
         if isinstance(origin, nn.Parameter) or (origin.is_leaf and origin.requires_grad):
             return True
         if origin.grad_fn is not None:
-            return _comes_from_leaf(origin.grad_fn)
+            node: Any = origin.grad_fn
+            while node is not None and node.name() in _VIEWS_AND_CASTS:  # views and casts alone lead to a leaf
+                node = node.next_functions[0][0]
+            return node is not None and hasattr(node, "variable")
         dtypes = self._dtypes.get(origin.shape)
         is_cast = dtypes is not None and origin.is_floating_point() and origin.dtype not in dtypes
         return is_cast or self._is_buffer(tensor)
@@ -255,17 +270,10 @@ class WeightTest:
     def _is_buffer(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         return any(
-            each.untyped_storage()._cdata == storage._cdata
-            for each in self._model.buffers()
-            if type(each) is Tensor and each.numel() * each.element_size() >= self._smallest_bytes
+            buffer.untyped_storage()._cdata == storage._cdata
+            for buffer in self._model.buffers()
+            if type(buffer) is Tensor and buffer.numel() * buffer.element_size() >= self._smallest_bytes
         )
-
-
-def _comes_from_leaf(node: Any) -> bool:
-    """Tell whether views and casts alone lead from a leaf, such as a parameter, to the node."""
-    while node is not None and node.name() in _VIEWS_AND_CASTS:
-        node = node.next_functions[0][0]
-    return node is not None and hasattr(node, "variable")
 
 
 def _key(tensor: Tensor, *, is_whole: bool) -> tuple[tuple[Any, ...], Any]:
@@ -296,5 +304,82 @@ def _fills_its_storage(tensor: Tensor) -> bool:
     return count * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+CheckpointingMode = bool | int | Literal["selective"]
+"""True: every layer. A number n: every n-th layer. `selective`: the cheap operators of every layer."""
+
+# fmt: off
+_MATMUL_OPERATORS = frozenset({
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback",
+})
+# fmt: on
+_ATTENTION_OPERATORS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_cudnn_attention_forward",
+        "torch_attn::_varlen_attn",
+        "flex_attention",
+    }
+)
+_FLASH_ATTENTION_OPERATORS = re.compile(r"_?(vllm_)?flash_attn\w*::(_flash_attn_)?(varlen_)?(fwd|forward)")
+"""Of the packages `flash_attn` (2 and 3), and of their builds on the hub, whose names end with a digest."""
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel, mode: CheckpointingMode) -> None:
+    """Enable gradient checkpointing; raises ModelError for a model that does not support it.
+
+    Non-reentrant, the only variant that works with both FSDP2 and frozen bases.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"model.gradient_checkpointing: `{model.config.model_type}` does not support it. Write `false`."
+        )
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    checkpoint_activations(model, settings)
+    if mode is not True and isinstance(mode, int):
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if len(layers) < mode:
+            raise ModelError(
+                f"model.gradient_checkpointing: one of every {mode} layers is too many for "
+                f"`{model.config.model_type}`, which has {len(layers)} layers. Write `true` or `selective`."
+            )
+        for index, layer in enumerate(layers):
+            layer.gradient_checkpointing = index % mode == 0
+
+
+def take_checkpointing(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that recomputes the module's forward, which no longer does so by itself; None if unneeded.
+
+    transformers 5.17 checkpoints a layer outside its `forward`, 5.23 inside. If that is compiled, `selective` records
+    results whose memory the compiled code writes again: "has been mutated", with torch 2.11. Newer ones checkpoint
+    inside, where the compiler sees it; can go when pyproject.toml requires them.
+    """
+    is_outside = "__call__" in vars(GradientCheckpointingLayer)
+    if not is_outside or not isinstance(module, GradientCheckpointingLayer) or not module.gradient_checkpointing:
+        return None
+    module.gradient_checkpointing = False
+    recompute: Callable[..., Any] = module._gradient_checkpointing_func
+    return recompute
+
+
+@cache
+def is_saved(operator: str) -> bool:
+    """Tell whether `selective` saves the results of an operator: those of matrix products and of attention are.
+
+    By name: some of these operators are registered only when attention runs for the first time.
+    """
+    name = operator.partition(".")[0]
+    is_listed = name in _MATMUL_OPERATORS or name in _ATTENTION_OPERATORS
+    return is_listed or _FLASH_ATTENTION_OPERATORS.fullmatch(name) is not None
+
+
+def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_saved(operator.name()) else CheckpointPolicy.PREFER_RECOMPUTE

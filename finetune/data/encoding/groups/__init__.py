@@ -1,1 +1,0 @@
-"""Samples of several texts that belong together."""

@@ -1,1 +1,0 @@
-"""Positions: how many a model is made for, and how its rotary embedding makes them."""
