@@ -1,4 +1,4 @@
-"""Control tokens: what ends and begins turns. Their names in a row's content are text, and are encoded as text."""
+"""Control tokens, such as those that delimit turns: their names in a row's content are encoded as plain text."""
 
 import copy
 import json
@@ -16,19 +16,19 @@ from finetune.errors import DataError
 
 
 def renamed_tokenizer(tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str]) -> PreTrainedTokenizerBase:
-    """Return a copy of the tokenizer whose tokens with these names have the new ones; ids and all else are the same.
+    """Return a copy of the tokenizer with these tokens renamed; ids and everything else are the same.
 
-    Raises DataError for a tokenizer that cannot be changed so.
+    Raises DataError for a tokenizer whose tokens cannot be renamed.
     """
-    made = copy.copy(tokenizer)
-    made._special_tokens_map = {key: _renamed(value, names) for key, value in tokenizer._special_tokens_map.items()}
-    made._extra_special_tokens = [_renamed(each, names) for each in tokenizer._extra_special_tokens]
+    renamed = copy.copy(tokenizer)
+    renamed._special_tokens_map = {key: _renamed(value, names) for key, value in tokenizer._special_tokens_map.items()}
+    renamed._extra_special_tokens = [_renamed(token, names) for token in tokenizer._extra_special_tokens]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        made._tokenizer = _renamed_backend(json.loads(backend.to_str()), names)
+        renamed._tokenizer = _renamed_backend(json.loads(backend.to_str()), names)
     else:
-        _rename_in_python(made, names)
-    return made
+        _rename_in_python(renamed, names)
+    return renamed
 
 
 def _renamed(token: Any, names: Mapping[str, str]) -> Any:
@@ -39,24 +39,24 @@ def _renamed_backend(parts: dict[str, Any], names: Mapping[str, str]) -> Tokeniz
     for token in parts["added_tokens"]:
         if token["content"] in names:
             token["content"] = names[token["content"]]
-            token["normalized"] = False  # the new name is looked for as it is written
+            token["normalized"] = False  # match the new name verbatim
     parts["truncation"] = parts["padding"] = None
     model = parts["model"]
     try:
         return Tokenizer.from_str(json.dumps({**parts, "model": _renamed_model(model, names)}))
-    except Exception:  # `tokenizers` raises plain Exception: a name that merges lead to cannot be another
+    except Exception:  # `tokenizers` raises plain Exception: a token that is the result of merges cannot be renamed
         pass
     try:
         return Tokenizer.from_str(json.dumps(parts))
     except Exception as error:
         raise DataError(
-            f"the names of control tokens cannot be written as plain text by this tokenizer ({error}). Remove them "
+            f"this tokenizer cannot encode the names of control tokens as plain text ({error}). Remove them "
             "from the row, or set data.allow_special_tokens: true."
         ) from error
 
 
 def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the model with the names in its vocabulary, so that it makes no such token of plain text either."""
+    """Return the model with the tokens of its vocabulary renamed, so that plain text never becomes such a token."""
     renamed = dict(model)
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
@@ -68,17 +68,17 @@ def _renamed_model(model: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
     return renamed
 
 
-def _rename_in_python(made: Any, names: Mapping[str, str]) -> None:
-    known = {number: copy.copy(token) for number, token in made._added_tokens_decoder.items()}
-    for token in known.values():
+def _rename_in_python(tokenizer: Any, names: Mapping[str, str]) -> None:
+    renamed = {index: copy.copy(token) for index, token in tokenizer._added_tokens_decoder.items()}
+    for token in renamed.values():
         token.content = names.get(token.content, token.content)
-    made._added_tokens_decoder = known
-    made._added_tokens_encoder = {token.content: number for number, token in known.items()}
-    made.tokens_trie = Trie(list(made._added_tokens_encoder))
+    tokenizer._added_tokens_decoder = renamed
+    tokenizer._added_tokens_encoder = {token.content: index for index, token in renamed.items()}
+    tokenizer.tokens_trie = Trie(list(tokenizer._added_tokens_encoder))
 
 
-_STAND_INS, _NEW_NAMES = 0x100000, 0x108000
-"""The first of the private-use characters that stand for those of names, and of those that new names are made of."""
+_PLACEHOLDERS, _NEW_NAMES = 0x100000, 0x108000
+"""The first private-use characters of the placeholders for letters of names, and of the new names."""
 
 _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
 _REMEDY = "Remove them from the row, or set data.allow_special_tokens: true, which encodes them as control tokens."
@@ -87,27 +87,29 @@ _REMEDY = "Remove them from the row, or set data.allow_special_tokens: true, whi
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and the `turn_marks` that a chat template writes.
 
-    With `allowed`, names in content keep their meaning and nothing is looked for.
+    With `allowed`, names in content keep their meaning and no text is searched.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, turn_marks: Iterable[str] = (), allowed: bool = False
     ) -> None:
         self._tokenizer = tokenizer
-        known = {str(each.content) for each in tokenizer.added_tokens_decoder.values() if each.special}
-        known |= {*map(str, tokenizer.all_special_tokens), *turn_marks}
-        # what a text is made of in any case cannot be told from a control token
-        self.names = frozenset() if allowed else frozenset(name for name in known if _is_a_mark(name))
-        letters = {letter: chr(_STAND_INS + number) for number, letter in enumerate(sorted(set("".join(self.names))))}
-        self._to_stand_ins = str.maketrans(letters)
-        self._from_stand_ins = str.maketrans({stand_in: letter for letter, stand_in in letters.items()})
+        names = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        names |= {*map(str, tokenizer.all_special_tokens), *turn_marks}
+        # names that occur in ordinary text cannot be distinguished from control tokens
+        self.names = frozenset() if allowed else frozenset(name for name in names if _is_a_mark(name))
+        letters = {
+            letter: chr(_PLACEHOLDERS + number) for number, letter in enumerate(sorted(set("".join(self.names))))
+        }
+        self._to_placeholders = str.maketrans(letters)
+        self._from_placeholders = str.maketrans({placeholder: letter for letter, placeholder in letters.items()})
         self._pattern = _one_of(self.names) if self.names else None
         self._normalized_pattern = self._pattern_of_normalized()
 
     def held_by(self, value: Any) -> bool:
-        """Tell whether the text, or the turns or schemas with all texts in them, hold a control token's name.
+        """Return whether the text, or any text in the turns or schemas, contains a control token's name.
 
-        Texts are looked at end to end: a template may join what a row has cut in two.
+        Texts are searched concatenated: a template may join two texts of a row.
         """
         if self._pattern is None:
             return False
@@ -118,12 +120,12 @@ class ControlTokens:
         return pattern is not None and pattern.search(_normalized(self._tokenizer, text)) is not None
 
     def with_placeholders(self, value: Any) -> Any:
-        """Return the text, or turns or schemas, with a stand-in for every control token's name and for a part of one.
+        """Return the text, or turns or schemas, with placeholders for control tokens' names and for parts of names.
 
-        Raises DataError for a row that holds stand-ins itself.
+        Raises DataError for a row that contains placeholders itself.
         """
         if isinstance(value, str):
-            return self._stood_in(value)
+            return self._replaced(value)
         if isinstance(value, Mapping):
             return {self.with_placeholders(name): self.with_placeholders(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -131,53 +133,53 @@ class ControlTokens:
         return value
 
     def restored(self, text: str) -> str:
-        """Return the text with the names in place of the stand-ins."""
-        return text.translate(self._from_stand_ins)
+        """Return the text with the placeholders replaced by the names."""
+        return text.translate(self._from_placeholders)
 
     def renamed(self, text: str) -> str:
-        """Return the text for the renamed tokenizer: control tokens under their new names, stand-ins as the names."""
+        """Return the text for the renamed tokenizer: new names for control tokens, original names for placeholders."""
         if self._pattern is not None:
-            text = self._added.sub(lambda found: self._new_names.get(found.group(), found.group()), text)
+            text = self._added.sub(lambda match: self._new_names.get(match.group(), match.group()), text)
         return self.restored(text)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer to which the names are plain text; raises DataError where there can be none."""
+        """Return the tokenizer that encodes the names as plain text; raises DataError if it cannot be built."""
         return renamed_tokenizer(self._tokenizer, self._new_names)
 
     @cached_property
     def tokens(self) -> TextTokenizer:
-        """Return what encodes with that tokenizer."""
+        """Return a `TextTokenizer` of the renamed tokenizer."""
         return TextTokenizer(self.tokenizer)
 
     def check(self, ids: Iterable[int], text: str = "") -> None:
-        """Raise DataError where the renamed text has become other control tokens than it has new names of."""
-        found = sum(token in self._ids for token in ids)
-        written = sum(name != self._unknown for name in self._new.findall(text))
-        if found != written:
+        """Raise DataError if the ids have more or fewer control tokens than the renamed text contains."""
+        num_encoded = sum(token in self._ids for token in ids)
+        num_expected = sum(name != self._unknown for name in self._new.findall(text))
+        if num_encoded != num_expected:
             raise DataError(
-                "holds the name of a control token, which this tokenizer cannot write as plain text. " + _REMEDY
+                "contains the name of a control token, which this tokenizer cannot encode as plain text. " + _REMEDY
             )
 
     def check_plain(self, texts: Iterable[str]) -> None:
-        """Raise DataError where a text becomes a control token all the same."""
+        """Raise DataError if a text is still encoded as a control token."""
         for text in texts:
             if self.held_by(text):
                 self.check(self.tokens.ids(text))
 
-    def _stood_in(self, text: str) -> str:
+    def _replaced(self, text: str) -> str:
         if _PRIVATE.search(text):
-            raise DataError(f"holds private-use characters beside names of control tokens. {_REMEDY}")
+            raise DataError(f"contains private-use characters as well as names of control tokens. {_REMEDY}")
         assert self._pattern is not None
-        text = self._pattern.sub(lambda found: found.group().translate(self._to_stand_ins), text)
-        cut = self._beginnings.search(text, max(0, len(text) - max(map(len, self.names))))
-        return text if cut is None else text[: cut.start()] + cut.group().translate(self._to_stand_ins)
+        text = self._pattern.sub(lambda match: match.group().translate(self._to_placeholders), text)
+        partial = self._beginnings.search(text, max(0, len(text) - max(map(len, self.names))))
+        return text if partial is None else text[: partial.start()] + partial.group().translate(self._to_placeholders)
 
     def _pattern_of_normalized(self) -> re.Pattern[str] | None:
-        """Return what finds names that the tokenizer looks for in normalized text; None where it has no such names."""
+        """Return a pattern of the names that the tokenizer matches in normalized text; None without such names."""
         if getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None) is None:
             return None
-        added = {str(each.content) for each in self._tokenizer.added_tokens_decoder.values() if each.normalized}
+        added = {str(token.content) for token in self._tokenizer.added_tokens_decoder.values() if token.normalized}
         names = {_normalized(self._tokenizer, name) for name in self.names & added}
         return _one_of(names) if any(names) else None
 
@@ -191,18 +193,18 @@ class ControlTokens:
 
     @cached_property
     def _added(self) -> re.Pattern[str]:
-        """Return what finds added tokens as the tokenizer does: the first, and of several the longest."""
-        added = {str(each.content) for each in self._tokenizer.added_tokens_decoder.values()}
+        """Return a pattern that matches added tokens as the tokenizer does: leftmost, longest first."""
+        added = {str(token.content) for token in self._tokenizer.added_tokens_decoder.values()}
         return _one_of({*added, *self.names})
 
     @cached_property
     def _beginnings(self) -> re.Pattern[str]:
-        """Return what finds the beginning of a name at the end of a text."""
+        """Return a pattern that matches a prefix of a name at the end of a text."""
         return re.compile(f"(?:{_one_of({name[:n] for name in self.names for n in range(1, len(name))}).pattern})\\Z")
 
     @cached_property
     def _unknown(self) -> str | None:
-        """Return the new name of the token for unknown text: it says nothing of a name."""
+        """Return the new name of the unknown token, which `check` ignores."""
         return self._new_names.get(str(self._tokenizer.unk_token)) if self._is_unknown_alone else None
 
     @property
@@ -218,37 +220,37 @@ class ControlTokens:
 
 
 def texts_in(value: Any) -> list[str]:
-    """Return the texts of turns or of schemas in their order, and names of parts that are not a turn's own."""
-    found: list[str] = []
-    _gather(value, found)
-    return found
+    """Return the texts of turns or schemas in order, including the keys of objects other than turns."""
+    texts: list[str] = []
+    _gather(value, texts)
+    return texts
 
 
-def _gather(value: Any, found: list[str]) -> None:
-    kind = type(value)
-    if kind is str:
-        found.append(value)
-    elif kind is dict:
+def _gather(value: Any, texts: list[str]) -> None:
+    value_type = type(value)
+    if value_type is str:
+        texts.append(value)
+    elif value_type is dict:
         if "role" in value and "content" in value:
             for name, inner in value.items():
                 if name != "role":
-                    _gather(inner, found)
+                    _gather(inner, texts)
         elif value.get("type") == "text" and type(value.get("text")) is str:
-            found.append(value["text"])
+            texts.append(value["text"])
         else:
             for name, inner in value.items():
-                found.append(str(name))
+                texts.append(str(name))
                 if type(inner) is str:
-                    found.append(inner)
+                    texts.append(inner)
                 else:
-                    _gather(inner, found)
-    elif kind is list or kind is tuple:
+                    _gather(inner, texts)
+    elif value_type is list or value_type is tuple:
         for inner in value:
-            _gather(inner, found)
+            _gather(inner, texts)
     elif isinstance(value, Mapping):
-        _gather(dict(value), found)
+        _gather(dict(value), texts)
     elif isinstance(value, str | Sequence) and not isinstance(value, bytes):
-        _gather(str(value) if isinstance(value, str) else list(value), found)
+        _gather(str(value) if isinstance(value, str) else list(value), texts)
 
 
 def _normalized(tokenizer: Any, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Conversations become token ids and the targets among them, many rows at a time."""
+"""Encode conversations as token ids and targets, in batches of rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ from finetune.runtime.files.recorded_names import recorded_as
 
 @recorded_as("data.encoding.encode.ConversationEncoder")
 class ConversationEncoder:
-    """Encodes conversations as the chat template renders them; `train_on` says which turns are targets.
+    """Encodes conversations as the chat template renders them; `train_on` selects the turns that are targets.
 
-    The token that ends a target turn is a target, too. A last turn that the template does not end with a special
-    token is ended with end-of-sequence, a target too. Without `train_on_reasoning` the reasoning of answers is context.
+    The token that ends a target turn is a target, too. If the template does not end the last turn with a special
+    token, end-of-sequence is appended as a target. Without `train_on_reasoning` the reasoning of answers is context.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class ConversationEncoder:
         self._turn_marks = plain_turn_marks(tokenizer, self._control.names)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row's `messages`, with its `tools` and `chat_template_kwargs` where it has any.
+        """Return the features of each row's `messages`, with its `tools` and `chat_template_kwargs` if present.
 
-        None where there is no target; the DataError where the template refuses a row, would drop some of it in silence,
-        or where its rendering of a beginning is not the beginning of its rendering of the whole, in text or in tokens.
-        With `train_on: each_assistant` those of a sample for each answer.
+        The outcome is None without a target, and a DataError if the template rejects the row, would silently drop part
+        of it, or renders a prefix of the conversation differently from the whole, in text or in tokens. With
+        `train_on: each_assistant` a row has one sample per answer.
         """
         if self._finder.train_on != "each_assistant":
             return self._encoded(rows)
@@ -63,33 +63,33 @@ class ConversationEncoder:
         return [_joined([next(outcomes) for _ in of_row]) for of_row in conversations]
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return what becomes of each row as one conversation."""
+        """Return the outcome of each row as one conversation."""
         dropped = DroppedContentCheck(self._finder)
         chats = [result_or_error(self._rendered_chat, row, dropped) for row in rows]
-        found = [each for each in chats if isinstance(each, RenderedChat)]
-        ordinary = iter(self._tokens.encode([each.text for each in found if not each.has_control_names]))
-        renamed = [self._control.renamed(each.text) for each in found if each.has_control_names]
+        rendered = [chat for chat in chats if isinstance(chat, RenderedChat)]
+        ordinary = iter(self._tokens.encode([chat.text for chat in rendered if not chat.has_control_names]))
+        renamed = [self._control.renamed(chat.text) for chat in rendered if chat.has_control_names]
         guarded = iter(self._control.tokens.encode(renamed) if renamed else ())
         return [
-            result_or_error(self._sample, each, next(guarded if each.has_control_names else ordinary))
-            if isinstance(each, RenderedChat)
-            else each
-            for each in chats
+            result_or_error(self._sample, chat, next(guarded if chat.has_control_names else ordinary))
+            if isinstance(chat, RenderedChat)
+            else chat
+            for chat in chats
         ]
 
     def _rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
-        """Return the row as text; its texts cannot be taken for control tokens."""
+        """Return the rendered row, in which names of control tokens in the row's texts are placeholders."""
         arguments = own_arguments(row.get(ARGUMENTS) or {}, self._known_arguments)
         texts = (row["messages"], row.get("tools") or (), arguments)
         if not self._control.held_by(texts):
             chat = self._plain_rendered_chat({**row, ARGUMENTS: arguments} if row.get(ARGUMENTS) else row, dropped)
         else:
-            stood_in = {**row, **_named(*self._control.with_placeholders(texts))}
+            replaced = {**row, **_named(*self._control.with_placeholders(texts))}
             if not self._finder.train_on_reasoning:
-                _require_same_reasoning(row["messages"], stood_in["messages"])
-            chat = self._plain_rendered_chat(stood_in, dropped)
+                _require_same_reasoning(row["messages"], replaced["messages"])
+            chat = self._plain_rendered_chat(replaced, dropped)
             chat = chat and replace(chat, has_control_names=True)
-            self._check_same_rendering({**row, **_named(*texts)}, stood_in)
+            self._check_same_rendering({**row, **_named(*texts)}, replaced)
         if chat is not None and arguments:
             chat = replace(
                 chat, has_arguments=True, has_overrides=not arguments_of(self._tokenizer).keys().isdisjoint(arguments)
@@ -98,16 +98,18 @@ class ConversationEncoder:
             return chat
         return replace(chat, has_turn_marks=any(map(self._turn_marks.search, texts_in(texts))))
 
-    def _check_same_rendering(self, row: Row, stood_in: Row) -> None:
-        """Raise DataError where the template treats names of control tokens otherwise than other text."""
+    def _check_same_rendering(self, row: Row, replaced: Row) -> None:
+        """Raise DataError if the template treats names of control tokens differently from other text."""
         texts = [
-            render(self._tokenizer, self._turns(each), tools=each["tools"] or None, arguments=each[ARGUMENTS]).text
-            for each in (row, stood_in)
+            render(
+                self._tokenizer, self._turns(variant), tools=variant["tools"] or None, arguments=variant[ARGUMENTS]
+            ).text
+            for variant in (row, replaced)
         ]
         if texts[0] != self._control.restored(texts[1]):
             raise DataError(
-                f"holds names of control tokens, which the chat template ({self._finder.template}) does not treat as "
-                "text. Remove them from the row, or set data.allow_special_tokens: true."
+                f"contains names of control tokens, which the chat template ({self._finder.template}) does not treat "
+                "as text. Remove them from the row, or set data.allow_special_tokens: true."
             )
 
     def _plain_rendered_chat(self, row: Row, dropped: DroppedContentCheck) -> RenderedChat | None:
@@ -124,7 +126,7 @@ class ConversationEncoder:
         return chat
 
     def _turns(self, row: Row) -> Sequence[Turn]:
-        """Return the turns as the chat template is given them."""
+        """Return the turns that are passed to the chat template."""
         return with_system_prompt(row["messages"], self._system_prompt)
 
     def _sample(self, chat: RenderedChat, encoded: EncodedText) -> Features:
@@ -138,15 +140,14 @@ class ConversationEncoder:
         ids, end = encoded.ids, 0
         if has_double_bos(ids[:2].tolist(), self._tokenizer):
             raise DataError(
-                f"the chat template writes {self._tokenizer.bos_token} twice at the beginning: the model expects it "
-                f"once. "
+                f"the chat template writes {self._tokenizer.bos_token} twice at the start: the model expects it once. "
                 "Remove one from the template, or from the row if it is written there."
             )
         is_target = np.zeros(len(ids), dtype=bool)
         for span in chat.spans:
-            start, end = (_edge(encoded, place, what=span.what) for place in (span.start, span.end))
+            start, end = (_edge(encoded, offset, what=span.what) for offset in (span.start, span.end))
             is_target[start:end] = True
-        is_target[:1] = False  # nothing stands before it that it could be predicted from
+        is_target[:1] = False  # there is no context to predict the first token from
         is_ended = end > 0 and is_target[end - 1] and int(ids[end - 1]) in self._tokens.special
         if is_ended or not chat.may_be_open:
             return _features(ids, is_target)
@@ -154,7 +155,7 @@ class ConversationEncoder:
 
 
 def conversations_by_answer(row: Row) -> Iterator[Row]:
-    """Yield for each answer that is not in a row's prompt the conversation up to it, whose only target it is."""
+    """Yield, for each answer after the row's prompt, the conversation up to it; the answer is its only target."""
     turns, num_context = row["messages"], row.get("num_context_turns", 0)
     for number, turn in enumerate(turns, start=1):
         if turn["role"] == "assistant" and number > num_context:
@@ -163,16 +164,16 @@ def conversations_by_answer(row: Row) -> Iterator[Row]:
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the samples of a row's answers, or the first error."""
-    for each in outcomes:
-        if isinstance(each, DataError):
-            return each
-    samples = tuple(each for each in outcomes if isinstance(each, Features))
+    for outcome in outcomes:
+        if isinstance(outcome, DataError):
+            return outcome
+    samples = tuple(outcome for outcome in outcomes if isinstance(outcome, Features))
     return samples or None
 
 
-def _require_same_reasoning(turns: Sequence[Turn], stood_in: Sequence[Turn]) -> None:
-    """Raise DataError where reasoning in the content is not found any more once names of control tokens are text."""
-    for number, (turn, other) in enumerate(zip(turns, stood_in, strict=True), start=1):
+def _require_same_reasoning(turns: Sequence[Turn], replaced: Sequence[Turn]) -> None:
+    """Raise DataError if reasoning inside the content is lost once names of control tokens are plain text."""
+    for number, (turn, other) in enumerate(zip(turns, replaced, strict=True), start=1):
         if split_reasoning(turn)[0] and not split_reasoning(other)[0]:
             raise DataError(
                 f"the markers of reasoning in the content of turn {number} are special tokens of this tokenizer, and "
@@ -186,20 +187,20 @@ def _named(messages: Any, tools: Any, arguments: Any) -> dict[str, Any]:
 
 
 def with_system_prompt(turns: Sequence[Turn], system_prompt: str | None) -> Sequence[Turn]:
-    """Return the turns led by the system prompt, unless they have one of their own or none is wanted."""
+    """Return the turns with the system prompt prepended, unless they have one or none is configured."""
     if system_prompt is None or any(turn["role"] == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system_prompt}, *turns]
 
 
-def _edge(encoded: EncodedText, place: int, *, what: str) -> int:
-    """Return the number of tokens before a character; raises DataError where a token reaches across it."""
-    num_tokens = encoded.num_tokens_of(place)
+def _edge(encoded: EncodedText, offset: int, *, what: str) -> int:
+    """Return the number of tokens before the character at `offset`; raises DataError if a token crosses it."""
+    num_tokens = encoded.num_tokens_of(offset)
     if num_tokens is None:
-        edge = f"{encoded.text[max(0, place - 12) : place]!r} before {encoded.text[place : place + 12]!r}"
+        edge = f"{encoded.text[max(0, offset - 12) : offset]!r} before {encoded.text[offset : offset + 12]!r}"
         raise DataError(
-            f"a token crosses the boundary of {what} ({edge}): the model would be trained on other tokens than it "
-            f"sees at inference. Remove leading whitespace from the content, or set data.chat_template to one that "
+            f"a token crosses the boundary of {what} ({edge}): the model would be trained on different tokens than "
+            f"it sees at inference. Remove leading whitespace from the content, or set data.chat_template to one that "
             f"writes a single-token marker there."
         )
     return num_tokens

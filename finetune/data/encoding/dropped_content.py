@@ -1,4 +1,4 @@
-"""What a chat template silently leaves out of a row: found by rendering the row without it."""
+"""Detect content that a chat template silently drops, by rendering the row without it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from finetune.errors import DataError
 
 
 class Part(NamedTuple):
-    """A kind of part that a row can have."""
+    """A kind of content that a row can have."""
 
     kind: str
     role: str = ""
@@ -21,14 +21,14 @@ class Part(NamedTuple):
 
 
 class DroppedContentCheck:
-    """Looks at the first row that has a part of some kind; one is made for each chunk of rows, so it costs little."""
+    """Checks the first row with each kind of part; one instance per chunk of rows, so the cost is low."""
 
     def __init__(self, finder: TargetFinder) -> None:
         self._finder = finder
         self._seen: set[Part] = set()
 
     def check(self, turns: Sequence[Turn], tools: Tools | None, arguments: Arguments | None = None) -> None:
-        """Raise DataError naming the part of the row that the template drops, or does not write as it should."""
+        """Raise DataError naming the part of the row that the template drops or writes incorrectly."""
         unseen = [part for part in parts_of(turns, tools) if part not in self._seen]
         if not unseen:
             return
@@ -47,12 +47,12 @@ class DroppedContentCheck:
         less, others = None if part.kind == "tools" else tools, without_part(part, turns)
         try:
             return render(self._finder.tokenizer, others, tools=less, arguments=arguments).text == text
-        except DataError:  # it cannot do without
+        except DataError:  # the template requires the part
             return False
 
 
 def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
-    """Yield the kinds of parts that the row has."""
+    """Yield the parts of the row."""
     if tools:
         yield Part("tools")
     for turn in turns:
@@ -61,12 +61,12 @@ def parts_of(turns: Sequence[Turn], tools: Tools | None) -> Iterator[Part]:
             yield Part("content", turn["role"], type(content).__name__)
         if turn.get("tool_calls"):
             yield Part("tool_calls", turn["role"], "with content" if content else "")
-    if turns and any(turns[-1].get(name) for name in REASONING):  # templates leave earlier reasoning out by design
+    if turns and any(turns[-1].get(name) for name in REASONING):  # templates omit earlier reasoning by design
         yield Part("reasoning", turns[-1]["role"])
 
 
 def without_part(part: Part, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns of the part's role without the part; with another content, as some templates need one."""
+    """Return the turns with the part removed from its role; content is replaced, since some templates require it."""
     if part.kind == "tools":
         return list(turns)
     other = _ANOTHER if part.detail == "str" else [{"type": "text", "text": _ANOTHER}]
@@ -75,7 +75,7 @@ def without_part(part: Part, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _check_written(turns: Sequence[Turn], *, text: str, template: str) -> None:
-    """Raise DataError where the template writes a structure as code, or text in quotes."""
+    """Raise DataError if the template writes a structure as Python code, or text in quotes."""
     for number, turn in enumerate(turns, start=1):
         content = turn.get("content")
         if isinstance(content, list) and repr(content) in text:
@@ -104,8 +104,8 @@ _OTHER = "Set data.chat_template to one that writes it, or leave it out of the r
 _NAMES = {
     "tools": lambda part: f"the `tools` of the row: the model would not see them. {_OTHER}",
     "content": lambda part: (
-        f"the content of `{part.role}` turns: the conversation is rendered in the same way whatever it is. "
-        + ("It may want a list of parts: " if part.detail == "str" else "It may want text, not a list of parts: ")
+        f"the content of `{part.role}` turns: the rendered conversation does not depend on it. "
+        + ("It may require a list of parts: " if part.detail == "str" else "It may require text, not a list of parts: ")
         + ('[{"type": "text", "text": ...}].' if part.detail == "str" else '"content": "...".')
     ),
     "tool_calls": lambda part: f"`tool_calls` of {part.role} turns{f' {part.detail}' if part.detail else ''}. {_OTHER}",
@@ -120,14 +120,14 @@ _CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 def rendered_roles(finder: TargetFinder) -> tuple[str, ...]:
-    """Return the roles whose turns the template writes, found by rendering small conversations."""
+    """Return the roles that the template renders, detected with small conversations."""
     return tuple(role for role in _ROLES if _is_rendered(finder, role))
 
 
 def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "") -> str:
-    """Return which roles the template writes, where the turns have another one; else nothing.
+    """Return a hint listing the roles that the template renders if the turns have another role, else an empty string.
 
-    The sentence begins with what is dropped, where a role is named that the template leaves out in silence.
+    With `dropped`, a role that the template silently drops, the hint starts with its content.
     """
     roles = rendered_roles(finder)
     others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]

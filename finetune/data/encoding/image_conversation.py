@@ -1,4 +1,4 @@
-"""Conversations with images: each image stands in the text as so many tokens as the model reads of it."""
+"""Encode conversations with images: each image is expanded in the text to the tokens that the model reads."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,21 +32,21 @@ _BLANK_PIXELS = 64
 
 @dataclass(frozen=True)
 class ExpandedText:
-    """A text as the processor writes it out, and where its image marks went."""
+    """A text with its image placeholders expanded by the processor, and the mapping of offsets."""
 
     text: str
-    ids: tuple[int, ...]  # what the model would be given, a beginning-of-sequence included
-    gains: tuple[tuple[int, int], ...]  # behind which character of the text as it was, how many were added
-    per_token: Mapping[str, np.ndarray]  # what else the model is given of each token
-    written: tuple[str, ...]  # in place of each mark
+    ids: tuple[int, ...]  # the model's input ids, including beginning-of-sequence
+    gains: tuple[tuple[int, int], ...]  # (offset in the original text, number of characters added there)
+    per_token: Mapping[str, np.ndarray]  # further per-token model inputs
+    written: tuple[str, ...]  # the expansion of each placeholder
 
-    def moved(self, place: int) -> int:
-        """Return where a character of the text as it was stands now."""
-        return place + sum(added for end, added in self.gains if end <= place)
+    def moved(self, offset: int) -> int:
+        """Return the offset in the expanded text of an offset in the original text."""
+        return offset + sum(added for end, added in self.gains if end <= offset)
 
 
 class ImageTextProcessor:
-    """A processor of images and text, asked for one row at a time."""
+    """Wraps a processor of images and text; processes one row at a time."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -55,33 +55,33 @@ class ImageTextProcessor:
             raise DataError(f"{type(processor).__name__} has no image token: it cannot place images in a conversation.")
 
     def expand(self, text: str, images: Sequence[bytes]) -> ExpandedText:
-        """Return the text with each image's mark written out; raises DataError for an image that is none."""
-        begins = self.processor.tokenizer.bos_token
-        outputs = self._asked(text, images, add_special_tokens=not (begins and text.startswith(begins)))
+        """Return the text with each image placeholder expanded; raises DataError for an invalid image."""
+        bos = self.processor.tokenizer.bos_token
+        outputs = self._process(text, images, add_special_tokens=not (bos and text.startswith(bos)))
         changes = outputs[_OFFSETS][0] if images else []
         ids = tuple(map(int, outputs["input_ids"][0]))
         return ExpandedText(
             text=_replaced(text, changes),
             ids=ids,
-            gains=tuple((each["span"][1], len(each["replacement"]) - len(each["text"])) for each in changes),
+            gains=tuple((change["span"][1], len(change["replacement"]) - len(change["text"])) for change in changes),
             per_token={name: np.asarray(outputs[name][0], np.uint8) for name in self.per_token if name in outputs},
-            written=tuple(str(each["replacement"]) for each in changes),
+            written=tuple(str(change["replacement"]) for change in changes),
         )
 
     @cached_property
     def blank(self) -> bytes:
-        """Return an encoded image of nothing."""
+        """Return an encoded blank image."""
         file = BytesIO()
         Image.new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS), "white").save(file, "png")
         return file.getvalue()
 
     @cached_property
     def per_token(self) -> tuple[str, ...]:
-        """Return the names of what else the model is given of each token, such as `mm_token_type_ids`."""
-        outputs = self._asked(self.mark, [self.blank])
+        """Return the names of further per-token model inputs, such as `mm_token_type_ids`."""
+        outputs = self._process(self.mark, [self.blank])
         if _OFFSETS not in outputs or _CROSS_ATTENTION in outputs:
             raise DataError(
-                f"{type(self.processor).__name__} does not expand images into text tokens, or does not report where. "
+                f"{type(self.processor).__name__} does not expand images into text tokens, or does not report offsets. "
                 "Models that do: LLaVA, Qwen-VL, SmolVLM and Idefics3, Gemma 3, InternVL, Mistral 3 and others."
             )
         length = len(outputs["input_ids"][0])
@@ -89,22 +89,22 @@ class ImageTextProcessor:
 
     @cached_property
     def token_id(self) -> int:
-        """Return the token at whose places the model puts what it has read of an image."""
-        ids = map(int, self._asked(self.mark, [self.blank])["input_ids"][0])
+        """Return the token whose positions the model fills with image features."""
+        ids = map(int, self._process(self.mark, [self.blank])["input_ids"][0])
         special = Counter(token for token in ids if is_special(self.processor.tokenizer, token))
         return special.most_common(1)[0][0]
 
-    def _asked(self, text: str, images: Sequence[bytes], **settings: Any) -> Mapping[str, Any]:
-        shown = [decode_row_image(image, number) for number, image in enumerate(images, start=1)]
+    def _process(self, text: str, images: Sequence[bytes], **settings: Any) -> Mapping[str, Any]:
+        decoded = [decode_row_image(image, number) for number, image in enumerate(images, start=1)]
         options = {"return_text_replacement_offsets": True} if images else {}
         try:
-            return dict(self.processor(text=[text], images=[shown] if images else None, **options, **settings))
+            return dict(self.processor(text=[text], images=[decoded] if images else None, **options, **settings))
         except (ValueError, TypeError, IndexError) as error:
             raise DataError(f"{type(self.processor).__name__} refuses the row: {error}") from error
 
 
 def decode_row_image(image: bytes, number: int) -> Image.Image:
-    """Return the image of a row; raises DataError with its number for one that is broken."""
+    """Return the decoded image of a row; raises DataError with its number if it is broken."""
     try:
         return decode_image(image)
     except DataError as error:
@@ -112,7 +112,7 @@ def decode_row_image(image: bytes, number: int) -> Image.Image:
 
 
 def _is_per_token(value: Any, length: int) -> bool:
-    """Tell whether the processor's output holds one number for each token of the only row."""
+    """Return whether the processor's output has one number per token of the single row."""
     try:
         return np.asarray(value[0]).shape == (length,) and len(value) == 1
     except (TypeError, ValueError, IndexError, KeyError):
@@ -121,15 +121,15 @@ def _is_per_token(value: Any, length: int) -> bool:
 
 def _replaced(text: str, changes: Sequence[Mapping[str, Any]]) -> str:
     pieces, last = [], 0
-    for each in changes:
-        start, end = each["span"]
-        pieces += [text[last:start], str(each["replacement"])]
+    for change in changes:
+        start, end = change["span"]
+        pieces += [text[last:start], str(change["replacement"])]
         last = end
     return "".join([*pieces, text[last:]])
 
 
 IMAGES, SIZES = "images", "image_sizes"
-"""The arrays of a sample's images: their encoded bytes end to end (uint8), and how many bytes each has (int64)."""
+"""The arrays of a sample's images: their encoded bytes concatenated (uint8), and the size of each in bytes (int64)."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class RenderedImageChat(RenderedChat):
 class ImageConversationEncoder(ConversationEncoder):
     """Encodes conversations with images; the tokens of an image are never targets.
 
-    Features hold `input_ids`, `is_target`, what else the processor says of each token, and the encoded images.
+    Features hold `input_ids`, `is_target`, the processor's further per-token inputs, and the encoded images.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class ImageConversationEncoder(ConversationEncoder):
             train_on_reasoning=train_on_reasoning,
         )
         self.pictures = ImageTextProcessor(processor)
-        self._as_parts = _wants_parts(tokenizer)
+        self._as_parts = _requires_parts(tokenizer)
 
     def blank(self) -> Features:
-        """Return a sample of an image of nothing, without a target."""
+        """Return a sample of a blank image, without a target."""
         expansion = self.pictures.expand(self.pictures.mark, [self.pictures.blank])
         ids = np.array(expansion.ids, np.uint32)
         arrays = {"input_ids": ids, "is_target": np.zeros(len(ids), dtype=bool)}
@@ -179,7 +179,7 @@ class ImageConversationEncoder(ConversationEncoder):
     def _turns(self, row: Row) -> Sequence[Turn]:
         turns = super()._turns(row)
         if self._finder.train_on in LAST_ALONE:
-            last = max((place for place, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
+            last = max((index for index, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
             turns = turns[: last + 1] or turns
         return [_in_parts(turn) for turn in turns] if self._as_parts else turns
 
@@ -205,16 +205,16 @@ class ImageConversationEncoder(ConversationEncoder):
         mark = self.pictures.mark
         if (num_marks := text.count(mark)) != num_images:
             raise DataError(
-                f"shows {num_images} images, and the rendered conversation has {num_marks} times `{mark}`, the "
-                f"processor's placeholder of an image. The chat template must write one for each part of type "
+                f"has {num_images} images, but the rendered conversation contains `{mark}`, the processor's image "
+                f"placeholder, {num_marks} times. The chat template must write one for each part of type "
                 f"`image`, and no text may contain it."
             )
 
     def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         assert isinstance(chat, RenderedImageChat)
         features = super()._features(chat, encoded)
-        shown = chat.text if chat.has_control_names else None  # what the processor was given
-        ours = encoded.ids if shown is None else np.asarray(self._tokens.ids(shown), np.uint32)
+        processed_text = chat.text if chat.has_control_names else None  # the text that the processor was given
+        ours = encoded.ids if processed_text is None else np.asarray(self._tokens.ids(processed_text), np.uint32)
         prefix = _prefix(chat.expansion.ids, ours, tokenizer=self._tokenizer)
         ids = np.concatenate([np.array(prefix, np.uint32), features.arrays["input_ids"]])
         is_target = np.concatenate([np.zeros(len(prefix), dtype=bool), features.arrays["is_target"]])
@@ -226,13 +226,13 @@ class ImageConversationEncoder(ConversationEncoder):
         return Features({"input_ids": ids, "is_target": is_target, **per_token_arrays, **_image_arrays(chat.images)})
 
     def _tokens_of(self, expansion: ExpandedText) -> list[int]:
-        """Return the special tokens that images are written with."""
+        """Return the special tokens in the expansions of images."""
         tokens = {token for text in set(expansion.written) for token in self._tokens.remembered(text)}
         return [token for token in tokens if is_special(self._tokenizer, token)]
 
 
 def images_of(features: Features) -> list[Image.Image]:
-    """Return the sample's images decoded; none where it shows none. Raises DataError for one that is broken."""
+    """Return the sample's decoded images, possibly none. Raises DataError for a broken image."""
     ends = np.cumsum(features.arrays[SIZES])
     content = features.arrays[IMAGES]
     starts = ends - features.arrays[SIZES]
@@ -252,27 +252,27 @@ def _image_arrays(images: Sequence[bytes]) -> dict[str, np.ndarray]:
 
 
 def _fitted(values: np.ndarray | None, length: int) -> np.ndarray:
-    """Return the values of the tokens, 0 for one that was added at the end."""
-    fitted = np.zeros(length, np.uint8)
+    """Return the values of the tokens, 0 for a token appended at the end."""
+    padded = np.zeros(length, np.uint8)
     if values is not None:
-        fitted[: min(len(values), length)] = values[:length]
-    return fitted
+        padded[: min(len(values), length)] = values[:length]
+    return padded
 
 
 def _by_token(values: np.ndarray, theirs: Sequence[int], ours: np.ndarray) -> np.ndarray:
-    """Return for each of our tokens what is said of the same token in theirs: of an image's tokens 1, of others 0."""
+    """Return the value of each of our tokens, looked up by token in theirs: 1 for image tokens, 0 for others."""
     values_of = dict(zip(theirs, values.tolist(), strict=False))
     if [values_of[token] for token in theirs] != values.tolist():
         raise DataError(
-            "holds names of control tokens, which this processor cannot encode as plain text. Remove the names."
+            "contains names of control tokens, which this processor cannot encode as plain text. Remove the names."
         )
     return np.array([values_of.get(int(token), 0) for token in ours], values.dtype)
 
 
 def _prefix(theirs: Sequence[int], ours: np.ndarray, *, tokenizer: Any) -> tuple[int, ...]:
-    """Return the beginning-of-sequence that the processor writes before the conversation.
+    """Return the beginning-of-sequence that the processor prepends to the conversation.
 
-    Raises DataError where it gives other tokens than the text has: the prompt would differ from what was trained on.
+    Raises DataError if its other tokens differ from the text's: the prompt at inference would differ from training.
     """
     num_more = len(theirs) - len(ours)
     if num_more == 0 and list(theirs) == ours.tolist():
@@ -280,13 +280,13 @@ def _prefix(theirs: Sequence[int], ours: np.ndarray, *, tokenizer: Any) -> tuple
     if num_more == 1 and theirs[0] == tokenizer.bos_token_id and list(theirs[1:]) == ours.tolist():
         return (int(theirs[0]),)
     raise DataError(
-        "the processor gives the conversation other tokens than its tokenizer: the targets cannot be determined. "
+        "the processor encodes the conversation differently from its tokenizer: the targets cannot be determined. "
         "It may add tokens at the end: see `add_eos_token` in tokenizer_config.json."
     )
 
 
-def _wants_parts(tokenizer: Any) -> bool:
-    """Tell whether the chat template is to be given every content as a list of parts, as most with images want it."""
+def _requires_parts(tokenizer: Any) -> bool:
+    """Return whether the chat template requires every content as a list of parts, as most with images do."""
     texts = ("Xyzzy", "Plugh")
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
     try:

@@ -1,4 +1,4 @@
-"""Images with their classes as samples: the encoded bytes, looked at once so that no loader meets a broken one."""
+"""Encode labeled images as samples: the encoded bytes, decoded once so that no loader finds a broken image."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from finetune.errors import DataError
 from finetune.runtime.files.recorded_names import recorded_as
 
 LABEL, IMAGE, NAME = "label", "image", "name"
-"""The arrays of a sample: the number of its class (int64, one), its encoded bytes, and the file's name in UTF-8."""
+"""The arrays of a sample: the index of its class (int64, [1]), its encoded bytes, and the file's name in UTF-8."""
 
 _NAME_PARTS = 2
-"""Parts of a file's path that tell it from others: its folder is most often its class."""
+"""The number of path components in a name: the folder is usually the class."""
 
 
 @recorded_as("data.encoding.labelled_images.ImageEncoder")
 @dataclass(frozen=True)
 class LabelledImageEncoder:
-    """Encodes rows of `image` and `label`. Small enough to be sent to other processes."""
+    """Encodes rows of `image` and `label`. Cheap to pickle."""
 
     classes: Classes
     mode: Mode
 
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return label, encoded bytes and name of each, or what is wrong with it."""
+        """Return label, encoded bytes and name of each row, or its error."""
         return [result_or_error(self._encoded, row) for row in rows]
 
     def _encoded(self, row: Row) -> Features:
@@ -49,7 +49,7 @@ class LabelledImageEncoder:
 
 
 def image_name(features: Features) -> str:
-    """Return what the sample's image is called."""
+    """Return the name of the sample's image."""
     return bytes(features.arrays[NAME]).decode("utf-8", "replace")
 
 

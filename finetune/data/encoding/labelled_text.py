@@ -1,4 +1,4 @@
-"""Texts, or pairs of them, with labels as numbers: one of the whole text, or a tag for each of its words."""
+"""Encode texts or pairs of texts with labels: one for the whole text, or a tag per word."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ _LARGEST = 1e38
 
 
 class LabelEncoder(Protocol):
-    """From a row's label to an array. Sent to other processes."""
+    """Converts a row's label to an array. Must be picklable."""
 
     def __call__(self, label: Any) -> np.ndarray:
-        """Return the label as numbers, 1-D; raises DataError for one that is not of this kind."""
+        """Return the label as numbers, 1-D; raises DataError for any other label."""
 
 
 @dataclass(frozen=True)
 class ClassLabelEncoder:
-    """A label is the name of exactly one class."""
+    """Encodes a label that is the name of one class."""
 
     classes: Classes
 
@@ -45,20 +45,20 @@ class ClassLabelEncoder:
 
 @dataclass(frozen=True)
 class MultiLabelEncoder:
-    """A label is a list of the names of classes, none or all of them."""
+    """Encodes a label that is a list of class names, possibly empty."""
 
     classes: Classes
 
     def __call__(self, label: Any) -> np.ndarray:
-        """Return for each class whether it applies, float32 [classes]."""
+        """Return whether each class applies, float32 [classes]."""
         applies = np.zeros(len(self.classes), np.float32)
-        applies[[self.classes.index(each) for each in read_label_list(label)]] = 1.0
+        applies[[self.classes.index(name) for name in read_label_list(label)]] = 1.0
         return applies
 
 
 @dataclass(frozen=True)
 class NumericLabelEncoder:
-    """A label is a number, or a list of so many."""
+    """Encodes a label that is a number, or a list of `num_numbers` numbers."""
 
     num_numbers: int
 
@@ -67,15 +67,14 @@ class NumericLabelEncoder:
         values = read_label_numbers(label)
         if len(values) != self.num_numbers:
             raise DataError(
-                f"the label has {len(values)} number{'s' * (len(values) != 1)}, and {self.num_numbers} "
-                f"{'is' if self.num_numbers == 1 else 'are'} learnt, as in the first row or in "
-                "`task.classification.labels`. Each row needs the same."
+                f"the label has {len(values)} number{'s' * (len(values) != 1)}, but the first row or "
+                f"`task.classification.labels` has {self.num_numbers}. All rows need the same number of values."
             )
         return np.array(values, np.float64)
 
 
 def read_label_list(label: Any) -> Sequence[Any]:
-    """Return the names in a label of several classes; a text is read as the JSON list that it must be."""
+    """Return the class names in a multi-label; a string is parsed as a JSON list."""
     value = label
     if isinstance(label, str):
         try:
@@ -84,18 +83,18 @@ def read_label_list(label: Any) -> Sequence[Any]:
             value = label
     if not isinstance(value, list):
         raise DataError(
-            f"the label must be a list of classes ([] where there are none), but is {describe(label)}. Write "
+            f"the label must be a list of classes ([] for none), but is {describe(label)}. Write "
             '["a", "b"], or `task.classification.kind: single_label`.'
         )
     return value
 
 
 def read_label_numbers(label: Any) -> Sequence[float]:
-    """Return the numbers of a label that is a number, a list of them, or a text that is one, as in a CSV file."""
-    found = [_number(each) for each in (label if isinstance(label, list) else [label])]
-    if not found:
+    """Return the numbers of a label: a number, a list of numbers, or a string that holds one, as in a CSV file."""
+    numbers = [_number(value) for value in (label if isinstance(label, list) else [label])]
+    if not numbers:
         raise DataError("the label is an empty list. Write a number.")
-    return found
+    return numbers
 
 
 def labels_in(label: Any, *, is_multi: bool) -> Iterable[Any]:
@@ -103,7 +102,7 @@ def labels_in(label: Any, *, is_multi: bool) -> Iterable[Any]:
     if is_multi:
         return read_label_list(label)
     if isinstance(label, list):
-        ClassLabelEncoder(Classes(()))(label)  # tells what to write instead
+        ClassLabelEncoder(Classes(()))(label)  # raises with the remedy
     return [label]
 
 
@@ -114,8 +113,8 @@ def _number(value: Any) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST:
         limit = f" of at most {_LARGEST:g}" if type(value) is int or math.isfinite(number) else ""
-        found = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
-        raise DataError(f"the label must be a number{limit}, but is {found}. Fix it, or write another `kind`.")
+        actual = f"`{shortened(value)}`" if isinstance(value, str) else describe(value)
+        raise DataError(f"the label must be a number{limit}, but is {actual}. Fix it, or write another `kind`.")
     return number
 
 
@@ -123,12 +122,12 @@ LABELS = "labels"
 """The array that holds the label."""
 
 _TYPES: Mapping[str, type[np.generic]] = {"input_ids": np.uint32, "token_type_ids": np.uint8}
-"""What a model is given of what a tokenizer makes, beside the attention mask."""
+"""The model inputs among the tokenizer's outputs, without the attention mask."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """How texts are made shorter: of two the longer one first, special tokens never."""
+    """How texts are truncated: the longer text of a pair first; special tokens are kept."""
 
     max_length: int  # in tokens
     side: Literal["end", "start"]
@@ -138,9 +137,9 @@ class Truncation:
 class LabelledTextEncoder(TextRowsEncoder):
     """Encodes texts with the tokenizer's special tokens, and reads their labels.
 
-    Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, and `labels`. With a
-    `cut`, what is too long is cut here: it keeps its special tokens, and says how many tokens it has lost. Raises
-    DataError where the cut leaves no room between the special tokens.
+    Samples hold `input_ids` (uint32), `token_type_ids` (uint8) if the tokenizer returns them, and `labels`. With a
+    `cut`, texts that are too long are truncated here; they keep their special tokens, and the number of removed tokens
+    is recorded. Raises DataError if `max_length` leaves no room between the special tokens.
     """
 
     def __init__(
@@ -161,24 +160,26 @@ class LabelledTextEncoder(TextRowsEncoder):
         return type(self)(tokenizer, self._labels, cut=self._cut)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row; None for one without any text, or what is wrong with it."""
+        """Return the features of each row; None for a row without text, or its error."""
         labels = [result_or_error(self._label, row) for row in rows]
         outcomes: list[Outcome] = [label if isinstance(label, DataError) else None for label in labels]
         for is_pair in (False, True):
-            places = [place for place, row in enumerate(rows) if ("text_pair" in row) is is_pair]
-            good = [(place, label) for place in places if isinstance(label := labels[place], np.ndarray)]
-            for (place, label), (arrays, lost) in zip(good, self._framed([rows[p] for p, _ in good]), strict=True):
-                outcomes[place] = Features({**arrays, LABELS: label}, cut_tokens=lost)
+            indices = [index for index, row in enumerate(rows) if ("text_pair" in row) is is_pair]
+            good = [(index, label) for index in indices if isinstance(label := labels[index], np.ndarray)]
+            for (index, label), (arrays, lost) in zip(
+                good, self._framed([rows[row_index] for row_index, _ in good]), strict=True
+            ):
+                outcomes[index] = Features({**arrays, LABELS: label}, cut_tokens=lost)
         return outcomes
 
     def _label(self, row: Row) -> np.ndarray | None:
-        """Return the row's label; None where there is no text that it could be about."""
+        """Return the row's label; None if the row has no text."""
         label = self._labels(label_of(row))
         texts = [require_valid_unicode(row[name]) for name in ("text", "text_pair") if name in row]
         return label if any(text.strip() for text in texts) else None
 
     def _framed(self, rows: Sequence[Row]) -> Iterator[tuple[Mapping[str, np.ndarray], int]]:
-        """Yield the arrays of each text, and how many tokens were cut off."""
+        """Yield the arrays of each text, and the number of tokens that were truncated."""
         for row, whole in zip(rows, arrays_of(self._tokenizer, *_texts(rows)), strict=True):
             length = len(whole["input_ids"])
             if self._cut is None or length <= self._cut.max_length:
@@ -202,42 +203,42 @@ def label_of(row: Row) -> Any:
     return row["label"]
 
 
-def arrays_of(tokenizer: PreTrainedTokenizerBase, *texts: Any, **how: Any) -> list[dict[str, np.ndarray]]:
-    """Return for each text what the model is given; `texts` and `how` as the tokenizer takes them."""
+def arrays_of(tokenizer: PreTrainedTokenizerBase, *texts: Any, **options: Any) -> list[dict[str, np.ndarray]]:
+    """Return the model inputs of each text; `texts` and `options` are passed to the tokenizer."""
     if not texts[0]:
         return []
-    return arrays_in(tokenizer(*texts, verbose=False, **how))
+    return arrays_in(tokenizer(*texts, verbose=False, **options))
 
 
 def arrays_in(encoded: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Return for each text of the tokenizer's answer what the model is given of it."""
+    """Return the model inputs of each text in the tokenizer's output."""
     names = [name for name in _TYPES if name in encoded]
     columns = (encoded[name] for name in names)
     return [
-        {name: np.asarray(values, _TYPES[name]) for name, values in zip(names, each, strict=True)}
-        for each in zip(*columns, strict=True)
+        {name: np.asarray(values, _TYPES[name]) for name, values in zip(names, row, strict=True)}
+        for row in zip(*columns, strict=True)
     ]
 
 
 def _texts(rows: Sequence[Row]) -> tuple[list[str], ...]:
-    """Return the texts of the rows, and the second ones where there are any."""
+    """Return the texts of the rows, and the second texts of pairs."""
     names = ("text", "text_pair") if rows and "text_pair" in rows[0] else ("text",)
     return tuple([row[name] for row in rows] for name in names)
 
 
 Encoded = tuple[np.ndarray, Mapping[str, np.ndarray]]
-"""The number of the word that each token is of, -1 for special ones, and what the model is given."""
+"""The word index of each token, -1 for special tokens, and the model inputs."""
 
 
 @recorded_as("data.encoding.tagged.TaggedEncoder")
 class TaggedWordsEncoder(TextRowsEncoder):
-    """Encodes sentences that are cut into words, with the tokenizer's special tokens.
+    """Encodes sentences that are split into words, with the tokenizer's special tokens.
 
-    Samples hold `input_ids` (uint32), `token_type_ids` (uint8) where the tokenizer makes them, `is_target` (bool) and
-    `labels` (int32), all of one length: a target is the first token of a word, its label the index of the word's tag.
-    A word that leaves no token becomes the unknown one, so that each word counts. Words behind the first have a blank
-    before them where the tokenizer would join them otherwise (GPT-2, RoBERTa). Raises DataError for a tokenizer that
-    cannot tell which word a token is of.
+    Samples hold `input_ids` (uint32), `token_type_ids` (uint8) if the tokenizer returns them, `is_target` (bool) and
+    `labels` (int32), all of the same length: the first token of a word is a target, its label the index of the word's
+    tag. A word that produces no token is replaced by the unknown token, so that every word counts. Words after the
+    first get a leading space if the tokenizer would otherwise join them (GPT-2, RoBERTa). Raises DataError for a
+    tokenizer that does not map tokens to words.
     """
 
     def __init__(
@@ -245,8 +246,8 @@ class TaggedWordsEncoder(TextRowsEncoder):
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
-                f"the tokenizer ({type(tokenizer).__name__}) is written in Python and cannot tell which word a token "
-                "is of. Name a model or `model.tokenizer` with a `tokenizer.json`."
+                f"the tokenizer ({type(tokenizer).__name__}) is written in Python and does not map tokens to "
+                "words. Name a model or `model.tokenizer` with a `tokenizer.json`."
             )
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._classes = classes
@@ -261,20 +262,20 @@ class TaggedWordsEncoder(TextRowsEncoder):
         return words
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row; None for one without words, or what is wrong with it."""
+        """Return the features of each row; None for a row without words, or its error."""
         tags = [result_or_error(self._tags, row) for row in rows]
-        good = [place for place, each in enumerate(tags) if isinstance(each, np.ndarray) and len(each)]
-        outcomes: list[Outcome] = [each if isinstance(each, DataError) else None for each in tags]
-        for place, encoded in zip(good, self._tokenized([rows[place]["tokens"] for place in good]), strict=True):
-            outcomes[place] = result_or_error(self._features, rows[place]["tokens"], tags[place], encoded)
+        good = [index for index, tag_ids in enumerate(tags) if isinstance(tag_ids, np.ndarray) and len(tag_ids)]
+        outcomes: list[Outcome] = [tag_ids if isinstance(tag_ids, DataError) else None for tag_ids in tags]
+        for index, encoded in zip(good, self._tokenized([rows[index]["tokens"] for index in good]), strict=True):
+            outcomes[index] = result_or_error(self._features, rows[index]["tokens"], tags[index], encoded)
         return outcomes
 
     def _tags(self, row: Row) -> np.ndarray:
         """Return the index of each word's tag."""
-        found = tags_of(row)
+        tags = tags_of(row)
         for word in row["tokens"]:
             require_valid_unicode(word)
-        return np.array([self._classes.index(tag) for tag in found], np.int32)
+        return np.array([self._classes.index(tag) for tag in tags], np.int32)
 
     def _features(self, words: Sequence[str], tags: np.ndarray, encoded: Encoded) -> Features:
         lost = set(range(len(words))) - set(encoded[0].tolist())
@@ -288,20 +289,22 @@ class TaggedWordsEncoder(TextRowsEncoder):
     def _tokenized(self, sentences: Sequence[Sequence[str]]) -> list[Encoded]:
         if not sentences:
             return []
-        blanks = [[words[0], *(f"{self._before}{word}" for word in words[1:])] for words in sentences]
-        encoded = self._tokenizer(blanks, is_split_into_words=True, verbose=False)
+        spaced = [[words[0], *(f"{self._before}{word}" for word in words[1:])] for words in sentences]
+        encoded = self._tokenizer(spaced, is_split_into_words=True, verbose=False)
         numbers = ([-1 if word is None else word for word in encoded.word_ids(n)] for n in range(len(sentences)))
-        return [(np.array(each, np.int64), arrays) for each, arrays in zip(numbers, arrays_in(encoded), strict=True)]
+        return [
+            (np.array(words_of, np.int64), arrays) for words_of, arrays in zip(numbers, arrays_in(encoded), strict=True)
+        ]
 
     def _without_lost(self, words: Sequence[str], lost: set[int]) -> list[str]:
         unknown = self._tokenizer.unk_token
         if unknown is None or self._tokenizer.unk_token_id in (None, self._tokenizer.eos_token_id):
             word = min(lost)
             raise DataError(
-                f"word {word + 1} ({words[word]!r}) leaves no token, and the tokenizer has none for unknown words. "
+                f"word {word + 1} ({words[word]!r}) produces no token, and the tokenizer has no unknown token. "
                 "Remove it and its tag."
             )
-        return [unknown if number in lost else word for number, word in enumerate(words)]
+        return [unknown if index in lost else word for index, word in enumerate(words)]
 
 
 def tags_of(row: Row) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Preference rows: several answers to one prompt as one sample, its sequences end to end."""
+"""Preference rows: several answers to one prompt as one sample of concatenated sequences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ _LARGEST_MARGIN = 1e38
 class PreferenceEncoder:
     """Encodes rows of a prompt with answers: `chosen` and `rejected`, or a `completion` that is judged.
 
-    A sample's `input_ids` and `is_target` hold its sequences end to end, `sequence_lengths` says how long each is:
-    chosen and rejected, or the one that is judged. Targets are the assistant's turns of the answers, each with its end.
-    With `judged`, `is_good` says of each answer whether it is, and behind the answers stand as many more sequences:
-    the prompt with the answers of the next row of the chunk (of the last row: those of the first), which do not belong
-    to it. KTO takes its reference point from these.
+    A sample's `input_ids` and `is_target` hold its concatenated sequences, whose lengths are in `sequence_lengths`:
+    chosen and rejected, or the judged completion. Targets are the assistant turns of the answers, including their end
+    of turn. With `judged`, `is_good` has the verdict on each answer, and the answers are followed by as many mismatched
+    sequences: the prompt with the answers of the next row of the chunk (for the last row, the first). KTO takes its
+    reference point from these.
     """
 
     encode: ConversationEncoder
@@ -36,15 +36,17 @@ class PreferenceEncoder:
     margin: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row; None where an answer teaches nothing, or both answers are the same."""
+        """Return the features of each row; None if an answer has no targets, or both answers are the same."""
         plans: list[_Plan | DataError] = []
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
-                partner = rows[(place + 1) % len(rows)] if self.judged else None
+                partner = rows[(index + 1) % len(rows)] if self.judged else None
                 plans.append(self._plan(row, partner))
             except DataError as error:
                 plans.append(error)
-        conversations = [each for plan in plans if isinstance(plan, _Plan) for each in plan.conversations]
+        conversations = [
+            conversation for plan in plans if isinstance(plan, _Plan) for conversation in plan.conversations
+        ]
         encoded = iter(self.encode(conversations))
         return [
             plan if isinstance(plan, DataError) else plan.outcome([next(encoded) for _ in plan.conversations])
@@ -67,47 +69,48 @@ class PreferenceEncoder:
         return _Plan(tuple(_conversation(row, side) for side in sides), extra_arrays)
 
     def _answers(self, row: Row) -> list[tuple[Sequence[Turn], bool]]:
-        """Return the answers, and whether each is good; raises DataError for a row without any."""
+        """Return the answers, and whether each is good; raises DataError for a row without answers."""
         if "chosen" in row:
             return [(row["chosen"], True), (row["rejected"], False)]
         if "is_good" in row and self.judged:
             return [(row["completion"], row["is_good"])]
         raise DataError(
             f"{self.task} trains on pairs of answers, but the row is not a pair. Set `format: preference` with the "
-            f"columns "
-            f"`chosen` and `rejected`{' (or `format: judged`)' if self.judged else ''}, or use another task."
+            f"columns `chosen` and `rejected`{' (or `format: judged`)' if self.judged else ''}, or use another task."
         )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The conversations that a sample consists of, and what else it holds; without any there is no target."""
+    """The conversations of a sample and its further arrays; without conversations the row has no target."""
 
     conversations: tuple[Row, ...]
     extra_arrays: Mapping[str, np.ndarray]
 
     def outcome(self, encoded: Sequence[Outcome]) -> Outcome:
-        """Return the sample of these conversations, as encoded."""
-        for each in encoded:
-            if isinstance(each, DataError):
-                return each
-        sequences = [each for each in encoded if isinstance(each, Features) and each.num_targets > 0]
+        """Return the sample of the encoded conversations."""
+        for outcome in encoded:
+            if isinstance(outcome, DataError):
+                return outcome
+        sequences = [outcome for outcome in encoded if isinstance(outcome, Features) and outcome.num_targets > 0]
         if not sequences or len(sequences) < len(encoded):
             return None
-        arrays = {name: np.concatenate([each.arrays[name] for each in sequences]) for name in sequences[0].arrays}
-        lengths = np.array([each.length for each in sequences], np.int32)
+        arrays = {
+            name: np.concatenate([sequence.arrays[name] for sequence in sequences]) for name in sequences[0].arrays
+        }
+        lengths = np.array([sequence.length for sequence in sequences], np.int32)
         return Features(
             {**arrays, LENGTHS_OF_SEQUENCES: lengths, **self.extra_arrays},
-            has_control_names=any(each.has_control_names for each in sequences),
-            has_turn_marks=any(each.has_turn_marks for each in sequences),
-            has_arguments=any(each.has_arguments for each in sequences),
-            has_overrides=any(each.has_overrides for each in sequences),
-            has_dropped_reasoning=any(each.has_dropped_reasoning for each in sequences),
+            has_control_names=any(sequence.has_control_names for sequence in sequences),
+            has_turn_marks=any(sequence.has_turn_marks for sequence in sequences),
+            has_arguments=any(sequence.has_arguments for sequence in sequences),
+            has_overrides=any(sequence.has_overrides for sequence in sequences),
+            has_dropped_reasoning=any(sequence.has_dropped_reasoning for sequence in sequences),
         )
 
 
 def _conversation(row: Row, answer: Sequence[Turn]) -> Row:
-    """Return the prompt and an answer to it as one conversation; what the assistant says in the prompt is context."""
+    """Return the prompt and an answer as one conversation; assistant turns of the prompt are context."""
     conversation: dict[str, Any] = {
         "messages": [*row["prompt"], *answer],
         "num_context_turns": len(row["prompt"]),
@@ -119,8 +122,8 @@ def _margin(row: Row) -> np.ndarray:
     value = row.get("margin")
     if value is None:
         raise DataError(
-            "has no `margin`, which `task.reward.use_margin` wants. Name its column with `columns: {margin: ...}`, or "
-            "write `use_margin: false`."
+            "has no `margin`, which `task.reward.use_margin` requires. Name its column with `columns: {margin: ...}`, "
+            "or write `use_margin: false`."
         )
     if abs(value) > _LARGEST_MARGIN:
         raise DataError(f"has a `margin` of {value:g}; it must be at most {_LARGEST_MARGIN:g}.")

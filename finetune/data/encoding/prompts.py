@@ -1,4 +1,4 @@
-"""Prompts for inference: rows of any format that holds questions become turns, and turns the tokens of a prompt."""
+"""Prompts for inference: convert rows of any format with prompts to turns, and turns to the tokens of a prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,19 +29,19 @@ class ChatPrompt:
 
     turns: Sequence[Turn]
     tools: Tools | None = None
-    arguments: Arguments | None = None  # the row's own, of the chat template
-    has_own_system: bool = False  # the first turn is the user's own words, not a row's
+    arguments: Arguments | None = None  # the row's own chat template arguments
+    has_own_system: bool = False  # the first turn is the configured system prompt, not the row's
 
     def text(self) -> str:
-        """Return the words of the last turn: what a model without a chat template goes on from."""
+        """Return the content of the last turn: the prompt of a model without a chat template."""
         return str(self.turns[-1]["content"])
 
 
 def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
-    """Return what the row asks: its `messages`, `conversations`, `prompt` (text or turns) or `instruction`.
+    """Return the prompt of the row: its `messages`, `conversations`, `prompt` (text or turns) or `instruction`.
 
-    An answer that stands at the end is left out: it is what is asked for. `system` is the message of rows without one.
-    Raises DataError naming the row.
+    Assistant turns at the end are removed. `system` is added to rows without a system message. Raises DataError naming
+    the row.
     """
     row = raw.parse()
     try:
@@ -49,48 +49,49 @@ def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
         while turns and turns[-1]["role"] == "assistant":
             turns.pop()
         if not turns:
-            raise DataError("has only answers: there is no prompt in it.")
+            raise DataError("has only answers, no prompt.")
         tools = read_tools(row["tools"], title="`tools`") if row.get("tools") else None
         own = read_template_arguments(row[ARGUMENTS], title=f"`{ARGUMENTS}`") if row.get(ARGUMENTS) else None
     except DataError as error:
         raise DataError(f"{raw.place}: {error}") from error
-    is_led = bool(system) and turns[0]["role"] != "system"
-    if is_led:
+    has_own_system = bool(system) and turns[0]["role"] != "system"
+    if has_own_system:
         turns.insert(0, {"role": "system", "content": system})
-    return ChatPrompt(turns, tools, own, has_own_system=is_led)
+    return ChatPrompt(turns, tools, own, has_own_system=has_own_system)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: ChatPrompt) -> list[int]:
-    """Return the tokens that the answer follows: rendered by the chat template, or, without one, the last words.
+    """Return the tokens of the prompt: rendered by the chat template, or without one, the last turn's content.
 
-    What is asked is text: names of control tokens in it are not these tokens. Raises DataError where they cannot be
-    told apart.
+    Names of control tokens in the prompt are encoded as plain text. Raises DataError if the tokenizer cannot do that.
     """
     if not tokenizer.chat_template:
         return list(text_inputs(tokenizer, prompt.text())["input_ids"])
     control = _control_tokens(tokenizer, str(tokenizer.chat_template))
-    led = list(prompt.turns[: int(prompt.has_own_system)])
+    system_turns = list(prompt.turns[: int(prompt.has_own_system)])
     arguments = own_arguments(prompt.arguments or {}, readable_names(tokenizer))
-    asked = (prompt.turns[len(led) :], prompt.tools or (), arguments)
-    if not control.held_by(asked):
+    row_parts = (prompt.turns[len(system_turns) :], prompt.tools or (), arguments)
+    if not control.held_by(row_parts):
         rendered = render(tokenizer, prompt.turns, tools=prompt.tools, arguments=arguments, add_generation_prompt=True)
         return tokenize(tokenizer, require_valid_unicode(rendered.text))
-    turns, tools, arguments = control.with_placeholders(asked)
-    rendered = render(tokenizer, [*led, *turns], tools=tools or None, arguments=arguments, add_generation_prompt=True)
+    turns, tools, arguments = control.with_placeholders(row_parts)
+    rendered = render(
+        tokenizer, [*system_turns, *turns], tools=tools or None, arguments=arguments, add_generation_prompt=True
+    )
     text = control.renamed(rendered.text)
     ids = control.tokens.ids(require_valid_unicode(text))
     control.check(ids, text)
     return ids
 
 
-def text_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Any:
-    """Return what the tokenizer makes of a text, in which names of control tokens are text."""
+def text_inputs(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> Any:
+    """Return the tokenizer's output for a text, in which names of control tokens are plain text."""
     control = _control_tokens(tokenizer, "")
     require_valid_unicode(text)
     if not control.held_by(text):
-        return tokenizer(text, **how)
+        return tokenizer(text, **options)
     control.check_plain([text])
-    return control.tokenizer(text, **how)
+    return control.tokenizer(text, **options)
 
 
 @lru_cache(maxsize=4)
@@ -100,7 +101,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> Contro
 
 def _turns(row: Row) -> Sequence[Turn]:
     if row.get("images"):
-        raise DataError("has `images`, but only text can be given here. Remove the column.")
+        raise DataError("has `images`, but only text is supported here. Remove the column.")
     if row.get("messages") is not None:
         return read_turns(row["messages"], title="`messages`")
     if row.get("conversations") is not None:
@@ -112,8 +113,8 @@ def _turns(row: Row) -> Sequence[Turn]:
     if isinstance(prompt, str):
         return [*before, {"role": "user", "content": prompt}]
     if isinstance(row.get("instruction"), str):
-        asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-        return [*before, {"role": "user", "content": asked}]
+        instruction = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        return [*before, {"role": "user", "content": instruction}]
     columns = ", ".join(f"`{name}`" for name in row)
     raise DataError(f"has neither `messages`, `conversations`, `prompt` nor `instruction`; its columns are {columns}.")
 

@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are trained on, exactly: what is ambiguous is refused."""
+"""Find the characters of a rendered conversation that are targets; ambiguous renderings are rejected."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from finetune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "each_assistant", "all", "per_message"]
 LAST_ALONE: tuple[TrainOn, ...] = ("last_assistant", "each_assistant")
-"""With these the last answer is the only target of a conversation; with the latter a row is several of these."""
+"""Modes in which only the last answer is a target; `each_assistant` makes a conversation of every answer of a row."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A range of characters that are targets, and the part of the conversation that it is."""
+    """A range of characters that are targets, and a description of it for messages."""
 
     start: int
     end: int
@@ -38,22 +38,22 @@ class RenderedChat:
 
     text: str
     spans: tuple[Span, ...]
-    may_be_open: bool  # the last span is to be ended with end-of-sequence where no special token ends it
-    has_control_names: bool = field(default=False, kw_only=True)  # stand-ins are in the text: see control_tokens
+    may_be_open: bool  # append end-of-sequence to the last span unless a special token ends it
+    has_control_names: bool = field(default=False, kw_only=True)  # the text contains placeholders: see control_tokens
     has_turn_marks: bool = field(default=False, kw_only=True)
     has_dropped_reasoning: bool = field(default=False, kw_only=True)
-    has_arguments: bool = field(default=False, kw_only=True)  # of the row's own
-    has_overrides: bool = field(default=False, kw_only=True)  # some of which the job has, too
+    has_arguments: bool = field(default=False, kw_only=True)  # the row has its own template arguments
+    has_overrides: bool = field(default=False, kw_only=True)  # the row overrides template arguments of the job
 
     @property
     def flags(self) -> dict[str, bool]:
-        """Return what is counted of the row, by the names that features have for it."""
+        """Return the flags that are counted per row, by their names in `Features`."""
         return {name: getattr(self, name) for name in _FLAGS}
 
 
 @dataclass(frozen=True)
 class TargetFinder:
-    """Finds the targets of conversations; the same for all conversations of a run."""
+    """Finds the targets of conversations; one instance serves a whole run."""
 
     tokenizer: PreTrainedTokenizerBase
     end_of_turn: EndOfTurn
@@ -72,9 +72,9 @@ class TargetFinder:
     ) -> RenderedChat | None:
         """Return the conversation as text with the spans that are targets; None where there are none.
 
-        What the assistant says in the first `num_context_turns` is a part of the prompt and no target. Raises
-        DataError where the template refuses the turns, and where the template's rendering of the beginning of a
-        conversation is not the beginning of its rendering of the whole.
+        Assistant turns among the first `num_context_turns` are part of the prompt, not targets. Raises DataError if
+        the template rejects the turns, or if the rendering of a prefix of the conversation is not a prefix of the
+        rendering of the whole.
         """
         targets = target_turns(turns, self.train_on, num_context_turns=num_context_turns)
         if not targets:
@@ -83,15 +83,15 @@ class TargetFinder:
             text = render(self.tokenizer, turns, tools=tools, arguments=arguments).text
             return RenderedChat(text, (Span(0, len(text.rstrip()), "the conversation"),), may_be_open=True)
         if self.train_on in LAST_ALONE:
-            turns = turns[: targets[-1] + 1]  # what follows has no targets and may change how the answer is rendered
+            turns = turns[: targets[-1] + 1]  # later turns have no targets and may change how the answer is rendered
         return _Conversation(self, turns, tools, arguments).rendered_chat(targets)
 
     def reasoning_marks(self, arguments: Arguments | None) -> ReasoningMarks:
-        """Return what the template writes around reasoning, found once for these arguments."""
-        known = json.dumps(arguments, sort_keys=True, default=str)
-        if known not in self._marks:
-            self._marks[known] = find_marks(lambda turn: self._rendered_answer(turn, arguments))
-        return self._marks[known]
+        """Return the marks that the template writes around reasoning, cached per arguments."""
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key not in self._marks:
+            self._marks[key] = find_marks(lambda turn: self._rendered_answer(turn, arguments))
+        return self._marks[key]
 
     def _rendered_answer(self, turn: Turn, arguments: Arguments | None) -> str:
         train_on = self.train_on if self.train_on in LAST_ALONE else "last_assistant"
@@ -106,20 +106,20 @@ class TargetFinder:
 def target_turns(turns: Sequence[Turn], train_on: TrainOn, *, num_context_turns: int = 0) -> list[int]:
     """Return the indices of the turns that are targets.
 
-    Raises DataError for a `weight` that would be ignored or is neither 0 nor 1, and for an answer to nothing.
+    Raises DataError for a `weight` that would be ignored or is neither 0 nor 1, and for an answer without a prompt.
     """
     for number, turn in enumerate(turns, start=1):
         _check_weight(turn, number=number, train_on=train_on)
     if train_on == "all":
         return list(range(len(turns)))
     if train_on == "per_message":
-        targets = [place for place, turn in enumerate(turns) if _weight(turn)]
+        targets = [index for index, turn in enumerate(turns) if _weight(turn)]
     else:
-        answers = (place for place, turn in enumerate(turns) if turn["role"] == "assistant")
-        targets = [place for place in answers if place >= num_context_turns]
+        answers = (index for index, turn in enumerate(turns) if turn["role"] == "assistant")
+        targets = [index for index in answers if index >= num_context_turns]
         targets = targets[-1:] if train_on in LAST_ALONE else targets
     if targets and targets[0] == 0 and turns[0]["role"] == "assistant":
-        raise DataError("the conversation begins with the assistant: there is no prompt before the answer.")
+        raise DataError("the conversation starts with an assistant turn: there is no prompt before the answer.")
     return targets
 
 
@@ -143,45 +143,44 @@ def _weight(turn: Turn) -> bool:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """One conversation, of which beginnings are rendered and compared with the whole."""
+    """One conversation, whose prefixes are rendered and compared with the whole."""
 
     finder: TargetFinder
     turns: Sequence[Turn]
     tools: Tools | None
     arguments: Arguments | None = None
-    given: Rendering | None = None  # the whole, where it is put together
+    given: Rendering | None = None  # the rendering of the whole, if it was assembled rather than rendered
 
     def rendered_chat(self, targets: Sequence[int]) -> RenderedChat:
-        """Return what the template marks of these turns; the turns as they are rendered where it marks none."""
+        """Return the spans that the template marks; without marks, the spans found by rendering prefixes."""
         if self.finder.train_on == "each_assistant":
-            return self._as_asked()._chat([len(self.turns) - 1], marked=None)
+            return self._with_inference_prompt()._chat([len(self.turns) - 1], marked=None)
         return self._chat(targets, marked=self._marked(targets))
 
-    def _as_asked(self) -> "_Conversation":
-        """Return the conversation with the prompt of its last answer as it is asked for, whatever the answer changes.
+    def _with_inference_prompt(self) -> "_Conversation":
+        """Return the conversation whose last answer follows the prompt exactly as rendered at inference.
 
-        Raises DataError where the answer, as the template renders it when it is last, does not begin as the prompt
-        ends.
+        Raises DataError if the answer, rendered as the last turn, does not start with the end of the prompt.
         """
-        place = len(self.turns) - 1
-        prompt = self._render(place, generation_prompt=True).text
+        index = len(self.turns) - 1
+        prompt = self._render(index, generation_prompt=True).text
         if self.whole.text.startswith(prompt):
             return self
-        generation_prompt = prompt.removeprefix(self._render(place).text)
+        generation_prompt = prompt.removeprefix(self._render(index).text)
         other = render(
             self.finder.tokenizer,
-            [*self.turns[:place], {"role": "assistant", "content": _ANOTHER}],
+            [*self.turns[:index], {"role": "assistant", "content": _ANOTHER}],
             tools=self.tools,
             arguments=self.arguments,
         ).text
         end = _num_same(self.whole.text, other)
         start = self.whole.text.rfind(generation_prompt, 0, end)
         if generation_prompt == prompt or start < 0:
-            raise self._difference(prompt, what=f"the prompt of turn {place + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
+            raise self._difference(prompt, what=f"the prompt of turn {index + 1}", remedy=REMEDY_OF_GENERATION_PROMPT)
         return replace(self, given=Rendering(prompt + self.whole.text[start + len(generation_prompt) :]))
 
     def _chat(self, targets: Sequence[int], *, marked: list[Span] | None) -> RenderedChat:
-        spans = [self._answer(place) for place in targets] if marked is None else marked
+        spans = [self._answer(index) for index in targets] if marked is None else marked
         dropped = self._drops_reasoning(spans, targets)
         if not self.finder.train_on_reasoning:
             spans = self._without_reasoning(spans, targets)
@@ -189,49 +188,49 @@ class _Conversation:
         return RenderedChat(self.whole.text, tuple(spans), may_be_open=is_last, has_dropped_reasoning=dropped)
 
     def _drops_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> bool:
-        """Tell whether the reasoning of a target turn is not in what is rendered of it."""
+        """Return whether the reasoning of a target turn is missing from its rendering."""
         text, is_aligned = self.whole.text, len(spans) == len(targets)
-        for number, place in enumerate(targets):
-            reasoning, _ = split_reasoning(self.turns[place])
+        for number, index in enumerate(targets):
+            reasoning, _ = split_reasoning(self.turns[index])
             start, end = (spans[number].start, spans[number].end) if is_aligned else (0, len(text))
             if reasoning and text.find(reasoning, start, end) < 0:
                 return True
         return False
 
     def _without_reasoning(self, spans: Sequence[Span], targets: Sequence[int]) -> list[Span]:
-        """Return the spans without the reasoning that answers begin with; raises DataError where it is not found."""
+        """Return the spans without the reasoning at the start of answers; raises DataError if it cannot be located."""
         if len(spans) != len(targets):
             raise DataError(
                 f"the chat template ({self.finder.template}) marks {len(spans)} pieces of {len(targets)} answers, so "
                 "their reasoning cannot be located. Set data.train_on_reasoning: true."
             )
-        marks, found = self.finder.reasoning_marks(self.arguments), []
-        for span, place in zip(spans, targets, strict=True):
-            turn, start = self.turns[place], span.start
+        marks, trimmed = self.finder.reasoning_marks(self.arguments), []
+        for span, index in zip(spans, targets, strict=True):
+            turn, start = self.turns[index], span.start
             is_answer = turn["role"] == "assistant"
             end = marks.end_in(self.whole.text, turn, start=start, end=span.end) if is_answer else start
             if end is None:
                 beginning = self.whole.text[span.start : span.start + 60]
                 raise DataError(
-                    f"the end of the reasoning of turn {place + 1} is not found in what the chat template "
-                    f"({self.finder.template}) writes ({beginning!r}...). Set data.train_on_reasoning: true, or give "
-                    "the reasoning as `reasoning_content`."
+                    f"the end of the reasoning of turn {index + 1} cannot be located in the output of the chat "
+                    f"template ({self.finder.template}), which starts with {beginning!r}. Set "
+                    "data.train_on_reasoning: true, or give the reasoning as `reasoning_content`."
                 )
-            found.append(replace(span, start=min(end, span.end)))
-        return found
+            trimmed.append(replace(span, start=min(end, span.end)))
+        return trimmed
 
     @cached_property
     def whole(self) -> Rendering:
         return self.given or self._render(len(self.turns))
 
     def _marked(self, targets: Sequence[int]) -> list[Span] | None:
-        """Return the marked spans that belong to the turns, each through its end-of-turn; None where unclear."""
-        final = self.finder.end_of_turn.final  # a model that has ended its turn is not asked for it
+        """Return the marked spans of the turns, extended through the end of turn; None if ambiguous."""
+        final = self.finder.end_of_turn.final  # the model is not asked for text after the end of its turn
         marked = [(start, end) for start, end in self.whole.marked if not final or self.whole.text[start:end] != final]
-        answers = [place for place, turn in enumerate(self.turns) if turn["role"] == "assistant"]
+        answers = [index for index, turn in enumerate(self.turns) if turn["role"] == "assistant"]
         if len(marked) == len(answers):
             chosen = dict(zip(answers, marked, strict=True))
-            return [self._through_end(*chosen[place]) if place in chosen else self._answer(place) for place in targets]
+            return [self._through_end(*chosen[index]) if index in chosen else self._answer(index) for index in targets]
         if marked and answers == list(targets):
             return [self._through_end(start, end) for start, end in marked]
         return None
@@ -240,13 +239,13 @@ class _Conversation:
         end = self.finder.end_of_turn.end_in(self.whole.text, start=start, end=end)
         return Span(start, end, "what the template marks with {% generation %}")
 
-    def _answer(self, place: int) -> Span:
-        """Return where the turn begins, without the generation prompt, and where it ends, through its end-of-turn."""
-        turn, number = self.turns[place], place + 1
+    def _answer(self, index: int) -> Span:
+        """Return the span of the turn, from after the generation prompt through the end of turn."""
+        turn, number = self.turns[index], index + 1
         if turn["role"] == "assistant":
-            start = self._end_of_beginning(place, generation_prompt=True, what=f"the prompt of turn {number}")
+            start = self._end_of_beginning(index, generation_prompt=True, what=f"the prompt of turn {number}")
         else:
-            start = self._end_of_beginning(place, generation_prompt=False, what=f"turn {place}") if place else 0
+            start = self._end_of_beginning(index, generation_prompt=False, what=f"turn {index}") if index else 0
         what = f"turn {number}"
         end = self._end_of_beginning(number, generation_prompt=False, what=what)
         is_ended = after_content(self.whole.text[start:end], content=text_of(turn)) != ""
@@ -255,7 +254,7 @@ class _Conversation:
         return Span(start, max(start, end), what)
 
     def _end_of_beginning(self, num_turns: int, *, generation_prompt: bool, what: str) -> int:
-        """Return how many characters the turns make; raises DataError when they are not the beginning of the whole."""
+        """Return the length of the rendered turns; raises DataError if they are not a prefix of the whole."""
         if num_turns == len(self.turns) and not generation_prompt:
             return len(self.whole.text)
         beginning = self._render(num_turns, generation_prompt=generation_prompt).text
@@ -265,8 +264,10 @@ class _Conversation:
         if not generation_prompt and without_end is not None and self.whole.text.startswith(without_end):
             return len(without_end)
         is_last = generation_prompt and num_turns == len(self.turns) - 1
-        is_cue = is_last and self.whole.text.startswith(self._render(num_turns).text)
-        raise self._difference(beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_cue else REMEDY)
+        is_generation_prompt = is_last and self.whole.text.startswith(self._render(num_turns).text)
+        raise self._difference(
+            beginning, what=what, remedy=REMEDY_OF_GENERATION_PROMPT if is_generation_prompt else REMEDY
+        )
 
     def _difference(self, beginning: str, *, what: str, remedy: str) -> DataError:
         alone, within = first_difference(beginning, self.whole.text)
@@ -301,24 +302,24 @@ REMEDY_OF_GENERATION_PROMPT = (
 
 def first_difference(one: str, other: str) -> tuple[str, str]:
     """Return short excerpts of both texts around the first character in which they differ."""
-    place = _num_same(one, other)
-    start = max(0, place - 16)
+    offset = _num_same(one, other)
+    start = max(0, offset - 16)
     lead = "..." if start else ""
 
     def excerpt(text: str) -> str:
-        return repr(lead + text[start : place + 32] + ("..." if place + 32 < len(text) else ""))
+        return repr(lead + text[start : offset + 32] + ("..." if offset + 32 < len(text) else ""))
 
     return excerpt(one), excerpt(other)
 
 
 def _num_same(one: str, other: str) -> int:
-    """Return how many characters both texts begin with alike."""
-    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    """Return the length of the common prefix of both texts."""
+    differs = (offset for offset, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differs, min(len(one), len(other)))
 
 
 def text_of(turn: Mapping[str, Any]) -> str:
-    """Return what the turn says as one text: its content, or the last part of it."""
+    """Return the content of the turn as one text; of a list of parts, the last text part."""
     content = turn.get("content")
     if isinstance(content, str):
         return content

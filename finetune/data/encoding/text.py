@@ -1,4 +1,4 @@
-"""Rows of texts without turns become tokens: for pre-training, masked language modelling, and source and target.
+"""Encode rows of plain texts: for pre-training, masked language modeling, and source-target tasks.
 
 The names of control tokens in these texts are encoded as plain text.
 """
@@ -22,42 +22,42 @@ from finetune.runtime.files.recorded_names import recorded_as
 
 
 class TextRowsEncoder:
-    """Encodes rows of texts; those that hold names of control tokens by a twin whose tokenizer reads these as text."""
+    """Encodes rows of texts; rows with names of control tokens use a renamed tokenizer that encodes these as text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer, allowed=allow_special_tokens)
 
     def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row, None where there is no target, or what is wrong with it."""
+        """Return the features of each row, None if it has no target, or its error."""
         texts = [list(self._texts_of(row)) for row in rows]
-        held = [place for place, each in enumerate(texts) if self._control.held_by(each)]
-        if not held:
+        guarded = [index for index, row_texts in enumerate(texts) if self._control.held_by(row_texts)]
+        if not guarded:
             return self._encoded(rows)
-        ordinary = [place for place in range(len(rows)) if place not in set(held)]
+        ordinary = [index for index in range(len(rows)) if index not in set(guarded)]
         outcomes: list[Outcome] = [None] * len(rows)
-        for place, outcome in zip(ordinary, self._encoded([rows[place] for place in ordinary]), strict=True):
-            outcomes[place] = outcome
-        for place, outcome in zip(held, self._twin_of([rows[place] for place in held]), strict=True):
+        for index, outcome in zip(ordinary, self._encoded([rows[index] for index in ordinary]), strict=True):
+            outcomes[index] = outcome
+        for index, outcome in zip(guarded, self._encoded_renamed([rows[index] for index in guarded]), strict=True):
             is_good = isinstance(outcome, Features)
-            outcomes[place] = result_or_error(self._checked, outcome, texts[place]) if is_good else outcome
+            outcomes[index] = result_or_error(self._checked, outcome, texts[index]) if is_good else outcome
         return outcomes
 
     @abstractmethod
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return what becomes of each row."""
+        """Return the outcome of each row."""
 
     @abstractmethod
     def _with(self, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Return the same encoder with another tokenizer."""
 
     def _texts_of(self, row: Row) -> Iterable[str]:
-        """Return the texts of the row that are encoded, as far as they are texts."""
+        """Return the values of the row that are encoded and are strings."""
         return (value for name in ("text", "text_pair") if isinstance(value := row.get(name), str))
 
-    def _twin_of(self, rows: Sequence[Row]) -> list[Outcome]:
+    def _encoded_renamed(self, rows: Sequence[Row]) -> list[Outcome]:
         try:
-            return self._twin._encoded(rows)
+            return self._renamed_encoder._encoded(rows)
         except DataError as error:
             return [error] * len(rows)
 
@@ -66,15 +66,15 @@ class TextRowsEncoder:
         return replace(features, has_control_names=True)
 
     @cached_property
-    def _twin(self) -> Self:
+    def _renamed_encoder(self) -> Self:
         return self._with(self._control.tokenizer)
 
 
 @recorded_as("data.encoding.text.TextEncoder")
 class TextEncoder(TextRowsEncoder):
-    """Encodes texts as the tokenizer begins them, ended by end-of-sequence; all tokens but the first are targets.
+    """Encodes texts with the tokenizer's prefix and end-of-sequence; all tokens but the first are targets.
 
-    Of each row the `text`; None when nothing is left to predict.
+    Reads the `text` of each row; the outcome is None if there is nothing to predict.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens: bool = False) -> None:
@@ -95,7 +95,7 @@ class TextEncoder(TextRowsEncoder):
             return None
         if has_double_bos(ids, tokenizer):
             raise DataError(
-                f"begins with {tokenizer.bos_token}, which the tokenizer writes itself: it would stand there twice."
+                f"starts with {tokenizer.bos_token}, which the tokenizer adds itself: it would occur twice."
             )
         if ids[-1] != require_eos_id(tokenizer):
             ids = [*ids, require_eos_id(tokenizer)]
@@ -105,7 +105,7 @@ class TextEncoder(TextRowsEncoder):
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Features | None:
-    """Return the features of one text, or None when nothing is left to predict; raises DataError."""
+    """Return the features of one text, or None if there is nothing to predict; raises DataError."""
     (outcome,) = _text_encoder(tokenizer)([{"text": text}])
     if isinstance(outcome, DataError):
         raise outcome
@@ -118,17 +118,17 @@ _text_encoder = lru_cache(maxsize=4)(TextEncoder)
 
 @recorded_as("data.encoding.masked_text.MaskedTextEncoder")
 class MaskedTextEncoder(TextRowsEncoder):
-    """Encodes texts with the special tokens that the tokenizer puts around them.
+    """Encodes texts with the special tokens that the tokenizer adds.
 
-    `is_target` marks the tokens that may be hidden, which special ones never are; with `words`, `is_word_start` marks
-    the first token of each word. Raises DataError for a tokenizer that does not know words.
+    `is_target` marks the tokens that may be masked, never special ones; with `words`, `is_word_start` marks the first
+    token of each word. Raises DataError for a tokenizer that does not map tokens to words.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, words: bool, allow_special_tokens: bool = False) -> None:
         if words and not tokenizer.is_fast:
             raise DataError(
-                "task.masked_lm.whole_words: this tokenizer, written in Python, does not tell which tokens are one "
-                "word. Use one with a tokenizer.json, or write `whole_words: false`."
+                "task.masked_lm.whole_words: this tokenizer is written in Python and does not map tokens to "
+                "words. Use one with a tokenizer.json, or write `whole_words: false`."
             )
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._words = words
@@ -138,15 +138,15 @@ class MaskedTextEncoder(TextRowsEncoder):
         return type(self)(tokenizer, words=self._words)
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row's `text`; None where there is nothing to hide, or what is wrong with it."""
+        """Return the features of each row's `text`; None if there is nothing to mask, or its error."""
         texts = [result_or_error(require_valid_unicode, row["text"]) for row in rows]
-        right = [text for text in texts if isinstance(text, str)]
-        if not right:
+        valid = [text for text in texts if isinstance(text, str)]
+        if not valid:
             return [text for text in texts if isinstance(text, DataError)]
-        encoded = self._tokenizer(right, verbose=False, return_attention_mask=False)
-        words = [encoded.word_ids(place) if self._words else None for place in range(len(right))]
-        made = (self._features(ids, each) for ids, each in zip(encoded["input_ids"], words, strict=True))
-        return [next(made) if isinstance(text, str) else text for text in texts]
+        encoded = self._tokenizer(valid, verbose=False, return_attention_mask=False)
+        words = [encoded.word_ids(index) if self._words else None for index in range(len(valid))]
+        features = (self._features(ids, word_ids) for ids, word_ids in zip(encoded["input_ids"], words, strict=True))
+        return [next(features) if isinstance(text, str) else text for text in texts]
 
     def _features(self, ids: list[int], words: list[int | None] | None) -> Features | None:
         arrays = {"input_ids": np.asarray(ids, np.uint32), "is_target": ~np.isin(ids, self._special)}
@@ -157,10 +157,10 @@ class MaskedTextEncoder(TextRowsEncoder):
 
 @recorded_as("data.encoding.source_target.SourceTargetEncoder")
 class SourceTargetEncoder(TextRowsEncoder):
-    """Encodes one exchange: the source as the tokenizer begins and ends a text, behind it the target.
+    """Encodes a source and a target: the source with the tokenizer's special tokens, followed by the target.
 
-    The target is what the tokenizer makes of a text to be written, ended by end-of-sequence; all of it is a target. A
-    chat template is not used. Raises DataError for a tokenizer without an end-of-sequence token.
+    The target is encoded with `text_target` and end-of-sequence; all of its tokens are targets. A chat template is not
+    used. Raises DataError for a tokenizer without an end-of-sequence token.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class SourceTargetEncoder(TextRowsEncoder):
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise DataError(
-                "the tokenizer has no end-of-sequence token, so the model cannot learn where to stop. "
+                "the tokenizer has no end-of-sequence token, so the model cannot learn when to stop. "
                 "Set `eos_token` in its tokenizer_config.json, or use another one."
             )
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
@@ -182,13 +182,13 @@ class SourceTargetEncoder(TextRowsEncoder):
         return texts_in(row.get("messages") or ())
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row's `messages`; None for an empty source, or what is wrong with the row."""
+        """Return the features of each row's `messages`; None for an empty source, or the error of the row."""
         texts = [result_or_error(self._texts, row) for row in rows]
-        right = [each for each in texts if not isinstance(each, DataError)]
-        sources = self._tokens.begun([source for source, _ in right])
-        targets = self._targets([target for _, target in right])
-        made = (_features(source, target) for source, target in zip(sources, targets, strict=True))
-        return [each if isinstance(each, DataError) else next(made) for each in texts]
+        valid = [pair for pair in texts if not isinstance(pair, DataError)]
+        sources = self._tokens.begun([source for source, _ in valid])
+        targets = self._targets([target for _, target in valid])
+        features = (_features(source, target) for source, target in zip(sources, targets, strict=True))
+        return [pair if isinstance(pair, DataError) else next(features) for pair in texts]
 
     def _texts(self, row: Row) -> tuple[str, str]:
         turns = row.get("messages")
@@ -203,17 +203,17 @@ class SourceTargetEncoder(TextRowsEncoder):
                 f"task `seq2seq` trains on one prompt and one completion, but the row has {what}. Write them as "
                 "one text with a `template`, or use task `sft`."
             )
-        asked, answered = (turn.get("content") for turn in turns)
-        if not isinstance(asked, str) or not isinstance(answered, str):
+        prompt, completion = (turn.get("content") for turn in turns)
+        if not isinstance(prompt, str) or not isinstance(completion, str):
             raise DataError("task `seq2seq` trains on text, but the content of a turn is not text. Write it as text.")
-        return require_valid_unicode(self._prefix + asked), require_valid_unicode(answered)
+        return require_valid_unicode(self._prefix + prompt), require_valid_unicode(completion)
 
     def _targets(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        end = int(self._tokenizer.eos_token_id)
-        written = self._tokenizer(text_target=list(texts), verbose=False, return_attention_mask=False)["input_ids"]
-        return [[*ids] if ids and ids[-1] == end else [*ids, end] for ids in written]
+        eos = int(self._tokenizer.eos_token_id)
+        encoded = self._tokenizer(text_target=list(texts), verbose=False, return_attention_mask=False)["input_ids"]
+        return [[*ids] if ids and ids[-1] == eos else [*ids, eos] for ids in encoded]
 
 
 def _features(source: list[int], target: list[int]) -> Features | None:

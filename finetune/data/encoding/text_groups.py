@@ -1,6 +1,6 @@
-"""Several texts as one sample, its sequences end to end: an anchor and its passages, or a query read with each passage.
+"""Encode several texts as one sample of concatenated sequences: an anchor and its passages, or query-passage pairs.
 
-Two texts with a score are the same with one passage.
+Two texts with a score are encoded as an anchor with one passage.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,12 +24,12 @@ from finetune.runtime.files.recorded_names import recorded_as
 SCORE = "score"
 
 Contents = Literal["passages", "scores"]
-"""What a row holds beside its first text: a positive and negatives, or a second text and a score."""
+"""The columns of a row after its first text: a positive and negatives, or a second text and a score."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is written before the texts."""
+    """Prefixes of queries and passages."""
 
     query: str = ""
     passage: str = ""
@@ -37,11 +37,11 @@ class Prompts:
 
 @dataclass(frozen=True)
 class TextsLengthLimit(SequencesLengthLimit):
-    """`max_length` holds for each text; the encoder has truncated those that are to be truncated."""
+    """Applies `max_length` to each text; the encoder has already truncated texts if configured."""
 
     @property
     def limits(self) -> str:
-        """Return the longest text."""
+        """Return the limit for messages."""
         return f"data.max_length: {self.max_length} (each text with its prompt; query and passage, if read together)"
 
 
@@ -49,10 +49,10 @@ class TextsLengthLimit(SequencesLengthLimit):
 class TextGroupsEncoder(TextRowsEncoder):
     """Encodes rows of several texts with the tokenizer's special tokens.
 
-    Samples hold `input_ids` (uint32) and, where the tokenizer makes them, `token_type_ids` (uint8) of all sequences end
-    to end, `sequence_lengths` (int32), and the `score` (float32, [1]) where rows have one. The sequences are the
-    anchor, the positive and the negatives; with `joint`, the anchor with the positive and with each negative. With a
-    `cut`, what is too long is cut here.
+    Samples hold the concatenated `input_ids` (uint32) of all sequences, `token_type_ids` (uint8) if the tokenizer
+    returns them, `sequence_lengths` (int32), and the `score` (float32, [1]) if rows have one. The sequences are the
+    anchor, the positive and the negatives; with `joint`, the anchor paired with the positive and with each negative.
+    With a `cut`, texts that are too long are truncated here.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TextGroupsEncoder(TextRowsEncoder):
         cut: Truncation | None = None,
         allow_special_tokens: bool = False,
     ) -> None:
-        """`scores` are the lowest and the highest score that a row may have."""
+        """`scores` is the range of scores that a row may have."""
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._contents, self._task, self._joint = contents, task, joint
         self._prompts, self._scores, self._cut = prompts or Prompts(), scores, cut
@@ -87,45 +87,47 @@ class TextGroupsEncoder(TextRowsEncoder):
         )
 
     def _texts_of(self, row: Row) -> Iterable[str]:
-        named = [row.get(name) for name in ("anchor", "positive", "text", "text_pair")]
-        return [each for each in (*named, *row.get("negatives", ())) if isinstance(each, str)]
+        values = [row.get(name) for name in ("anchor", "positive", "text", "text_pair")]
+        return [value for value in (*values, *row.get("negatives", ())) if isinstance(value, str)]
 
     def _encoded(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the features of each row; None for one without text or without a negative that it needs."""
+        """Return the features of each row; None for a row with a blank text or without a required negative."""
         texts = [result_or_error(self._texts, row) for row in rows]
-        sequences = [each for found in texts if isinstance(found, list) for each in self._sequences(found)]
+        sequences = [
+            sequence for row_texts in texts if isinstance(row_texts, list) for sequence in self._sequences(row_texts)
+        ]
         encoded = iter(self._framed(sequences))
         outcomes: list[Outcome] = []
-        for row, found in zip(rows, texts, strict=True):
-            if not isinstance(found, list):
-                outcomes.append(found)
+        for row, row_texts in zip(rows, texts, strict=True):
+            if not isinstance(row_texts, list):
+                outcomes.append(row_texts)
                 continue
-            own = [next(encoded) for _ in self._sequences(found)]
+            own = [next(encoded) for _ in self._sequences(row_texts)]
             outcomes.append(_joined(own, None if self._scores is None else row["score"]))
         return outcomes
 
     def _texts(self, row: Row) -> list[str] | None:
-        """Return the anchor and the passages; None where one of them is blank."""
+        """Return the anchor and the passages; None if one of them is blank or a required negative is missing."""
         names = ("anchor", "positive") if self._contents == "passages" else ("text", "text_pair")
         if any(name not in row for name in (*names, *(() if self._scores is None else ("score",)))):
             raise DataError(_WRONG_CONTENTS[self._contents].format(task=self._task))
         if self._scores is not None:
             low, high = self._scores
             if not low <= row["score"] <= high:
-                raise DataError(f"the score is {row['score']:g}, and this loss needs one from {low:g} to {high:g}.")
-        texts = [require_valid_unicode(each) for each in (*(row[name] for name in names), *row.get("negatives", ()))]
+                raise DataError(f"the score is {row['score']:g}, but this loss requires one from {low:g} to {high:g}.")
+        texts = [require_valid_unicode(text) for text in (*(row[name] for name in names), *row.get("negatives", ()))]
         is_useless = self._joint and self._contents == "passages" and len(texts) < 3
         return None if is_useless or not all(text.strip() for text in texts) else texts
 
     def _sequences(self, texts: Sequence[str]) -> list[tuple[str, ...]]:
         anchor, *passages = texts
-        anchor, passages = self._prompts.query + anchor, [self._prompts.passage + each for each in passages]
+        anchor, passages = self._prompts.query + anchor, [self._prompts.passage + passage for passage in passages]
         if self._joint:
-            return [(anchor, each) for each in passages]
-        return [(each,) for each in (anchor, *passages)]
+            return [(anchor, passage) for passage in passages]
+        return [(passage,) for passage in (anchor, *passages)]
 
     def _framed(self, sequences: Sequence[tuple[str, ...]]) -> list[tuple[Mapping[str, np.ndarray], int]]:
-        """Return the arrays of each sequence, and how many tokens were cut off."""
+        """Return the arrays of each sequence, and the number of tokens that were truncated."""
         whole = arrays_of(self._tokenizer, *map(list, zip(*sequences, strict=True))) if sequences else []
         return [self._shortened(texts, arrays) for texts, arrays in zip(sequences, whole, strict=True)]
 
@@ -136,8 +138,8 @@ class TextGroupsEncoder(TextRowsEncoder):
         if cut is None or length <= cut.max_length:
             return whole, 0
         with truncating(self._tokenizer, cut.side):
-            how: dict[str, Any] = {"truncation": "longest_first", "max_length": cut.max_length}
-            (arrays,) = arrays_of(self._tokenizer, *([text] for text in texts), **how)
+            options: dict[str, Any] = {"truncation": "longest_first", "max_length": cut.max_length}
+            (arrays,) = arrays_of(self._tokenizer, *([text] for text in texts), **options)
         return arrays, length - len(arrays["input_ids"])
 
 
@@ -150,17 +152,17 @@ _WRONG_CONTENTS: Mapping[Contents, str] = {
 
 
 def _joined(sequences: Sequence[tuple[Mapping[str, np.ndarray], int]], score: float | None) -> Features:
-    arrays = [each for each, _ in sequences]
-    together = {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
-    lengths = np.array([len(each["input_ids"]) for each in arrays], np.int32)
-    scored = {} if score is None else {SCORE: np.array([score], np.float32)}
+    arrays = [sequence for sequence, _ in sequences]
+    joined = {name: np.concatenate([sequence[name] for sequence in arrays]) for name in arrays[0]}
+    lengths = np.array([len(sequence["input_ids"]) for sequence in arrays], np.int32)
+    score_array = {} if score is None else {SCORE: np.array([score], np.float32)}
     return Features(
-        {**together, LENGTHS_OF_SEQUENCES: lengths, **scored}, cut_tokens=sum(lost for _, lost in sequences)
+        {**joined, LENGTHS_OF_SEQUENCES: lengths, **score_array}, cut_tokens=sum(lost for _, lost in sequences)
     )
 
 
 def append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have the tokenizer end every text with end-of-sequence, and write so into its files, unless it does already.
+    """Make the tokenizer append end-of-sequence to every text, also when it is saved and loaded again.
 
     Raises DataError for a tokenizer without such a token, or one that cannot be changed.
     """
@@ -168,7 +170,7 @@ def append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     if ends_with_eos(tokenizer):
         return
     backend, settings = fast_backend(tokenizer), tokenizer.init_kwargs
-    if "add_bos_token" in settings or "add_eos_token" in settings:  # then loading builds the post-processor anew
+    if "add_bos_token" in settings or "add_eos_token" in settings:  # then loading rebuilds the post-processor
         settings["add_eos_token"] = True
         tokenizer.add_eos_token = True
     elif backend is not None:
@@ -181,11 +183,11 @@ def append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     if not ends_with_eos(tokenizer):
         raise DataError(
             f"task.embedding.pooling: `last_token` reads the end-of-sequence token, and this tokenizer "
-            f"({type(tokenizer).__name__}) cannot be made to write it. Use one with a tokenizer.json, or `mean`."
+            f"({type(tokenizer).__name__}) cannot be made to append it. Use one with a tokenizer.json, or `mean`."
         )
 
 
 def ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether the tokenizer ends every text with end-of-sequence."""
+    """Return whether the tokenizer appends end-of-sequence to every text."""
     ids = list(tokenizer("a b", verbose=False)["input_ids"])
     return bool(ids) and ids[-1] == tokenizer.eos_token_id

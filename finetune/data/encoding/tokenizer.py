@@ -1,4 +1,4 @@
-"""Tokenizer: many texts encoded at once, prefixes of them, beginning and end of sequences, and what identifies it."""
+"""Batch encoding of texts, token counts of text prefixes, special tokens of a tokenizer, and its identity."""
 
 import hashlib
 import json
@@ -20,17 +20,17 @@ _PROBE = "a b"
 
 
 def num_special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Return how many tokens the tokenizer writes before every text and behind it: BERT's are (1, 1), T5's (0, 1)."""
+    """Return the number of tokens that the tokenizer adds before and after a text: (1, 1) for BERT, (0, 1) for T5."""
     whole = list(tokenizer(_PROBE, verbose=False)["input_ids"])
     bare = list(tokenizer(_PROBE, add_special_tokens=False, verbose=False)["input_ids"])
     special = set(map(int, tokenizer.all_special_ids)) - set(bare)
     before = sum(1 for _ in takewhile(special.__contains__, whole))
-    behind = sum(1 for _ in takewhile(special.__contains__, reversed(whole[before:])))
-    return before, behind
+    after = sum(1 for _ in takewhile(special.__contains__, reversed(whole[before:])))
+    return before, after
 
 
 def has_double_bos(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether the beginning-of-sequence stands at the beginning twice."""
+    """Return whether the ids start with two beginning-of-sequence tokens."""
     return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
@@ -38,24 +38,24 @@ def require_eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the end-of-sequence token; raises DataError for a tokenizer without one."""
     if tokenizer.eos_token_id is None:
         raise DataError(
-            "the tokenizer has no end-of-sequence token, so the model cannot learn where to stop. Set "
+            "the tokenizer has no end-of-sequence token, so the model cannot learn when to stop. Set "
             "`eos_token` in its tokenizer_config.json, or use another one."
         )
     return int(tokenizer.eos_token_id)
 
 
 def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that stand for text which the tokenizer cannot represent; empty for byte-level ones."""
+    """Return the tokens of text that is not in the vocabulary; empty for byte-level tokenizers."""
     unknown = {tokenizer.unk_token_id} - {
         None,
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
-    }  # GPT-2 names one for all
+    }  # GPT-2 uses one token for all of these
     return frozenset(map(int, unknown))
 
 
 def drops_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether text that the tokenizer does not know leaves no token at all, so that nobody can count it."""
+    """Return whether text outside the vocabulary produces no token at all, so that it cannot be counted."""
     rare = ("\U00012000", "\U0001d11e", "\ua66e", "\u2603")  # cuneiform, a clef, an eye, a snowman
     known, *others = (
         tokenizer(f"a {sign}", add_special_tokens=False, verbose=False)["input_ids"] for sign in ("", *rare)
@@ -64,18 +64,18 @@ def drops_unknown_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, str]:
-    """Return digests of everything about the tokenizer that the encoding depends on: part of a cache's key."""
+    """Return digests of everything in the tokenizer that affects the encoding: part of a cache's key."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         parts = json.loads(backend.to_str())
-        described = json.dumps({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
+        description = json.dumps({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
     else:
-        made_with = {name: value for name, value in tokenizer.init_kwargs.items() if name != RECORDED_AS}
-        described = repr(sorted(tokenizer.get_vocab().items())) + repr(made_with)
+        init_options = {name: value for name, value in tokenizer.init_kwargs.items() if name != RECORDED_AS}
+        description = repr(sorted(tokenizer.get_vocab().items())) + repr(init_options)
     arguments = arguments_of(tokenizer)
     special = repr((tokenizer.bos_token_id, tokenizer.eos_token_id, sorted(tokenizer.all_special_ids)))
     return {
-        "tokenizer": _digest(type(tokenizer).__name__ + described + special),
+        "tokenizer": _digest(type(tokenizer).__name__ + description + special),
         "chat_template": _digest(repr(tokenizer.chat_template)),
         **({RECORDED_AS: _digest(json.dumps(arguments, sort_keys=True))} if arguments else {}),
     }
@@ -91,22 +91,24 @@ _PROBES = ("a b", " a", "a ", "\n", "a\n\nb", "  ", "\u00e9\u4f60 1", "a.")
 
 
 class TextTokenizer:
-    """Encodes texts that already hold every special token they need: none is added."""
+    """Encodes texts that already contain their special tokens; none are added."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._remembered: dict[str, list[int]] = {}
         added = tokenizer.added_tokens_decoder
-        self.special = frozenset(map(int, tokenizer.all_special_ids)) | {i for i, each in added.items() if each.special}
-        # a normalized one is looked for only after the text around it was changed; the unknown one stands for any text
+        self.special = frozenset(map(int, tokenizer.all_special_ids)) | {
+            i for i, token in added.items() if token.special
+        }
+        # normalized tokens are matched after the text is normalized; the unknown token stands for any text
         unknown = tokenizer.unk_token_id
-        self._seams = {token: str(each.content) for token, each in added.items() if not each.normalized}
-        self._seams = {token: content for token, content in self._seams.items() if token != unknown}
+        self._seams = {token_id: str(token.content) for token_id, token in added.items() if not token.normalized}
+        self._seams = {token_id: content for token_id, content in self._seams.items() if token_id != unknown}
         self._is_seam = np.zeros(max(self._seams, default=-1) + 1, dtype=bool)
         self._is_seam[list(self._seams)] = True
 
     def encode(self, texts: Sequence[str]) -> "list[EncodedText]":
-        """Return each text with its tokens, encoded in one call."""
+        """Return each text with its tokens, encoded in one batch."""
         if not self.cuts_at_seams:
             return [EncodedText(text, np.asarray(self.ids(text), np.uint32), self) for text in texts]
         encodings = unrestricted_backend(self._tokenizer).encode_batch(list(texts), add_special_tokens=False)
@@ -116,18 +118,18 @@ class TextTokenizer:
         ]
 
     def begun(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text as the tokenizer begins and ends it of its own; none for an empty text."""
+        """Return the tokens of each text with the tokenizer's special tokens; an empty list for an empty text."""
         if not self.is_backend_alone:
             return [list(self._tokenizer(text, verbose=False)["input_ids"]) if text else [] for text in texts]
         encodings = unrestricted_backend(self._tokenizer).encode_batch_fast(list(texts))
         return [each.ids if text else [] for text, each in zip(texts, encodings, strict=True)]
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of one text, from the tokenizer itself."""
+        """Return the tokens of one text, uncached."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def remembered(self, text: str) -> list[int]:
-        """Return the tokens of one text; those of short texts are looked up the second time."""
+        """Return the tokens of one text; those of short texts are cached."""
         ids = self._remembered.get(text)
         if ids is None:
             ids = self.ids(text)
@@ -136,20 +138,20 @@ class TextTokenizer:
         return ids
 
     def seams(self, encoded: "EncodedText") -> tuple[list[int], list[int]]:
-        """Return where the text is cut, both as places among its tokens and as characters."""
+        """Return the added tokens that split the text, as token positions and as character offsets."""
         ids = encoded.ids
-        places = np.flatnonzero(self._is_seam[np.minimum(ids, len(self._is_seam) - 1)] & (ids < len(self._is_seam)))
-        found: tuple[list[int], list[int]] = ([], [])
-        for place in places.tolist():
-            start, end = encoded.encoding.token_to_chars(place)
-            if encoded.text[start:end].strip() == self._seams[int(ids[place])].strip():
-                found[0].append(place)
-                found[1].append(start)
-        return found
+        positions = np.flatnonzero(self._is_seam[np.minimum(ids, len(self._is_seam) - 1)] & (ids < len(self._is_seam)))
+        seams: tuple[list[int], list[int]] = ([], [])
+        for position in positions.tolist():
+            start, end = encoded.encoding.token_to_chars(position)
+            if encoded.text[start:end].strip() == self._seams[int(ids[position])].strip():
+                seams[0].append(position)
+                seams[1].append(start)
+        return seams
 
     @cached_property
     def is_backend_alone(self) -> bool:
-        """Whether the library `tokenizers` alone gives the tokens, nothing being added or changed in Python."""
+        """Whether the `tokenizers` backend alone produces the tokens, without changes in Python."""
         backend = unrestricted_backend(self._tokenizer)
         if backend is None:
             return False
@@ -158,9 +160,9 @@ class TextTokenizer:
 
     @cached_property
     def cuts_at_seams(self) -> bool:
-        """Whether the tokenizer encodes what stands on both sides of an added token apart from each other.
+        """Whether the tokenizer encodes the texts on both sides of an added token independently.
 
-        Tried on texts in which a tokenizer that marks the beginning of a text, or of a word, would show it.
+        Tested on texts that reveal tokenizers which mark the start of a text or of a word.
         """
         if not self.is_backend_alone or not self._seams:
             return False
@@ -168,9 +170,9 @@ class TextTokenizer:
         pairs = [(a, b) for shift in (1, 4) for a, b in zip(_PROBES, _PROBES[shift:] + _PROBES[:shift], strict=True)]
         texts = [f"{a}{seam}{b}{seams[0]}{a}" for seam in seams for a, b in pairs]
         encodings = unrestricted_backend(self._tokenizer).encode_batch(texts, add_special_tokens=False)
-        is_so = all(self._cuts(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
+        is_independent = all(self._cuts(text, encoding) for text, encoding in zip(texts, encodings, strict=True))
         self._remembered.clear()
-        return is_so
+        return is_independent
 
     def _cuts(self, text: str, encoding: Any) -> bool:
         fast = EncodedText(text, np.array(encoding.ids, np.uint32), self, encoding)
@@ -187,12 +189,12 @@ class EncodedText:
     text: str
     ids: np.ndarray  # uint32
     tokens: TextTokenizer
-    encoding: Any = field(default=None, repr=False)  # of the `tokenizers` library; None: beginnings are encoded in full
+    encoding: Any = field(default=None, repr=False)  # of the `tokenizers` library; None: prefixes are encoded in full
 
     def num_tokens_of(self, end: int) -> int | None:
-        """Return how many tokens the first `end` characters make, or None where those are not the text's first tokens.
+        """Return the number of tokens of the first `end` characters, or None if these are not a prefix of `ids`.
 
-        Exactly what encoding the beginning alone and comparing gives.
+        Equivalent to encoding the prefix alone and comparing.
         """
         if end == len(self.text):
             return len(self.ids)
@@ -204,9 +206,9 @@ class EncodedText:
     def _seam_before(self, end: int) -> tuple[int, int]:
         if self.encoding is None:
             return 0, 0
-        places, starts = self._seams
+        positions, starts = self._seams
         last = bisect_left(starts, end) - 1
-        return (places[last], starts[last]) if last >= 0 else (0, 0)
+        return (positions[last], starts[last]) if last >= 0 else (0, 0)
 
     @cached_property
     def _seams(self) -> tuple[list[int], list[int]]:

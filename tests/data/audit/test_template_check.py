@@ -30,13 +30,13 @@ def test_prompts_of_a_built_in_template_are_prefixes_of_training_texts(name):
     assert {"one answer", "several answers", "system message"} <= set(check.learnt)
     assert set(check.learnt) | set(check.refused) == set(CASES)
     assert ("tools" in check.learnt) == (name == "qwen")
-    assert "prompts at inference are the beginnings of what is trained on" in lines
+    assert "prompts at inference are prefixes of the training samples" in lines
 
 
 def test_unsupported_template_features_are_reported_with_the_reason():
     check, lines = checked("chatml")
     assert check.targets_by == "renderings"
-    assert "chat template of the tokenizer: targets are found by rendering beginnings" in lines
+    assert "chat template of the tokenizer: targets are found by rendering prefixes" in lines
     assert "  not trainable: tools: the chat template (the tokenizer's own) drops the `tools` of the row" in lines
     assert "  end of turn: '<|im_end|>', one token, a target" in lines
     assert checked("chatml", chat_template="chatml")[0].template == "`chatml`"
@@ -62,13 +62,13 @@ def test_generation_markers_that_do_not_start_at_the_end_of_the_prompt_are_repor
     late = form.replace("BODY", "<|bot|>final:{% generation %}{{ m.content }}{% endgeneration %}")
     check, lines = checked(late)
     assert "'final:', which a model has to write after the prompt, is not a target" in lines
-    assert "the markers end before the end of turn, which is a target all the same" in lines
+    assert "the markers end before the end of turn, which is still a target" in lines
     assert check.is_end_learnt
 
 
 def test_a_template_that_wants_parts_gets_parts():
     check, lines = checked("{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}")
-    assert 'content has to be a list of parts: [{"type": "text", "text": "..."}]' in lines
+    assert 'content must be a list of parts: [{"type": "text", "text": "..."}]' in lines
     assert check.is_end_learnt
 
 
@@ -79,7 +79,7 @@ def test_a_template_that_reads_the_date_is_reported():
 def test_a_template_without_end_of_turn_ends_with_end_of_sequence():
     form = "{% for m in messages %}{{ m.role }}: {{ m.content + '\n' }}{% endfor %}"
     check, lines = checked(form + "{% if add_generation_prompt %}assistant:{% endif %}")
-    assert "end of turn: none of its own, so end-of-sequence follows the last answer, a target" in lines
+    assert "end of turn: none, so end-of-sequence follows the last answer, a target" in lines
     assert check.learnt[:2] == ("one answer", "several answers")
 
 

@@ -140,7 +140,7 @@ def test_an_error_raised_by_a_template_is_reported_with_its_message(tokenizer):
 
 
 def test_a_conversation_cannot_begin_with_its_answer(tokenizer):
-    with pytest.raises(DataError, match="begins with the assistant"):
+    with pytest.raises(DataError, match="starts with an assistant turn"):
         encode_turns([ANSWERED], tokenizer)
 
 

@@ -127,7 +127,7 @@ def test_a_mark_in_a_text_is_text(name):
 def test_a_template_that_drops_images_is_refused():
     processor = llava()
     processor.tokenizer.chat_template = processor.tokenizer.chat_template.replace("<image>", "")
-    with pytest.raises(DataError, match=r"shows 1 images, and .* has 0 times"):
+    with pytest.raises(DataError, match=r"has 1 images, but .*, 0 times"):
         encoded(processor, row([IMAGE, said("what?")], "one", images=[picture()]))
 
 

@@ -141,7 +141,7 @@ def test_reasoning_that_the_template_does_not_delimit_is_rejected():
     odd = form.replace("THOUGHT", thought_of)
     thought = {"role": "assistant", "content": "Four.", "reasoning_content": "I see."}
     refused = said(tokenizer_for(odd), thought, reasons=False)
-    assert "the end of the reasoning of turn 2 is not found in what the chat template" in str(refused)
+    assert "the end of the reasoning of turn 2 cannot be located in the output of the chat template" in str(refused)
     assert "Set data.train_on_reasoning: true" in str(refused)
 
 

@@ -130,7 +130,7 @@ EXPECTED = {
     "qwen2_5 qwen3_instruct_2507 qwen3_instruct_2507_training qwen3_vl qwen3_vl_training": says(
         "", "<|im_end|>", QWEN_CALL
     ),
-    "qwen2_5_training": says("\n", "<|im_end|>", QWEN_CALL),  # the markers begin before the line break
+    "qwen2_5_training": says("\n", "<|im_end|>", QWEN_CALL),  # the markers start before the line break
     "qwen2_5_vl qwen2_5_vl_training": says("", "<|im_end|>", NO_TOOLS),
     "qwen3": (OTHER_TURN, [f"{NO_THOUGHT}Four.<|im_end|>"], OTHER_TURN),
     "qwen3_training": says(NO_THOUGHT, "<|im_end|>", QWEN_CALL),

@@ -140,7 +140,7 @@ def test_a_token_across_the_beginning_of_a_marker_is_refused(make_tokenizer):
 
 def test_two_beginnings_of_sequence_are_refused():
     said = refused([ASKED, ANSWERED], "{{ bos_token }}{{ bos_token }}" + CHATML)
-    assert "the chat template writes <s> twice at the beginning" in said
+    assert "the chat template writes <s> twice at the start" in said
 
 
 def test_an_end_of_sequence_after_the_conversation_is_not_a_target():
@@ -194,7 +194,7 @@ def test_a_content_that_the_template_cannot_write_is_named():
     as_code = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
     assert "writes the content of turn 1, a list of parts, as Python code" in refused(parts, as_code)
     wants_parts = "{% for m in messages %}<|{{ m.role }}|>{{ m.content[0].text }}</s>{% endfor %}"
-    assert "It may want a list of parts" in refused(TALK, wants_parts)
+    assert "It may require a list of parts" in refused(TALK, wants_parts)
 
 
 def test_arguments_that_would_be_quoted_twice_are_named():
@@ -209,6 +209,6 @@ def test_one_bad_row_does_not_spoil_the_others():
     rows = [{"messages": TALK}, {"messages": [ANSWERED]}, {"messages": [ASKED]}, {"messages": TALK}]
     encoder = ConversationEncoder(tokenizer_for(CHATML))
     first, wrong, nothing, last = encoder(rows)
-    assert "begins with the assistant" in str(wrong)
+    assert "starts with an assistant turn" in str(wrong)
     assert nothing is None
     assert first.arrays["input_ids"].tolist() == last.arrays["input_ids"].tolist()

@@ -130,7 +130,7 @@ def test_the_system_option_is_used_for_rows_without_a_system_message(trained, an
         ({"question": "a"}, r"row 1: has neither `messages`, .* its columns are `question`"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "has only answers"),
         ({"prompt": "a", "answer": "b"}, "already has a column `answer`"),
-        ({"prompt": "a", "images": ["a.png"]}, "only text can be given here"),
+        ({"prompt": "a", "images": ["a.png"]}, "only text is supported here"),
         ({"prompt": "red " * 3000}, "and the model reads 2,048"),
     ],
 )

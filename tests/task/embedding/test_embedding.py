@@ -249,7 +249,7 @@ def test_scores_are_correlated_and_out_of_range_they_are_refused(embedding, enco
     assert found["loss"] == pytest.approx(found["mse"]) == pytest.approx(loss, rel=1e-5)
     assert -1 <= found["spearman"] <= 1
     (wrong,) = task.encode([{**SCORED[0], "score": 4.0}])
-    assert "needs one from -1 to 1" in str(wrong)
+    assert "requires one from -1 to 1" in str(wrong)
     (other,) = task.encode(ROWS[:1])
     assert "format: scored_pairs" in str(other)
     (pair,) = embedding().encode(SCORED[:1])

@@ -117,7 +117,7 @@ def test_rows_that_cannot_be_trained_on(reranking):
     assert isinstance(wrong, DataError)
     assert task.head_values["num_labels"] == 1
     (high,) = reranking(loss="bce").encode([{**SCORED[0], "score": 1.5}])
-    assert "needs one from 0 to 1" in str(high)
+    assert "requires one from 0 to 1" in str(high)
 
 
 def test_a_filler_has_no_records(reranking, model):
