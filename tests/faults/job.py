@@ -1,14 +1,11 @@
 """The run that faults befall: a small job on generated rows, and the command that launches it at a place."""
 
-import json
-import random
 import sys
 from pathlib import Path
 
-from tests import launching
+from tests import launching, small_job
 from tests.faults.schedule import EVALUATE_EVERY, HOST_STEPS, SAVE_EVERY, STEPS, Chain, Place
 
-WORDS = ("red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown")
 GLOBAL_BATCH = 12
 MICROBATCHES = {1: 6, 2: 3, 3: 2, 4: 3}
 """By the number of ranks; on one, two and three of them two microbatches are accumulated."""
@@ -49,20 +46,8 @@ PROGRAM = ("-m", "finetune")
 
 
 def write_job(folder: Path) -> Path:
-    """Write job and rows into the folder: answers of one to eight words; return the job's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    chance = random.Random(1)
-    for name, count in (("train.jsonl", 50), ("held_out.jsonl", 7)):
-        (folder / name).write_text("".join(json.dumps(_row(chance)) + "\n" for _ in range(count)))
-    path = folder / "job.yaml"
-    path.write_text(JOB)
-    return path
-
-
-def _row(chance: random.Random) -> dict[str, object]:
-    words = chance.choices(WORDS, k=chance.randint(1, 8))
-    asked, answer = f"reverse: {' '.join(words)}", " ".join(reversed(words))
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+    """Write job and rows into the folder; return the job's path."""
+    return small_job.write_job(folder, text=JOB)
 
 
 def overrides(chain: Chain, place: Place) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.forked import Outcome, Server
+from tests.small_job import reversal, write_rows
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 500 << 20
@@ -38,7 +39,6 @@ CANARY = "CANARY"
 CODE = f"import pathlib\npathlib.Path({CANARY!r}).write_text('code of others has run')\n"
 """Python which a hostile folder would like to have run: it leaves a file."""
 
-WORDS = ("red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown")
 JOB = """\
 run: {folder: runs/job, seed: 7}
 model:
@@ -274,8 +274,7 @@ def _make_project(folder: Path, server: Server) -> None:
     """Write the job and its rows, train a tokenizer, and run the job in full and with LoRA: two real runs."""
     chance = random.Random(1)
     for name, count in (("train.jsonl", 24), ("held_out.jsonl", 4)):
-        rows = [json.dumps(_row(chance)) for _ in range(count)]
-        (folder / name).write_text("\n".join(rows) + "\n")
+        write_rows(folder / name, (reversal(chance) for _ in range(count)))
     (folder / "job.yaml").write_text(JOB)
     (folder / "tmp").mkdir()
     trains = ["--set", "model.tokenizer={train: {vocabulary_size: 320}}", "--set", "run.folder=runs/first"]
@@ -297,9 +296,3 @@ def _make_project(folder: Path, server: Server) -> None:
 def _must(server: Server, words: list[str], folder: Path) -> None:
     outcome = server.run(words, folder=folder, limit_seconds=300)
     assert outcome.code == 0, outcome.stdout + outcome.stderr
-
-
-def _row(chance: random.Random) -> dict[str, Any]:
-    words = chance.choices(WORDS, k=chance.randint(1, 8))
-    asked, answer = f"reverse: {' '.join(words)}", " ".join(reversed(words))
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}

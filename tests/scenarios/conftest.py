@@ -1,7 +1,6 @@
-"""A tiny job on generated rows, and a way to launch it for real under any strategy."""
+"""The small job, and ways to launch it for real under any strategy."""
 
 import json
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,40 +14,12 @@ from finetune.runtime.supervision.faults import VARIABLE
 from tests import launching
 from tests.scenarios.running import Running
 from tests.scenarios.trained import forget, run_folder, stay
+from tests.small_job import write_job
 from tests.verifier_server import use_server
 
 use_server(verifier)
 
 TIMEOUT_SECONDS = 540  # the first DeepSpeed run on a machine compiles for minutes
-WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]
-
-JOB = """
-run: {folder: runs/job, seed: 7}
-model:
-  from_config:
-    model_type: llama
-    values:
-      {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
-       tie_word_embeddings: true}
-  tokenizer: {train: {vocabulary_size: 320}}
-data:
-  train: {path: train.jsonl}
-  validation: {path: held_out.jsonl}
-  max_length: 128
-  chat_template: chatml
-  cache_folder: cache
-task: {name: sft}
-train:
-  global_batch_size: 8
-  microbatch_size: 4
-  steps: 8
-  learning_rate: 1e-2
-  schedule: {name: cosine, warmup_steps: 2}
-checkpoint: {every_steps: 4}
-evaluate: {every_steps: 4}
-report: {console: plain, log_every_steps: 1}
-export: {verify: false}
-"""
 
 
 @dataclass(frozen=True)
@@ -87,24 +58,8 @@ Begin = Callable[..., Running]
 
 @pytest.fixture(scope="session")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job file beside its rows: answers of one to eight words, so that every batch has another number of targets."""
-    folder = tmp_path_factory.mktemp("job")
-    chance = random.Random(1)
-    for name, count in (("train.jsonl", 50), ("held_out.jsonl", 7)):
-        rows = [_row(chance) for _ in range(count)]
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "job.yaml").write_text(JOB)
-    return folder / "job.yaml"
-
-
-def _row(chance: random.Random) -> dict:
-    words = chance.choices(WORDS, k=chance.randint(1, 8))
-    return {
-        "messages": [
-            {"role": "user", "content": f"reverse: {' '.join(words)}"},
-            {"role": "assistant", "content": " ".join(reversed(words))},
-        ]
-    }
+    """The small job, next to its rows."""
+    return write_job(tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture(scope="session")

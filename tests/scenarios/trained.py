@@ -30,12 +30,19 @@ def forget():
     PartialState._reset_state()
 
 
+def train_here(job: Path, *overrides: str) -> None:
+    """Train the job in this process, which goes on afterwards."""
+    try:
+        with patch.object(distributed, "shut_down", stay):
+            train_from_config(load_config(job, list(overrides)))
+    finally:
+        forget()
+
+
 @functools.cache
 def run_folder(job: Path, name: str) -> Path:
     """Return the folder of the finished run of that name."""
     folder = job.parent / "runs" / f"trained-{name}"
     quick = ["train.steps=4", "checkpoint.every_steps=2", "evaluate.every_steps=2", "train.microbatch_size=2"]
-    with patch.object(distributed, "shut_down", stay):
-        train_from_config(load_config(job, [f"run.folder={folder}", *quick, *OVERRIDES[name]]))
-    forget()
+    train_here(job, f"run.folder={folder}", *quick, *OVERRIDES[name])
     return folder

@@ -12,9 +12,9 @@ from peft import PeftModel
 from sklearn.metrics import f1_score, matthews_corrcoef
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
+from tests.small_job import WORDS
 from tests.task_cases.case import Case
 
-WORDS = ("red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown")
 PLACES = ("oslo", "rome", "new york")
 
 BERT = """

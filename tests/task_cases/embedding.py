@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import cosine_similarity, cross_entropy, normalize
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.small_job import WORDS
 from tests.task_cases.case import Case
-from tests.task_cases.classification import BERT, LLAMA, WORDS, exported, held_out, job
+from tests.task_cases.classification import BERT, LLAMA, exported, held_out, job
 
 
 def write(folder: Path, *, kind: str, num_rows: int = 60) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.small_job import WORDS
 from tests.task_cases.case import Case
-
-WORDS = ["red", "green", "blue", "amber", "violet", "white", "black", "grey", "pink", "brown"]
 
 LLAMA = """
   from_config:

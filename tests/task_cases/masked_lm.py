@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.small_job import WORDS
 from tests.task_cases.case import Case
-from tests.task_cases.language import AT_TARGETS, WORDS
+from tests.task_cases.language import AT_TARGETS
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

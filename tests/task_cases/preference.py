@@ -19,8 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.small_job import WORDS
 from tests.task_cases.case import LORA, Case
-from tests.task_cases.language import WORDS
 
 CHATML = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' "

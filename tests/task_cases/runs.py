@@ -29,12 +29,24 @@ class Left:
         return [float(event["loss"]) for event in self._events("StepTaken")]
 
     @property
+    def steps(self) -> list[tuple[float, float, str]]:
+        """Loss, gradient norm and digest of the samples of each step."""
+        return [(each["loss"], each["gradient_norm"], each["samples_sha256"]) for each in self._events("StepTaken")]
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         return self._events("Evaluated")[-1]["metrics"]
 
     @property
     def final(self) -> Path:
         return self.folder / "final"
+
+    @property
+    def checkpoint_digests(self) -> dict[str, object]:
+        """Those of weights, optimizer state and random states in the last checkpoint."""
+        last = max((self.folder / "checkpoints").glob("step-*")) / "manifest.json"
+        files = json.loads(last.read_text())["files"]
+        return {name: facts for name, facts in files.items() if name.split("/")[0] in ("model", "optimizer", "rng")}
 
     def _events(self, name: str) -> list[dict]:
         return [event for event in read_events(self.folder / "events.jsonl") if event["event"] == name]

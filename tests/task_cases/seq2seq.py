@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from tests.small_job import WORDS
 from tests.task_cases.case import Case
-from tests.task_cases.language import REST, WORDS
+from tests.task_cases.language import REST
 
 LORA_THAT_LEARNS = ("model.lora={rank: 8, alpha: 32.0}",)
 

@@ -1,10 +1,8 @@
 """What is known of samples beforehand is worked out once, by the model as it starts, whatever a run goes on from."""
 
-import json
 import random
 import shutil
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -12,37 +10,25 @@ from finetune.config.load import load_config
 from finetune.errors import ConfigError, DataError
 from finetune.report.history import read_events
 from finetune.run.setup.precompute import _StagedWriter
-from finetune.run.train import train_from_config
-from finetune.runtime import distributed
-from tests.scenarios.trained import forget, stay
+from tests.scenarios.trained import train_here
+from tests.small_job import WORDS, write_job, write_rows
 
-WORDS = ["red", "green", "blue", "amber", "violet", "white"]
-
-JOB = """
-run: {folder: runs/job, seed: 7}
-model:
-  from_config:
-    model_type: llama
-    values: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,
-             num_key_value_heads: 2}
-  tokenizer: {train: {vocabulary_size: 300}}
-data:
-  train: {path: train.jsonl, format: preference}
-  validation: {path: held_out.jsonl, format: preference}
-  max_length: 96
-  chat_template: chatml
-  cache_folder: cache
-task: {name: preference, preference: {beta: 0.5}}
-train: {global_batch_size: 4, microbatch_size: 2, steps: 4, learning_rate: 1e-2}
-evaluate: {}
-checkpoint: {every_steps: 2}
-report: {console: plain, log_every_steps: 1}
-"""
+PREFERENCES = [
+    "data.train={path: train.jsonl, format: preference}",
+    "data.validation={path: held_out.jsonl, format: preference}",
+    "task={name: preference, preference: {beta: 0.5}}",
+    "train.global_batch_size=4",
+    "train.microbatch_size=2",
+    "train.steps=4",
+    "evaluate={}",
+    "checkpoint.every_steps=2",
+]
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("priors")
+    job = write_job(folder)
     chance = random.Random(1)
     for name, count in (("train.jsonl", 9), ("held_out.jsonl", 3), ("more.jsonl", 5)):
         rows = [
@@ -53,9 +39,8 @@ def job(tmp_path_factory) -> Path:
             }
             for _ in range(count)
         ]
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "job.yaml").write_text(JOB)
-    return folder / "job.yaml"
+        write_rows(folder / name, rows)
+    return job
 
 
 @pytest.fixture
@@ -64,14 +49,11 @@ def run(job, capsys):
 
     def start(name: str, *overrides: str) -> tuple[list[float], str]:
         folder = job.parent / "runs" / name
-        with patch.object(distributed, "shut_down", stay):
-            train_from_config(load_config(job, [f"run.folder={folder}", *overrides]))
-        forget()
+        train_here(job, f"run.folder={folder}", *PREFERENCES, *overrides)
         losses = [each["loss"] for each in read_events(folder / "events.jsonl") if each["event"] == "StepTaken"]
         return losses, capsys.readouterr().out
 
-    yield start
-    forget()
+    return start
 
 
 def known(job: Path) -> set[str]:
@@ -135,7 +117,7 @@ def test_a_loss_without_a_reference_precomputes_nothing(job, run):
 
 def test_streams_are_refused_before_anything_is_built(job):
     with pytest.raises(ConfigError, match=r"data\.train\.stream.*computed before the first step"):
-        load_config(job, ["data.train={path: train.jsonl, format: preference, stream: {}}"])
+        load_config(job, [*PREFERENCES, "data.train={path: train.jsonl, format: preference, stream: {}}"])
 
 
 def test_an_unwritable_precompute_cache_is_an_error(tmp_path):

@@ -1,56 +1,28 @@
 """Damage of what was prepared is never learnt from: found before the start it is made again, later it stops the run."""
 
-import json
-import random
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
-from finetune.config.load import load_config
 from finetune.data.token_cache import cache, chunks
 from finetune.errors import CheckpointError, TrainingError
 from finetune.report.history import read_events
-from finetune.run.train import train_from_config
-from finetune.runtime import distributed
 from finetune.train import loop
-from tests.scenarios.trained import forget, stay
+from tests.scenarios.trained import train_here
+from tests.small_job import write_job
 
-WORDS = ["red", "green", "blue", "amber", "violet", "white"]
-
-JOB = """
-run: {folder: runs/job, seed: 7}
-model:
-  from_config:
-    model_type: llama
-    values: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,
-             num_key_value_heads: 2}
-  tokenizer: {train: {vocabulary_size: 300}}
-data:
-  train: {path: train.jsonl}
-  validation: {path: held_out.jsonl}
-  max_length: 96
-  chat_template: chatml
-  cache_folder: cache
-task: {name: sft}
-train: {global_batch_size: 4, microbatch_size: 2, steps: 6, learning_rate: 1e-2}
-evaluate: {every_steps: 3}
-checkpoint: {every_steps: 2}
-report: {console: plain, log_every_steps: 1}
-"""
+SHORT = [
+    "train.global_batch_size=4",
+    "train.microbatch_size=2",
+    "train.steps=6",
+    "evaluate.every_steps=3",
+    "checkpoint.every_steps=2",
+]
 
 
 @pytest.fixture
 def job(tmp_path) -> Path:
-    chance = random.Random(1)
-    for name, count in (("train.jsonl", 20), ("held_out.jsonl", 3)):
-        rows = [
-            {"prompt": " ".join(chance.choices(WORDS, k=3)), "completion": " ".join(chance.choices(WORDS, k=4))}
-            for _ in range(count)
-        ]
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "job.yaml").write_text(JOB)
-    return tmp_path / "job.yaml"
+    return write_job(tmp_path)
 
 
 @pytest.fixture
@@ -59,16 +31,11 @@ def run(job, capsys):
 
     def start(name, *overrides):
         folder = job.parent / "runs" / name
-        try:
-            with patch.object(distributed, "shut_down", stay):
-                train_from_config(load_config(job, [f"run.folder={folder}", *overrides]))
-        finally:
-            forget()
+        train_here(job, f"run.folder={folder}", *SHORT, *overrides)
         steps = [each for each in read_events(folder / "events.jsonl") if each["event"] == "StepTaken"]
         return {each["step"]: (each["loss"], each["samples_sha256"]) for each in steps}, capsys.readouterr().out
 
-    yield start
-    forget()
+    return start
 
 
 def flip(job, name="chunk-000000.bin", *, num_sets=2):

@@ -11,8 +11,8 @@ import pytest
 
 from tests.devices import EVERY_DEVICE, ON_GPU
 from tests.launching import accelerate_command, run
+from tests.small_job import WORDS
 from tests.task_cases import CASES
-from tests.task_cases.language import WORDS
 from tests.task_cases.runs import prepare
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]

@@ -13,14 +13,12 @@ from finetune.commands.export import export
 from finetune.commands.generate import generate_file
 from finetune.commands.preview.preview import preview
 from finetune.commands.source import use_written_arguments
-from finetune.config.load import load_config
 from finetune.data.encoding.prompts import ChatPrompt, prompt_ids
 from finetune.data.templates.arguments import arguments_of
 from finetune.errors import CheckpointError, DataError, UserError
 from finetune.report.history import read_events
-from finetune.run.train import train_from_config
 from finetune.runtime import distributed
-from tests.scenarios.trained import forget, stay
+from tests.scenarios.trained import forget, stay, train_here
 
 TEMPLATE = """\
 <|im_start|>system
@@ -76,17 +74,9 @@ def job(tmp_path_factory):
     return folder / "job.yaml"
 
 
-def train(job, *overrides):
-    with patch.object(distributed, "shut_down", stay):
-        try:
-            train_from_config(load_config(job, overrides))
-        finally:
-            forget()
-
-
 @functools.cache
 def trained(job):
-    train(job)
+    train_here(job)
     return job.parent / "run"
 
 
@@ -163,20 +153,20 @@ def test_chat_and_generate_use_the_template_arguments_of_training_by_default(job
 @pytest.mark.full
 def test_a_stopped_run_takes_the_very_next_samples(job):
     whole = losses(trained(job))
-    train(job, "run.folder=stopped", "train.stop_after_steps=2")
-    train(job, "run.folder=stopped")
+    train_here(job, "run.folder=stopped", "train.stop_after_steps=2")
+    train_here(job, "run.folder=stopped")
     assert losses(job.parent / "stopped") == whole
     with pytest.raises(CheckpointError, match="training data"):
-        train(job, "run.folder=stopped", "train.steps=6", "data.chat_template_arguments={effort: high}")
+        train_here(job, "run.folder=stopped", "train.steps=6", "data.chat_template_arguments={effort: high}")
     with pytest.raises(CheckpointError, match="training data"):
-        train(job, "run.folder=stopped", "train.steps=6", "data.train_on_reasoning=false")
+        train_here(job, "run.folder=stopped", "train.steps=6", "data.train_on_reasoning=false")
 
 
 @pytest.mark.full
 def test_a_mix_with_a_stream_holds_the_same_answers(job, capsys):
     mix = "data.train={mix: [{path: rows.jsonl, weight: 1, stream: {window_rows: 12}}, {path: rows.jsonl, weight: 1}]}"
     sizes = ["data.batching={by: samples}", "data.validation=null", "evaluate=null", "train.steps=2"]
-    train(job, "run.folder=mixed", mix, *sizes)
+    train_here(job, "run.folder=mixed", mix, *sizes)
     assert set(losses(job.parent / "mixed")) == {1, 2}
     said = capsys.readouterr().out
     for source in (0, 1):
