@@ -33,7 +33,7 @@ AUTOGRAD_LOGIT_BYTES, SMOOTHED_LOGIT_BYTES = 18, 30
 """The same where autograd takes the backward pass of the cross-entropy; with smoothing or a z-loss."""
 
 MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
-"""Maximum rows: more are no faster (`benchmarks/experiments/head.py`), and on a CPU they do not fit the cache."""
+"""Maximum rows: more are no faster (`benchmarks/experiments/head.md`), and on a CPU they do not fit the cache."""
 
 MIN_CHUNK_ROWS = 64
 """Minimum rows of a chunk, however large the vocabulary: with fewer, reading the weights dominates the time."""

@@ -27,7 +27,6 @@ class Refused:
 ALTERNATE = Refused("Conversation roles must alternate")
 NO_TOOLS = Refused("drops the `tools` of the row")
 NO_CALLS = Refused("drops `tool_calls` of assistant turns")
-ONLY_WORDS = Refused("(user, assistant, tool, assistant): str object has no element 0")
 OTHER_CUE = Refused("renders the prompt of turn")
 OTHER_TURN = Refused("renders turn 2 differently")
 

@@ -18,7 +18,6 @@ SHORT = (
     "train.global_batch_size=12",
     "train.microbatch_size=2",
     "train.steps=4",
-    "train.schedule=null",
     "train.embedding_noise=5.0",
     "checkpoint.every_steps=2",
 )
