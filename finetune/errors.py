@@ -73,7 +73,7 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[Problem], source: str, *, num_more: int = 0) -> None:
         self.problems = tuple(problems)
         self.source = source
-        self.num_more = num_more  # problems beside those, which are only counted
+        self.num_more = num_more  # problems in addition to those, which are only counted
         super().__init__(source)
 
     def __str__(self) -> str:

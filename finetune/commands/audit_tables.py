@@ -41,12 +41,12 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
     """
     rows = [HEAD, *(_row(each) for each in _shown(audit))]
     absent = () if audit.total.counts.has_tokens else TOKEN_COLUMNS
-    told = [
+    columns = [
         place
         for place, name in enumerate(HEAD)
         if name not in absent and (name not in HIDDEN_WHEN_ZERO or any(row[place] != "0" for row in rows[1:]))
     ]
-    return [tuple(row[place] for place in told) for row in rows]
+    return [tuple(row[place] for place in columns) for row in rows]
 
 
 def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
@@ -181,8 +181,8 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
 
 def _spread_lines(audit: SourceAudit) -> Iterator[str]:
     if audit.lengths is not None and audit.length_quantiles:
-        told = ", ".join(f"{name} {value:,}" for name, value in audit.length_quantiles.items())
-        yield f"lengths: {told}"
+        quantiles = ", ".join(f"{name} {value:,}" for name, value in audit.length_quantiles.items())
+        yield f"lengths: {quantiles}"
         yield f"         0 |{sparkline(audit.lengths)}| {audit.lengths.edges[-1]:,.0f} tokens"
     if audit.target_shares is not None:
         yield f"targets: 0 |{sparkline(audit.target_shares)}| 100% of a sample's tokens"

@@ -188,7 +188,7 @@ def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
     expected = strategy.expected()
     if not trusts and (expected.zero_stage is not None or expected.fsdp_version is not None):
         raise UserError(
-            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of whoever wrote "
+            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of its author "
             "it. If you trust it, add --trust-remote-code."
         )
 

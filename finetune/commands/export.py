@@ -26,9 +26,9 @@ from finetune.data.templates.arguments import arguments_of
 from finetune.data.templates.chat_template import stop_ids
 from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts, vllm_hint
-from finetune.export.files_beside import read_sentence_files
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
+from finetune.export.sentence_files import read_sentence_files
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.registry.tasks import reads_of_head

@@ -1,6 +1,6 @@
 """`finetune generate`: answer every row of a file once, in the file's order, on all launched processes.
 
-Each process holds the whole model, whatever strategy was launched. Answers are kept in a hidden folder beside the
+Each process holds the whole model, whatever strategy was launched. Answers are kept in a hidden folder next to the
 output, a file for each rank, until all of them are there; a command that was killed resumes from it.
 """
 
@@ -47,7 +47,7 @@ ANSWER = "answer"
 
 @dataclass(frozen=True)
 class PartialAnswers:
-    """Answers that are there already, in a hidden folder beside the output, a file for each rank."""
+    """Answers that already exist, in a hidden folder next to the output, a file for each rank."""
 
     output: Path
     folder: Path
@@ -135,7 +135,7 @@ def generate_file(
 ) -> int:
     """Write each row with its `answer` to the output, which appears whole; return the exit code.
 
-    What has been answered before a process was killed is kept beside the output, and the same command goes on from it.
+    What has been answered before a process was killed is kept next to the output, and the same command resumes from it.
     Raises UserError or DataError for a model that writes no text, rows that ask nothing, an output that is there
     already. Collective over all launched processes.
     """
@@ -233,13 +233,13 @@ class _Generator:
         answered = parts.answered()
         open_ones = [number for number in range(len(questions)) if number not in answered]
         own = [TokenizedPrompt(number, self._tokens(questions[number], raw[number])) for number in open_ones[_share()]]
-        told_at, num_done = time.monotonic(), 0
+        logged_at, num_done = time.monotonic(), 0
         for batch in self._batches(own):
             for asked, text in zip(batch, self._answers(batch), strict=True):
                 parts.keep(asked.number, text)
             num_done += len(batch)
-            if distributed.is_main() and time.monotonic() - told_at > _SECONDS_BETWEEN_LOG_LINES:
-                told_at = time.monotonic()
+            if distributed.is_main() and time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
+                logged_at = time.monotonic()
                 print(f"answered {num_done:,} of {len(own):,} in this process", flush=True)
 
     def _tokens(self, question: ChatPrompt, raw: RawRow) -> list[int]:

@@ -29,7 +29,7 @@ OnProgress = Callable[[str, int, int | None], None]
 
 @contextmanager
 def show_progress() -> Iterator[tuple[Log, OnProgress]]:
-    """Yield who says sentences, and who is told how many rows of a source are behind and how many there are."""
+    """Yield what prints sentences, and what gets the number of finished and of all rows of a source."""
     if not sys.stdout.isatty():
         yield print_line, ProgressLines(log=print_line)
         return
@@ -96,33 +96,33 @@ class Pace:
 
 
 def prepare(path: Path, overrides: Sequence[str]) -> None:
-    """Tokenise what the job learns from and is evaluated on, print the audit, and say what training will find.
+    """Tokenize the training and evaluation data of the job, print the audit, and log what training will find.
 
-    What is cut off by a kill or Ctrl-C goes on at the next start. Raises ConfigError and DataError as training does,
+    What is cut off by a kill or Ctrl-C resumes at the next start. Raises ConfigError and DataError as training does,
     for shares above the limits of `data.audit` once the audit is printed.
     """
     quiet_libraries(is_main=True)
     loaded = load_config(path, overrides)
     config = loaded.config
     try:
-        with show_progress() as (say, watch):
-            lessons = make_training_data(
+        with show_progress() as (write_line, watch):
+            training_data = make_training_data(
                 without_audit_limits(config),
-                RunLog(is_main=True, write=say),
+                RunLog(is_main=True, write=write_line),
                 on_progress=watch,
                 locations=loaded.sources,
             )
-            verify_sets(lessons)
+            verify_sets(training_data)
     except KeyboardInterrupt:
-        print("what is tokenised is kept: the same command goes on where it stopped", file=sys.stderr)
+        print("Progress is saved. Run the same command to resume.", file=sys.stderr)
         raise
-    audit = audit_training_data(config, lessons)
+    audit = audit_training_data(config, training_data)
     print()
     print_audit(audit)
     if audit.exceeded:
         raise DataError(f"training with this job stops here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
-    streams = [key for key, source in lessons.sources.items() if isinstance(source, Streamed)]
+    streams = [key for key, source in training_data.sources.items() if isinstance(source, Streamed)]
     for key in streams:
         print(f"{key} is a stream: it is tokenised while the model trains")
-    if len(streams) < len(lessons.sources) or lessons.validation_set is not None:
+    if len(streams) < len(training_data.sources) or training_data.validation_set is not None:
         print("training with this job finds what is tokenised and does not do it again")

@@ -18,8 +18,8 @@ _WIDTH_OF_A_FILE = 200
 
 def width() -> int:
     """Return the columns of the terminal; without one, enough that no line of a table is folded."""
-    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return shutil.get_terminal_size().columns if is_told else _WIDTH_OF_A_FILE
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size().columns if is_known else _WIDTH_OF_A_FILE
 
 
 def print_table(table: Table) -> None:

@@ -37,7 +37,7 @@ def _functions(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
-    """Have prompts rendered with these arguments (`NAME=VALUE`) of the chat template beside those of the model folder.
+    """Have prompts rendered with these arguments (`NAME=VALUE`) of the chat template next to those of the model folder.
 
     A value is JSON, or else a text. Raises UserError for an argument that the template never reads.
     """

@@ -61,12 +61,12 @@ def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a text that may be a name or a path is a path, i.e. begins with `.`, `/` or `~`."""
+    """Return whether a text that may be a name or a path is a path, i.e. begins with `.`, `/` or `~`."""
     return name.startswith((".", "/", "~"))
 
 
 def is_url(text: str) -> bool:
-    """Tell whether a text is a URL in object storage, such as `s3://bucket/runs/first`, and so not a path."""
+    """Return whether a text is a URL in object storage, such as `s3://bucket/runs/first`, and so not a path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
 
 

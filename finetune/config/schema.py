@@ -114,7 +114,7 @@ def _inside(node: Node, part: str) -> Node | None:
 
 
 def exceeds_ceiling(value: Any, node: Node) -> bool:
-    """Tell whether a number is invalid because it is above a ceiling, or below its negative."""
+    """Return whether a number is invalid because it is above a ceiling, or below its negative."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
     bounds = [each.get(name) for each in branches(node) for name in ("maximum", "exclusiveMaximum")]

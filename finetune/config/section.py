@@ -196,7 +196,7 @@ def join_key(*parts: str | int) -> str:
 
 
 def is_written(config: Section, key: str) -> bool:
-    """Tell whether the dotted key was written and asks for something: `null`, `false` and empty lists do not."""
+    """Return whether the dotted key was written and asks for something: `null`, `false` and empty lists do not."""
     section, name = _inside(config, key)
     if section is None or name not in section.model_fields_set:
         return False
@@ -205,7 +205,7 @@ def is_written(config: Section, key: str) -> bool:
 
 
 def has_key(config: Section, key: str) -> bool:
-    """Tell whether the dotted key has a place: no section on the way to it is null."""
+    """Return whether the dotted key has a place: no section on the way to it is null."""
     return _inside(config, key)[0] is not None
 
 

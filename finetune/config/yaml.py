@@ -176,7 +176,7 @@ class NodeReader:
 
 
 def _is_position(node: ScalarNode) -> bool:
-    """Tell whether a key is a plain whole number, such as a column's position, which is taken as its text."""
+    """Return whether a key is a plain whole number, such as a column's position, which is taken as its text."""
     return node.tag == f"{TAG}int" and re.fullmatch(r"0|[1-9][0-9]{0,8}", node.value) is not None
 
 

@@ -63,7 +63,7 @@ class TrainSampler(Sampler[list[int]]):
 
 
 class SeededSampler(Sampler[list[tuple[int, int]]]):
-    """The same microbatches, each sample beside the seed of its step."""
+    """The same microbatches, each sample next to the seed of its step."""
 
     batch_size = None
     drop_last = False

@@ -92,11 +92,11 @@ class PrecomputedSet(TokenCache):
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.folder, self.precomputed.folder, self.shards)  # another process maps the files anew
+        return _opened, (self.folder, self.precomputed.folder, self.shards)  # another process maps the files again
 
 
 def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
-    """Tell whether the precomputed arrays of one of these samples are damaged in the files as they are now."""
+    """Return whether the precomputed arrays of one of these samples are damaged in the files as they are now."""
     try:
         now = PrecomputedArrays(folder)
     except DamagedSet:

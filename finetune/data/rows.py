@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row that may not have been parsed yet, so that whoever encodes it pays for the parsing.
+    """A row that may not have been parsed yet, so that its encoder pays for the parsing.
 
     `number` counts from 1 within `origin` (a file or a hub dataset); in a file of JSON lines it is the line.
     """
@@ -66,12 +66,12 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     others = {each for each in content.decode("utf-8", "replace") if not each.isascii()} - {"\ufffd"}
     what = f"not UTF-8 text: byte 0x{content[error.start]:02x} at position {error.start + 1:,} ({error.reason})."
     if others:
-        return f"{what} Other characters beside it are UTF-8: fix this one."
+        return f"{what} Other characters next to it are UTF-8: fix this one."
     try:
         content.decode("cp1252")
     except UnicodeDecodeError:
-        return f"{what} Write the file's `encoding` beside its path, such as `encoding: latin-1`."
-    return f"{what} If the file is from Windows or Excel, write `encoding: cp1252` beside its path."
+        return f"{what} Write the file's `encoding` next to its path, such as `encoding: latin-1`."
+    return f"{what} If the file is from Windows or Excel, write `encoding: cp1252` next to its path."
 
 
 def parse_json(text: str | bytes) -> Any:

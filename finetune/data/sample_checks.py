@@ -110,10 +110,10 @@ class SampleVerifier:
         partners = [sample_id for batch in group for sample_id in batch.partner_ids]
         marks = np.array([each for batch in group for each in batch.checksums], np.uint64)
         partner_marks = np.array([each for batch in group for each in batch.partner_checksums], np.uint64)
-        beside = samples.precomputed_checksums_of(np.array(ids, np.int64))
+        precomputed = samples.precomputed_checksums_of(np.array(ids, np.int64))
         damaged = (*_differing(samples, ids, marks), *_differing(samples, partners, partner_marks))
         is_counted = not any(batch.slice_number for batch in group)
-        mark = samples_checksum(ids, marks - beside) if is_counted else 0
+        mark = samples_checksum(ids, marks - precomputed) if is_counted else 0
         return Delivery(mark, damaged, samples.problem())
 
     def explain(self, damaged: Sequence[int]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from finetune.data.rows import describe, parse_json, shortened
 from finetune.errors import DataError
 
 Part = Mapping[str, Any]
-"""`{type: text, text: ...}` or `{type: image}`, the latter with `image` (the picture) or `index` where it is told."""
+"""`{type: text, text: ...}` or `{type: image}`, the latter with `image` (the picture) or `index` where it is given."""
 
 _IMAGE_TYPES = ("image", "image_url")
 _SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
@@ -20,12 +20,12 @@ _SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
 
 
 def has_images(content: Any) -> TypeGuard[Sequence[Any]]:
-    """Tell whether the content is a list of parts of which one is an image."""
+    """Return whether the content is a list of parts of which one is an image."""
     return isinstance(content, list) and any(is_image(part) for part in content)
 
 
 def is_image(part: Any) -> bool:
-    """Tell whether the part is an image."""
+    """Return whether the part is an image."""
     return isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES
 
 
@@ -59,7 +59,7 @@ ARGUMENTS = "chat_template_kwargs"
 """The column of a row's own arguments of the chat template, as TRL and others name it."""
 
 Turn = Mapping[str, Any]
-"""One turn: `role`, `content` (null only beside a tool call), and whatever else the chat template reads."""
+"""One turn: `role`, `content` (null only next to a tool call), and whatever else the chat template reads."""
 
 _PLAIN = {"role", "content"}
 _CALLS = ("tool_calls", "function_call")
@@ -68,7 +68,7 @@ _OTHER_WEIGHTS = ("loss", "train", "training", "train_detail", "mask", "masked",
 
 _WORDS = ("user", "assistant", "system", "tool", "developer")
 _WORD = re.compile(r"\w[\w.-]{0,63}")
-"""What a role looks like: a template writes it beside its control tokens."""
+"""What a role looks like: a template writes it next to its control tokens."""
 
 _ROLES: Mapping[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},

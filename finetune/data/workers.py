@@ -100,7 +100,7 @@ _NAMES = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 
 
 def _num_workers(resources: MachineResources, cost: LoadingCost) -> int:
-    """Rows of tokens cost less than handing them over, so a process for them pays only beside a busy GPU."""
+    """Rows of tokens cost less than handing them over, so a process for them pays only next to a busy GPU."""
     spare = resources.cores_per_rank - 1
     if cost == "heavy":
         return min(HEAVY_WORKERS, spare)

@@ -47,7 +47,7 @@ class CardFacts:
 
 @dataclass(frozen=True)
 class CardBase:
-    """What the model was trained from: a hub name or folder, or None if the adapter's base is beside it in `base/`."""
+    """What the model was trained from: a hub name or folder, or None if the adapter's base is next to it in `base/`."""
 
     name: str | None
     relation: Literal["adapter", "finetune"] = "adapter"
@@ -170,7 +170,7 @@ def _template_arguments(arguments: Mapping[str, Any]) -> str:
     body = format_json({"messages": ["..."], "chat_template_kwargs": dict(arguments)})
     return (
         "## Chat template\n\nTrained with these arguments of the chat template. `finetune chat` and `generate` "
-        "pass them, other programs have to be told:\n\n"
+        "pass them, other programs need them:\n\n"
         f"```python\ntokenizer.apply_chat_template(messages, add_generation_prompt=True, {keywords})\n```\n\n"
         f"In requests to vLLM or SGLang:\n\n```json\n{body}\n```"
     )

@@ -46,7 +46,7 @@ class TextPreprocessor:
 class Preprocessors:
     """What the model's inputs are prepared with; without text if only images are used, without processor for text.
 
-    `files` are JSON files that another library reads beside the model, by relative path.
+    `files` are JSON files that another library reads next to the model, by relative path.
     """
 
     text: TextPreprocessor | None
@@ -146,14 +146,14 @@ def export_model(
 
 
 def _has_own_config(facts: CardFacts, base: PreTrainedModel) -> bool:
-    """Tell whether an adapter's folder needs the config of its base, which is elsewhere and has another one."""
+    """Return whether an adapter's folder needs the config of its base, which is elsewhere and has another one."""
     return bool(base.name_or_path) and (facts.head in NEW_HEADS or bool(facts.config_values))
 
 
 def _save_config(base: PreTrainedModel, folder: Path, *, is_for_values: bool) -> None:
     config = copy.deepcopy(base.config)
     config.use_cache = True  # disabled for training only
-    if is_for_values and hasattr(config, "quantization_config"):  # of training; its user decides anew
+    if is_for_values and hasattr(config, "quantization_config"):  # of training; its user decides again
         del config.quantization_config
     config.save_pretrained(folder)
 

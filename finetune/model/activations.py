@@ -4,7 +4,7 @@
 et al., 2022, https://arxiv.org/abs/2205.05198).
 
 Offloading copies the tensors that a forward pass saves to the host, and fetches them shortly before their use. Each
-saved storage is copied once, whoever saves it: the input of a layer's queries, keys and values is one. Copies run
+saved storage is copied once by all its users: the input of a layer's queries, keys and values is one. Copies run
 on a CUDA stream of their own, through pinned memory; only a few tensors at a time exist twice. Weights, autocast's
 casts of weights, and tensors too small to be worth a copy stay on the device.
 """
@@ -254,7 +254,7 @@ class WeightTest:
                     self._dtypes.setdefault(shape, set()).add(parameter.dtype)
 
     def holds_for(self, tensor: Tensor) -> bool:
-        """Tell whether the tensor is a weight."""
+        """Return whether the tensor is a weight."""
         origin = tensor if tensor._base is None else tensor._base
         if isinstance(origin, nn.Parameter) or (origin.is_leaf and origin.requires_grad):
             return True
@@ -294,7 +294,7 @@ def _key(tensor: Tensor, *, is_whole: bool) -> tuple[tuple[Any, ...], Any]:
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Tell whether the tensor's elements are those of its storage, in any order, each once."""
+    """Return whether the tensor's elements are those of its storage, in any order, each once."""
     ordered = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     count = 1
     for stride, size in ordered:
@@ -372,7 +372,7 @@ def take_checkpointing(module: nn.Module) -> Callable[..., Any] | None:
 
 @cache
 def is_saved(operator: str) -> bool:
-    """Tell whether `selective` saves the results of an operator: those of matrix products and of attention are.
+    """Return whether `selective` saves the results of an operator: those of matrix products and of attention are.
 
     By name: some of these operators are registered only when attention runs for the first time.
     """

@@ -113,7 +113,7 @@ _KEYS_WITHOUT_EFFECT = frozenset(
 
 
 def reference_is_base(section: ModelSection) -> bool:
-    """Tell whether the reference is the model without its adapters.
+    """Return whether the reference is the model without its adapters.
 
     It is not if training continues a saved adapter, or if a part of the base moves into the adapters.
     """

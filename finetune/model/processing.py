@@ -154,7 +154,7 @@ def load_saved_processing(place: str | Path, *, reads: InputKind, key: str, trus
 
 
 def has_processing(folder: Path, *, reads: InputKind) -> bool:
-    """Tell whether the folder contains files of a tokenizer or processor, valid or not."""
+    """Return whether the folder contains files of a tokenizer or processor, valid or not."""
     names = TOKENIZER_FILES if reads == "text" else PROCESSOR_FILES
     return any((folder / name).is_file() for name in names)
 

@@ -33,7 +33,7 @@ def quantization_config(section: ModelSection) -> Any:
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether the package is installed, without importing it."""
+    """Return whether the package is installed, without importing it."""
     return find_spec(package) is not None
 
 

@@ -150,7 +150,7 @@ def load_tokenizer(
 def _as_exported(
     tokenizer: PreTrainedTokenizerBase, model: ModelSection, *, log: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that AutoTokenizer is going to load beside the trained model, so that both read alike."""
+    """Return the tokenizer that AutoTokenizer is going to load next to the trained model, so that both read alike."""
     try:
         config: Any = model.from_config or (None if model.name is None else load_pretrained_config(model))
     except ModelError:
@@ -161,7 +161,7 @@ def _as_exported(
     loaded, text = as_loaded_for(tokenizer, model_type=kind, trust_remote_code=model.trust_remote_code)
     if text is not None:
         log(
-            f"the tokenizer is used as {type(loaded).__name__}, since transformers loads it so beside a model of type "
+            f"the tokenizer is used as {type(loaded).__name__}, since transformers loads it so next to a model of type "
             f"`{kind}`: texts such as {text!r} have other tokens than with {type(tokenizer).__name__}"
         )
     return loaded

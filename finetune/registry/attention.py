@@ -38,5 +38,5 @@ ATTENTIONS = Table(
 
 
 def takes_boundaries(name: str | None) -> bool:
-    """Tell whether a model's attention is given where samples begin and end; of an unknown one, it is not."""
+    """Return whether a model's attention is given where samples begin and end; of an unknown one, it is not."""
     return name is not None and name in ATTENTIONS and ATTENTIONS[name].takes_boundaries

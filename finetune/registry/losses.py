@@ -37,7 +37,7 @@ class PreferenceLossEntry(Entry):
 
     @property
     def has_reference(self) -> bool:
-        """Tell whether a frozen reference model scores the answers, too."""
+        """Return whether a frozen reference model scores the answers, too."""
         return self.score in ("ratio", "mean_ratio")
 
 

@@ -14,7 +14,7 @@ class MetricEntry(Entry):
 
     @property
     def is_of_answers(self) -> bool:
-        """Tell whether `evaluate.generate.metrics` can name it: a function of answers and references."""
+        """Return whether `evaluate.generate.metrics` can name it: a function of answers and references."""
         return bool(self.implementation)
 
 

@@ -1,6 +1,6 @@
 """A table of entries that a job chooses by name: facts, and where each entry is implemented.
 
-An entry is added by one `register`, by this package or by another one. Whoever needs to know something about an
+An entry is added by one `register`, by this package or by another one. Code that needs to know something about an
 optimizer, a task or a loss asks its entry; nobody keeps a list of names.
 """
 

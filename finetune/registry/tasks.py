@@ -56,27 +56,27 @@ class TaskEntry(Entry):
 
     @property
     def has_tokens(self) -> bool:
-        """Tell whether its samples have tokens."""
+        """Return whether its samples have tokens."""
         return self.reads != "images"
 
     @property
     def has_images(self) -> bool:
-        """Tell whether its rows may have images."""
+        """Return whether its rows may have images."""
         return self.reads != "text"
 
     @property
     def has_several_texts(self) -> bool:
-        """Tell whether a sample has several texts, which are padded to the same length."""
+        """Return whether a sample has several texts, which are padded to the same length."""
         return self.sample == "texts"
 
     @property
     def can_chat(self) -> bool:
-        """Tell whether `finetune chat` can talk to its models."""
+        """Return whether `finetune chat` can talk to its models."""
         return self.head in ("causal_lm", "image_text_to_text")
 
     @property
     def classifies(self) -> bool:
-        """Tell whether it reads `task.classification`."""
+        """Return whether it reads `task.classification`."""
         return self.section == "classification"
 
 

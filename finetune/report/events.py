@@ -68,7 +68,7 @@ class StepTaken(Event):
     data_seconds: float  # waited for batches
     data_share: float  # the same as a share of `seconds`
     memory_bytes: int  # peak of this rank: device memory, or resident memory on CPU
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what the task shows beside the loss
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the task shows in addition to the loss
     device: Mapping[str, float] = field(default_factory=dict)  # this rank's GPU, by `report/gpu.py`
 
 

@@ -54,7 +54,7 @@ class Restart:
 
     @property
     def is_interruption(self) -> bool:
-        """Tell whether nobody wanted the start before to end."""
+        """Return whether nobody wanted the start before to end."""
         return self.reason not in PLANNED
 
 

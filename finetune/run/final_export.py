@@ -52,12 +52,12 @@ MERGED_UNQUANTIZED = (
 
 
 def is_merged(config: RunConfig) -> bool:
-    """Tell whether the export is a whole model that an adapter is merged into."""
+    """Return whether the export is a whole model that an adapter is merged into."""
     return config.export.merge and adapter_of(config) is not None
 
 
 def exports_trained_only(config: RunConfig) -> bool:
-    """Tell whether the export needs only the trained weights: the base exists elsewhere, or is loaded again."""
+    """Return whether the export needs only the trained weights: the base exists elsewhere, or is loaded again."""
     is_elsewhere = adapter_of(config) is not None and config.model.name is not None
     return is_elsewhere and (not is_merged(config) or config.model.quantization is not None)
 

@@ -82,7 +82,7 @@ def require_same_samples(path: Path, progress: Progress, *, pool: DatasetView, g
 
 
 def matches_data_order(progress: Progress, *, pool: DatasetView, global_batch_size: int) -> bool:
-    """Tell whether the samples of the progress are those that the order gives to its steps, by id and content.
+    """Return whether the samples of the progress are those that the order gives to its steps, by id and content.
 
     A progress of before contents were known is compared by ids, and counts by contents, too, from now on.
     """

@@ -81,7 +81,7 @@ class Supervision:
 
     def end_finished(self, finished: FinishedRun, *, num_steps: int) -> int:
         """Report that there is nothing left to do, and return the exit code of a success."""
-        self.sentinel.call_off()  # whoever starts a finished run may want to look at it
+        self.sentinel.call_off()  # who starts a finished run may want to look at it
         path, reason = str(finished.checkpoint), finished.reason
         return record_finished(self.status, finished.progress, path, reason, num_steps=num_steps)
 

@@ -161,7 +161,7 @@ _answers_alone = False
 
 
 def answers_alone() -> bool:
-    """Tell whether this process is within `local_collectives`."""
+    """Return whether this process is within `local_collectives`."""
     return _answers_alone
 
 

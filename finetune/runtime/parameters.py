@@ -32,7 +32,7 @@ class InitContext:
 
 
 AVERAGE = "average"
-"""The key of a parameter's average among its optimizer state, beside `exp_avg`; float32, laid out as the parameter."""
+"""The key of a parameter's average among its optimizer state, next to `exp_avg`; float32, laid out as the parameter."""
 
 AVERAGE_DECAY = "average_decay"
 """The key in a parameter group of the share of the average that the next update keeps; absent where none is kept."""
@@ -45,7 +45,7 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter; DeepSpeed's ZeRO-3 leaves an empty one and keeps the shape beside it."""
+    """Return the shape of the whole parameter; DeepSpeed's ZeRO-3 leaves an empty one and keeps the shape."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 

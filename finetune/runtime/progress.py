@@ -99,7 +99,7 @@ def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
 
 @cache
 def _schema() -> type[BaseModel]:
-    """Return the schema that follows from the dataclass, so that a new field is checked without a word here."""
+    """Return the schema that follows from the dataclass, so that a new field is checked without a line here."""
     schema_fields: dict[str, Any] = {
         field.name: (_BOUNDED.get(field.type, field.type), ...) for field in fields(Progress)
     }

@@ -45,7 +45,7 @@ def separate_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 
 def _is_called(experts: nn.Module) -> bool:
-    """Tell whether the list has a forward of its own; torch's lists have the one that raises."""
+    """Return whether the list has a forward of its own; torch's lists have the one that raises."""
     return type(experts).forward is not nn.Module.forward
 
 

@@ -190,6 +190,6 @@ def _set_by_job(world: int, job: JobSettings) -> dict[str, Any]:
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Tell whether this DeepSpeed config has the optimizer's state and its step on the CPU."""
+    """Return whether this DeepSpeed config has the optimizer's state and its step on the CPU."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
     return str(offload.get("device", "none")) != "none"

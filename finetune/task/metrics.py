@@ -109,7 +109,7 @@ def _library(part: str) -> ModuleType:
 
 
 TOP_K = 5
-"""An answer among the likeliest so many counts for `top5_accuracy`."""
+"""An answer among this number of the likeliest ones counts for `top5_accuracy`."""
 
 
 def image_metrics(records: Tensor, *, num_classes: int) -> dict[str, float]:
@@ -133,7 +133,7 @@ _TAG = re.compile(r"[BIES]-.+", re.DOTALL)
 
 
 def are_entity_tags(names: Iterable[str]) -> bool:
-    """Tell whether the classes are such tags, with some that begin an entity."""
+    """Return whether the classes are such tags, with some that begin an entity."""
     inside = [name for name in names if name != OUTSIDE]
     return all(_TAG.fullmatch(name) for name in inside) and any(name.startswith("B-") for name in inside)
 
@@ -184,10 +184,10 @@ def _split_tag(tag: str) -> tuple[str, str]:
 
 
 def _ends_entity(before: tuple[str, str], here: tuple[str, str]) -> bool:
-    """Tell whether the entity of the word before is over."""
+    """Return whether the entity of the word before is over."""
     return before[0] in "ES" or here[0] in "BSO" or before[1] != here[1]
 
 
 def _begins_entity(before: tuple[str, str], here: tuple[str, str]) -> bool:
-    """Tell whether an entity begins at this word."""
+    """Return whether an entity begins at this word."""
     return here[0] in "BS" or before[0] in "ESO" or before[1] != here[1]

@@ -16,7 +16,7 @@ from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 
 def is_padding_free(batching: BatchingSection) -> bool:
-    """Tell whether the samples of a forward pass are packed into one row; `auto` has been resolved before."""
+    """Return whether the samples of a forward pass are packed into one row; `auto` has been resolved before."""
     return batching.padding_free is True or batching.by == "packs"
 
 

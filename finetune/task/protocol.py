@@ -64,7 +64,7 @@ class EvaluationOutput:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """Arrays of each sample that a frozen model computes once, before training; they are stored beside the dataset."""
+    """Arrays of each sample that a frozen model computes once, before training; they are stored next to the dataset."""
 
     title: str  # for messages: `reference log-probabilities`
     scorer: Literal["reference", "teacher"]  # the model that the run starts from, or another one
@@ -123,7 +123,7 @@ class Task(Protocol):
         """Return what a frozen model must compute for each sample before training; None for nothing."""
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return JSON files to write beside the exported model of this config, by relative path."""
+        """Return JSON files to write next to the exported model of this config, by relative path."""
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded and stacked as one microbatch.

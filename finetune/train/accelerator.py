@@ -25,7 +25,7 @@ from finetune.strategy.upstream import set_default_group_timeout, without_accele
 def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta) -> Accelerator:
     """Return an Accelerator as the strategy wants it; raises StrategyError when something else came out. Collective.
 
-    `timeout` is that of every process group over which tensors are sent, whoever makes it. Accumulation stays at 1 in
+    `timeout` is that of every process group over which tensors are sent. Accumulation stays at 1 in
     Accelerate: the step sets the boundary itself, from the number of targets.
     """
     set_default_group_timeout(timeout)

@@ -1,7 +1,7 @@
 """The groups of the steps, each with its counts over all ranks; the next one is counted while a step ends.
 
 The counts go round a ring of all ranks, some 50 microseconds each: with 1,000 ranks 60 to 100 ms, in which a short step
-could be taken. So they are started before the last backward pass. A stop that is requested after that is heard one step
+could be taken. So they are started before the last backward pass. A stop requested after that takes effect one step
 later, which is why slow steps, whose device hides the ring anyway, are not counted in advance.
 """
 

@@ -44,7 +44,7 @@ class EarlyStopping:
             progress.evaluations_since_best += 1
 
     def is_over(self, progress: Progress) -> bool:
-        """Tell whether patience is exhausted; it still is when a stopped run is started again."""
+        """Return whether patience is exhausted; it still is when a stopped run is started again."""
         return progress.evaluations_since_best >= self._section.patience
 
     def _is_better(self, value: float, best: float | None) -> bool:

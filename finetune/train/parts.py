@@ -47,7 +47,7 @@ class CheckpointSaving(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether writing has failed for good and the run must stop because of it."""
+        """Return whether writing has failed for good and the run must stop because of it."""
 
     def __call__(self, progress: Progress) -> None:
         """Take a checkpoint, which may be written in the background; waits for the previous one. Collective."""

@@ -57,8 +57,8 @@ def make_plan(
 ) -> StepPlan:
     """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens.
 
-    `unit` is what stands at a position. With `num_positions` None the budget must be in steps. So many of the `world`'s
-    ranks as `sequence_size` share each microbatch.
+    `unit` is what stands at a position. With `num_positions` None the budget must be in steps. `sequence_size`
+    of the `world`'s ranks share each microbatch.
     """
     num_steps, budget = _budget(section, num_positions, unit, steps_for_tokens)
     peak = scaled_learning_rate(

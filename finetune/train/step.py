@@ -43,7 +43,7 @@ class StepCounts:
     samples: int  # the mark of the samples (`data/sample_checks.py`)
     stop_request: StopRequest
     has_news: bool  # of a step that was left out, on some rank
-    is_slow: bool = False  # on some rank, so a stop that is requested now must not be heard a step later
+    is_slow: bool = False  # on some rank, so a stop that is requested now must not take effect a step later
 
 
 def take_step(

@@ -54,7 +54,7 @@ class TimeLimit:
     clock: Callable[[], float] = time.monotonic
 
     def __call__(self) -> bool:
-        """Tell whether the limit has passed since the start."""
+        """Return whether the limit has passed since the start."""
         return self.clock() - self.started >= self.seconds
 
 
@@ -68,7 +68,7 @@ class StopFile:
         self._is_there = False
 
     def __call__(self) -> bool:
-        """Tell whether the file existed at the last look."""
+        """Return whether the file existed at the last look."""
         if not self._is_there and self._clock() - self._looked_at >= 1.0:
             self._looked_at = self._clock()
             self._is_there = self._path.exists()

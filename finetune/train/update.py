@@ -44,7 +44,7 @@ class DeferredFiniteCheck:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether the host has read that a step was skipped; never waits, so ranks may differ."""
+        """Return whether the host has read that a step was skipped; never waits, so ranks may differ."""
         if self._copy is None or (self._arrival is not None and not self._arrival.query()):
             return False
         is_bad, self._copy = bool(self._copy.item()), None
@@ -72,12 +72,12 @@ _REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
 
 
 def defers_check_on(device: torch.device) -> bool:
-    """Tell whether reading the check later saves a synchronisation: on a CPU there is none."""
+    """Return whether reading the check later saves a synchronisation: on a CPU there is none."""
     return device.type == "cuda"
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Tell whether the host has the tensor's value already."""
+    """Return whether the host has the tensor's value already."""
     return tensor.device.type == "cpu"
 
 
@@ -149,7 +149,7 @@ class Update:
 
     @property
     def has_news(self) -> bool:
-        """Tell whether this rank has read a skipped step; never waits."""
+        """Return whether this rank has read a skipped step; never waits."""
         return self.finite_check is not None and self.finite_check.has_news
 
     def mark_all_read(self) -> None:
@@ -207,7 +207,7 @@ class UpdateInBackward(Update):
         return torch.where(self._is_bad > 0, torch.full_like(self._is_bad, math.nan), total_norm.to(torch.float32))
 
     def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
-        """Tell whether the weights have been updated; None: it will be known when the norm is read."""
+        """Return whether the weights have been updated; None: it will be known when the norm is read."""
         if self.finite_check is not None:
             self.finite_check.flag(norm, num_allowed=num_allowed)
             return None

@@ -18,7 +18,7 @@ def without_accelerate_wrapper(optimizer: Any) -> Any:
 
 
 def supports_found_inf(optimizer: Any, *, device: torch.device) -> bool:
-    """Tell whether the optimizer changes nothing, its own state included, where `found_inf` on the device is 1.
+    """Return whether the optimizer changes nothing, its own state included, where `found_inf` on the device is 1.
 
     Torch's fused SGD does not: it allocates the momentum of a skipped first step and later reads it as its own (torch
     2.13, torch/optim/sgd.py, `_fused_sgd`).

@@ -89,7 +89,7 @@ def test_ctrl_c_during_prepare_reports_that_progress_is_saved(job, capsys, monke
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=interrupt")
     with pytest.raises(KeyboardInterrupt):
         prepare(job, [])
-    assert "the same command goes on where it stopped" in capsys.readouterr().err
+    assert "Progress is saved. Run the same command to resume." in capsys.readouterr().err
     monkeypatch.delenv(VARIABLE)
     prepare(job, [])
     assert "data.train: 4 rows are already tokenized; resuming from there" in capsys.readouterr().out

@@ -4,7 +4,7 @@
 
 A link in place of a checkpoint's folder is followed when it is read; renaming and deleting act on the link alone.
 
-There is no folder for random states or the schedule: seeds are derived from (seed, step, rank) anew in every step and
+There is no folder for random states or the schedule: seeds are derived from (seed, step, rank) again in every step and
 the learning rate is a function of the step, so the step is all that either needs.
 """
 

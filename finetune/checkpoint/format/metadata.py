@@ -1,4 +1,4 @@
-"""The JSON files beside the manifest (index, scalars, progress), checked by schemas; the state digest. No torch."""
+"""The JSON files next to the manifest (index, scalars, progress), checked by schemas; the state digest. No torch."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Digests the checkpoint to resume from in background threads while the rest of the start goes on. No torch."""
+"""Digests the checkpoint to resume from in background threads while the rest of the start continues. No torch."""
 
 import hashlib
 import os

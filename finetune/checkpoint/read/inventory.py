@@ -55,7 +55,7 @@ LEFTOVERS = {
     ".staging-": "is being written, or its writer was killed",
     ".fetched-": "is being downloaded from the run's URL, or its download was killed",
 }
-"""What a hidden folder beside the checkpoints is, by the prefix of its name."""
+"""What a hidden folder next to the checkpoints is, by the prefix of its name."""
 
 NOT_A_CHECKPOINT_NAME = "is not a checkpoint: those are named step- and at least six digits, such as step-000400"
 
@@ -150,7 +150,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden folder beside the checkpoints that no run resumes from."""
+    """A hidden folder next to the checkpoints that no run resumes from."""
 
     path: Path
     size_bytes: int

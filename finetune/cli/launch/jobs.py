@@ -185,7 +185,7 @@ def decide_next(
     local_folder: Annotated[Path | None, typer.Option(help="The job's run.local_folder.")] = None,
     machine_rank: Annotated[int, typer.Option(min=0, help="Number of this host; host 0 decides.")] = 0,
 ) -> int:
-    """Say whether a job whose launcher has ended is to be started again; job files call it.
+    """Return whether a job whose launcher has ended is to be started again; job files call it.
 
     Exit code 0: the run is over. 75: start it again. 2: the user has to fix something. 1: it has failed too often.
     """

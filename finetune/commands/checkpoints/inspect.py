@@ -29,7 +29,7 @@ _MAX_LISTED = 4
 
 
 def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
-    """Print all checkpoints of the run, oldest first, and leftovers beside them.
+    """Print all checkpoints of the run, oldest first, and leftovers next to them.
 
     Of each, file sizes are compared and the JSON files are read; with `verifies`, every file is read and digested.
     """

@@ -54,7 +54,7 @@ class EvaluationTarget:
         return self.run_inputs.task(self.config, data=data)
 
     def initial_model(self, task: Task) -> Any:
-        """Return the model as the run began with it, what priors of a task are worked out from; a folder's own."""
+        """Return the model as the run began with it, from which a task's outputs are precomputed; a folder's own."""
         if self.saved is not None:
             section = self.config.model
             trusts = section.trust_remote_code
@@ -140,9 +140,9 @@ def _of_folder(source: Path, *, job: LoadedConfig | None, overrides: Sequence[st
         if kept.processing.tokenizer is not None:
             set_chat_template(kept.processing.tokenizer, loaded.config.data.chat_template)
     _use_arguments(kept, loaded)
-    subject = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
-    head = subject.task().head
-    return replace(subject, saved=replace(saved, head=head))
+    target = EvaluationTarget(loaded, kept, saved.folder, saved, loaded.config)
+    head = target.task().head
+    return replace(target, saved=replace(saved, head=head))
 
 
 def _with_labels(loaded: LoadedConfig, saved: SavedModel) -> LoadedConfig:

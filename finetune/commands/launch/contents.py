@@ -11,7 +11,7 @@ from finetune.runtime.text.redact import is_secret_variable, redacted_command, r
 from finetune.runtime.text.terminal import escape_controls
 
 _IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
-_READ_BY_OTHERS = "this is a secret, and whoever can read the job file would read it"
+_READ_BY_OTHERS = "this is a secret, and everyone who can read the job file would read it"
 INSIST = "Or insist with --allow-secrets and --output FILE: only you can read that file (mode 0600)."
 _NAMES_OF_SECRETS = ("secret", "env_file")
 """Options that say where secrets are, and hold none."""

@@ -30,7 +30,7 @@ SUPERVISORS_FOLDER = "supervisors"
 
 @dataclass(frozen=True)
 class LocalHost:
-    """What a supervisor is told of its own host; None: found out."""
+    """What a supervisor gets to know about its own host; None: detected."""
 
     name: str | None = None
     interface: str | None = None
@@ -86,7 +86,7 @@ def make_job(
 
 
 def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: int) -> None:
-    """Raise ConfigError or StrategyError unless so many ranks can share the global batch, and the rows of one."""
+    """Raise ConfigError or StrategyError unless this number of ranks can share the global batch and the rows of one."""
     size = file.sequence_size
     if size < 1 or world % size:
         raise StrategyError(

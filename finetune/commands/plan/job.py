@@ -62,7 +62,7 @@ class PlannedJob:
 
     @property
     def is_autocast(self) -> bool:
-        """Tell whether float32 weights are rounded for each forward pass, where the strategy does not hold others."""
+        """Return whether float32 weights are rounded for each forward pass, where the strategy does not hold others."""
         return self.config.model.dtype == "float32" and self.train.precision != "fp32"
 
     def peak_dtype(self, *, has_tf32: bool) -> str:

@@ -49,7 +49,7 @@ _CUT_SHORT = f"Not all other methods were tried: {BUDGET_SECONDS:g} s of CPU tim
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is asked beside the job: machines, tables, and what is known of the place."""
+    """What is requested in addition to the job: machines, tables, and what is known of the place."""
 
     gpus: str | None = None
     num_nodes: int | None = None

@@ -23,7 +23,7 @@ def scale_points(
 ) -> list[ScalePoint]:
     """Return a point for each power of two that can share the global batch and on which the job fits.
 
-    FSDP's step is not traced anew for each number: of what it takes here, what is split over the ranks is split over
+    FSDP's step is not traced again for each number: of what it takes here, what is split over the ranks is split over
     more or fewer, at a microbatch that fits here. For the others a trace serves any number of ranks.
     """
     points = []
@@ -42,7 +42,7 @@ def _numbers(global_batch_size: int) -> list[int]:
 
 
 def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: PlannedMemory) -> StrategyPlan | None:
-    """Return the strategy on these GPUs; None where it does not fit or is not meant for so many."""
+    """Return the strategy on these GPUs; None where it does not fit or is not meant for that number."""
     num_gpus, fit = hardware.num_gpus, plan.fit
     strategy: StrategyName = "hsdp" if plan.strategy == "fsdp2" and hardware.num_nodes > 1 else plan.strategy
     if fit is None or (strategy == "single") != (num_gpus == 1) or plan.strategy == "hsdp":

@@ -44,7 +44,7 @@ class StrategyPlan:
 
     @property
     def fits(self) -> bool:
-        """Tell whether the job can be run so."""
+        """Return whether the job can be run so."""
         return self.time is not None and self.reason is None
 
     @property
@@ -78,7 +78,7 @@ def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
 
 
 def is_partial(plan: StrategyPlan, plans: Sequence[StrategyPlan]) -> bool:
-    """Tell whether the strategy uses one of several GPUs only."""
+    """Return whether the strategy uses one of several GPUs only."""
     return plan.strategy == "single" and any(each.layout.num_ranks > 1 for each in plans)
 
 

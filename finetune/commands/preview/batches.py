@@ -56,7 +56,7 @@ class PreviewBatch:
 
     @property
     def is_padded(self) -> bool:
-        """Tell whether each sample has a lane of its own, filled up to the length of the longest."""
+        """Return whether each sample has a lane of its own, filled up to the length of the longest."""
         return self.num_lanes == self.num_samples
 
     @property
@@ -76,7 +76,7 @@ class BatchPreview:
     microbatch_size: int
 
     def batches(self, *, start: int, num_samples: int) -> Iterator[PreviewBatch]:
-        """Yield microbatches from the one that holds position `start`, until so many samples have been shown."""
+        """Yield microbatches from the one that holds position `start`, until this number of samples has been shown."""
         first = start
         while num_samples > 0:
             batch = self._batch(first, most=num_samples)

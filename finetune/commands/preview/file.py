@@ -231,5 +231,5 @@ def _yaml(value: Any) -> str:
 
 
 def _is_word(text: str) -> bool:
-    """Tell whether YAML reads the text as something else than text."""
+    """Return whether YAML reads the text as something else than text."""
     return text.lower() in ("true", "false", "null", "yes", "no", "on", "off", "~", ".nan", ".inf")

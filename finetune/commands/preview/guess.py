@@ -98,7 +98,7 @@ def _records(file: DataFile, content: bytes, encoding: str | None) -> str | None
     try:
         value = json.loads(_text(file.beginning(_MAX_JSON_BYTES), encoding))
     except (ValueError, RecursionError):
-        return None  # JSON lines, damaged, which is told where the rows are read, or too large to look at
+        return None  # JSON lines, damaged, which is reported where the rows are read, or too large to look at
     if any(all(column in value for column in form.required) for form in FORMATS):
         return None  # it is a row itself
     places = record_places(value)
@@ -147,7 +147,7 @@ def _named(column: str, names: Mapping[str, str]) -> str | None:
 
 
 def is_data(rows: Sequence[Row]) -> bool:
-    """Tell whether the names of the columns seem to be a row of a file without a header."""
+    """Return whether the names of the columns seem to be a row of a file without a header."""
     names = [str(name) for name in rows[0]]
     repeated = any(str(row[name]) == name for row in rows for name in row)
     return repeated or any(_is_number(name) or len(name) > _NAME_LENGTH or name.count(" ") > 3 for name in names)
@@ -174,7 +174,7 @@ def _positions(rows: Sequence[Sequence[Any]]) -> Iterator[Keys]:
 
 
 def looks_like_conll(file: DataFile) -> bool:
-    """Tell whether a text of another kind holds a word and its tag on each line, and blank lines between sentences."""
+    """Return whether a text of another kind holds a word and its tag per line, and blank lines between sentences."""
     kind, _ = kind_of(file.name)
     if kind in CONLL_KINDS or kind not in TEXT_KINDS:
         return False

@@ -88,17 +88,17 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
     log = RunLog(is_main=True)
-    lessons = make_training_data(without_audit_limits(config), log, locations=loaded.sources)
+    training_data = make_training_data(without_audit_limits(config), log, locations=loaded.sources)
     unit = POSITION_UNITS[config.data.batching.by]
     walk = BatchPreview(
-        lessons.training,
-        lessons.task,
-        lessons.tokenizer,
+        training_data.training,
+        training_data.task,
+        training_data.tokenizer,
         global_batch_size=config.train.global_batch_size,
         microbatch_size=config.train.known_microbatch_size,
     )
     batches = list(walk.batches(start=start, num_samples=num_rows))
-    audit = audit_training_data(config, lessons)
+    audit = audit_training_data(config, training_data)
     print_batches(batches, unit=unit)
     print()
     print_audit(audit)
@@ -110,10 +110,10 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
 def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Path | None) -> None:
     if html is not None:
         raise UserError("--html: there is no page of images. Leave it out: the preview names the files to look at.")
-    lessons = make_training_data(without_audit_limits(config), RunLog(is_main=True))
-    audit = audit_training_data(config, lessons)
+    training_data = make_training_data(without_audit_limits(config), RunLog(is_main=True))
+    audit = audit_training_data(config, training_data)
     cut = BatchSizes(config.train.global_batch_size, config.train.known_microbatch_size)
-    for line in image_lines(lessons.training, lessons.task, cut=cut, start=start, num_samples=num_samples):
+    for line in image_lines(training_data.training, training_data.task, cut=cut, start=start, num_samples=num_samples):
         print(line)
     print()
     print_audit(audit)
@@ -128,7 +128,7 @@ def _write(html: Path, page: str) -> None:
 
 
 def without_audit_limits(config: RunConfig) -> RunConfig:
-    """Return the config with nothing forbidden by `data.audit`: whoever looks wants to see what there is."""
+    """Return the config with nothing forbidden by `data.audit`: a preview shows everything."""
     data = config.data.model_copy(update={"audit": AuditSection()})
     return config.model_copy(update={"data": data})
 

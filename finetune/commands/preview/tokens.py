@@ -49,7 +49,7 @@ class Span:
 
     @property
     def is_target(self) -> bool:
-        """Tell whether they are targets."""
+        """Return whether they are targets."""
         return self.pieces[0].is_target
 
 

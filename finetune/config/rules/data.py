@@ -1,4 +1,4 @@
-"""Rules of `data:` beside its sources - formats, columns and templates, images, batching and mixes."""
+"""Rules of `data:` next to its sources - formats, columns and templates, images, batching and mixes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

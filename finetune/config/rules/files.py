@@ -190,7 +190,7 @@ def _run_folder_problems(key: str, folder: Path) -> Iterator[Problem]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Tell whether a file can be written there: root has permissions even in /proc and on a read-only disk."""
+    """Return whether a file can be written there: root has permissions even in /proc and on a read-only disk."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return False
     try:

@@ -33,7 +33,7 @@ def row_sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
 
 
 def is_split_of_training_rows(source: SourceSection) -> bool:
-    """Tell whether the source is a split of the training rows."""
+    """Return whether the source is a split of the training rows."""
     return isinstance(source, ValidationSourceSection) and any(getattr(source, name) is not None for name in SPLIT_KEYS)
 
 

@@ -74,7 +74,7 @@ def _reads_images(config: RunConfig) -> bool:
 
 
 def _may_meet_links(config: RunConfig, *, source: SourceSection) -> bool:
-    """Tell whether a folder, a glob, or rows that name images may contain links to other places."""
+    """Return whether a folder, a glob, or rows that name images may contain links to other places."""
     path = source.path
     if _reads_images(config):
         return True

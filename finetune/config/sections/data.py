@@ -95,7 +95,7 @@ class SourceSection(Section):
 
     @property
     def has_positions(self) -> bool:
-        """Tell whether `columns` holds positions: a CSV file then has no header."""
+        """Return whether `columns` holds positions: a CSV file then has no header."""
         return any(name.isdecimal() or isinstance(yours, int) for name, yours in self.columns.items())
 
     @property
@@ -287,7 +287,7 @@ class DataSection(Section):
     )
     num_workers: Workers | Auto = key(
         "Processes per rank that load batches; 0 loads in the training process. `auto` starts some where images are "
-        "decoded, and for tokens beside a GPU, as far as there are cores.",
+        "decoded, and for tokens next to a GPU, as far as there are cores.",
         "auto",
     )
     pin_memory: bool | Auto = key(

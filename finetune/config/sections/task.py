@@ -145,7 +145,7 @@ class EmbeddingSection(Section):
         False,
     )
     matryoshka_dims: Dimensions = key(
-        "Also train the first so many numbers of each vector as a vector of its own (Kusupati et al., 2022, "
+        "Also train the first N numbers of each vector as a vector of its own (Kusupati et al., 2022, "
         "arXiv:2205.13147): the mean of the losses at these sizes, such as `[384, 128, 64]`.",
         (),
     )

@@ -32,7 +32,7 @@ class Histogram:
 
 
 def histogram(values: np.ndarray, *, upper: float, num_bars: int) -> Histogram:
-    """Return the values from 0 to `upper` in so many bars."""
+    """Return the values from 0 to `upper` in this number of bars."""
     bars, edges = np.histogram(values, bins=num_bars, range=(0.0, upper))
     return Histogram(tuple(round(float(edge), 6) for edge in edges), tuple(int(bar) for bar in bars))
 

@@ -26,7 +26,7 @@ def delimiter_in(names: Sequence[str]) -> str | None:
 def column_hint(section: SourceSection, row: Row, *, kind: str) -> str:
     """Return what to write for a file of this kind whose row has other columns than expected; empty: nothing known."""
     if kind == ".json" and section.records is None and (places := record_places(row)):
-        return f" If the file's rows are in `{places[0]}`, write `records: {places[0]}` beside its path."
+        return f" If the file's rows are in `{places[0]}`, write `records: {places[0]}` next to its path."
     if kind not in DELIMITED_KINDS or section.has_positions:
         return ""
     delimiter = delimiter_in(list(row))
@@ -34,13 +34,13 @@ def column_hint(section: SourceSection, row: Row, *, kind: str) -> str:
         shown = {"\t": '"\\t"'}.get(delimiter, f'"{delimiter}"')
         return (
             f" The header is one column with `{delimiter if delimiter != chr(9) else 'tabs'}` in it: if that separates "
-            f"the columns, write `delimiter: {shown}` beside the path."
+            f"the columns, write `delimiter: {shown}` next to the path."
         )
     form = section.format or "labelled"
     required = ("label", "text") if form == "labelled" else FORMATS[form].required
     positions = ", ".join(f"{column}: {place}" for place, column in enumerate(required))
     return (
-        " If the file has no header and its first row is data, map positions beside its path: "
+        " If the file has no header and its first row is data, map positions next to its path: "
         f"`columns: {{{positions}}}`."
     )
 

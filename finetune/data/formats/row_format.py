@@ -26,7 +26,7 @@ from finetune.registry.formats import FORMATS
 
 
 def read_labelled(columns: Columns) -> Row:
-    """Return text (`text_pair` beside it, where there is one) and label: one, or a list of them; numbers likewise."""
+    """Return text (`text_pair` next to it, where there is one) and label: one, or a list of them; numbers likewise."""
     label = columns.labels("label")
     if not all(isinstance(each, str | int | float) for each in (label if isinstance(label, list) else [label])):
         what = "must be text, a number or a truth value, or a list of texts or of numbers"

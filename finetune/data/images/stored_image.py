@@ -121,7 +121,7 @@ def folder_of(origin: str) -> Path | None:
 
 
 def _of_object(value: dict[str, Any], *, folder: Path | None, title: str, root: ImageRoot | None) -> StoredImage:
-    """Return what Hugging Face's image column holds: bytes and, beside or instead of them, a path."""
+    """Return what Hugging Face's image column holds: bytes and, next to or instead of them, a path."""
     content, path = value.get("bytes"), value.get("path")
     if content is None and path is None:
         raise DataError(f"{title} has neither bytes nor a path.")

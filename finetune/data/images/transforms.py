@@ -25,7 +25,7 @@ _TO_PIXELS_ONLY = {"do_rescale": False, "do_normalize": False}
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Makes pixels of images with the processor's own code, so that whoever uses the model later sees the same."""
+    """Makes pixels of images with the processor's own code, so that later users of the model see the same."""
 
     processor: Any  # an image processor of transformers
     section: ImagesSection
@@ -112,7 +112,7 @@ def random_crop_box(
 
 
 def pad_and_crop(image: Image.Image, padding: int, chance: Random) -> Image.Image:
-    """Return a part of the image's own size of the image with so many black pixels around it."""
+    """Return a part of the image's own size of the image with this number of black pixels around it."""
     left, top = chance.randint(-padding, padding), chance.randint(-padding, padding)
     return image.crop((left, top, left + image.width, top + image.height))
 

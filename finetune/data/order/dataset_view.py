@@ -61,7 +61,7 @@ def split_stream_index(within: int) -> tuple[int, int]:
 
 
 class Samples(Protocol):
-    """Encoded samples by id; small to send to a loader process, since it opens its files anew."""
+    """Encoded samples by id; small to send to a loader process, since it opens its files again."""
 
     def __getitem__(self, sample_id: int) -> Features:
         """Return the sample of that id."""
@@ -76,7 +76,7 @@ class Samples(Protocol):
         """Return the mark (uint64) of each sample's own arrays, as it was when it was made."""
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark (uint64) of what is delivered with each sample beside its own arrays; 0 of nothing."""
+        """Return the mark (uint64) of what is delivered with each sample next to its own arrays; 0 of nothing."""
 
     def problem(self) -> str | None:
         """Return what has been found to be damaged so far."""
@@ -101,7 +101,7 @@ class DatasetView:
     order: Order
     fingerprint: str  # of all that decides what the samples are and at which positions they stand
     epoch_tokens: int | None = None  # of every epoch; None where they differ, or where nobody knows
-    lines: Callable[[int], tuple[str, ...]] = no_lines  # about the first so many positions, for the user
+    lines: Callable[[int], tuple[str, ...]] = no_lines  # about the first positions, up to a number, for the user
 
 
 def fingerprint_of(*parts: object) -> str:

@@ -135,8 +135,8 @@ def tokens_per_position(batching: BatchingSection, *, max_length: int) -> int:
 class GroupedOrder(PiecewiseOrder):
     """An endless sequence of groups of samples, epoch after epoch, each of which holds every sample once.
 
-    Which samples are in which window is settled for all epochs, so every epoch has equally many groups. In each epoch
-    the samples of a window are grouped anew and the groups shuffled, all from (seed, epoch, window).
+    Which samples are in which window is fixed for all epochs, so every epoch has equally many groups. In each epoch
+    the samples of a window are grouped again and the groups shuffled, all from (seed, epoch, window).
     """
 
     def __init__(
@@ -211,7 +211,7 @@ def _in_turn(groups: SampleGroups, turn: np.ndarray) -> SampleGroups:
 
 
 class LengthGroupedOrder(PiecewiseOrder):
-    """An order whose samples are sorted by length within every window of so many steps.
+    """An order whose samples are sorted by length within every window of a number of steps.
 
     In a window of one step each step keeps its samples, so its loss is the same. In a larger one the steps get samples
     of similar lengths and are shuffled. No sample leaves its epoch.

@@ -63,7 +63,7 @@ class MixedOrder(PiecewiseOrder):
         yield from (next(each[source]) + source_offset(source) for source in sources.tolist())
 
     def num_draws(self, num_positions: int) -> list[int]:
-        """Return how many of the first so many positions each source has."""
+        """Return how many of the first `num_positions` positions each source has."""
         windows, rest = divmod(num_positions, self.window_size)
         sources, _ = self._draws(num_positions - rest, num_positions)
         counts = windows * self._counts + np.bincount(sources, minlength=len(self._counts))
@@ -165,7 +165,7 @@ class MixedSamples:
         return self._of_each(sample_ids, np.uint64, lambda source, ids: source.checksums_of(ids))
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark (uint64) of what is delivered with each sample beside its own arrays."""
+        """Return the mark (uint64) of what is delivered with each sample next to its own arrays."""
         return self._of_each(sample_ids, np.uint64, lambda source, ids: source.precomputed_checksums_of(ids))
 
     def problem(self) -> str | None:

@@ -72,7 +72,7 @@ class SetOrder(PiecewiseOrder):
 def steps_for_tokens(
     order: Order, lengths_of: LengthsOf, *, epoch_tokens: int | None, global_batch_size: int, tokens: int
 ) -> int:
-    """Return the fewest optimizer steps, from the first, whose samples have at least so many tokens (>= 1) together.
+    """Return the fewest optimizer steps, from the first, whose samples have at least `tokens` (>= 1) together.
 
     `epoch_tokens` spares counting whole epochs, where each holds the same samples; None where they may differ.
     """
@@ -94,7 +94,7 @@ def permutation(size: int, *parts: int | str) -> np.ndarray:
 
 
 def shuffled_rows(num_rows: int, size: int, *parts: int | str) -> np.ndarray:
-    """Return so many permutations, one a row, that follow from the parts together."""
+    """Return this number of permutations, one a row, that follow from the parts together."""
     bits = np.random.PCG64(derive_seed(*parts)).random_raw(num_rows * size).reshape(num_rows, size)
     return np.argsort(bits, kind="stable").astype(np.int64)
 

@@ -37,7 +37,7 @@ START = Cursor(0)
 
 
 def excerpt(shards: Sequence[RowShard], *, num_rows: int, num_shards: int) -> Iterator[RawRow]:
-    """Yield at most so many rows in all, equally many from the beginning of each of a few shards evenly spread."""
+    """Yield at most this number of rows, equally many from the beginning of each of a few evenly spread shards."""
     num_chosen = min(num_shards, len(shards))
     for place in range(num_chosen):
         yield from islice(shards[place * len(shards) // num_chosen].rows(), num_rows // num_chosen)
@@ -114,7 +114,7 @@ class WindowRows:
         """Yield the rows from `start` on; what is left out between two rows counts with the second of them."""
         rows = shard.rows(max(0, start - 1))
         if start:
-            next(rows, None)  # whoever begins here counts what follows the row before, and no more
+            next(rows, None)  # a reader that begins here counts what follows the row before, and no more
         before = shard.num_left_out
         for raw in rows:
             self.num_left_out += shard.num_left_out - before

@@ -101,5 +101,5 @@ def _refuse_utf16(start: bytes, origin: str) -> None:
         if zeros and zeros >= _MANY * len(start) and not start[1 - first :: 2].count(0):
             raise DataError(
                 f"{origin}: looks like UTF-16 without a byte order mark: every second byte is zero. Write "
-                f"`encoding: {name}` beside its path."
+                f"`encoding: {name}` next to its path."
             )

@@ -64,7 +64,7 @@ class StorageFile(Protocol):
 
     @property
     def faults(self) -> tuple[type[Exception], ...]:
-        """Return what reading it raises when it cannot be had."""
+        """Return what reading it raises when it cannot be loaded."""
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ def kind_of(name: str) -> tuple[str, str | None]:
 
 
 def is_readable(name: str) -> bool:
-    """Tell whether a file of that name has a kind that can be read."""
+    """Return whether a file of that name has a kind that can be read."""
     kind, compression = kind_of(name)
     return kind in TEXT_KINDS or (kind in TABLE_KINDS and compression is None)
 
@@ -209,7 +209,7 @@ def select_one_kind(names: Sequence[str], *, folder: str) -> tuple[list[str], li
 
 
 def format_not_read(names: Sequence[str]) -> str:
-    """Return what is reported of files beside the rows: `also has README.md, which is not read`."""
+    """Return what is reported of files next to the rows: `also has README.md, which is not read`."""
     return f"also has {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not read"
 
 

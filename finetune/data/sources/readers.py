@@ -138,7 +138,7 @@ def _parsed(content: bytes, origin: str) -> Any:
 def _refuse_one_object(value: Any, origin: str) -> NoReturn:
     places = record_places(value)
     if places:
-        advice = f"its rows seem to be in `{places[0]}`. Write `records: {places[0]}` beside its path."
+        advice = f"its rows seem to be in `{places[0]}`. Write `records: {places[0]}` next to its path."
     else:
         advice = "no list of objects is in it. Write its rows as an array, or as one object on each line."
     raise DataError(f"{origin}: is one object, not an array of objects; {advice}")
@@ -335,7 +335,7 @@ def _refuse_rows_in_quotes(fields: Sequence[str], lines: _DelimitedLines, origin
     if any("\t" in field and ("\n" in field or "\r" in field) for field in fields):
         raise DataError(
             f"{origin}, lines {lines.first} to {lines.number}: are one row, since a quotation mark at the beginning of "
-            "a field is closed several lines later, with tabs in between. Write `quotes: false` beside the path if "
+            "a field is closed several lines later, with tabs in between. Write `quotes: false` next to the path if "
             "quotation marks are ordinary characters, `quotes: true` if this is one row."
         )
 

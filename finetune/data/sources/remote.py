@@ -29,7 +29,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Return the URL without user, token and signature: the same when it is signed anew."""
+        """Return the URL without user, token and signature: the same when it is signed again."""
         return unsigned_url(self.url)
 
     def open(self) -> BinaryIO:
@@ -52,7 +52,7 @@ class RemoteFile:
 def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Files:
     """Return the file at the URL, the files of one kind of a folder, or those that a glob matches, by name.
 
-    Raises DataError when there are none or when they cannot be had, MissingPackage where the storage needs one.
+    Raises DataError when there are none or when they cannot be loaded, MissingPackage where the storage needs one.
     """
     url = str(section.path)
     _refuse_redacted(url)

@@ -55,7 +55,7 @@ class Split(Protocol):
     """A rule that holds a share of the rows out of training."""
 
     def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
-        """Tell whether the row is held out for evaluation."""
+        """Return whether the row is held out for evaluation."""
 
     def identity(self) -> Any:
         """Return, as JSON can hold it, what decides which rows these are."""
@@ -68,7 +68,7 @@ class PositionSplit(NamedTuple):
     seed: int
 
     def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
-        """Tell whether the lot falls on this place."""
+        """Return whether the lot falls on this place."""
         return _uniform(f"{self.seed} {spot.shard} {spot.place}".encode()) < self.share
 
     def identity(self) -> Any:
@@ -82,7 +82,7 @@ class ContentSplit(NamedTuple):
     share: float
 
     def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
-        """Tell whether the lot falls on rows that say this."""
+        """Return whether the lot falls on rows that say this."""
         return _uniform(content.digest) < self.share
 
     def identity(self) -> Any:
@@ -111,7 +111,7 @@ class Exclusion:
         self.num_left_out = 0
 
     def leaves_out(self, content: RowContent) -> bool:
-        """Tell whether the row is among the validation rows."""
+        """Return whether the row is among the validation rows."""
         is_among = content.digest in self.contents.digests
         self.num_left_out += is_among
         return is_among
@@ -222,11 +222,11 @@ class SourceSlice:
 
     @property
     def keeps_all(self) -> bool:
-        """Tell whether every row between `skip` and `take` belongs to it."""
+        """Return whether every row between `skip` and `take` belongs to it."""
         return self.split is None and self.exclusion is None
 
     def keeps(self, spot: RowPosition, content: RowContent) -> bool:
-        """Tell whether the row belongs to it; one that is left out because it is evaluated on, too, is counted."""
+        """Return whether the row belongs to it; one that is left out because it is evaluated on, too, is counted."""
         if self.split is not None and self.split.holds_out(spot, content) != self.is_held_out:
             return False
         return self.exclusion is None or not self.exclusion.leaves_out(content)

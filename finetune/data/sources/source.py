@@ -107,7 +107,7 @@ class OpenedSources:
 def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
     """Return the sources of the job; the first row of each is read, and what was chosen for it is said.
 
-    Raises DataError when there are no rows, when they cannot be had, or when their format cannot be told.
+    Raises DataError when there are no rows, when they cannot be loaded, or when their format cannot be inferred.
     """
     written: dict[str, SourceSection] = {f"data.train.mix.{n}": each for n, each in enumerate(section.train.mix)}
     written = written or {"data.train": section.train}

@@ -80,7 +80,7 @@ def table_class_names(stream: BinaryIO, kind: str) -> ClassNames:
         is_file = stream.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
         stream.seek(0)
         return class_names_in((ipc.open_file if is_file else ipc.open_stream)(stream).schema.metadata)
-    except arrow.ArrowException:  # told where its rows are read
+    except arrow.ArrowException:  # reported where its rows are read
         return {}
 
 
@@ -126,7 +126,7 @@ def without_fillers(row: Row) -> Row:
     """Return the row without the nulls inside of its lists and objects.
 
     A table gives all objects of a column the same keys and writes null where a row had none: what stands there cannot
-    be told from a key that was never written, and that is what it nearly always is.
+    be distinguished from a key that was never written, and that is what it nearly always is.
     """
     return {name: _unfilled(value) if isinstance(value, list | dict) else value for name, value in row.items()}
 

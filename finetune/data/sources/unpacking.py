@@ -18,7 +18,7 @@ _ROW_BYTES = 16  # that an empty row counts as
 
 
 def require_no_bomb(unpacked: int, *, packed: int, origin: str) -> None:
-    """Raise DataError where so many bytes are no data that somebody compressed."""
+    """Raise DataError where this number of bytes cannot be compressed data."""
     if unpacked > FREE_BYTES + MAX_TIMES * packed:
         raise DataError(
             f"{origin}: {packed:,} bytes of it unpack to more than {unpacked >> 20:,} MB, over {MAX_TIMES} times as "
@@ -46,7 +46,7 @@ class BoundedStream(io.RawIOBase):
 
 
 def parquet_batches(stream: BinaryIO, table: Any, groups: list[int], *, origin: str, num_rows: int) -> Iterator[Any]:
-    """Yield batches of at most so many rows of these groups of a Parquet file, each of a bounded size in memory.
+    """Yield batches of at most this number of rows of these groups of a Parquet file, each of a bounded size in memory.
 
     A dictionary page holds a text once, however many rows have it. Where its longest text could make a batch too large,
     the texts stay in the dictionary, and are counted before rows are made of them. Raises DataError for rows, or for a

@@ -124,7 +124,7 @@ class WindowRecord:
     checksums: np.ndarray  # uint64, of each sample
 
     def is_like(self, other: "WindowRecord") -> bool:
-        """Tell whether both are of the same rows with the same content."""
+        """Return whether both are of the same rows with the same content."""
         is_same = np.array_equal(self.lengths, other.lengths) and np.array_equal(self.checksums, other.checksums)
         return (self.start, self.next) == (other.start, other.next) and is_same
 
@@ -175,7 +175,7 @@ class StreamFolder:
         return sorted(folder.iterdir()) if folder.is_dir() else []
 
     def delete_window(self, number: int) -> None:
-        """Delete the window's tokens; whoever has mapped them already may go on reading."""
+        """Delete the window's tokens; processes that have mapped them already may continue reading."""
         gone = self.staging(number)
         self.window(number).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -198,7 +198,7 @@ class StreamFolder:
         write_json_with_digest(path, {"version": _VERSION, **parts}, exact=True)
 
     def has_record(self, number: int) -> bool:
-        """Tell whether the window has been prepared at some time."""
+        """Return whether the window has been prepared at some time."""
         return self._record(number).exists()
 
     def num_records(self) -> int:

@@ -85,7 +85,7 @@ def serve(job: StreamJob) -> None:
 
 
 def windows_to_delete(at_hand: Collection[int], wanted: Sequence[int], *, num_ahead: int) -> list[int]:
-    """Return the windows that no reader has use for: not the one in use, nor two before it and those ahead of it.
+    """Return the windows that no reader has use for: not the one in use, nor two before it and those after it.
 
     >>> windows_to_delete([0, 1, 2, 3, 4, 5], [3], num_ahead=1)
     [0, 5]
@@ -102,7 +102,7 @@ def next_window(
     >>> next_window([3, 7], at_hand=[3], failed=[], num_ahead=2)
     7
     """
-    nearest_first = (first + ahead for ahead in range(num_ahead + 1) for first in sorted(wanted))
+    nearest_first = (first + offset for offset in range(num_ahead + 1) for first in sorted(wanted))
     end = min(failed, default=None)
     return next((each for each in nearest_first if each not in at_hand and (end is None or each < end)), None)
 
@@ -176,7 +176,7 @@ class UnreadableRows(DataError):
 
 
 def _with_signs(rows: WindowRows, folder: StreamFolder) -> Iterator[RawRow]:
-    """Yield the rows, with a sign now and then that it goes on; raises Unreadable where a shard raises DataError."""
+    """Yield the rows, with a sign now and then that it continues; raises Unreadable where a shard raises DataError."""
     try:
         for number, row in enumerate(rows):
             if number % _ROWS_BETWEEN_SIGNS == 0:
@@ -187,7 +187,7 @@ def _with_signs(rows: WindowRows, folder: StreamFolder) -> Iterator[RawRow]:
 
 
 def _may_pass(error: DataError) -> bool:
-    """Tell whether the cause is one that may pass: storage that does not answer, not what is wrong with a file.
+    """Return whether the cause is one that may pass: storage that does not answer, not what is wrong with a file.
 
     Each storage has exceptions of its own; what is wrong with content is a DataError, ValueError or EOFError.
     """

@@ -90,7 +90,7 @@ class StreamSamples:
         return self._recorded(sample_ids, lambda record: record.checksums, np.uint64)
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark of what is delivered with each sample beside its own arrays: of nothing."""
+        """Return the mark of what is delivered with each sample next to its own arrays: of nothing."""
         return np.zeros(len(sample_ids), np.uint64)
 
     def problem(self) -> str | None:
@@ -225,7 +225,7 @@ def _describe_stream(job: StreamJob, *, num_before: int) -> Iterator[str]:
     mixed = ", shuffled within a window only" if plan.shuffle else ""
     yield (
         f"{job.key}: a stream of {len(plan.shards):,} files or shards {turn}, in windows of {plan.window_rows:,} rows"
-        f"{mixed}; windows prepared ahead: {job.num_ahead}"
+        f"{mixed}; prefetched windows: {job.num_ahead}"
     )
     if damaged := job.folder.damaged():
         yield (

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _COMMAND = "from finetune.data.streams.producer import main; main()"
 _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 2.0
-"""How long a window is waited for without a word."""
+"""How long a window is waited for without a message."""
 
 _MAX_STARTS = 3
 _OPEN_WINDOWS = NUM_KEPT_WINDOWS + 2
@@ -99,7 +99,7 @@ class _ReaderState:
         self._start_maker()
 
     def wait(self, window: int, find: Callable[[], T | None]) -> T:
-        """Return what is found, as soon as it is; raises DataError where the window cannot be had."""
+        """Return what is found, as soon as it is; raises DataError where the window cannot be prepared."""
         found = find()
         if found is None:
             self.request(window)

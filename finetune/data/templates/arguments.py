@@ -1,4 +1,4 @@
-"""Arguments of a chat template beside turns and tools, such as `enable_thinking`: a job's, and a row's own.
+"""Arguments of a chat template in addition to turns and tools, such as `enable_thinking`: a job's, and a row's own.
 
 A job's stand in the tokenizer, under a name that transformers writes into `tokenizer_config.json` and reads from
 there: they go with it to other processes, into the run folder and into the exported model.
@@ -85,7 +85,7 @@ def own_arguments(value: Arguments, readable: frozenset[str]) -> Arguments:
     if unread:
         raise DataError(
             f"`chat_template_kwargs`: {unread[0]}: {_describe_unread(unread[0], readable)} If it does not matter, "
-            "leave the column out with `template: {chat_template_kwargs: '{}'}` beside `path`."
+            "leave the column out with `template: {chat_template_kwargs: '{}'}` next to `path`."
         )
     return {name: each for name, each in kept.items() if name in readable}
 
@@ -109,7 +109,7 @@ def _names(template: str) -> frozenset[str]:
         if is_bounded(template):
             return frozenset(undeclared_names(template))
         return frozenset(run_sandboxed(undeclared_names, template, name="of the model", template=template))
-    except (TemplateError, DataError):  # told where it is rendered
+    except (TemplateError, DataError):  # reported where it is rendered
         return frozenset()
 
 

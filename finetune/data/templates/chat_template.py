@@ -62,38 +62,38 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @dataclass(frozen=True)
 class EndOfTurn:
-    """What a template writes behind an answer."""
+    """What a template writes after an answer."""
 
     text: str  # empty where it writes nothing
     tokens: tuple[int, ...]
-    final: str  # an end-of-sequence that it writes behind the last answer only, after the end-of-turn; mostly empty
+    final: str  # an end-of-sequence that it writes after the last answer only, after the end-of-turn; mostly empty
     special: tuple[str, ...]  # the texts of all special tokens
 
     def end_in(self, text: str, *, start: int, end: int) -> int:
-        """Return where the answer between two places of the text ends: behind its end-of-turn, before whitespace."""
+        """Return where the answer between two places of the text ends: after its end-of-turn, before whitespace."""
         body = text[start:end].rstrip()
         if body.endswith(self.special):
             return start + len(body)
-        behind = text[end : end + len(self.text) + 8]
-        written = behind.lstrip()
+        after = text[end : end + len(self.text) + 8]
+        written = after.lstrip()
         if self.text and written.startswith(self.text):
-            return end + len(behind) - len(written) + len(self.text)
+            return end + len(after) - len(written) + len(self.text)
         return end
 
     def without_rest(self, text: str, *, start: int, end: int) -> int:
-        """Return where the answer ends when the whitespace, and an end of the whole behind its end-of-turn, are not."""
+        """Return where the answer ends when the whitespace, and an end of the whole after its end-of-turn, are not."""
         body = text[start:end].rstrip()
         without_final = self.without_final(body)
         return start + len(body if without_final is None else without_final)
 
     def without_final(self, text: str) -> str | None:
-        """Return the text without the end-of-sequence behind the last end-of-turn; None where there is none."""
+        """Return the text without the end-of-sequence after the last end-of-turn; None where there is none."""
         shorter = text.rstrip().removesuffix(self.final).rstrip()
         return shorter if self.final and shorter.endswith(self.text) and shorter != text.rstrip() else None
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> EndOfTurn:
-    """Return what the tokenizer's chat template writes behind an answer, found by rendering one."""
+    """Return what the tokenizer's chat template writes after an answer, found by rendering one."""
     tokens: tuple[int, ...] = ()
     text, final = _behind_an_answer(tokenizer)
     if text:
@@ -117,7 +117,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def after_content(answer: str, *, content: str) -> str:
-    """Return what a rendered answer holds behind its content, without whitespace around: the template's end of turn.
+    """Return what a rendered answer holds after its content, without whitespace around: the template's end of turn.
 
     All of the answer when the content is empty or not found in it (a template may change it).
     """
@@ -132,7 +132,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Tell whether the token is one that ordinary text cannot be made of."""
+    """Return whether the token is one that ordinary text cannot be made of."""
     added = tokenizer.added_tokens_decoder.get(token)
     return token in tokenizer.all_special_ids or (added is not None and bool(added.special))
 
@@ -141,7 +141,7 @@ _ANSWER = "Xyzzy"
 
 
 def _behind_an_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return what is written behind an answer, and of it an end-of-sequence that a further turn makes disappear.
+    """Return what is written after an answer, and of it an end-of-sequence that a further turn makes disappear.
 
     Both are empty where the template refuses a question and an answer, as words and as a list of parts.
     """

@@ -88,7 +88,7 @@ def set_template_file(tokenizer: PreTrainedTokenizerBase, name: str | None) -> N
 
 @lru_cache(maxsize=8)
 def has_markers(template: str) -> bool:
-    """Tell whether the template marks what the assistant says with `{% generation %}`."""
+    """Return whether the template marks what the assistant says with `{% generation %}`."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 

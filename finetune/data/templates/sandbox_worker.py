@@ -17,7 +17,7 @@ from typing import IO, Any
 from finetune.runtime.processes import ignore_run_signals
 
 MAX_BYTES = 512 << 20
-"""Memory that templates may use beside what the process has at its start."""
+"""Memory that templates may use in addition to what the process has at its start."""
 
 _LONGEST_ANSWER = 1 << 28
 _LENGTH = struct.Struct("<Q")
@@ -28,7 +28,7 @@ def main(life: int) -> None:
     threading.Thread(target=_end_with_starter, args=(life,), daemon=True).start()
     ignore_run_signals()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints does not answer
+    os.dup2(2, 1)  # a template that prints does not answer
     is_limited = False
     while (content := receive(requests)) is not None:
         run, arguments = pickle.loads(content)
@@ -61,7 +61,7 @@ def _answer(run: Any, arguments: tuple[Any, ...]) -> bytes:
         return made if len(made) <= _LONGEST_ANSWER else json.dumps({"memory": True}).encode()
     except MemoryError:
         return json.dumps({"memory": True}).encode()
-    except Exception as error:  # whatever a template raises is told to the other process
+    except Exception as error:  # whatever a template raises is sent to the other process
         reason, is_syntax = (
             str(error)[:2000],
             any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__),

@@ -33,7 +33,7 @@ _GROWING = (nodes.Mul, nodes.Pow, nodes.Include, nodes.Import, nodes.FromImport,
 
 @lru_cache(maxsize=64)
 def is_bounded(template: str, *, may_gather: bool = True) -> bool:
-    """Tell whether nothing in the template makes much of little: no products, formats, ranges, recursion.
+    """Return whether nothing in the template makes much of little: no products, formats, ranges, recursion.
 
     Undecidable templates are not. With `may_gather`, a namespace may gather text over the turns of a conversation,
     as most chat templates do; one that doubles it is not seen.
@@ -43,7 +43,7 @@ def is_bounded(template: str, *, may_gather: bool = True) -> bool:
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_markers(template))
         return not any(True for _ in _unbounded_nodes(tree, may_gather=may_gather)) and _loops(tree) <= _DEEPEST_LOOPS
-    except (TemplateError, RecursionError, MemoryError):  # told where it is compiled, in a process of its own
+    except (TemplateError, RecursionError, MemoryError):  # reported where it is compiled, in a process of its own
         return False
 
 

@@ -211,7 +211,7 @@ def _beginnings(origins: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def _is_empty(row: Row) -> bool:
-    """Tell whether no text is in the row."""
+    """Return whether no text is in the row."""
     turns = row.get("messages")
     texts = [turn.get("content") for turn in turns] if isinstance(turns, Sequence) else list(row.values())
     return not any(texts)

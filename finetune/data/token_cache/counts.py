@@ -58,7 +58,7 @@ class Counts:
 
     @property
     def has_tokens(self) -> bool:
-        """Tell whether samples have lengths: where each is one target and nothing else, as an image is, none has."""
+        """Return whether samples have lengths: where each is one target and nothing else, as an image is, none has."""
         return self.longest > 1
 
     @property

@@ -18,7 +18,7 @@ BYTES_PER_CHUNK = 4 << 20
 """A chunk is full with this number of rows, or when its rows that are not parsed yet have this number of bytes."""
 
 CHUNKS_BEFORE_WORKERS = 16
-"""So many are encoded here before processes are started."""
+"""The number of rows that are encoded here before processes are started."""
 
 
 class WorkersLost(DataError):
@@ -72,7 +72,7 @@ class EncoderPool:
             self._pool.shutdown(cancel_futures=True)
 
     def _is_alone(self) -> bool:
-        """Tell whether the next chunk is encoded here: until it pays to start workers, and one is ready."""
+        """Return whether the next chunk is encoded here: until it pays to start workers, and one is ready."""
         if self._num_alone > 0:
             self._num_alone -= 1
             return True

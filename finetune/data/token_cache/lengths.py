@@ -25,10 +25,10 @@ class LengthLimit(Protocol):
         """Return the limits with their keys, for messages."""
 
     def advice(self, longest: int) -> str:
-        """Return which key to raise, so that a sample of so many tokens is short enough."""
+        """Return which key to raise, so that a sample of this number of tokens is short enough."""
 
     def fits(self, features: Features) -> bool:
-        """Tell whether the sample is short enough."""
+        """Return whether the sample is short enough."""
 
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
         """Return what becomes of a sample that is too long, and how much of it is lost."""
@@ -57,7 +57,7 @@ class SampleLengthLimit:
         return f"data.max_length: {longest}"
 
     def fits(self, features: Features) -> bool:
-        """Tell whether the sample is short enough."""
+        """Return whether the sample is short enough."""
         return features.length <= self.max_length
 
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
@@ -103,7 +103,7 @@ class SourceTargetLengthLimit:
         return "raise these"
 
     def fits(self, features: Features) -> bool:
-        """Tell whether source and target are short enough."""
+        """Return whether source and target are short enough."""
         num_targets = features.num_targets
         return num_targets <= self.max_target and features.length - num_targets <= self.max_source
 
@@ -198,7 +198,7 @@ class SequencesLengthLimit:
         return f"data.max_length: {longest}"
 
     def fits(self, features: Features) -> bool:
-        """Tell whether each sequence is short enough."""
+        """Return whether each sequence is short enough."""
         return features.longest <= self.max_length
 
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:

@@ -128,7 +128,7 @@ class TokenCache(Dataset[Features]):
         return format_damage(what, self._stores(damaged))
 
     def is_still_damaged(self) -> bool:
-        """Tell whether the files that are there now have the damage that the verification of these has found."""
+        """Return whether the files that are there now have the damage that the verification of these has found."""
         try:
             now = TokenCache(self.folder)
             now.verification.verify_block(self.verification.damaged_block)
@@ -149,7 +149,7 @@ class TokenCache(Dataset[Features]):
         return row_location(self._now.get(origin, origin), int(self._row_numbers[index]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.folder, self.shards)  # another process maps the files anew: their content is not sent
+        return _opened, (self.folder, self.shards)  # another process maps the files again: their content is not sent
 
     def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
         """Return the folders that samples come from, with what tells whether they are damaged in these samples."""
@@ -185,7 +185,7 @@ class TokenCache(Dataset[Features]):
 
 
 def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
-    """Tell whether one of these samples is damaged in the files that stand there now."""
+    """Return whether one of these samples is damaged in the files that stand there now."""
     try:
         now = TokenCache(folder)
     except DamagedSet:

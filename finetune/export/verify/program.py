@@ -1,7 +1,7 @@
 """Loads an exported folder as anybody would, and compares it with what the training said: run as a program.
 
 Imports nothing of this package, so that none of its patches, registered classes or caches can hide a fault. The first
-line of its standard input names the request, a JSON file; the answer is written beside it.
+line of its standard input names the request, a JSON file; the answer is written next to it.
 """
 
 import ctypes

@@ -16,7 +16,7 @@ TEE = "3"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How a host learns its number and the address of the first, as the shell there expands it."""
+    """How a host gets its number and the address of the first, as the shell there expands it."""
 
     machine_rank: str
     address: str

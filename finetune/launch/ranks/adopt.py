@@ -1,4 +1,4 @@
-"""The ranks of this process, whoever has started it."""
+"""The ranks of this process, for every launcher."""
 
 from collections.abc import Mapping, MutableMapping
 

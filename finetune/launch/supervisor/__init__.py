@@ -1,4 +1,4 @@
-"""A run on several hosts that goes on when one is lost and grows when one returns, without a person.
+"""A run on several hosts that continues when one is lost and grows when one returns, without a person.
 
 One supervisor runs on each host. They meet in a folder that all of them share, so there is no host whose loss ends the
 run. torchelastic's own agent could restart workers too, but its store lives on one host, and a restart of gloo groups

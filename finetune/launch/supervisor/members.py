@@ -64,7 +64,7 @@ class View:
 
 
 def is_current(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
-    """Tell whether a supervisor that takes part in the attempt is alive, or one that follows this run's attempts.
+    """Return whether a supervisor that takes part in the attempt is alive, or one that follows this run's attempts.
 
     All that did may have ended, and others be alive that were started later: it is of an earlier launch then.
     """
@@ -75,7 +75,7 @@ def is_current(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
 
 
 def can_save(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
-    """Tell whether the ranks of an attempt can still save: all its hosts are there and reach one another.
+    """Return whether the ranks of an attempt can still save: all its hosts are there and reach one another.
 
     A save needs all ranks; without it, ranks that are asked to stop wait for those that are gone.
     """
@@ -88,7 +88,7 @@ def can_save(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
 
 
 def may_start(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
-    """Tell whether the attempt may start: its hosts are ready, and no other host still runs ranks of an earlier one."""
+    """Return whether the attempt may start: its hosts are ready, and no other host runs ranks of an earlier one."""
     beats = [alive.get(name) for name in attempt.hosts]
     if any(beat is None or beat.attempt != attempt.number for beat in beats):
         return False
@@ -209,7 +209,7 @@ def _failures(view: View, attempt: Attempt) -> int:
 
 
 def _all_failed(view: View, attempt: Attempt) -> bool:
-    """Tell whether the attempt has failed on all its hosts, or on one so long ago that the others must be stopped."""
+    """Return whether the attempt has failed on all its hosts, or on one so long ago that the others must be stopped."""
     beats = [view.alive.get(name) for name in attempt.hosts]
     failed = [beat is not None and beat.state == FAILED and beat.attempt == attempt.number for beat in beats]
     return all(failed) or (any(failed) and view.is_overdue)

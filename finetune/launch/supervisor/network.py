@@ -69,7 +69,7 @@ class Reachability:
 
 
 def can_connect(places: Iterable[Place], *, seconds: float = CONNECT_SECONDS) -> set[Place]:
-    """Return the places, an IPv4 address and a port each, to which a connection is made within so many seconds."""
+    """Return the places, an IPv4 address and a port each, to which a connection is made within the seconds."""
     waiting: dict[socket.socket, tuple[str, int]] = {}
     for place in places:
         client = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -108,7 +108,7 @@ class SharedFolder:
         return True
 
     def publish(self, attempt: Attempt) -> None:
-        """Have `attempt.json`, which is there for whoever watches the run, be the attempt that was begun last."""
+        """Have `attempt.json`, which is there for watchers of the run, be the attempt that was begun last."""
         text = json.dumps(asdict(attempt))
         with suppress(OSError):
             if (self._folder / ATTEMPT_FILE).read_text(encoding="utf-8") == text:
@@ -136,7 +136,7 @@ class NameCheck:
         self._looks_left = _LOOKS if self._left_over is not None else 0
 
     def is_free(self) -> bool:
-        """Tell whether the host's file may be written; not before it is known that nobody else does.
+        """Return whether the host's file may be written; not before it is known that nobody else does.
 
         Raises UserError where another supervisor does.
         """

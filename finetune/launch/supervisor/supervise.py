@@ -225,7 +225,7 @@ class Supervisor:
         return begun
 
     def _has_looked(self, view: View) -> bool:
-        """Tell whether this host has looked long enough to know who else is there, since its start or its waking up."""
+        """Return whether this host has looked long enough to know the other hosts, since its start or its waking up."""
         if len(view.alive) >= self._limits.most or (self._woke_at is None and self._me.attempt > 0):
             return True
         return self._clock() - (self._woke_at or self._started) >= self._timing.lost_after

@@ -55,16 +55,16 @@ def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) 
     """Return the model with quantized weights, adapters and frozen parameters as the section has them."""
     if section.quantization is not None:
         _quantize(model, section.quantization, dtype=getattr(torch, section.dtype))
-    wish = adapter_config(section)
-    if wish is None:
+    adapter = adapter_config(section)
+    if adapter is None:
         freeze(model, section.freeze)
         train_only(model, section.train_only)
         return model
     if section.adapter is not None or section.prompt_tuning is not None:
         raise ModelError("model: the memory of a saved adapter or of prompt tuning cannot be predicted.")
-    if isinstance(wish, LoraSection):
-        wish = wish.model_copy(update={"init": "default"})  # which reads no values of the weights
-    return build.add_adapter(model, wish, AdapterContext(seed=seed, head=task.head))
+    if isinstance(adapter, LoraSection):
+        adapter = adapter.model_copy(update={"init": "default"})  # which reads no values of the weights
+    return build.add_adapter(model, adapter, AdapterContext(seed=seed, head=task.head))
 
 
 def materialize_fake(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:

@@ -55,7 +55,7 @@ class SymbolicStep:
         return self.values.get(("held", category), 0.0)
 
     def transient(self, *phases: str) -> float:
-        """Return the most that is alive in these phases beside weights, gradients and optimizer state."""
+        """Return the most that is alive in these phases in addition to weights, gradients and optimizer state."""
         return max(self.values.get(("transient", phase), 0.0) for phase in phases)
 
     @property

@@ -43,7 +43,7 @@ def adapter_config(section: ModelSection) -> AdapterConfig | None:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Tell whether this is a PeftModel; decided by the name of its class, without importing peft."""
+    """Return whether this is a PeftModel; decided by the name of its class, without importing peft."""
     return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
 
 
@@ -124,5 +124,5 @@ def module_name(module: nn.Module | None, model: nn.Module) -> str | None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Tell whether this is GPT-2's linear layer, whose weight is transposed."""
+    """Return whether this is GPT-2's linear layer, whose weight is transposed."""
     return isinstance(module, Conv1D)

@@ -96,7 +96,7 @@ _SUMMARY = "_adapter_summary"
 
 
 def adapter_summary(model: PeftModel) -> str | None:
-    """Return the line on what LoRA adapts in a mixture of experts or beside mixers; None for any other model."""
+    """Return the line on what LoRA adapts in a mixture of experts or next to mixers; None for any other model."""
     summary: str | None = getattr(model.get_base_model(), _SUMMARY, None)
     return summary
 
@@ -105,7 +105,7 @@ _OWNER = re.compile(r"(?:\.base_layer)*\.lora_.*$")
 
 
 def _has_older_targets(targets: LoraTargets, lora: LoraSection, context: AdapterContext) -> bool:
-    """Tell whether the checkpoint to resume from has adapters elsewhere: an older version left the choice to peft."""
+    """Return whether the checkpoint to resume from has adapters elsewhere: an older version left the choice to peft."""
     adapted = {name for name in context.recorded if ".lora_" in name}
     if not adapted or lora.experts is not None or lora.router:
         return False

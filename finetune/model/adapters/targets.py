@@ -53,7 +53,7 @@ def find_experts(model: nn.Module) -> list[Experts]:
 
 
 def _experts_of(name: str, module: nn.Module) -> Experts | None:
-    """Return the experts that a module is, or that it holds in layers beside their router, as JetMoE's do."""
+    """Return the experts that a module is, or that it holds in layers next to their router, as JetMoE's do."""
     parent, _, own_name = name.rpartition(".")
     if own_name == _EXPERTS and isinstance(module, nn.ModuleList):
         return Experts(name, len(module), parent)
@@ -84,7 +84,7 @@ def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[str]:
 
 
 def adapts_experts(lora: LoraSection) -> bool:
-    """Tell whether the section asks for adapters on routed experts: unset, they are among all linear layers."""
+    """Return whether the section asks for adapters on routed experts: unset, they are among all linear layers."""
     return lora.target_modules == ALL_LINEAR if lora.experts is None else lora.experts
 
 
@@ -110,7 +110,7 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
 
 
 def adapts_parameters(model: PreTrainedModel, lora: LoraSection) -> bool:
-    """Tell whether experts or routers would be adapted as parameters."""
+    """Return whether experts or routers would be adapted as parameters."""
     experts = find_experts(model)
     has_routers = lora.router and bool(_router_targets(model, find_routers(model, experts))[1])
     return has_routers or (adapts_experts(lora) and any(each.parameters for each in experts))
@@ -198,7 +198,7 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 
 
 def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
-    """Tell whether the name is in one of the layers, by its first number; without layers, every name is."""
+    """Return whether the name is in one of the layers, by its first number; without layers, every name is."""
     return not layers or _layer_of(name) in layers
 
 
@@ -219,7 +219,7 @@ def _without_layers(name: str) -> list[str]:
 
 
 def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTargets | None) -> str | None:
-    """Return a line on what is adapted in a mixture of experts or beside mixers, and what is not; else None.
+    """Return a line on what is adapted in a mixture of experts or next to mixers, and what is not; else None.
 
     It reads the model before adapters are added to it.
     """

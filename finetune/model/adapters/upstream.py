@@ -57,7 +57,7 @@ def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
 
 
 def is_parameter_wrapper(module: nn.Module) -> bool:
-    """Tell whether this is the adapter of a parameter, which stands in for the module that has the parameter."""
+    """Return whether this is the adapter of a parameter, which stands in for the module that has the parameter."""
     return isinstance(module, ParamWrapper)
 
 
@@ -65,7 +65,7 @@ _REFUSED_BY_PEFT = ("mamba", "mixer")
 
 
 def is_read_by_kernel(parent: nn.Module, name: str) -> bool:
-    """Tell whether a mixer passes the weight of its layer to a kernel instead of calling the layer.
+    """Return whether a mixer passes the weight of its layer to a kernel instead of calling the layer.
 
     The layer's adapter would not be trained then. peft 0.21 refuses `out_proj` of mamba, mamba2, falcon_mamba,
     falcon_h1 and nemotron_h for this reason, and overlooks bamba, granitemoehybrid, jamba and zamba2, and `x_proj` and

@@ -28,7 +28,7 @@ ENCODER_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def supports_packed_encoders(config: Any) -> bool:
-    """Tell whether the config is of such an encoder, with transformers' own code, and not used as a decoder."""
+    """Return whether the config is of such an encoder, with transformers' own code, and not used as a decoder."""
     return (
         config.model_type in PACKING_ENCODER_TYPES
         and type(config).__module__.startswith("transformers.models.")
@@ -39,7 +39,7 @@ def supports_packed_encoders(config: Any) -> bool:
 
 
 def is_bidirectional(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Tell whether an attention layer attends to both sides, as transformers decides it; `arguments` are its own."""
+    """Return whether an attention layer attends to both sides, as transformers decides it; `arguments` are its own."""
     is_causal = arguments.get("is_causal")
     return not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
 

@@ -38,7 +38,9 @@ class AttentionSettings:
     softcap: float | None = None  # c tanh(score / c): Gemma 2
     window: int | None = None  # keys that a query attends to on a side, its own included; None: all
     is_causal: bool = True  # False: a query attends to both sides
-    sinks: Tensor | None = None  # [heads]: a score beside those of the keys, whose weight reaches no value: gpt-oss
+    sinks: Tensor | None = (
+        None  # [heads]: a score in addition to those of the keys, whose weight reaches no value: gpt-oss
+    )
 
 
 def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:

@@ -108,7 +108,7 @@ def _attend_row(
 
 
 def _in_chunks(lengths: SampleLengths, size: int) -> SampleLengths:
-    """Return the lengths of chunks of at most this size, which begin anew with each sample."""
+    """Return the lengths of chunks of at most this size, which restart with each sample."""
     return SampleLengths([min(size, each - start) for each in lengths.values for start in range(0, each, size)])
 
 
@@ -208,14 +208,14 @@ def check_isolation(
 def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
     """Raise ModelError for a model without `position_ids`; `arguments` are those of its forward.
 
-    A model of recurrent layers alone needs none where its layers are told the lengths.
+    A model of recurrent layers alone needs none where its layers get the lengths.
     """
     if "position_ids" not in arguments and not (receives_lengths(config) and carries_state(config)):
         raise _isolation_error(config, "it has no `position_ids` argument, which separates the samples")
 
 
 def receives_lengths(config: Any) -> bool:
-    """Tell whether the model was built with our attention, so that its forward is given sample lengths."""
+    """Return whether the model was built with our attention, so that its forward is given sample lengths."""
     return getattr(config, "_attn_implementation", None) == PER_SAMPLE_ATTENTION
 
 

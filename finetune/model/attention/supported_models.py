@@ -77,27 +77,27 @@ _REASONS: Mapping[str, str] = {
 
 
 def supports_packed_samples(config: Any) -> bool:
-    """Tell whether the config is of such a model, with transformers' own code and layers that are known."""
+    """Return whether the config is of such a model, with transformers' own code and layers that are known."""
     return padding_reason(config) is None
 
 
 def needs_own_attention(config: Any) -> bool:
-    """Tell whether only our attention keeps samples apart in this model, not flash attention."""
+    """Return whether only our attention keeps samples apart in this model, not flash attention."""
     return text_config(config).model_type in OWN_ATTENTION_TYPES
 
 
 def has_sinks(config: Any) -> bool:
-    """Tell whether layers of this model have attention sinks."""
+    """Return whether layers of this model have attention sinks."""
     return text_config(config).model_type in SINK_MODEL_TYPES
 
 
 def carries_state(config: Any) -> bool:
-    """Tell whether layers of this model carry a state along the row."""
+    """Return whether layers of this model carry a state along the row."""
     return text_config(config).model_type in HYBRID_MODEL_TYPES
 
 
 def was_once_padded(config: Any) -> bool:
-    """Tell whether older versions pad the samples of this model, which is packed now."""
+    """Return whether older versions pad the samples of this model, which is packed now."""
     return text_config(config).model_type not in PACKED_FROM_THE_FIRST
 
 

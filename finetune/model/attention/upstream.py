@@ -144,7 +144,7 @@ ROW_ARGUMENTS = (SAMPLE_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q
 
 
 def modeling_file(config: Any) -> ModuleType | None:
-    """Return the modeling file beside the config's class; None if there is none."""
+    """Return the modeling file next to the config's class; None if there is none."""
     return _module(type(config).__module__.replace(".configuration_", ".modeling_"))
 
 
@@ -195,7 +195,7 @@ def _separating(original: Callable[..., Any], function: RowFunction) -> Callable
 
 @cache
 def _takes(module: str, name: str, argument: str) -> bool:
-    """Tell whether that kernel is installed and has the argument: transformers drops those that it does not have."""
+    """Return whether that kernel is installed and has the argument: transformers drops those that it does not have."""
     kernel = getattr(_module(module), name, None)
     return kernel is not None and argument in inspect.signature(kernel).parameters
 

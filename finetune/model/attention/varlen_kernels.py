@@ -88,7 +88,7 @@ def _flash_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: Att
 
 
 def _wants_determinism() -> bool:
-    """Tell whether the run is deterministic: torch's own kernel sees to that itself, flash attention's is told."""
+    """Return whether the run is deterministic: torch's kernel does so itself, flash attention's needs an argument."""
     return torch.are_deterministic_algorithms_enabled()
 
 

@@ -74,7 +74,7 @@ def set_config_values(config: PreTrainedConfig, values: Mapping[str, Any]) -> No
 
 
 def is_head_parameter(name: str, model: PreTrainedModel) -> bool:
-    """Tell whether the parameter of that name belongs to the head."""
+    """Return whether the parameter of that name belongs to the head."""
     prefix = f"{model.base_model_prefix}."
     return not name.startswith(prefix) or name.removeprefix(prefix).startswith(_HEAD_PARAMETERS_IN_BODY)
 

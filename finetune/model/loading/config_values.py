@@ -58,7 +58,7 @@ def with_config_values(
 ) -> PreTrainedConfig:
     """Return a config with these values in the place of its own; raises ModelError naming the key.
 
-    `content` is what its config.json holds: what the class derives from it is derived anew.
+    `content` is what its config.json holds: what the class derives from it is derived again.
     """
     check_names(type(config), values, key=CONFIG_KEY)
     changed = _merged(config, values, content=content, key=CONFIG_KEY)

@@ -126,7 +126,7 @@ def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
 
 
 def may_have_experts(section: ModelSection) -> bool:
-    """Tell whether the model's config has values about experts, as that of every mixture of experts has."""
+    """Return whether the model's config has values about experts, as that of every mixture of experts has."""
     return any("expert" in name for name in _DryRun(section, "causal_lm").config().get_text_config().to_dict())
 
 

@@ -10,7 +10,7 @@ from finetune.runtime.hub import is_offline
 
 
 def is_local_path(name: str) -> bool:
-    """Tell whether the name is a path: hub names never begin with `.`, `/` or `~`."""
+    """Return whether the name is a path: hub names never begin with `.`, `/` or `~`."""
     return name.startswith((".", "/", "~"))
 
 

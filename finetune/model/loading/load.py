@@ -219,7 +219,7 @@ def _load_pretrained(
 
 
 def _may_be_new(name: str, model: PreTrainedModel, *, has_new_head: bool) -> bool:
-    """Tell whether the weights may lack a parameter: that of a new head, or one that nothing reads."""
+    """Return whether the weights may lack a parameter: that of a new head, or one that nothing reads."""
     unused = tuple(f"{module}." for module in unused_modules(model))
     return name.startswith(unused) or (has_new_head and is_head_parameter(name, model))
 

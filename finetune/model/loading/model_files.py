@@ -181,7 +181,7 @@ def damaged_file(folder: Path) -> str | None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Tell whether this is a Rust panic in safetensors or tokenizers, which is not an Exception."""
+    """Return whether this is a Rust panic in safetensors or tokenizers, which is not an Exception."""
     return type(error).__name__ == "PanicException"
 
 

@@ -183,12 +183,12 @@ def rotary_parameters(config: PreTrainedConfig) -> Any:
 
 
 def is_remote_code(model: PreTrainedModel) -> bool:
-    """Tell whether the model's code came with its weights."""
+    """Return whether the model's code came with its weights."""
     return not type(model).__module__.startswith("transformers.")
 
 
 def uses_scaling(model: PreTrainedModel, usual: PreTrainedModel) -> bool:
-    """Tell whether the rotary embeddings of the model are others than those of the usual one; both may be on meta."""
+    """Return whether the rotary embeddings of the model are others than those of the usual one; both may be on meta."""
     if getattr(model.config, "alibi", False) is True:  # which adds to the scores of attention, and rotates nothing
         return False
     scaled = _frequencies(model)

@@ -70,7 +70,7 @@ class SavedModel:
 
     @property
     def can_generate(self) -> bool:
-        """Tell whether the model generates text."""
+        """Return whether the model generates text."""
         return self.head in ("causal_lm", "seq2seq_lm", "image_text_to_text")
 
     @property

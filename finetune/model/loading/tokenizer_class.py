@@ -68,7 +68,7 @@ _PLAIN = "The quick brown fox jumps over the lazy dog."
 def as_loaded_for(
     tokenizer: PreTrainedTokenizerBase, *, model_type: str, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the tokenizer that AutoTokenizer loads beside a model of this type, and a text that shows a difference.
+    """Return the tokenizer that AutoTokenizer loads next to a model of this type, and a text that shows a difference.
 
     It is the same tokenizer, and the text None, where the two read every text alike. Raises ModelError where the one
     that is loaded cannot use this vocabulary: it would not give a plain text back.
@@ -83,7 +83,7 @@ def as_loaded_for(
         return tokenizer, None
     if _read_back(tokenizer) != _read_back(loaded):
         raise ModelError(
-            f"model.tokenizer: beside a model of type `{model_type}` transformers loads every tokenizer as "
+            f"model.tokenizer: next to a model of type `{model_type}` transformers loads every tokenizer as "
             f"{type(loaded).__name__}, which cannot use the vocabulary of this one: it reads {_PLAIN!r} as "
             f"{_read_back(loaded)!r}. Use a byte-level BPE, such as `model.tokenizer.train`, or another model type."
         )

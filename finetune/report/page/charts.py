@@ -115,7 +115,7 @@ def step_scales(history: RunHistory) -> dict[str, Any]:
 
 
 def rounded(values: np.ndarray, *, digits: int = 6) -> list[float | int]:
-    """Return the values with so many significant digits, whole ones as integers: the page is half as large."""
+    """Return the values with this number of significant digits, whole ones as integers: the page is half as large."""
     return [
         int(value) if value == int(value) and abs(value) < 1e15 else value for value in _significant(values, digits)
     ]

@@ -23,7 +23,7 @@ STALE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files beside events.jsonl hold; a file that is missing or damaged is named in `missing`."""
+    """What the files next to events.jsonl hold; a file that is missing or damaged is named in `missing`."""
 
     status: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Writes report.html while the run goes on, in a thread that may take half a percent of the time."""
+"""Writes report.html while the run continues, in a thread that may take half a percent of the time."""
 
 import threading
 import time

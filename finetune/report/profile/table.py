@@ -8,7 +8,7 @@ from finetune.report.profile.phases import COMMUNICATION, PHASES
 from finetune.report.profile.trace import PhaseSeconds
 
 WALL, OVERLAPPED, BUSY = "wall", "overlapped", "busy"
-"""Rows beside the phases; `busy` is the wall time without communication, in which a rank waits for slower ones."""
+"""Rows in addition to the phases; `busy` is the wall time without communication and without waits for slower ranks."""
 
 
 def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, float]]:

@@ -28,7 +28,7 @@ class Profile(Protocol):
         """Note that training begins after `step` steps. Collective, as all others."""
 
     def end_step(self, step: int) -> None:
-        """Note that so many steps are over."""
+        """Note the number of steps that are over."""
 
     def end_training(self, step: int) -> None:
         """Note that no step follows."""
@@ -84,7 +84,7 @@ class StepProfile:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether phases are being timed."""
+        """Return whether phases are being timed."""
         return self._clock is not None
 
     def begin(self, step: int) -> None:

@@ -20,7 +20,7 @@ _SECONDS_AFTER_ERROR = 20.0
 
 
 class Uploader(Protocol):
-    """Whoever keeps a run's folder also elsewhere, while it is entered."""
+    """What keeps a run's folder also elsewhere, while it is entered."""
 
     def watch_reporter(self, reporter: Reporter) -> Reporter:
         """Return the reporter, which then also notifies the mirror when there is something to upload."""

@@ -112,6 +112,6 @@ def set_tf32(
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Tell whether the device is a GPU with TF32."""
+    """Return whether the device is a GPU with TF32."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= MIN_TF32_CAPABILITY

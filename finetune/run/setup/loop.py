@@ -60,7 +60,7 @@ def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) 
 
 
 def _has_ghost_norms(model: nn.Module) -> bool:
-    """Tell whether a recomputed forward pass would count again in a norm's statistics."""
+    """Return whether a recomputed forward pass would count again in a norm's statistics."""
     return any(isinstance(module, GhostBatchNorm) for module in model.modules())
 
 

@@ -254,7 +254,7 @@ def _sizes(context: RunContext) -> tuple[int, ...]:
 def _memory_limits(own: Sequence[MemoryLimit], *, fixed: int, later: int) -> MemoryLimits:
     """Return the memory of all ranks. Collective.
 
-    Beside what is used, every size takes `fixed` on this rank, and the run needs `later` for other things.
+    In addition to what is used, every size takes `fixed` on this rank, and the run needs `later` for other things.
     """
     gathered = distributed.gather_objects([(memory.used() + fixed, memory.limit - later) for memory in own])
     pairs = [pair for of_rank in gathered for pair in of_rank]

@@ -90,9 +90,9 @@ def _build_trainable(
     set_batch_norm(model, section.batch_norm, is_new=section.from_config is not None)
     if section.new_tokens is not None and tokenizer is not None:
         add_embedding_rows(model, tokenizer, section.new_tokens, seed=seed, init_context=init_context)
-    wish = adapter_config(section)
-    if wish is not None:
-        ground = AdapterContext(
+    adapter = adapter_config(section)
+    if adapter is not None:
+        adapter_context = AdapterContext(
             seed=seed,
             head=task.head,
             revision=section.revision,
@@ -102,7 +102,7 @@ def _build_trainable(
             base=unquantized_weights_folder(section),
             recorded=recorded,
         )
-        return build.add_adapter(model, wish, ground)
+        return build.add_adapter(model, adapter, adapter_context)
     freeze(model, section.freeze)
     train_only(model, section.train_only)
     return model
@@ -140,7 +140,7 @@ def parameters_in(path: Path | None) -> frozenset[str]:
 
 
 def _computes_from_weights(section: ModelSection) -> bool:
-    """Tell whether initial values are computed from the loaded ones."""
+    """Return whether initial values are computed from the loaded ones."""
     requested = section.lora
     has_factors_of_weights = requested is not None and (requested.dora or requested.init not in ("default", "gaussian"))
     return has_factors_of_weights or section.new_tokens is not None or section.prompt_tuning is not None
@@ -179,7 +179,7 @@ def model_warnings(config: RunConfig, model: Any) -> Iterator[str]:
 
 
 def computes_in_half(config: RunConfig) -> bool:
-    """Tell whether forward passes compute in 16 bits."""
+    """Return whether forward passes compute in 16 bits."""
     return config.train.precision != "fp32" or config.model.dtype != "float32"
 
 
@@ -278,7 +278,7 @@ _MAX_UNUSED_POSITIONS = 8
 
 
 def _is_alone(config: RunConfig, rope_type: str) -> bool:
-    """Tell whether each sample has a forward pass of its own, whose frequencies then are those of its length."""
+    """Return whether each sample has a forward pass of its own, whose frequencies then are those of its length."""
     evaluated = None if config.evaluate is None else config.evaluate.microbatch_size
     sizes = {config.train.microbatch_size, evaluated or config.train.microbatch_size}
     is_one = config.data.batching.by == "samples" and sizes == {1}

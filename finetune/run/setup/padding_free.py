@@ -27,7 +27,7 @@ LAYOUT, PADDING_FREE = "batches", "padding-free"
 
 
 def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> DataSection:
-    """Return `data:` with `auto` of `padding_free` and `length_window_steps` settled, the same on every rank.
+    """Return `data:` with `auto` of `padding_free` and `length_window_steps` resolved, the same on every rank.
 
     It depends on the job, on the model's config and on the checkpoint that the run resumes from: a resumed run lays
     its samples out as before, also where only newer versions know the model. `model` is the config of a model in place
@@ -41,8 +41,8 @@ def resolve_padding_free(config: RunConfig, *, model: Any = None, adapter: Adapt
     if steps == "auto":
         is_sorted = batching.by == "samples" and not is_free and TASKS[config.task.name].has_tokens
         steps = 1 if is_sorted else 0
-    settled = {"padding_free": is_free, "length_window_steps": steps}
-    return data.model_copy(update={"batching": batching.model_copy(update=settled)})
+    resolved = {"padding_free": is_free, "length_window_steps": steps}
+    return data.model_copy(update={"batching": batching.model_copy(update=resolved)})
 
 
 def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def format_padding_free(config: RunConfig, data: DataSection) -> tuple[str, ...]
 
 
 def can_share_rows(config: RunConfig, *, model: Any = None, adapter: AdapterConfig = None) -> bool:
-    """Tell whether samples may share one row without a proof by the model itself."""
+    """Return whether samples may share one row without a proof by the model itself."""
     return why_padded(config, model=model, adapter=adapter) is None
 
 
@@ -97,12 +97,12 @@ def recorded_layout(config: RunConfig) -> Mapping[str, str]:
 
 
 def _was_once_padded(config: RunConfig, own: Any) -> bool:
-    """Tell whether older versions pad this task, or the samples of this model."""
+    """Return whether older versions pad this task, or the samples of this model."""
     return not TASKS[config.task.name].may_be_packed or was_once_padded(own)
 
 
 def _resumes_padded(config: RunConfig) -> bool:
-    """Tell whether the run resumes from a checkpoint whose run, in an older version, padded its samples."""
+    """Return whether the run resumes from a checkpoint whose run, in an older version, padded its samples."""
     resume = config.checkpoint.resume
     if resume == "never" or is_url(config.run.folder) or is_url(resume):
         return False
@@ -121,7 +121,7 @@ def _teachers(config: RunConfig) -> tuple[Any, ...]:
 
 
 def _has_prompt_adapter(config: RunConfig, adapter: AdapterConfig) -> bool:
-    """Tell whether something is learned before the text, which samples in one row would share."""
+    """Return whether something is learned before the text, which samples in one row would share."""
     if adapter is None and config.model.adapter is not None:
         path = Path(config.model.adapter).expanduser() / ADAPTER_CONFIG
         adapter = read_adapter_config(path.parent) if path.is_file() else None

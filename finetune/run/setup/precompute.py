@@ -186,7 +186,7 @@ class _Precomputation:
         return with_precomputed(source, folder)
 
     def _is_cached(self, key: str, folder: Path) -> bool:
-        """Tell whether the folder exists and is as it was written; a damaged one is moved aside."""
+        """Return whether the folder exists and is as it was written; a damaged one is moved aside."""
         if not os.path.lexists(folder):
             return False
         damage = _damage(folder)

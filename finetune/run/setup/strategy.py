@@ -177,7 +177,7 @@ class _Limit:
 
 
 def _trains_new_tokens(config: RunConfig) -> bool:
-    """Tell whether peft trains the rows of new tokens next to adapters; rows of modules trained in full are theirs."""
+    """Return whether peft trains the rows of new tokens next to adapters; modules trained in full own their rows."""
     return config.model.new_tokens is not None and config.model.lora is not None
 
 

@@ -61,7 +61,7 @@ def input_stamps(config: RunConfig, *, before: float) -> Stamps | None:
 
 
 def are_inputs_unchanged(config: RunConfig, *, since: float) -> bool:
-    """Tell whether no file on this machine that the run learns from, or on top of, was changed since (unix seconds).
+    """Return whether no file on this machine of the run's data and base model was changed since (unix seconds).
 
     What lies in a hub or a bucket is taken to be as it was.
     """
@@ -165,7 +165,7 @@ def format_finished(
 
 
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
-    """Tell whether `final/` was exported so after this step, and each of its files still has the size it had then.
+    """Return whether `final/` was exported so after this step, and each of its files still has the size it had then.
 
     One that was not verified is none where that is wanted now; older versions did not record it.
     """

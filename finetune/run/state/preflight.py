@@ -120,12 +120,12 @@ def _finished(config: RunConfig, *, rank: int) -> int | None:
 
 
 def _is_one_machine() -> bool:
-    """Tell whether all processes see the same files: they must not disagree on whether the run is over."""
+    """Return whether all processes see the same files: they must not disagree on whether the run is over."""
     return os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
 def _is_unchanged(config: RunConfig, manifest: Manifest) -> bool:
-    """Tell whether packages and input files are those of the run that has finished."""
+    """Return whether packages and input files are those of the run that has finished."""
     try:
         record = read_record(Path(config.run.folder)) or {}
         stamps = input_stamps(config, before=float("inf"))

@@ -54,7 +54,7 @@ class ReportingSaver:
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether a save has failed and the run stops because of it."""
+        """Return whether a save has failed and the run stops because of it."""
         outcome = self._saver.outcome()
         goes_on = isinstance(outcome, CheckpointError) and not self._stops
         return isinstance(outcome, BaseException) and not goes_on

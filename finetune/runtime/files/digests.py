@@ -58,8 +58,8 @@ def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str
         if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
             return str(known["digest"])
     digest = read()
-    is_settled = time.time() - max(state["changed"] for state in states) / 1e9 > _MIN_AGE_SECONDS
-    if is_settled and [_state(path) for path in paths] == states:
+    is_old_enough = time.time() - max(state["changed"] for state in states) / 1e9 > _MIN_AGE_SECONDS
+    if is_old_enough and [_state(path) for path in paths] == states:
         with suppress(OSError):  # remembering is a convenience
             write_json(note, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
     return digest

@@ -22,7 +22,7 @@ class GpuKind:
     """One kind of GPU. Bandwidths are bytes per second; those of links are of one direction.
 
     `flops` is the dense peak per second by "bf16", "fp16", "tf32" and "fp32"; a data type that the device lacks is not
-    among them. `link` is how the GPUs of one machine speak to each other.
+    among them. `link` is how the GPUs of one machine are connected.
     """
 
     name: str

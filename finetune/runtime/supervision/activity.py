@@ -28,7 +28,7 @@ class OwnActivity:
         self._seen = _main_thread_seconds()
 
     def has_moved(self) -> bool:
-        """Tell whether the main thread has worked."""
+        """Return whether the main thread has worked."""
         now = _main_thread_seconds()
         if now - self._seen < _LEAST_CPU_SECONDS:
             return False
@@ -44,7 +44,7 @@ class OthersActivity:
         self._seen: float | None = None
 
     def has_moved(self) -> bool:
-        """Tell whether rank 0 has refreshed the file."""
+        """Return whether rank 0 has refreshed the file."""
         before, self._seen = self._seen, self._status.refreshed_at() or self._seen
         return self._seen != before
 

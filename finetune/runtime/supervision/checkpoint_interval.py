@@ -98,7 +98,7 @@ class IntervalAdvice:
 
     @property
     def is_right(self) -> bool:
-        """Tell whether another interval would gain next to nothing."""
+        """Return whether another interval would gain next to nothing."""
         if self.every_steps is None:
             return False
         is_cheap = self.every_steps < self.best_steps and self.save_share < _CHEAP

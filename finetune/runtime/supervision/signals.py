@@ -56,7 +56,7 @@ class ReceivedSignals:
 
     @property
     def wants_immediate_exit(self) -> bool:
-        """Return whether a second SIGINT has been heard; where the main thread can, it has ended the run by then."""
+        """Return whether a second SIGINT has been received; where the main thread can, it has ended the run by then."""
         return self._num_interrupts_heard > 1
 
 

@@ -95,7 +95,7 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
 
 
 def is_locked(folder: Path) -> bool:
-    """Tell whether a process of this machine, or of one with the same file system, writes to the run folder now."""
+    """Return whether a process of this machine, or of one with the same file system, writes to the run folder now."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -214,7 +214,7 @@ def redacted_yaml(text: str) -> str:
     """Return the text of a YAML file with the values of secret names left out, too; its lines stay where they are."""
     lines: list[str] = []
     secret_column: int | None = None
-    key_number = 0  # a value goes on as long as lines are indented more than its key
+    key_number = 0  # a value continues as long as lines are indented more than its key
     for number, line in enumerate(text.split("\n")):
         column = len(line) - len(line.lstrip(" \t-"))
         if secret_column is not None and (column > secret_column or not line.strip()):

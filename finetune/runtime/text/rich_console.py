@@ -46,7 +46,7 @@ class SafeProgress(Progress):
 
 
 class SafeTextColumn(ProgressColumn):
-    """A column of readable text beside a bar; `form` is filled in with the `task`."""
+    """A column of readable text next to a bar; `form` is filled in with the `task`."""
 
     def __init__(self, form: str) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class GuardedStream:
         return getattr(self.stream, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "write":  # wandb listens so: it, too, hears only what is readable
+        if name == "write":  # wandb wraps it so: it, too, gets only readable text
             super().__setattr__(name, lambda text: value(self._readable(text)))
         else:
             super().__setattr__(name, value)
@@ -115,7 +115,7 @@ class GuardedStream:
 def write_file_to_stdout(text: str) -> None:
     """Write a generated file to standard output, byte for byte: another program reads it, and no terminal shows it.
 
-    Whoever makes the file sees to it that it holds neither secrets nor control characters.
+    The writer of the file makes sure that it holds neither secrets nor control characters.
     """
     stream = sys.stdout.stream if isinstance(sys.stdout, GuardedStream) else sys.stdout
     if stream is None:

@@ -99,7 +99,7 @@ class ImageClassificationTask(BaseTask):
 
     @property
     def _mixes(self) -> bool:
-        """Tell whether each image is mixed with another one."""
+        """Return whether each image is mixed with another one."""
         return self.section.mixup > 0 or self.section.cutmix > 0
 
     def _pixels_and_label(self, features: Features) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class MaskedPairs:
 
 
 def masked_passages(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range) -> MaskedPairs:
-    """Return which passages are right for the anchor of each of these rows, beside the row's own.
+    """Return which passages are right for the anchor of each of these rows, next to the row's own.
 
     Row i has anchor i and passage i; both arrays hold digests of texts, of more passages than anchors where there are
     negatives. Right for an anchor are the texts that are the positive of an equal anchor.
@@ -45,7 +45,7 @@ def masked_passages(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range
 
 
 def masked_anchors(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range) -> MaskedPairs:
-    """Return the anchors for which the positive of each of these rows is right, beside the row's own."""
+    """Return the anchors for which the positive of each of these rows is right, next to the row's own."""
     positives = passage_ids[: len(anchor_ids)]
     right = _partners(positives, anchor_ids)
     return _pairs(positives, anchor_ids, rows, right=right, may_have=_occurs_twice(anchor_ids, positives, positives))

@@ -77,7 +77,7 @@ class EmbeddingTask(BaseTask):
         return replace(super().samples, length_limit=limit, identity=identity)
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return what sentence-transformers reads beside the model: pooling, prompts and the longest text."""
+        """Return what sentence-transformers reads next to the model: pooling, prompts and the longest text."""
         return embedding_files(
             self.section, dimension=config.get_text_config().hidden_size, max_length=self.data.longest
         )

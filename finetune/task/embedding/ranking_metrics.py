@@ -58,6 +58,6 @@ def ranks_in(scores: Tensor, places: Sequence[int]) -> list[int]:
     chosen = torch.as_tensor(list(places))
     values = scores[chosen][:, None]
     is_before = torch.arange(len(scores))[None] < chosen[:, None]
-    ahead = (scores[None] > values) | ((scores[None] == values) & is_before)
-    ranks: list[int] = (ahead.sum(dim=1) + 1).tolist()
+    is_ranked_before = (scores[None] > values) | ((scores[None] == values) & is_before)
+    ranks: list[int] = (is_ranked_before.sum(dim=1) + 1).tolist()
     return ranks

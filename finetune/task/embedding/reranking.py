@@ -67,7 +67,7 @@ class RerankingTask(BaseTask):
         return replace(super().samples, length_limit=limit, identity={"is_scored": self._is_scored, **scored})
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return what sentence-transformers' `CrossEncoder` reads beside the model."""
+        """Return what sentence-transformers' `CrossEncoder` reads next to the model."""
         return reranking_files(self.section, max_length=self.data.longest)
 
     def collate(self, features: Sequence[Features]) -> Batch:

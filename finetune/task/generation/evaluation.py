@@ -162,7 +162,7 @@ def generate(
 
 
 def has_prompt_learning(model: nn.Module) -> bool:
-    """Tell whether peft puts trained tokens, or keys and values, before the text (prompt and prefix tuning)."""
+    """Return whether peft puts trained tokens, or keys and values, before the text (prompt and prefix tuning)."""
     inner: Any = model
     while inner is not None and not hasattr(inner, "peft_config"):
         inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)

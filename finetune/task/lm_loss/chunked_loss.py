@@ -50,7 +50,7 @@ class LossSpec:
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device, *, logit_bytes: int) -> int:
-    """Return the number of rows of a chunk in which each logit takes so many bytes."""
+    """Return the number of rows of a chunk in which each logit takes this number of bytes."""
     kind = _kind(device)
     return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (logit_bytes * vocabulary)))
 

@@ -54,13 +54,13 @@ class LmHead:
 
     @property
     def is_partitioned(self) -> bool:
-        """Tell whether the weights are whole only during the forward of the head (ZeRO-3), or there are none."""
+        """Return whether the weights are whole only during the forward of the head (ZeRO-3), or there are none."""
         parameters = list(self.module.parameters())
         return not parameters or any(hasattr(each, "ds_id") for each in parameters)
 
     @property
     def is_linear(self) -> bool:
-        """Tell whether the module is one linear layer; one with LoRA and a quantized one are not."""
+        """Return whether the module is one linear layer; one with LoRA and a quantized one are not."""
         return getattr(self.module.forward, "__func__", None) is nn.Linear.forward
 
     @staticmethod

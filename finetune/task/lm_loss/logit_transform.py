@@ -28,7 +28,7 @@ class LogitTransform:
 
     @property
     def is_identity(self) -> bool:
-        """Tell whether the head's output is the logits."""
+        """Return whether the head's output is the logits."""
         return self.scale == 1.0 and self.soft_cap is None
 
     def apply(self, output: Tensor) -> Tensor:
@@ -76,15 +76,15 @@ def candidates(config: Any) -> Iterator[LogitTransform]:
 
 
 def is_rowwise(model: nn.Module, head: nn.Module) -> bool:
-    """Tell whether each row of logits depends on the same row of the head's output alone."""
+    """Return whether each row of logits depends on the same row of the head's output alone."""
     probe = _probe(int(getattr(head, "out_features", _WIDTH)), device=_device(head))
     first = probe[:, :1]
     behind_others = torch.cat([2 * probe, first], dim=1)
     try:
         return all(
-            before.shape == probe.shape and torch.equal(alone, before[:, :1]) and torch.equal(alone, behind[:, -1:])
+            before.shape == probe.shape and torch.equal(alone, before[:, :1]) and torch.equal(alone, after[:, -1:])
             for mode in (True, False)
-            for alone, before, behind in [
+            for alone, before, after in [
                 [_run_shell(model, head, probe=each, training=mode) for each in (first, probe, behind_others)]
             ]
         )

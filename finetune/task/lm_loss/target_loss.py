@@ -122,7 +122,7 @@ class TargetLoss:
         return {"loss_sum": loss_sum, "num_targets": num_targets, "num_correct": num_correct}
 
     def _uses_all_logits(self, model: nn.Module, batch: Batch) -> bool:
-        """Tell whether the logits of all labels are computed; `auto` does so where that is faster."""
+        """Return whether the logits of all labels are computed; `auto` does so where that is faster."""
         if self.kernel != "auto":
             return self.kernel == "plain"
         head = find_lm_head(model)

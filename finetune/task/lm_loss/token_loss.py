@@ -33,7 +33,7 @@ class TokenLoss:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether it is the cross-entropy itself."""
+        """Return whether it is the cross-entropy itself."""
         return self.label_smoothing == self.z_loss == 0.0
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

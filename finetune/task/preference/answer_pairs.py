@@ -122,7 +122,7 @@ def _select(batch: Batch, sequences: slice) -> Batch:
 
 
 class AnswerPairsTask(BaseTask):
-    """Learns from answers of which one is preferred; raises DataError for a tokenizer without chat template.
+    """Encodes answers of which one is preferred; raises DataError for a tokenizer without chat template.
 
     Rows become several sequences, each the prompt and one answer; a target of a batch is a pair.
     """

@@ -168,6 +168,6 @@ def _call(router: Any, matrix: Tensor) -> Any:
 
 
 def _are_proportional(weights: Tensor, scores: Tensor) -> bool:
-    """Tell whether the weights of each token are its scores up to a factor of its own."""
+    """Return whether the weights of each token are its scores up to a factor of its own."""
     one, other = (each.float() / each.float().sum(dim=-1, keepdim=True) for each in (weights, scores))
     return bool(torch.isclose(one, other, rtol=_TOLERANCE, atol=1e-6).all())

@@ -116,7 +116,7 @@ class OptimizerInputs:
 
     @property
     def is_fused(self) -> bool:
-        """Tell whether the whole update is one kernel."""
+        """Return whether the whole update is one kernel."""
         return True if self.section.fused is None else self.section.fused
 
 
@@ -232,7 +232,7 @@ def drop_not_yet_unfrozen(optimizer: Any) -> None:
 
 
 def uses_low_bit_adamw(section: OptimizerSection, *, dtype: str) -> bool:
-    """Tell whether AdamW is to be ours, which rounds, for weights of this type."""
+    """Return whether AdamW is to be ours, which rounds, for weights of this type."""
     return section.stochastic_rounding or section.state_dtype not in (None, dtype)
 
 
@@ -255,7 +255,7 @@ def one_group_per_parameter(groups: Groups) -> Groups:
 
 
 def _is_low_bit(named: Sequence[NamedParameter], section: OptimizerSection) -> bool:
-    """Tell whether the moments' dtype is not that of all trained weights, or weights are rounded stochastically."""
+    """Return whether the moments' dtype is not that of all trained weights, or weights are rounded stochastically."""
     trained = {str(each.parameter.dtype).removeprefix("torch.") for each in named if each.parameter.requires_grad}
     return any(uses_low_bit_adamw(section, dtype=dtype) for dtype in trained)
 

@@ -38,7 +38,7 @@ def layer_of(name: str) -> LayerPosition | None:
 
 
 def is_embedding(name: str) -> bool:
-    """Tell whether the parameter turns what is read into vectors."""
+    """Return whether the parameter turns what is read into vectors."""
     return layer_of(name) is None and _EMBEDDING.search(name) is not None
 
 
@@ -87,7 +87,7 @@ class NamedParameter:
     is_embedding: bool = False  # of an `nn.Embedding`
 
     def matches(self, pattern: str) -> bool:
-        """Tell whether the pattern matches one of its names."""
+        """Return whether the pattern matches one of its names."""
         return any(fnmatchcase(alias, pattern) for alias in self.aliases)
 
 

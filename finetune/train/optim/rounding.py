@@ -42,7 +42,7 @@ def high_half(bits: Tensor) -> Tensor:
 class BlockQuantizer:
     """How a block's values become 8-bit codes: value = scale * (code / top) ** 2^roots, of the code's sign.
 
-    Square roots crowd the codes near zero, so that small values beside a large one keep theirs.
+    Square roots crowd the codes near zero, so that small values next to a large one keep theirs.
     """
 
     dtype: torch.dtype

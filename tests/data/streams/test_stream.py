@@ -172,7 +172,7 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     assert most <= NUM_KEPT_WINDOWS + 1 + 1  # behind, in use, ahead
     assert len(pool.samples.windows._own()._started) == 2
     said = "\n".join(streams.said)
-    assert "in windows of 3 rows, shuffled within a window only; windows prepared ahead: 1" in said
+    assert "in windows of 3 rows, shuffled within a window only; prefetched windows: 1" in said
     assert "data.train: window 4: 1 rows -> 1 samples" in said  # the last of a pass
     assert "data.train: 8 windows so far: 22 rows -> 22 samples" in said
 

@@ -33,11 +33,11 @@ class Cluster:
         return -(-self.num_ranks // self.ranks_per_node)
 
     def shard_group(self, num_shards: int) -> "Cluster":
-        """Return the ranks that hold one copy of what is split over so many ranks: neighbours."""
+        """Return the ranks that hold one copy of what is split over this number of ranks: neighbors."""
         return replace(self, num_ranks=num_shards)
 
     def replica_group(self, num_shards: int) -> "Cluster":
-        """Return the ranks that hold the same shard, one of each copy, as HSDP's copies speak to each other."""
+        """Return the ranks that hold the same shard, one of each copy, as HSDP's copies communicate."""
         per_node = max(1, self.ranks_per_node // num_shards)
         return replace(self, num_ranks=self.num_ranks // num_shards, ranks_per_node=per_node)
 

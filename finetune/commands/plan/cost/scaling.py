@@ -8,7 +8,7 @@ from finetune.commands.plan.cost.assumptions import MIN_EFFICIENCY
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """Throughput and price with so many GPUs. `usd_per_gpu_hour` is None where no price is known."""
+    """Throughput and price with this number of GPUs. `usd_per_gpu_hour` is None where no price is known."""
 
     num_gpus: int
     tokens_per_second: float

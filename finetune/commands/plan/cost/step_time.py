@@ -2,8 +2,8 @@
 
 The roofline (Williams et al., 2009, "Roofline: an insightful visual performance model"): matrix products at a share of
 the peak, everything between them at a share of the memory's bandwidth, the update likewise, and never faster than the
-host can launch kernels. Communication runs beside the computation that it is overlapped with, and slows it; what does
-not fit beside it, and the first or last piece of it, is waited for. All ranks wait for the slowest.
+host can launch kernels. Communication overlaps with computation and slows it; what does not fit next to it, and the
+first or last piece of it, is waited for. All ranks wait for the slowest.
 """
 
 import math
@@ -125,7 +125,7 @@ def num_shards(strategy: str, cluster: Cluster, *, hsdp_shards: int | None = Non
 
 
 def straggler_share(num_ranks: int) -> float:
-    """Return how much longer than on a machine of 8 ranks the slowest of so many computes, as a share of the mean.
+    """Return how much longer than on a machine of 8 ranks the slowest of these ranks computes, as a share of the mean.
 
     The expected largest of n normal numbers (Blom, 1958, "Statistical estimates and transformed beta-variables") grows
     like the square root of log n.
@@ -169,7 +169,7 @@ def _communication(strategy: str, work: Work, *, computed: _Pass, cluster: Clust
 
 
 def _reduced_in_buckets(work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
-    """Return what is waited for and hidden of reducing all gradients once beside a backward pass."""
+    """Return what is waited for and hidden of reducing all gradients once during a backward pass."""
     buckets = max(1, math.ceil(work.gradient_bytes / BUCKET_BYTES))
     seconds = buckets * all_reduce_seconds(work.gradient_bytes / buckets, cluster)
     return _overlapped(seconds, computed.backward, pieces=buckets)
@@ -204,9 +204,9 @@ def _sharded(work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> t
     return exposed, hidden
 
 
-def _overlapped(seconds: float, beside: float, *, pieces: int) -> tuple[float, float]:
-    """Return what is waited for, at least one piece, and what is hidden beside the computation."""
-    exposed = max(seconds / pieces, seconds - OVERLAP_SHARE * beside)
+def _overlapped(seconds: float, computation_seconds: float, *, pieces: int) -> tuple[float, float]:
+    """Return what is waited for, at least one piece, and what is hidden behind the computation."""
+    exposed = max(seconds / pieces, seconds - OVERLAP_SHARE * computation_seconds)
     return exposed, seconds - exposed
 
 

@@ -1,4 +1,4 @@
-"""JSON files of sentence-transformers beside a model: kept when its folder is exported again."""
+"""JSON files of sentence-transformers next to a model: kept when its folder is exported again."""
 
 import json
 from pathlib import Path
