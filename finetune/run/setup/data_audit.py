@@ -92,7 +92,7 @@ def _notices(audit: Audit) -> Iterator[str]:
 
 
 def _template_notices(check: TemplateCheck) -> Iterator[str]:
-    if check.trainable and not check.is_end_trained:
+    if check.learnt and not check.is_end_learnt:
         yield "warning: chat template: the end-of-turn token is not a target, so the model will not learn to stop"
     for difference in check.differences[:1]:  # the others differ likewise
         yield (

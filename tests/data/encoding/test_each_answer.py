@@ -154,7 +154,7 @@ def test_a_row_encoded_as_one_sample_counts_no_answers(tokenizer):
 def test_the_template_check_of_each_answer_finds_no_differences():
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=64, train_on="each_assistant")
     check = check_template(tokenizer_for(TEMPLATES["qwen3"]), section)
-    assert {"several answers", "tools"} <= set(check.trainable)
+    assert {"several answers", "tools"} <= set(check.learnt)
     assert check.differences == ()
     tokenizer = tokenizer_for(TEMPLATES["qwen3"])
     set_template_arguments(tokenizer, {"enable_thinking": False})
