@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,14 +38,16 @@ from finetune.run.setup.prepared_model import PreparedModel, prepare_model
 from finetune.run.setup.strategy import launched_strategy
 from finetune.run.state.fingerprint import make_fingerprint
 from finetune.runtime import distributed
-from finetune.runtime.distributed import run_on_rank_0
-from finetune.runtime.files.read import read_regular
+from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
+from finetune.runtime.files.read import open_regular, read_regular
 from finetune.runtime.progress import Progress, parse_progress
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.protocol import Strategy
 
 _MODEL = "pytorch_model"
+_PICKLE_PROTOCOL = b"\x80"
+"""The first byte of a file that torch before 1.6 has written: a pickle without checksums."""
 
 
 def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -> None:
@@ -160,6 +163,7 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
 
 def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
     """Load the folder into the prepared model and optimizer, and write their state as a checkpoint. Collective."""
+    run_on_all_ranks(lambda: require_intact_archives(folder))
     if conversion.context.strategy.expected().fsdp_version == 1:
         conversion.access().begin_writing()  # torch loads FSDP1's optimizer state only into an existing one
     try:
@@ -181,6 +185,27 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
         conversion.checkpoints, step, access=access, run=_fingerprint(conversion), progress=progress.state_dict()
     )
     conversion.context.log(f"wrote {layout.step_folder(conversion.checkpoints, manifest.step)}")
+
+
+def require_intact_archives(folder: Path) -> None:
+    """Raise CheckpointError for a file of `torch.save` that is cut off or whose checksums do not match its content.
+
+    torch compares no checksum when it loads, and a rank that alone fails to load ends the others in a collective. Each
+    rank reads its share of the files.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".bin", ".pkl"))
+    for path in paths[distributed.rank() :: distributed.world()]:
+        try:
+            with open_regular(path) as file:
+                damaged = None if file.read(1) == _PICKLE_PROTOCOL else ZipFile(file).testzip()
+        except (OSError, BadZipFile) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is cut off, or was not written by torch.save"
+            raise CheckpointError(f"--from {folder}: {path.name} is damaged: {reason}. Nothing was written.") from error
+        if damaged is not None:
+            raise CheckpointError(
+                f"--from {folder}: {path.name} is damaged: the checksum of {damaged} in it does not match. Nothing was "
+                "written."
+            )
 
 
 def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:

@@ -5,12 +5,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from torch import equal
+from torch import equal, ones, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from finetune.checkpoint.read.load import open_checkpoint
 from finetune.commands import convert
-from finetune.commands.convert import convert_from, convert_to, require_accelerate_folder
+from finetune.commands.convert import (
+    convert_from,
+    convert_to,
+    require_accelerate_folder,
+    require_intact_archives,
+)
 from finetune.errors import CheckpointError, UserError
 from finetune.strategy.protocol import Expected
 from tests import launching
@@ -155,3 +160,24 @@ def test_a_damaged_accelerate_folder_is_one_message(tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"Accelerate cannot load it .* Nothing was written"):
         convert._read_folder(tmp_path, conversion, step=4)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "folder", "device"])
+def test_a_damaged_file_of_torch_save_is_reported_before_it_is_loaded(tmp_path, damage):
+    path = tmp_path / "pytorch_model" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.parent.mkdir()
+    save({"exp_avg": ones(1000)}, path)
+    save({"step": 4}, tmp_path / "scheduler.bin", _use_new_zipfile_serialization=False)
+    require_intact_archives(tmp_path)
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
+        path.write_bytes({"cut": content[:middle], "flipped": flipped, "empty": b""}[damage])
+    with pytest.raises(CheckpointError, match=r"optim_states.pt is damaged.*Nothing was written"):
+        require_intact_archives(tmp_path)
