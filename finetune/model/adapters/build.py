@@ -55,7 +55,12 @@ from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import error_summary, loading_errors
 from finetune.model.loading.initialize import as_cpu_float32
-from finetune.model.loading.pretrained import ADAPTER_KEY, WEIGHTS_FILE, load_adapter_config, read_saved_adapter_config
+from finetune.model.loading.pretrained import (
+    ADAPTER_KEY,
+    ADAPTER_WEIGHTS,
+    load_adapter_config,
+    read_saved_adapter_config,
+)
 from finetune.model.upstream import skip_redundant_casts
 from finetune.runtime.seeds import derive_seed
 
@@ -81,9 +86,9 @@ def saved_adapter_config(model: PreTrainedModel, folder: Path, context: AdapterC
 def load_saved_weights(model: PeftModel, folder: Path, context: AdapterContext) -> None:
     """Load the folder's weights into the adapter; raises ModelError for a mismatch. Collective under ZeRO-3."""
     try:
-        saved = load_file(folder / WEIGHTS_FILE)
+        saved = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{ADAPTER_KEY}: {folder / WEIGHTS_FILE} cannot be read: {error}.") from error
+        raise ModelError(f"{ADAPTER_KEY}: {folder / ADAPTER_WEIGHTS} cannot be read: {error}.") from error
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = peft_state_dict_names(model, trained)
     expected = set(names.values())

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -84,12 +83,10 @@ def new_head_modules(model: PreTrainedModel, *, head: str) -> tuple[str, ...]:
     if head not in NEW_HEADS:
         return ()
     return tuple(
-        name for name, child in model.named_children() if name != model.base_model_prefix and _has_parameters(child)
+        name
+        for name, child in model.named_children()
+        if name != model.base_model_prefix and next(child.parameters(), None) is not None
     )
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 FROM_CONFIG_KEY = "model.from_config"
@@ -122,12 +119,10 @@ def build_model_config(
     if vocabulary_size is not None and TEXT_CONFIG in sub_configs(config_class):
         text = values.get(TEXT_CONFIG) or {}
         key = f"{FROM_CONFIG_KEY}.values.{TEXT_CONFIG}"
-        ids = _token_values(special_ids, sub_config_class(config_class, TEXT_CONFIG, text))
-        values[TEXT_CONFIG] = _with_vocabulary(text, vocabulary_size=vocabulary_size, token_ids=ids, key=key)
+        text_class = sub_config_class(config_class, TEXT_CONFIG, text)
+        values[TEXT_CONFIG] = _with_vocabulary(text, text_class, vocabulary_size, special_ids, key=key)
     elif vocabulary_size is not None:
-        key = f"{FROM_CONFIG_KEY}.values"
-        ids = _token_values(special_ids, config_class)
-        values = _with_vocabulary(values, vocabulary_size=vocabulary_size, token_ids=ids, key=key)
+        values = _with_vocabulary(values, config_class, vocabulary_size, special_ids, key=f"{FROM_CONFIG_KEY}.values")
     with config_value_errors(section.model_type, key=f"{FROM_CONFIG_KEY}.values"):
         config = AutoConfig.for_model(section.model_type, **values)
         if vocabulary_size is not None and config.is_encoder_decoder and DECODER_START_TOKEN not in values:
@@ -158,16 +153,25 @@ def config_value_errors(kind: str, *, key: str) -> Iterator[None]:
         raise
     except Exception as error:
         is_clear = isinstance(error, ValueError | StrictDataclassError)
-        what = error_summary(error) if is_clear else f"{type(error).__name__}: {error_summary(error)}"
+        reason = error_summary(error) if is_clear else f"{type(error).__name__}: {error_summary(error)}"
         advice = "Check its config.json." if key == "model.name" else "Change or remove the value."
-        raise ModelError(f"{key}: `{kind}` cannot be built with these values: {what} {advice}") from error
+        raise ModelError(f"{key}: `{kind}` cannot be built with these values: {reason} {advice}") from error
 
 
 def _with_vocabulary(
-    values: Mapping[str, Any], *, vocabulary_size: int, token_ids: Mapping[str, int | None], key: str
+    values: Mapping[str, Any], config_class: Any, vocabulary_size: int, special_ids: SpecialTokenIds, *, key: str
 ) -> dict[str, Any]:
-    """Return the values with the tokenizer's as defaults; raises ModelError for too small a vocabulary."""
-    values = {"vocab_size": vocabulary_size, **token_ids, **values}
+    """Return the values with the tokenizer's as defaults; raises ModelError if the vocabulary is too small.
+
+    A special token that the tokenizer lacks and the config requires is its end-of-sequence token.
+    """
+    defaults: dict[str, Any] = {"vocab_size": vocabulary_size}
+    ids = {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
+    fields = getattr(config_class, "__dataclass_fields__", {})
+    for name, token in ids.items():
+        is_required = name in fields and fields[name].type is int
+        defaults[name] = special_ids.eos if token is None and is_required else token
+    values = defaults | dict(values)
     size = values["vocab_size"]
     if isinstance(size, int) and size < vocabulary_size:
         raise ModelError(
@@ -187,26 +191,18 @@ def _check_values(config_class: Any, values: Mapping[str, Any], *, kind: str, ke
             raise ModelError(f"{key}.{name}: the config of `{kind}` has no such value.{near}")
         if name in parts and isinstance(value, Mapping):
             part = sub_config_class(config_class, name, value)
-            others = {own: each for own, each in value.items() if own != "model_type"}
+            others = {own: inner for own, inner in value.items() if own != "model_type"}
             if part is not None:
                 _check_values(part, others, kind=part.model_type, key=f"{key}.{name}")
 
 
 def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> int | None:
-    """Return the first token of a decoder: the same kind of token as in the default config, else padding."""
+    """Return the first token of a decoder: the one with the role that it has in the default config, else padding."""
     usual = type(config)()
     start = getattr(usual, DECODER_START_TOKEN, None)
-    kinds = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
-    same = [own for kind, own in kinds.items() if start is not None and start == getattr(usual, kind, None)]
+    ids = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
+    same = [own for name, own in ids.items() if start is not None and start == getattr(usual, name, None)]
     return next((own for own in same if own is not None), special_ids.pad)
-
-
-def _token_values(special_ids: SpecialTokenIds, config_class: Any) -> dict[str, int | None]:
-    """Return the tokenizer's special tokens; one that it lacks and the config requires is its end-of-sequence token."""
-    ids = {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
-    fields = getattr(config_class, "__dataclass_fields__", {})
-    required = {name for name in ids if name in fields and fields[name].type is int}
-    return {name: special_ids.eos if token is None and name in required else token for name, token in ids.items()}
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:

@@ -12,67 +12,22 @@ ROPE_VALUES = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor"})
 DECODER_START_TOKEN = "decoder_start_token_id"
 """The first token of a decoder; not every config of an encoder-decoder declares it."""
 
+# fmt: off
 UNDECLARED: Mapping[str, frozenset[str]] = {
-    "head_dim": frozenset(
-        {
-            "apertus",
-            "apertus1p5_text",
-            "bamba",
-            "bitnet",
-            "blt",
-            "cohere",
-            "dbrx",
-            "doge",
-            "dots1",
-            "emu3",
-            "ernie4_5_moe",
-            "ernie4_5_vl_moe_text",
-            "exaone4",
-            "exaone_moe",
-            "falcon_h1",
-            "flex_olmo",
-            "glm4_moe",
-            "glm4v_moe_text",
-            "glm_image_text",
-            "glm_ocr_text",
-            "gpt_neox",
-            "gpt_neox_japanese",
-            "granite",
-            "granite4_vision_text",
-            "granite_docling_text",
-            "granite_swa",
-            "granitemoe",
-            "granitemoe_swa",
-            "granitemoehybrid",
-            "granitemoeshared",
-            "jamba",
-            "lfm2",
-            "lfm2_moe",
-            "modernbert-decoder",
-            "nanochat",
-            "olmo",
-            "olmo2",
-            "olmo3",
-            "olmo_hybrid",
-            "olmoe",
-            "persimmon",
-            "phi",
-            "phi3",
-            "phi4_multimodal",
-            "phimoe",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_omni_moe_text",
-            "smollm3",
-            "stablelm",
-            "starcoder2",
-        }
-    ),
+    "head_dim": frozenset({
+        "apertus", "apertus1p5_text", "bamba", "bitnet", "blt", "cohere", "dbrx", "doge", "dots1", "emu3",
+        "ernie4_5_moe", "ernie4_5_vl_moe_text", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "glm4_moe",
+        "glm4v_moe_text", "glm_image_text", "glm_ocr_text", "gpt_neox", "gpt_neox_japanese", "granite",
+        "granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "jamba", "lfm2", "lfm2_moe", "modernbert-decoder", "nanochat",
+        "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe",
+        "qwen2", "qwen2_moe", "qwen3_moe", "qwen3_omni_moe_text", "smollm3", "stablelm", "starcoder2",
+    }),
     "classifier_dropout": frozenset({"biogpt", "bloom", "bros", "falcon", "gpt2", "gpt_bigcode", "mpt"}),
     "hidden_dropout": frozenset({"gpt2", "gpt_bigcode", "mpt"}),
     "sliding_window": frozenset({"olmoe"}),
 }
+# fmt: on
 """Values that models look up with `getattr(config, ...)` and their config classes do not declare, with the model types.
 
 Checked against transformers 5.24; `tests/model/loading/test_config_names.py` fails when a decoder is missing.

@@ -42,11 +42,13 @@ _SET_ELSEWHERE = {
     "problem_type": "task.classification",
 }
 
-_NOT_OF_THE_MODEL = frozenset(
-    {"architectures", "model_type", "transformers_version", "name_or_path", "return_dict", "use_cache"}
-    | {"output_hidden_states", "output_attentions", "is_encoder_decoder", "is_decoder", "auto_map", "use_return_dict"}
-)
-"""Values that say what the model is or what it returns, and change nothing in what it computes."""
+# fmt: off
+_NOT_OF_THE_MODEL = frozenset({
+    "architectures", "model_type", "transformers_version", "name_or_path", "return_dict", "use_cache",
+    "output_hidden_states", "output_attentions", "is_encoder_decoder", "is_decoder", "auto_map", "use_return_dict",
+})
+# fmt: on
+"""Values that identify the model or select its outputs, and do not change its computation."""
 
 
 def with_config_values(
@@ -56,9 +58,9 @@ def with_config_values(
     content: Mapping[str, Any],
     rope_scaling: RopeScalingSection | None = None,
 ) -> PreTrainedConfig:
-    """Return a config with these values in the place of its own; raises ModelError naming the key.
+    """Return a config with these values instead of its own; raises ModelError naming the key.
 
-    `content` is what its config.json holds: what the class derives from it is derived again.
+    `content` is that of its config.json: what the class derives from it is derived again.
     """
     check_names(type(config), values, key=CONFIG_KEY)
     changed = _merged(config, values, content=content, key=CONFIG_KEY)
@@ -114,7 +116,7 @@ def _merged(
 
 
 @contextmanager
-def _config_errors(kind: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> Iterator[None]:
+def _config_errors(model_type: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> Iterator[None]:
     """Turn transformers' errors about values, and its warnings about the rotary embedding, into one ModelError."""
     logger = logging.getLogger("transformers.modeling_rope_utils")
     collected = _Collector()
@@ -128,7 +130,7 @@ def _config_errors(kind: str, values: Mapping[str, Any], *, has_rope_scaling: bo
         text = text.strip('".')
         key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
         raise ModelError(
-            f"{key}: `{kind}` does not take the value: {text}.{rewritten_type(text, kind, values)}"
+            f"{key}: `{model_type}` does not take the value: {text}.{rewritten_type(text, model_type, values)}"
         ) from error
     finally:
         logger.removeHandler(collected)
@@ -136,7 +138,7 @@ def _config_errors(kind: str, values: Mapping[str, Any], *, has_rope_scaling: bo
     if collected.messages:
         text = collected.messages[0].rstrip(".")
         key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
-        raise ModelError(f"{key}: {text}.{rewritten_type(text, kind, values)}")
+        raise ModelError(f"{key}: {text}.{rewritten_type(text, model_type, values)}")
 
 
 def _key_in(text: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> str:
@@ -150,7 +152,7 @@ def _key_in(text: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> 
 
 
 class _Collector(logging.Handler):
-    """Keeps warnings about values that would be ignored, or that are no numbers."""
+    """Keeps warnings about values that would be ignored, or that are not numbers."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -50,11 +50,11 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
     are not known yet, and assumed to fit.
     """
     trial = _DryRun(section, head)
-    with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
+    with model_build_errors(section, kind=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
         config = trial.config()
         with torch.device("meta"):
             model = trial.model(config)
-        _check_parameters(model, key=trial.key)
+        _check_parameters(model, key=values_key(section))
         if head == SEQ2SEQ_HEAD:
             check_decoder_start(model)
         _check_loadable(model, head)
@@ -97,7 +97,7 @@ def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
 
 
 def _check_rope_is_used(model: PreTrainedModel, trial: "_DryRun") -> None:
-    """Raise ModelError for a scaling of rotary embeddings that the model's code does not read."""
+    """Raise ModelError for a scaling of rotary embeddings that the model's code ignores."""
     names = rope_names(trial.section.config_changes)
     if not names or is_remote_code(model):
         return
@@ -113,13 +113,13 @@ def _check_rope_is_used(model: PreTrainedModel, trial: "_DryRun") -> None:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    return {name: each.shape for name, each in model.named_parameters()}
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
     """Return the model on the meta device: its modules, without values; raises ModelError."""
     trial = _DryRun(section, head)
-    with model_build_errors(section, kind=trial.kind), _build_limits(section), torch.random.fork_rng(devices=()):
+    with model_build_errors(section, kind=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
         config = trial.config()
         with torch.device("meta"):
             return trial.model(config)
@@ -138,15 +138,10 @@ class _DryRun:
     head: str
 
     @property
-    def kind(self) -> str:
+    def name(self) -> str:
         """Return the name of the model for messages."""
         section = self.section
         return section.from_config.model_type if section.from_config is not None else str(section.name)
-
-    @property
-    def key(self) -> str:
-        """Return the key that messages refer to."""
-        return values_key(self.section)
 
     def config(self) -> PreTrainedConfig:
         """Return the model's config."""
@@ -156,7 +151,9 @@ class _DryRun:
         size = _vocabulary_size(self.section, written)
         config = build_model_config(written, vocabulary_size=size, special_ids=SpecialTokenIds(bos=0, eos=0, pad=0))
         _check_special_token_ids(config)
-        _check_num_layers(config)
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if isinstance(num_layers, int) and num_layers < 0:  # transformers 5.17 builds a model without any
+            raise ModelError(f"{FROM_CONFIG_KEY}.values.num_hidden_layers: there is no model of {num_layers} layers.")
         return config
 
     def shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
@@ -167,9 +164,9 @@ class _DryRun:
 
     def model(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Return the model on the default device."""
-        trusts = self.section.trust_remote_code
-        head = HEADS[self.head]
-        model: PreTrainedModel = build_from_config(head, config, dtype=torch.float32, trust_remote_code=trusts)
+        model: PreTrainedModel = build_from_config(
+            HEADS[self.head], config, dtype=torch.float32, trust_remote_code=self.section.trust_remote_code
+        )
         return model.eval()  # dropout reads values, which the meta device does not have
 
 
@@ -196,25 +193,18 @@ def _check_special_token_ids(config: PreTrainedConfig) -> None:
             )
 
 
-def _check_num_layers(config: PreTrainedConfig) -> None:
-    """Raise ModelError for a negative number of layers, of which transformers 5.17 builds a model without any."""
-    number = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(number, int) and number < 0:
-        raise ModelError(f"{FROM_CONFIG_KEY}.values.num_hidden_layers: there is no model of {number} layers.")
-
-
 def _check_parameters(model: PreTrainedModel, *, key: str) -> None:
     """Raise ModelError for empty parameters, and for more parameters than any memory can hold."""
-    empty = [f"{name} {list(each.shape)}" for name, each in model.named_parameters() if each.numel() == 0]
+    empty = [f"{name} {list(shape)}" for name, shape in _shapes(model).items() if shape.numel() == 0]
     if empty:
         raise ModelError(f"{key}: the model would have empty parameters: {', '.join(empty[:3])}.")
-    total = sum(each.numel() for each in model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
     if total == 0 or total > _MAX_PARAMETERS:
         raise ModelError(f"{key}: the model would have {total:,} parameters. Write other values.")
 
 
 def forward_error(model: PreTrainedModel) -> Exception | None:
-    """Return what a forward pass raises; None if it succeeds."""
+    """Return the exception of a forward pass; None if it succeeds."""
     usual = logging.root.manager.disable
     logging.disable(logging.WARNING)  # about the dummy input
     try:
@@ -238,7 +228,7 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     end, size = (getattr(config.get_text_config(), name, None) for name in ("eos_token_id", "vocab_size"))
     if isinstance(end, int) and isinstance(size, int) and 0 < end < size:
         ids[:, -1] = end  # T5 and BART classify a text by it
-    return {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+    return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
 
 
 def _confirmed_error(
@@ -248,7 +238,7 @@ def _confirmed_error(
 
     A small model is built with values; for a large one, its type with default values is tried on the meta device.
     """
-    if sum(each.numel() for each in model.parameters()) <= _MAX_REAL_PARAMETERS:
+    if sum(parameter.numel() for parameter in model.parameters()) <= _MAX_REAL_PARAMETERS:
         return forward_error(trial.model(config))
     with torch.device("meta"):
         usual_config = type(config)()
@@ -284,7 +274,7 @@ def _build_limits(section: ModelSection) -> Iterator[None]:
 
 @contextmanager
 def _alarm(late: Callable[..., None]) -> Iterator[None]:
-    """Call `late` repeatedly after the timeout: Python ignores what is raised in an object's finalizer."""
+    """Call `late` repeatedly after the timeout: Python ignores exceptions in an object's finalizer."""
     usual = signal.signal(signal.SIGALRM, late)
     before = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
     try:

@@ -1,4 +1,4 @@
-"""Hub names and folders of models and tokenizers, and one error message for whatever fails while they are loaded."""
+"""Hub names and folders of models and tokenizers, and one error message for any failure to load them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,22 +58,20 @@ def _failure_reason(name: str, error: BaseException) -> str:
             "the sizes in its config.json do not match its weights (see above): one of the two belongs to another "
             "model."
         )
-    kind = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
-    return f"{kind}{error_summary(error)} {_failure_advice(name, error)}"
-
-
-def _failure_advice(name: str, error: BaseException) -> str:
     if is_local_path(name):
         damage = damaged_file(Path(name).expanduser())
-        return damage or "Check that the folder contains what `save_pretrained` writes."
-    if not isinstance(error, OSError):
-        return (
+        advice = damage or "Check that the folder contains what `save_pretrained` writes."
+    elif not isinstance(error, OSError):
+        advice = (
             "Check the values in its config.json. If you have not changed them, its files in the local cache may be "
             "damaged: delete them (`hf cache rm`) and download them again."
         )
-    if is_offline():
-        return (
+    elif is_offline():
+        advice = (
             "The hub cannot be reached and the name is not in the local cache: download it on a machine with network "
             "access (`hf download`), or give the path of a folder."
         )
-    return "Check the spelling and `model.revision`; for a gated or private model log in with `hf auth login`."
+    else:
+        advice = "Check the spelling and `model.revision`; for a gated or private model log in with `hf auth login`."
+    type_name = f"{type(error).__name__}: " if isinstance(error, LookupError | TypeError | AttributeError) else ""
+    return f"{type_name}{error_summary(error)} {advice}"

@@ -26,12 +26,16 @@ def initialize_weights(
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for name, module, owner in _children_first(model, name="", owner=model):
             parameters = _parameters_written_by(module)
-            excluded = _excluded_parameters(module, name=name, only=only)
-            if only is not None and len(excluded) == len(list(module.parameters(recurse=False))):
+            prefix = f"{name}." if name else ""
+            own = {prefix + own_name: parameter for own_name, parameter in module.named_parameters(recurse=False)}
+            excluded = [parameter for full, parameter in own.items() if only is not None and full not in only]
+            if only is not None and len(excluded) == len(own):
                 continue
+            # another module, to which they are tied, has initialized them already
+            excluded += [parameter for full, parameter in own.items() if full in tied]
             with gather(parameters) if parameters else nullcontext(), as_cpu_float32(parameters):
                 torch.default_generator.manual_seed(derive_seed(seed, "weights", name))
-                with _protected_from_init([*_tied_parameters(module, name=name, tied=tied), *excluded]):
+                with _protected_from_init(excluded):
                     owner._init_weights(module)
                 initialize_marked(module)
 
@@ -73,25 +77,11 @@ def _parameters_written_by(module: nn.Module) -> list[nn.Parameter]:
     return list(parameters)
 
 
-def _tied_parameters(module: nn.Module, *, name: str, tied: frozenset[str]) -> list[nn.Parameter]:
-    """Return the module's parameters that are tied to another module, which has initialized them already."""
-    prefix = f"{name}." if name else ""
-    return [parameter for own, parameter in module.named_parameters(recurse=False) if prefix + own in tied]
-
-
-def _excluded_parameters(module: nn.Module, *, name: str, only: frozenset[str] | None) -> list[nn.Parameter]:
-    """Return the module's own parameters that must not be initialized."""
-    if only is None:
-        return []
-    prefix = f"{name}." if name else ""
-    return [parameter for own, parameter in module.named_parameters(recurse=False) if prefix + own not in only]
-
-
 @contextmanager
 def _protected_from_init(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Set the flag with which transformers' initializers skip a parameter."""
     for parameter in parameters:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     yield
-    for parameter in parameters:
+    for parameter in set(parameters):
         del parameter._is_hf_initialized  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""The model: by hub name, from a folder, or from its config with random weights; with its values, or without them.
+"""The model: by hub name, from a folder, or from its config with random weights; with or without values.
 
-A rank that is sent its weights later builds the modules on the meta device and materializes them without values.
+A rank that receives its weights later builds the modules on the meta device and materializes them without values.
 """
 
 import re
@@ -51,20 +51,17 @@ def materialize(model: PreTrainedModel) -> None:
 
     Nothing is written to the new memory, so it takes no physical memory before the weights arrive.
     """
-    places: dict[nn.Parameter, nn.Parameter] = {}
+    materialized: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if parameter not in places:
-                    places[parameter] = _empty_parameter(parameter)
-                module._parameters[name] = places[parameter]
+                if parameter not in materialized:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    materialized[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = materialized[parameter]
     meta_buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     assert not meta_buffers, f"buffers must be built with their values, but {meta_buffers} are on the meta device"
     model.tie_weights()  # a context that moves parameters to the meta device one by one unties them
-
-
-def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
 
 def load_model(
@@ -103,16 +100,21 @@ def load_model(
         model = loaded.model
         if loaded.new:
             initialize_weights(model, seed=seed, gather=init_context.gather, only=loaded.new)
-    _check_tokens(model, head=head, vocabulary_size=vocabulary_size)
+    if head == SEQ2SEQ_HEAD:
+        check_decoder_start(model)
+    if vocabulary_size is not None and (size := model.config.get_text_config().vocab_size) < vocabulary_size:
+        raise ModelError(
+            f"model.tokenizer: the tokenizer has {vocabulary_size} tokens, but the model only {size} embeddings. "
+            "Use the model's own tokenizer."
+        )
     return _prepare_for_training(model, section=section)
 
 
 def _build_model(
     config: PreTrainedConfig, *, section: ModelSection, head: str, init_context: InitContext, attention: str | None
 ) -> PreTrainedModel:
-    kind = config.model_type
     with (
-        model_build_errors(section, kind=kind),
+        model_build_errors(section, kind=config.model_type),
         torch.random.fork_rng(devices=()),
         init_context.context(),
         skip_weight_init(),
@@ -132,15 +134,15 @@ def _build_model(
 def _set_dtypes_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give parameters and buffers without values the dtypes that loading gives them.
 
-    Some models keep a few in float32 whatever is asked, as T5 in float16 (`_get_dtype_plan`, transformers 5.23, which
-    building from a config does not heed). A rank that is sent its values must expect what rank 0 has: a tensor of
-    another size does not arrive.
+    Some models keep a few in float32 regardless of the requested dtype, as T5 in float16 (`_get_dtype_plan` of
+    transformers 5.23, which building from a config ignores). A rank that receives its values must expect the dtypes of
+    rank 0: a tensor of another size does not arrive.
     """
     plan: Mapping[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
     for module_name, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             full_name = f"{module_name}.{name}" if module_name else name
-            kept = next((plan[each] for each in plan if re.search(each.replace("*", ".*"), full_name)), None)
+            kept = next((dtype for key, dtype in plan.items() if re.search(key.replace("*", ".*"), full_name)), None)
             if tensor is not None and kept is not None and name not in module._non_persistent_buffers_set:
                 tensor.data = tensor.data.to(kept)
 
@@ -188,6 +190,8 @@ def _load_pretrained(
     name, origin = str(section.name), pretrained_arguments(section)
     may_be_new = head in NEW_HEADS
     quantization = quantization_config(section)
+    # transformers puts quantized weights on the current device in any case
+    placement = placed_on(init_context.device) if quantization is None else {"quantization_config": quantization}
     config = load_pretrained_config(section)
     set_config_values(config, values)
     with (
@@ -203,12 +207,15 @@ def _load_pretrained(
             attn_implementation=attention or default_attention(config),
             ignore_mismatched_sizes=may_be_new,
             output_loading_info=True,
-            **_placement(init_context, quantization),
+            **placement,
         )
     if quantization is not None:
         disable_cpu_repacking(model)
-    absent = {*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))}
-    new = frozenset(name for name in absent if _may_be_new(name, model, has_new_head=may_be_new))
+    absent = {*loading["missing_keys"], *(name for name, *_ in loading.get("mismatched_keys", ()))}
+    unused = tuple(f"{module}." for module in unused_modules(model))  # nothing reads their parameters
+    new = frozenset(
+        name for name in absent if name.startswith(unused) or (may_be_new and is_head_parameter(name, model))
+    )
     missing = sorted(absent - new)
     if missing:
         raise ModelError(
@@ -216,29 +223,6 @@ def _load_pretrained(
             f"({', '.join(missing[:3])}, ...), which would be random. Use a model that was saved with this head."
         )
     return _LoadedModel(model, new)
-
-
-def _may_be_new(name: str, model: PreTrainedModel, *, has_new_head: bool) -> bool:
-    """Return whether the weights may lack a parameter: that of a new head, or one that nothing reads."""
-    unused = tuple(f"{module}." for module in unused_modules(model))
-    return name.startswith(unused) or (has_new_head and is_head_parameter(name, model))
-
-
-def _placement(init_context: InitContext, quantization: Any) -> dict[str, Any]:
-    """Return where transformers puts the weights: quantized ones on the current device, whatever is asked."""
-    if quantization is not None:
-        return {"quantization_config": quantization}
-    return placed_on(init_context.device)
-
-
-def _check_tokens(model: PreTrainedModel, *, head: str, vocabulary_size: int | None) -> None:
-    if head == SEQ2SEQ_HEAD:
-        check_decoder_start(model)
-    if vocabulary_size is not None and (size := model.config.get_text_config().vocab_size) < vocabulary_size:
-        raise ModelError(
-            f"model.tokenizer: the tokenizer has {vocabulary_size} tokens, but the model only {size} embeddings. "
-            "Use the model's own tokenizer."
-        )
 
 
 def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 """Checks of a model's folder: before anything parses its files, and to name the damaged one after a failure.
 
-A tokenizer.json may ask for anything of the text that it is given: what its rules do to a probe tells, within bounds.
+A tokenizer.json may transform text in any way: its rules are tried on a probe, within bounds.
 """
 
 import json
@@ -18,11 +18,13 @@ from finetune.errors import ModelError, NotAFile
 from finetune.runtime.files.read import require_regular
 
 CONFIG = "config.json"
+# fmt: off
 SETTINGS = (
-    *(CONFIG, "generation_config.json", "adapter_config.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    CONFIG, "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
 )
+# fmt: on
 """Files that hold one JSON object of settings."""
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -39,8 +41,7 @@ MAX_LAYERS = 1000
 
 REMOTE_CODE_ADVICE = (
     "it contains Python code. Review the code; if you trust it, set `model.trust_remote_code: true` in the job, "
-    "or pass "
-    "`--trust-remote-code` to a command without a job file."
+    "or pass `--trust-remote-code` to a command without a job file."
 )
 
 PICKLE_ADVICE = (
@@ -53,15 +54,22 @@ PICKLE_ADVICE = (
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError, which names the file, for settings that are no JSON object, and for absurd sizes or nesting."""
+    """Raise ModelError, which names the file, for invalid settings, and for absurd sizes or nesting."""
     for path in sorted(folder.iterdir()):
-        if path.exists():
-            _require_readable(path)
-    for path, most in _size_limits(folder):
-        size = path.stat().st_size
-        if size > most:
+        is_file = path.suffix in (".json", ".safetensors", ".model", ".bin", ".jinja")
+        if not path.exists() or (path.is_dir() and not is_file):
+            continue
+        try:
+            require_regular(path)  # a FIFO, socket or device may never end
+        except NotAFile as error:
+            raise ModelError(f"{path}: {error.strerror}. Copy the folder again from its source.") from error
+    limits = {folder / name: MAX_SETTINGS_BYTES for name in SETTINGS}
+    limits |= {folder / name: MAX_VOCABULARY_BYTES for name in VOCABULARIES}
+    limits |= {path: MAX_SETTINGS_BYTES for pattern in TEMPLATES for path in folder.glob(pattern)}
+    for path, limit in limits.items():
+        if path.is_file() and (size := path.stat().st_size) > limit:
             raise ModelError(
-                f"{path}: the file has {size:,} bytes; at most {most:,} are allowed. Is it the right file?"
+                f"{path}: the file has {size:,} bytes; at most {limit:,} are allowed. Is it the right file?"
             )
     for name in SETTINGS:
         if (folder / name).is_file():
@@ -70,26 +78,22 @@ def check_files(folder: Path) -> None:
                 _check_depth(folder, settings)
 
 
-def _require_readable(path: Path) -> None:
-    """Raise ModelError for a FIFO, socket or device, which may never end, and for a folder named as a file."""
-    try:
-        if not path.is_dir() or path.suffix in (".json", ".safetensors", ".model", ".bin", ".jinja"):
-            require_regular(path)
-    except NotAFile as error:
-        raise ModelError(f"{path}: {error.strerror}. Copy the folder again from its source.") from error
-
-
 def read_json_settings(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file; raises ModelError, which names the file, for any other content."""
     try:
         if path.stat().st_size > MAX_SETTINGS_BYTES:
             raise ValueError(f"it has more than {MAX_SETTINGS_BYTES:,} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it contains {_json_type_name(found)} instead of a JSON object (`{{...}}`)")
-        if _is_nested_deeper(found, MAX_NESTING):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            names = {list: "a list", str: "a string", type(None): "`null`", bool: "a boolean"}
+            type_name = names.get(type(settings), "a number")
+            raise ValueError(f"it contains {type_name} instead of a JSON object (`{{...}}`)")
+        level: list[Any] = [settings]
+        for _ in range(MAX_NESTING):
+            level = [inner for value in level for inner in _children(value)]
+        if level:
             raise ValueError(f"it is nested more than {MAX_NESTING} deep")
-        _require_valid_unicode(found)
+        _require_valid_unicode(settings)
     except UnicodeError as error:
         raise ModelError(
             f"{path}: the file is damaged: it is not valid UTF-8, or has an unpaired surrogate. Copy it again from "
@@ -101,7 +105,7 @@ def read_json_settings(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ModelError(f"{path}: the file is damaged: {error}. Copy it again from its source.") from error
-    return found
+    return settings
 
 
 def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
@@ -124,16 +128,13 @@ def check_matrix_sizes(folder: Path, config: Any) -> None:
     text = config.get_text_config()
     named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
     sizes: dict[str, int] = {name: size for name, size in named if isinstance(size, int)}
-    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > _max_elements(folder):
-        what = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > 16 * weight_bytes + (1 << 28):
+        listed = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
         raise ModelError(
-            f"{folder / CONFIG}: {what} do not match the weights in the folder. One of the two belongs to "
+            f"{folder / CONFIG}: {listed} do not match the weights in the folder. One of the two belongs to "
             "another model."
         )
-
-
-def _max_elements(folder: Path) -> int:
-    return 16 * sum(path.stat().st_size for path in folder.glob("*.safetensors")) + (1 << 28)
 
 
 def check_index(index: str | PurePath) -> None:
@@ -144,10 +145,10 @@ def check_index(index: str | PurePath) -> None:
             f"{path}: the file has {path.stat().st_size:,} bytes, which is too large for an index of weights."
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found["metadata"], dict):
+        index_content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index_content["metadata"], dict):
             raise TypeError("`metadata` is not an object")
-        shards = set(found["weight_map"].values())
+        shards = set(index_content["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path}: the file is damaged: it has no `weight_map` of names and no `metadata`. Copy it again from "
@@ -163,7 +164,11 @@ def damaged_file(folder: Path) -> str | None:
 
     For use after loading has failed: reads the headers of all weights, and the whole tokenizer.
     """
-    for path in _shards(folder):
+    shards = sorted(folder.glob("*.safetensors"))
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        shards += [folder / name for name in sorted(set(names)) if not (folder / name).exists()]
+    for path in shards:
         try:
             with safe_open(path, framework="pt") as file:
                 file.keys()
@@ -187,44 +192,24 @@ def is_panic(error: BaseException) -> bool:
 
 def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError where the config, or a part of it, has more layers or experts than the weights have tensors."""
-    counts = {key: value for part in (config, *_children(config)) for key, value in _counts(part)}
-    most = max(counts.values(), default=0)
-    if most > MAX_LAYERS and most > (num_tensors := sum(map(_num_tensors, folder.glob("*.safetensors")))):
-        key = next(key for key, value in counts.items() if value == most)
-        raise ModelError(
-            f"{folder / CONFIG}: `{key}` is {most:,}, but the weights in the folder have {num_tensors:,} tensors. The "
-            "file is damaged: copy it again from its source."
-        )
-
-
-def _counts(part: Any) -> Iterator[tuple[str, int]]:
-    for key, value in part.items() if isinstance(part, dict) else ():
-        if isinstance(value, int) and ("layer" in key or "expert" in key):
-            yield key, value
-
-
-def _num_tensors(path: Path) -> int:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return len(file.keys())
-    except (SafetensorError, OSError):
-        return 0
-
-
-def _size_limits(folder: Path) -> Iterator[tuple[Path, int]]:
-    for names, most in ((SETTINGS, MAX_SETTINGS_BYTES), (VOCABULARIES, MAX_VOCABULARY_BYTES)):
-        yield from ((folder / name, most) for name in names if (folder / name).is_file())
-    for pattern in TEMPLATES:
-        yield from ((path, MAX_SETTINGS_BYTES) for path in folder.glob(pattern) if path.is_file())
-
-
-def _shards(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*.safetensors"))
-    try:
-        names: Mapping[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        yield from (folder / name for name in sorted(set(names.values())) if not (folder / name).exists())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    counts: dict[str, int] = {}
+    for part in (config, *_children(config)):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            if isinstance(value, int) and ("layer" in key or "expert" in key):
+                counts[key] = value
+    largest = max(counts.values(), default=0)
+    if largest <= MAX_LAYERS:
         return
+    num_tensors = 0
+    for path in folder.glob("*.safetensors"):
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+            num_tensors += len(file.keys())
+    if largest > num_tensors:
+        key = next(key for key, value in counts.items() if value == largest)
+        raise ModelError(
+            f"{folder / CONFIG}: `{key}` is {largest:,}, but the weights in the folder have {num_tensors:,} tensors. "
+            "The file is damaged: copy it again from its source."
+        )
 
 
 def _require_valid_unicode(value: Any) -> None:
@@ -237,24 +222,11 @@ def _require_valid_unicode(value: Any) -> None:
         _require_valid_unicode(inner)
 
 
-def _is_nested_deeper(value: Any, most: int) -> bool:
-    level = [value]
-    for _ in range(most):
-        level = [inner for each in level for inner in _children(each)]
-        if not level:
-            return False
-    return True
-
-
 def _children(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list):
         yield from value
-
-
-def _json_type_name(value: Any) -> str:
-    return {list: "a list", str: "a string", type(None): "`null`", bool: "a boolean"}.get(type(value), "a number")
 
 
 def _first_line(error: BaseException) -> str:
@@ -263,7 +235,7 @@ def _first_line(error: BaseException) -> str:
 
 
 MAX_INSERTED = 256
-"""Characters that one rule of a tokenizer may put in the place of a match; known ones insert at most 30."""
+"""Characters that one rule of a tokenizer may put in place of a match; known ones insert at most 30."""
 MAX_GROWTH = 64
 """Times that the whole of a normalizer may lengthen a text; NFKC makes 18 characters of one."""
 MAX_ADDED_TOKENS = 1_000
@@ -272,7 +244,7 @@ MAX_ADDED_TOKENS = 1_000
 _PROBE = "".join(map(chr, range(0x20, 0x7F))) + "\u00e9\u2581\ufdfa\n"
 
 
-def check_tokenizer(loaded: Any, place: str) -> None:
+def check_tokenizer(loaded: Any, source: str) -> None:
     """Raise ModelError for a tokenizer (or a processor's) whose rules lengthen text without bound, or that panics."""
     tokenizer = getattr(loaded, "tokenizer", loaded)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -285,7 +257,7 @@ def check_tokenizer(loaded: Any, place: str) -> None:
             raise
         problem = f"it cannot encode plain text ({_first_line(error)})"
     if problem is not None:
-        raise ModelError(f"{place}: tokenizer.json is damaged: {problem}. Copy it again from its source.")
+        raise ModelError(f"{source}: tokenizer.json is damaged: {problem}. Copy it again from its source.")
 
 
 def _tokenizer_problem(backend: Any) -> str | None:
@@ -300,7 +272,7 @@ def _tokenizer_problem(backend: Any) -> str | None:
     for part in ("normalizer", "pre_tokenizer"):
         for rule in _rules(json.loads(getattr(backend, part).__getstate__()) if getattr(backend, part) else None):
             pattern = rule.get("pattern")
-            if rule.get("type") == "Replace" and _matches_nothing(pattern):
+            if rule.get("type") == "Replace" and _matches_empty_text(pattern):
                 return f"a rule of its {part} matches the empty text"
             for key in ("content", "prepend", "replacement"):
                 if isinstance(rule.get(key), str) and len(rule[key]) > MAX_INSERTED:
@@ -323,8 +295,8 @@ def _rules(state: Any) -> Iterator[dict[str, Any]]:
         yield from _rules(part)
 
 
-def _matches_nothing(pattern: Any) -> bool:
-    """Return whether the pattern matches the empty text, after which the offsets of tokens are wrong or panic."""
+def _matches_empty_text(pattern: Any) -> bool:
+    """Tell whether the pattern matches the empty text, after which the offsets of tokens are wrong or panic."""
     if not isinstance(pattern, dict) or not isinstance(pattern.get("Regex"), str):
         return bool(pattern == {"String": ""})
     with suppress(re.error, RecursionError, OverflowError):  # it is of another dialect than Python's

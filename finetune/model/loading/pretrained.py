@@ -32,7 +32,9 @@ with lazily():
     from peft import config as peft_config
     from peft import peft_model
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_KEY = "model.adapter"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 
 _SETTINGS_THAT_LOAD_OTHERS = ("megatron_config", "shadow_model", "adapters", "prompt_tuning_init_state_dict_path")
@@ -53,22 +55,22 @@ def without_warnings() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def load_auto_class(kind: Any, place: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Return the config, tokenizer or processor that the Auto class `kind` loads from a folder or hub name.
+def load_auto_class(auto_class: Any, place: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
+    """Return the config, tokenizer or processor that the Auto class loads from a folder or hub name.
 
     Raises ModelError for untrusted code and damaged files, and what transformers raises.
     """
     if Path(place).is_dir():
         check_files(Path(place))
     with data_only_loading(trust_remote_code=trust_remote_code):
-        found = kind.from_pretrained(str(place), trust_remote_code=trust_remote_code, **options)
-    check_tokenizer(found, str(place))
-    limit = getattr(found, "model_max_length", 0)
+        loaded = auto_class.from_pretrained(str(place), trust_remote_code=trust_remote_code, **options)
+    check_tokenizer(loaded, str(place))
+    limit = getattr(loaded, "model_max_length", 0)
     if not isinstance(limit, int | float):
         raise ModelError(
             f"{place}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is not a number."
         )
-    return found
+    return loaded
 
 
 def read_config_content(
@@ -118,7 +120,7 @@ def placed_on(device: torch.device | None) -> dict[str, Any]:
 
 def check_no_missing_weights(loading: Mapping[str, Any], name: str, *, key: str) -> None:
     """Raise ModelError where the weights lack parameters of the model, which would be random."""
-    missing = sorted({*loading["missing_keys"], *(each[0] for each in loading.get("mismatched_keys", ()))})
+    missing = sorted({*loading["missing_keys"], *(name for name, *_ in loading.get("mismatched_keys", ()))})
     if missing:
         raise ModelError(
             f"{key}: the weights of `{name}` lack {len(missing)} of the model's parameters ({', '.join(missing[:3])}, "
@@ -168,8 +170,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / ADAPTER_CONFIG
     settings = read_json_settings(path)
-    for key, kind in (("peft_type", str | None), ("base_model_name_or_path", str | None), ("task_type", str | None)):
-        if not isinstance(settings.get(key), kind):
+    for key in ("peft_type", "base_model_name_or_path", "task_type"):
+        if not isinstance(settings.get(key), str | None):
             raise ModelError(f"{path}: the file is damaged: `{key}` is {settings.get(key)!r:.80}.")
     for key in _SETTINGS_THAT_LOAD_OTHERS:
         if settings.get(key):
@@ -186,20 +188,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return settings
 
 
-ADAPTER_KEY = "model.adapter"
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-
-
 def adapter_digest(folder: str | None) -> str | None:
     """Return the digest of the adapter that training starts from; None if there is none. Reads the whole file."""
     if folder is None:
         return None
     try:
-        with (Path(folder) / WEIGHTS_FILE).open("rb") as file:
+        with (Path(folder) / ADAPTER_WEIGHTS).open("rb") as file:
             return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
     except OSError as error:
-        raise ModelError(f"{ADAPTER_KEY}: {folder}/{WEIGHTS_FILE} cannot be read: {error.strerror}.") from error
+        raise ModelError(f"{ADAPTER_KEY}: {folder}/{ADAPTER_WEIGHTS} cannot be read: {error.strerror}.") from error
 
 
 def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
@@ -222,9 +219,9 @@ def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
 
 def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's adapter_config.json; raises ModelError where it is missing or invalid."""
-    if not (folder / CONFIG_FILE).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelError(
-            f"{ADAPTER_KEY}: {folder} contains no adapter: {CONFIG_FILE} is missing. Use a folder that was "
+            f"{ADAPTER_KEY}: {folder} contains no adapter: {ADAPTER_CONFIG} is missing. Use a folder that was "
             "exported by a run with adapters, such as `runs/NAME/final`."
         )
     return read_adapter_config(folder)

@@ -81,37 +81,35 @@ class SavedModel:
 
 def find_model_folder(folder: Path) -> Path | None:
     """Return the folder or its `final/`, whichever contains a model; None if neither does."""
-    for place in (folder, folder / FINAL_FOLDER):
-        if (place / "config.json").is_file() or (place / ADAPTER_CONFIG).is_file():
-            return place.absolute()
+    for candidate in (folder, folder / FINAL_FOLDER):
+        if (candidate / CONFIG).is_file() or (candidate / ADAPTER_CONFIG).is_file():
+            return candidate.absolute()
     return None
 
 
 def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = False) -> SavedModel:
-    """Return what the folder (or its `final/`) contains; raises ModelError, which names `key`, if that is no model."""
-    place = find_model_folder(folder)
-    if place is None:
-        what = (
+    """Return what the folder (or its `final/`) contains; raises ModelError, which names `key`, without one."""
+    path = find_model_folder(folder)
+    if path is None:
+        problem = (
             "contains no model (neither config.json nor adapter_config.json)" if folder.is_dir() else "does not exist"
         )
-        raise ModelError(f"The folder {folder} {what}. Use the `final/` folder of a finished run.")
-    with loading_errors(str(place), key=key):
-        adapter = read_adapter_config(place) if (place / ADAPTER_CONFIG).is_file() else None
-        base = str(place) if adapter is None else _base_of(place, adapter)
-        own = (
-            place / CONFIG_FOLDER if adapter is not None and (place / CONFIG_FOLDER / "config.json").is_file() else base
-        )
-        with without_hub_retries(is_local=is_local_path(str(own))):
+        raise ModelError(f"The folder {folder} {problem}. Use the `final/` folder of a finished run.")
+    with loading_errors(str(path), key=key):
+        adapter = read_adapter_config(path) if (path / ADAPTER_CONFIG).is_file() else None
+        base = str(path) if adapter is None else _base_of(path, adapter)
+        has_own_config = adapter is not None and (path / CONFIG_FOLDER / CONFIG).is_file()
+        config_source = str(path / CONFIG_FOLDER) if has_own_config else base
+        with without_hub_retries(is_local=is_local_path(config_source)):
             config = load_auto_class(
-                AutoConfig, own, trust_remote_code=trust_remote_code, **_local_files_only(str(own))
+                AutoConfig, config_source, trust_remote_code=trust_remote_code, **_local_files_only(config_source)
             )
         head = _infer_head(config, adapter)
-        if adapter is not None and head in NEW_HEADS and own == base and (number := _num_classes(place)):
+        if adapter is not None and head in NEW_HEADS and not has_own_config and (number := _num_classes(path)):
             config.num_labels = number  # named LABEL_0 etc.: such a folder has no other names
-        saved = SavedModel(place, adapter, base, config, head)
         if not all(isinstance(label, str) for label in config.id2label.values()):
             raise ValueError("`id2label` in its config.json contains values that are not names")
-    return saved
+    return SavedModel(path, adapter, base, config, head)
 
 
 def load_saved_model(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
@@ -124,7 +122,6 @@ def load_saved_model(saved: SavedModel, *, key: str, dtype: str = "auto", trust_
 
 def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
     """Return the whole model without the adapter, with its vocabulary resized for the adapter."""
-    kind = dtype if dtype == "auto" else getattr(torch, dtype)
     brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # otherwise the base must have all of it
     silence = without_warnings() if brings_head else nullcontext()
     with loading_errors(saved.base, key=key), without_hub_retries(is_local=is_local_path(saved.base)), silence:
@@ -132,7 +129,7 @@ def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_r
             HEADS[saved.head],
             saved.base,
             config=saved.config,
-            dtype=kind,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=default_attention(saved.config),
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=brings_head,
@@ -168,42 +165,33 @@ def _attach(model: Any, folders: Mapping[str, Path], *, key: str) -> Any:
     return adapted.eval()
 
 
-_NO_VALUES = frozenset(
-    {"architectures", "dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "name_or_path"}
-    | {
-        "quantization_config",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "pad_token_id",
-        "tie_word_embeddings",
-        "vocab_size",
-    }
-)
-"""Parts of a config in which those of adapters of one base may differ."""
+# fmt: off
+_NO_VALUES = frozenset({
+    "architectures", "dtype", "torch_dtype", "use_cache", "transformers_version", "_name_or_path", "name_or_path",
+    "quantization_config", "id2label", "label2id", "problem_type", "pad_token_id", "tie_word_embeddings", "vocab_size",
+})
+# fmt: on
+"""Parts of a config that may differ between adapters of one base."""
 
 
 def _check_same_config(model: Any, folders: Mapping[str, Path], *, key: str) -> None:
     """Raise ModelError where an adapter was trained with other values in the config of its base than the model has."""
-    values = {name: _config_values(folder) for name, folder in folders.items()}
+    values: dict[str, dict[str, Any]] = {}  # of the configs that adapters bring for their base
+    for name, folder in folders.items():
+        path = folder / CONFIG_FOLDER / CONFIG
+        content = read_json_settings(path) if path.is_file() else {}
+        values[name] = {field: value for field, value in content.items() if field not in _NO_VALUES}
     if not any(values.values()):
         return
     own = {name: value for name, value in model.config.to_dict().items() if name not in _NO_VALUES}
     for name, theirs in values.items():
-        changed = sorted(each for each, value in theirs.items() if each in own and own[each] != value)
+        changed = sorted(field for field, value in theirs.items() if field in own and own[field] != value)
         if changed or not theirs:
-            what = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
+            other = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
             raise ModelError(
-                f"{key}: the adapter {folders[name]} was trained with {what}, and this model has others. Load it alone."
+                f"{key}: the adapter {folders[name]} was trained with {other}, and this model has others. Load it "
+                "alone."
             )
-
-
-def _config_values(folder: Path) -> dict[str, Any]:
-    """Return the values of the config that an adapter brings for its base; none where it brings no config."""
-    path = folder / CONFIG_FOLDER / CONFIG
-    if not path.is_file():
-        return {}
-    return {name: value for name, value in read_json_settings(path).items() if name not in _NO_VALUES}
 
 
 def _base_of(folder: Path, adapter: Mapping[str, Any]) -> str:
@@ -252,4 +240,4 @@ def _num_embeddings(folder: Path, adapter: Mapping[str, Any]) -> int:
             sizes += [int(file.get_slice(name).get_shape()[0]) for name in names]
     indices = adapter.get("trainable_token_indices") or adapter.get("token_indices") or ()
     lists = indices.values() if isinstance(indices, dict) else (indices,)
-    return int(max([*sizes, *(max(each) + 1 for each in lists if each)]))
+    return int(max([*sizes, *(max(tokens) + 1 for tokens in lists if tokens)]))

@@ -1,7 +1,7 @@
-"""The tokenizer of a model as AutoTokenizer loads it from the exported folder, where the model's type has a say.
+"""The tokenizer of a model as AutoTokenizer loads it from the exported folder, where it depends on the model's type.
 
 For some types (`qwen2`, `qwen3_5`) transformers builds a class of its own, whatever tokenizer_config.json says, which
-brings its own pre-tokeniser and normaliser and takes from tokenizer.json only vocabulary and merges.
+brings its own pre-tokenizer and normalizer and takes only vocabulary and merges from tokenizer.json.
 """
 
 import json
@@ -13,54 +13,23 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from finetune.errors import ModelError
 from finetune.model.loading.pretrained import load_auto_class, without_warnings
 
+# fmt: off
 HOSTILE_TEXTS = (
-    *("", " ", "  ", "   \t ", "\n", "\n\n\n", "\r\n", "\t\tx", "a b", " a", "a ", "a  b", "a\n\nb", " \n a"),
-    *(
-        "0",
-        "7 8",
-        "123456789",
-        "1,234.56",
-        "2026-11-23T00:13",
-        "3.14159e-10",
-        "0x7f",
-        "x1y22z333",
-        "\u0661\u0662\u0663",
-        "\u00bd \u2153",
-    ),
-    *("don't", "I'LL we'Ve", "'s", "HELLO World hElLo", "snake_case camelCase", "e-mail@x.org", "https://a.b/c?d=e#f"),
-    *(
-        "na\u00efve caf\u00e9",
-        "cafe\u0301",
-        "\ufb01ne \ufb03",
-        "Stra\u00dfe \u1e9e",
-        "\u0130stanbul \u0131",
-        "\u4f60\u597d\uff0c\u4e16\u754c",
-        "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8",
-        "\ud55c\uad6d\uc5b4",
-        "\u05e2\u05d1\u05e8\u05d9\u05ea",
-        "\u0939\u093f\u0928\u094d\u0926\u0940",
-    ),
-    *(
-        "\U0001f44d\U0001f3fd",
-        "\U0001f469\u200d\U0001f469\u200d\U0001f467",
-        "\U0001f1eb\U0001f1f7",
-        "\u200b\u200d\ufeff",
-        "\u00a0x\u2003y",
-        "a\u0000b",
-        "\u202eabc",
-        "\u00bd\u338f\u2460",
-        "\U00012000",
-    ),
-    *("def f(x):\n    return x ** 2  # y\n", "\n\n\n  if (a!=b){c+=1;}", "...!?--==>>", "((([[[{{{", "-----", "\\n\\t"),
-    *("<|endoftext|>", "<|im_start|>user", "<s></s>", "[CLS] [SEP] [MASK]", "<|im_end|>\n", "<pad><unk>", "<0x0A>"),
-    *(
-        "x" * 300,
-        "ab " * 100,
-        "The quick brown fox jumps over the lazy dog.",
-        "\u00a1\u00bf\u00ab\u00bb\u201e\u201c\u201d\u2018\u2019\u2026\u2014\u2013",
-    ),
+    "", " ", "  ", "   \t ", "\n", "\n\n\n", "\r\n", "\t\tx", "a b", " a", "a ", "a  b", "a\n\nb", " \n a", "0",
+    "7 8", "123456789", "1,234.56", "2026-11-23T00:13", "3.14159e-10", "0x7f", "x1y22z333", "\u0661\u0662\u0663",
+    "\u00bd \u2153", "don't", "I'LL we'Ve", "'s", "HELLO World hElLo", "snake_case camelCase", "e-mail@x.org",
+    "https://a.b/c?d=e#f", "na\u00efve caf\u00e9", "cafe\u0301", "\ufb01ne \ufb03", "Stra\u00dfe \u1e9e",
+    "\u0130stanbul \u0131", "\u4f60\u597d\uff0c\u4e16\u754c", "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8",
+    "\ud55c\uad6d\uc5b4", "\u05e2\u05d1\u05e8\u05d9\u05ea", "\u0939\u093f\u0928\u094d\u0926\u0940",
+    "\U0001f44d\U0001f3fd", "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\U0001f1eb\U0001f1f7",
+    "\u200b\u200d\ufeff", "\u00a0x\u2003y", "a\u0000b", "\u202eabc", "\u00bd\u338f\u2460", "\U00012000",
+    "def f(x):\n    return x ** 2  # y\n", "\n\n\n  if (a!=b){c+=1;}", "...!?--==>>", "((([[[{{{", "-----",
+    "\\n\\t", "<|endoftext|>", "<|im_start|>user", "<s></s>", "[CLS] [SEP] [MASK]", "<|im_end|>\n", "<pad><unk>",
+    "<0x0A>", "x" * 300, "ab " * 100, "The quick brown fox jumps over the lazy dog.",
+    "\u00a1\u00bf\u00ab\u00bb\u201e\u201c\u201d\u2018\u2019\u2026\u2014\u2013",
 )
-"""Where pre-tokenisers, normalisers and tables of special tokens differ."""
+# fmt: on
+"""Texts on which pre-tokenizers, normalizers and tables of special tokens differ."""
 
 _PLAIN = "The quick brown fox jumps over the lazy dog."
 
@@ -70,8 +39,8 @@ def as_loaded_for(
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
     """Return the tokenizer that AutoTokenizer loads next to a model of this type, and a text that shows a difference.
 
-    It is the same tokenizer, and the text None, where the two read every text alike. Raises ModelError where the one
-    that is loaded cannot use this vocabulary: it would not give a plain text back.
+    It is the same tokenizer, and the text None, where the two encode every text alike. Raises ModelError where the one
+    that is loaded cannot use this vocabulary: a plain text would not survive encoding and decoding.
     """
     with TemporaryDirectory() as name, without_warnings():
         folder = Path(name)
@@ -81,11 +50,14 @@ def as_loaded_for(
     text = differing_text(tokenizer, loaded)
     if text is None:
         return tokenizer, None
-    if _read_back(tokenizer) != _read_back(loaded):
+    original, decoded = (
+        str(one.decode(_ids(one, _PLAIN), skip_special_tokens=True)).strip() for one in (tokenizer, loaded)
+    )
+    if original != decoded:
         raise ModelError(
             f"model.tokenizer: next to a model of type `{model_type}` transformers loads every tokenizer as "
             f"{type(loaded).__name__}, which cannot use the vocabulary of this one: it reads {_PLAIN!r} as "
-            f"{_read_back(loaded)!r}. Use a byte-level BPE, such as `model.tokenizer.train`, or another model type."
+            f"{decoded!r}. Use a byte-level BPE, such as `model.tokenizer.train`, or another model type."
         )
     return loaded, text
 
@@ -93,10 +65,6 @@ def as_loaded_for(
 def differing_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
     """Return the first text that the two tokenizers read differently; None if there is none."""
     return next((text for text in HOSTILE_TEXTS if _ids(one, text) != _ids(other, text)), None)
-
-
-def _read_back(tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode(_ids(tokenizer, _PLAIN), skip_special_tokens=True)).strip()
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
