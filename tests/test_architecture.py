@@ -4,7 +4,9 @@ Plain `ast`, nothing is run. Each test lists every offender, and each line says 
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,8 +150,56 @@ REFUSED_WORDS = {
     "beforehand": "by what is done",
     "mend": "fix, or repair",
     "mends": "fix, or repair",
+    "mended": "fixed, or repaired",
+    "beside": "next to, or in addition to",
+    "anew": "again",
+    "whoever": "the thing's own name",
 }
-"""Home-made words, and the terms of the field: no module, class, function or parameter has one among its words."""
+"""Home-made words, and the terms of the field.
+
+No module, class, function, parameter, field, local variable or test has one among its words; no docstring, comment or
+message either, but for those of WORDS_OF_SENTENCES.
+"""
+
+WORDS_OF_SENTENCES = {
+    "say",
+    "tell",
+    "wish",
+    "wishes",
+    "settle",
+    "hiding",
+    "manner",
+    "latch",
+    "contest",
+    "shelf",
+    "parcel",
+}
+"""Those of the table that are plain English in a sentence."""
+
+REFUSED_PHRASES = {
+    "so many": "the number of",
+    "be had": "be loaded, be read",
+    "cannot be told": "cannot be distinguished, cannot be determined",
+    "without a word": "without a message, unexpectedly",
+}
+
+RECORDED_NAMES = {
+    "learnt": "finetune/data/audit/template_check.py",
+    "is_end_learnt": "finetune/data/audit/template_check.py",
+}
+"""Fields that are written down field by field, and so keep their names: `tests/test_recorded_names.py`."""
+
+NOT_IN_TEST_NAMES = {
+    "says": "logs, reports, names",
+    "said": "logged, reported",
+    "tells": "logs, reports",
+    "behind": "after, in the background",
+    "ahead": "prefetched, in advance",
+    "apart": "separate, isolated",
+    "dear": "slow, expensive",
+}
+RIDDLES = ("what", "whoever", "whatever", "it", "they", "or", "so")
+"""A test's name stands alone in a log: it does not begin with one of these, its subject does."""
 
 REFUSED_NAMES = {
     "machine": "prepared_model",
@@ -510,7 +560,7 @@ def long_functions(module: Module) -> Iterator[str]:
 
 
 def test_names_are_the_terms_of_the_field():
-    none_of(empty_file_names, home_made_words)
+    none_of(empty_file_names, home_made_words, home_made_sentences)
 
 
 def empty_file_names(module: Module) -> Iterator[str]:
@@ -521,11 +571,54 @@ def empty_file_names(module: Module) -> Iterator[str]:
 
 def home_made_words(module: Module) -> Iterator[str]:
     for where, name in names_in(module):
-        found = {word: REFUSED_WORDS[word] for word in words_of(name) if word in REFUSED_WORDS}
         whole = name.lstrip("_")
+        if RECORDED_NAMES.get(whole) == module.file:
+            continue
+        found = {word: REFUSED_WORDS[word] for word in words_of(name) if word in REFUSED_WORDS}
         found |= {each: REFUSED_NAMES[each] for each in (whole, whole.lower()) if each in REFUSED_NAMES}
         for word, term in found.items():
             yield f"{where} {name}: `{word}` is a word of our own; the field says: {term}"
+
+    for where, name in variables_in(module):
+        if RECORDED_NAMES.get(name.lstrip("_")) == module.file:
+            continue
+        for word in set(words_of(name)) & REFUSED_WORDS.keys():
+            yield f"{where} {name}: `{word}` is a word of our own; the field says: {REFUSED_WORDS[word]}"
+
+
+def home_made_sentences(module: Module) -> Iterator[str]:
+    """Yield the words of the tables that docstrings, comments and messages hold."""
+    terms = {word: term for word, term in REFUSED_WORDS.items() if word not in WORDS_OF_SENTENCES} | REFUSED_PHRASES
+    pattern = re.compile(rf"(?<![\w.`-])({'|'.join(map(re.escape, terms))})(?![\w-])", re.IGNORECASE)
+    for line, text in sentences_in(module):
+        for match in pattern.finditer(" ".join(text.split())):
+            yield f"{module.file}:{line}: `{match[0]}`: write {terms[match[0].lower()]}"
+
+
+def sentences_in(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every docstring, comment, message and other string."""
+    for node in module.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_names_of_tests_stand_alone_in_a_log():
+    offences, num_tests = [], 0
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^ *(?:async )?def test_(\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+            num_tests += 1
+            where = f"{path.relative_to(ROOT)} test_{name}"
+            words = name.split("_")
+            if words[0] in RIDDLES:
+                offences.append(f"{where}: `{words[0]}` has no subject: name what is tested")
+            for word in words:
+                if term := (REFUSED_WORDS | NOT_IN_TEST_NAMES).get(word):
+                    offences.append(f"{where}: `{word}` is a word of our own; write: {term}")
+    assert num_tests > 1000
+    report(offences)
 
 
 def words_of(name: str) -> list[str]:
@@ -541,6 +634,15 @@ def names_in(module: Module) -> Iterator[tuple[str, str]]:
             yield module.at(node), node.name
         elif isinstance(node, ast.arg):
             yield module.at(node), node.arg
+
+
+def variables_in(module: Module) -> Iterator[tuple[str, str]]:
+    """Yield the place and name of every field, attribute and local variable that is assigned."""
+    for node in module.nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield module.at(node), node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield module.at(node), node.attr
 
 
 def test_a_key_its_section_its_folder_and_its_tests_bear_one_name():

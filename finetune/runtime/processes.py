@@ -136,14 +136,14 @@ def _command(pid: int) -> list[str]:
 _EXIT_HANDLERS_SECONDS = 10.0
 """For all handlers together: one that waits for another process could wait forever."""
 
-_BESIDE_STUCK_SECONDS = 3.0
+_STUCK_MAIN_THREAD_SECONDS = 3.0
 """The same where another thread ends the process: the main one may be stuck, with locks held that a handler needs."""
 
 
 def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
     """Run the handlers registered with `atexit`, flush, and exit this process, after `seconds` at the latest."""
     is_main = threading.current_thread() is threading.main_thread()
-    limit = seconds if seconds is not None else _EXIT_HANDLERS_SECONDS if is_main else _BESIDE_STUCK_SECONDS
+    limit = seconds if seconds is not None else _EXIT_HANDLERS_SECONDS if is_main else _STUCK_MAIN_THREAD_SECONDS
     try:
         _run_exit_handlers(code, seconds=limit, joins_threads=is_main)
         logging.shutdown()

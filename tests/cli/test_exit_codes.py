@@ -70,7 +70,7 @@ def test_a_failure_of_training_is_printed_at_once_by_every_rank(monkeypatch, cap
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"])
-def test_under_a_launcher_the_message_says_to_ignore_the_launchers_traceback(monkeypatch, capsys, variable):
+def test_the_message_under_a_launcher_advises_ignoring_the_launchers_traceback(monkeypatch, capsys, variable):
     monkeypatch.setenv(variable, "1")
     assert ended(CheckpointError("no checkpoint in runs/first")) == 2
     assert capsys.readouterr().err.endswith("Ignore the launcher's traceback below: it only reports this exit.\n")

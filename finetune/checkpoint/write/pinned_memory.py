@@ -18,7 +18,7 @@ from finetune.runtime.resources import format_size
 PAGE_BYTES = mmap.PAGESIZE
 
 Register = Callable[[int, int], None]
-"""Page-locks the pages at an address, of so many bytes; raises CheckpointError where the driver refuses."""
+"""Page-locks the pages at an address, of this number of bytes; raises CheckpointError where the driver refuses."""
 
 
 def pinned_size(size_bytes: int) -> int:

@@ -154,7 +154,7 @@ class GroupedOrder(PiecewiseOrder):
         self._shuffle = shuffle
         self._num_windows = -(-len(lengths) // window_samples)
         self._window_samples = window_samples
-        self._grouped = lru_cache(maxsize=2)(self._grouped_anew)
+        self._grouped = lru_cache(maxsize=2)(self._compute_groups)
         each = [self._group(self._lengths[self._window(number)]).num_groups for number in range(self._num_windows)]
         self._ends = np.cumsum(each)  # of each window's positions within an epoch
 
@@ -175,7 +175,7 @@ class GroupedOrder(PiecewiseOrder):
             yield ids[starts[first] : starts[last]]
             start += last - first
 
-    def _grouped_anew(self, epoch: int, window: int) -> SampleGroups:
+    def _compute_groups(self, epoch: int, window: int) -> SampleGroups:
         """Return the window's groups of sample ids in the order in which the epoch has them."""
         ids = self._window(window)
         if self._shuffle:
@@ -225,7 +225,7 @@ class LengthGroupedOrder(PiecewiseOrder):
         self._seed = seed
         self._step_size = global_batch_size
         self._window_size = global_batch_size * window_steps
-        self._sorted = lru_cache(maxsize=2)(self._sorted_anew)
+        self._sorted = lru_cache(maxsize=2)(self._compute_sorted)
 
     @property
     def unsorted(self) -> Order:
@@ -250,7 +250,7 @@ class LengthGroupedOrder(PiecewiseOrder):
             yield self._sorted(window)[first:last]
             start += last - first
 
-    def _sorted_anew(self, window: int) -> np.ndarray:
+    def _compute_sorted(self, window: int) -> np.ndarray:
         start, stop = window * self._window_size, (window + 1) * self._window_size
         ends = _multiples(self._order.num_positions, start, stop) if self._order.num_positions else []
         edges = [start, *ends, stop]
