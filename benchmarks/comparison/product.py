@@ -14,10 +14,12 @@ from unittest.mock import patch
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.read.find import find_checkpoint
+from finetune.checkpoint.read.load import load_checkpoint
 from finetune.checkpoint.sharding.access import build_access
+from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.data.loader import train_loader
@@ -113,18 +115,25 @@ class Built:
         )
         return lambda: evaluator(0)["loss"]
 
-    def checkpointer(
-        self, folder: Path, *, prefetched: ChecksumPrefetch | None = None, is_asynchronous: bool = True
-    ) -> Checkpointer:
-        """Return what saves and finds checkpoints in the folder."""
-        return Checkpointer(
+    def saver(self, folder: Path, *, on_saved: Callable[[SavedCheckpoint], None]) -> Saver:
+        """Return what saves checkpoints to the folder, in the background."""
+        return Saver(
             folder,
-            section=CheckpointSection(asynchronous=is_asynchronous),
+            section=CheckpointSection(),
             access=build_access(self.prepared.accelerator, self.prepared.model, self.prepared.optimizer),
             run=RunFingerprint({}, {}, {}),
-            log=lambda _: None,
-            checksums=prefetched,
+            on_saved=on_saved,
+            warn=lambda step, message: None,
         )
+
+    def resume(self, folder: Path, *, checksums: ChecksumPrefetch | None) -> None:
+        """Find, verify and load the newest checkpoint of the folder."""
+        checksums = checksums or ChecksumPrefetch()
+        access = build_access(self.prepared.accelerator, self.prepared.model, self.prepared.optimizer)
+        checkpoint = find_checkpoint(folder, resume="auto", log=lambda _: None, checksum_of=checksums.checksum)
+        assert checkpoint is not None, "it has been saved before"
+        load_checkpoint(checkpoint, access=access, cached_bytes=checksums.cached_bytes)
+        checksums.clear()
 
     def take_step(self) -> None:
         """Take a step on random tokens, so that there is optimizer state."""

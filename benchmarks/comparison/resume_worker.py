@@ -23,11 +23,8 @@ def ours(job: Path, folder: Path) -> dict[str, Any]:
         load_config(job, [f"run.folder={json.dumps(str(folder))}"])
     )  # before torch is imported
     built = product.build(job)
-    checkpoints = built.checkpointer(folder / "checkpoints", prefetched=prefetched)
     started, cpu = time.perf_counter(), time.process_time()
-    found = checkpoints.find()
-    assert found is not None, "it has been saved before"
-    checkpoints.load(found)
+    built.resume(folder / "checkpoints", checksums=prefetched)
     return {**_elapsed(started, cpu), "checksum": built.checksum()}
 
 

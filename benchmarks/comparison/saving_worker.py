@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches
 
+from finetune.checkpoint.write.saver import SavedCheckpoint
 from finetune.runtime.progress import Progress
 
 from comparison.product import Built, build, loaders
@@ -78,11 +79,14 @@ def stalls(job: Path, folder: Path, rounds: int) -> Figures:
     """Save in the background and by Accelerate in turn; return the seconds that training waits; one of each stays."""
     built = build(job)
     built.take_step()
-    ours = built.checkpointer(folder / "checkpoints")
+    checkpoints: list[SavedCheckpoint] = []
+    ours = built.saver(folder / "checkpoints", on_saved=checkpoints.append)
     ours.rehearse(num_saves=rounds)  # as at a run's start
     found: Figures = {"ours": [], "ours_total": [], "accelerate": []}
     for number in range(1, rounds + 1):
-        saved = ours.save(STEP + number, progress=Progress(step=STEP + number).state_dict())
+        ours(Progress(step=STEP + number))
+        ours.wait_for_writes()
+        saved = checkpoints[-1]
         found["ours"].append(saved.stall_seconds)
         found["ours_total"].append(saved.seconds)
         found["state_bytes"] = saved.size_bytes

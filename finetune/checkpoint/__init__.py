@@ -1,1 +1,1 @@
-"""Checkpoints: format/ (what is on disk), sharding/ (which rank holds what), write/, read/, and checkpointer.py."""
+"""Checkpoints: format/ (what is on disk), sharding/ (which rank holds what), write/, read/."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
-from finetune.report.events import RunEnded, RunStarted, Warned
+from finetune.report.events import CheckpointSaved, RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
 from finetune.report.reporter import Reporter
 from finetune.run.context import RunContext
@@ -20,7 +21,6 @@ from finetune.run.flops import device_price, peak_flops
 from finetune.run.profiling import profile_parts
 from finetune.run.setup.loop import make_parts, remove_stop_file
 from finetune.run.state.resume import RestoredRun
-from finetune.run.state.save import ReportingSaver
 from finetune.run.supervision import FINAL_REASONS, Supervision
 from finetune.runtime import distributed
 from finetune.runtime.progress import Progress
@@ -43,9 +43,8 @@ class TrainingOutcome:
 def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> TrainingOutcome:
     """Train to the end of the plan, or until a stop is requested. Collective."""
     config, progress, plan = context.config, restored.progress, restored.built.plan
-    restored.checkpointer.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
-    sync = partial(sync_batch_norm, restored.built.prepared.model)
-    save = ReportingSaver(restored.checkpointer, reporter, supervision.status.checkpoint, before=sync)
+    save = _make_saver(context, restored, reporter=reporter, supervision=supervision)
+    save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
         parts = make_parts(
             config,
@@ -65,6 +64,25 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
             with supervision.startup.phase("evaluation"):
                 parts.evaluate(progress.step)
         return TrainingOutcome(_run_loop(parts, progress, supervision=supervision), started)
+
+
+def _make_saver(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> Saver:
+    """Return what saves the run; it reports each checkpoint and enters it into the status file."""
+
+    def on_saved(saved: SavedCheckpoint) -> None:
+        path = str(saved.path)
+        reporter(CheckpointSaved(saved.step, path, saved.size_bytes, saved.seconds, saved.stall_seconds))
+        supervision.status.checkpoint(path)
+
+    return Saver(
+        context.paths.checkpoints,
+        section=context.config.checkpoint,
+        access=restored.access,
+        run=restored.fingerprint,
+        on_saved=on_saved,
+        warn=lambda step, message: reporter(Warned(step, message)),
+        before_save=partial(sync_batch_norm, restored.built.prepared.model),
+    )
 
 
 def _run_started(

@@ -8,9 +8,9 @@ from tests.checkpoint.small_run import Run
 
 folder = Path(sys.argv[1])
 run = Run(folder).train(range(2))
-run.checkpointer.saver.begin(3, progress=Progress(3).state_dict())
+run.saver(Progress(3))
 print("training goes on")
 if "--waits" in sys.argv:
-    run.checkpointer.saver.finish()
+    run.saver.wait_for_writes()
 while not list(folder.glob(".staging-*")):
     pass  # the write has not begun

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.read.find import find_checkpoint, verify_checkpoint
 from finetune.checkpoint.sharding import gather, save_plan
 from finetune.checkpoint.write import save_preflight, saver
+from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.checkpoint.write.writer import WrittenFiles
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
@@ -39,10 +39,29 @@ def main(folder: Path) -> None:
     distributed.barrier()  # nobody ends while another still speaks to it
 
 
-def checkpointer(folder: Path, parted: Parted | None = None, **section: object) -> Checkpointer:
-    access = (parted or Parted(step=1)).access
-    run = RunFingerprint({"model": "parts"}, settings={}, origin={})
-    return Checkpointer(folder, section=CheckpointSection(**section), access=access, run=run, log=lambda message: None)
+class Saving:
+    """Saves to a folder, and keeps what it saved and warned of."""
+
+    def __init__(self, folder: Path, parted: Parted | None = None, **section: object) -> None:
+        self.saved: list[SavedCheckpoint] = []
+        self.warnings: list[str] = []
+        self.saver = Saver(
+            folder,
+            section=CheckpointSection(**section),
+            access=(parted or Parted(step=1)).access,
+            run=RunFingerprint({"model": "parts"}, settings={}, origin={}),
+            on_saved=self.saved.append,
+            warn=lambda step, message: self.warnings.append(message),
+        )
+
+    def save(self, step: int) -> SavedCheckpoint:
+        self.saver(Progress(step))
+        self.saver.wait_for_writes()
+        return self.saved[-1]
+
+    def is_written(self) -> bool:
+        self.saver.report_written()
+        return bool(self.saved)
 
 
 def faults(*written: str) -> None:
@@ -58,9 +77,9 @@ def every_bit_arrives(folder: Path) -> object:
             parted = Parted(step=1, copies=copies)
             path = folder / f"{copies}-{asynchronous}"
             with patch.object(gather, "CHUNK_ELEMENTS", 50), patch.object(save_plan, "ROUND_BYTES", 900):
-                keeper = checkpointer(path, parted, asynchronous=asynchronous)
-                keeper.rehearse(num_saves=5)
-                saved = keeper.save(1, progress=Progress(1).state_dict())
+                saving = Saving(path, parted, asynchronous=asynchronous)
+                saving.saver.rehearse(num_saves=5)
+                saved = saving.save(1)
             found = {}
             for file in saved.path.glob("*/*.safetensors"):
                 found |= load_file(file)
@@ -74,56 +93,56 @@ def every_bit_arrives(folder: Path) -> object:
 def while_training_speaks(folder: Path) -> object:
     """One rank is slow to write; meanwhile all add up numbers on the main line."""
     faults("save.write rank=1 do=sleep seconds=1.5")
-    keeper = checkpointer(folder)
-    keeper.saver.begin(1, progress=Progress(1).state_dict())
-    went_on = keeper.saver.outcome() is None
+    saving = Saving(folder)
+    saving.saver(Progress(1))
+    went_on = not saving.is_written()
     sums = [float(distributed.sum_tensor(torch.tensor(1.0))) for _ in range(50)]
-    still = keeper.saver.outcome() is None
-    saved = keeper.saver.finish()
+    still = not saving.is_written()
+    saving.saver.wait_for_writes()
+    (saved,) = saving.saved
     return [went_on, still, sums == [float(distributed.world())] * 50, saved.stall_seconds < 1.5 < saved.seconds]
 
 
 def tried_again_on_one_rank(folder: Path) -> object:
     faults("save.write step=1 rank=1 do=no_space")
-    keeper = checkpointer(folder)
-    keeper.saver.begin(1, progress=Progress(1).state_dict())
-    saved = keeper.saver.finish()
-    return [saved.path.name, [note for _, note in keeper.saver.notes()]]
+    saving = Saving(folder)
+    return [saving.save(1).path.name, saving.warnings]
 
 
 def given_up_on_one_rank(folder: Path) -> object:
     """Then the next is written as if nothing had been."""
     faults(*["save.write step=2 rank=1 do=no_space"] * 3)
-    keeper = checkpointer(folder)
-    keeper.save(1, progress=Progress(1).state_dict())
-    return [error_of(keeper, 2), names(folder), keeper.save(3, progress=Progress(3).state_dict()).path.name]
+    saving = Saving(folder)
+    saving.save(1)
+    return [error_of(saving, 2), names(folder), saving.save(3).path.name]
 
 
 def not_finite_on_one_rank(folder: Path) -> object:
     parted = Parted(step=1)
-    keeper = checkpointer(folder, parted)
+    saving = Saving(folder, parted)
     if distributed.rank() == 1:
         with torch.no_grad():
             parted.held["table"].tensor[7] = float("nan")
-    return [error_of(keeper, 1), names(folder)]
+    return [error_of(saving, 1), names(folder)]
 
 
 def unforeseen_on_one_rank(folder: Path) -> object:
     """A thread dies on one rank where no care has been taken: others hear of it at once, and saving still works."""
-    keeper, started = checkpointer(folder), time.monotonic()
+    saving = Saving(folder)
+    started = time.monotonic()
     with (
         patch.object(WrittenFiles, "merge", side_effect=KeyError("a bug")) if distributed.rank() == 1 else nullcontext()
     ):
-        error = error_of(keeper, 1)
+        error = error_of(saving, 1)
     is_quick = time.monotonic() - started < 60
-    return [error, is_quick, keeper.save(2, progress=Progress(2).state_dict()).path.name, names(folder)]
+    return [error, is_quick, saving.save(2).path.name, names(folder)]
 
 
 def not_shared(folder: Path) -> object:
     """Every rank has a folder of its own, as on machines that share none."""
     with patch.object(save_preflight, "_VISIBILITY_CHECKS", 1):
         try:
-            checkpointer(folder / f"machine-{distributed.rank()}").rehearse(num_saves=5)
+            Saving(folder / f"machine-{distributed.rank()}").saver.rehearse(num_saves=5)
         except CheckpointError as error:
             return str(error)
     return "it was rehearsed"
@@ -131,16 +150,16 @@ def not_shared(folder: Path) -> object:
 
 def flipped_after_the_fact(folder: Path) -> object:
     faults("save.done step=2 rank=1 do=flip")
-    keeper = checkpointer(folder)
+    saving = Saving(folder)
     for step in (1, 2):
-        keeper.save(step, progress=Progress(step).state_dict())
-    found = keeper.find()
+        saving.save(step)
+    found = find_checkpoint(folder, resume="auto", log=lambda message: None)
     return [found.step if found else None, names(folder)]
 
 
-def error_of(keeper: Checkpointer, step: int) -> str:
+def error_of(saving: Saving, step: int) -> str:
     try:
-        keeper.save(step, progress=Progress(step).state_dict())
+        saving.save(step)
     except (CheckpointError, NonFiniteError) as error:
         return f"{type(error).__name__}: {error}"
     return "it was saved"

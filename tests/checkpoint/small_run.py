@@ -6,11 +6,14 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import MANIFEST_DIGEST_KEY, RunFingerprint, file_checksum, manifest_digest
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.read.find import find_checkpoint
+from finetune.checkpoint.read.load import resume_checkpoint
 from finetune.checkpoint.sharding.access import NamedState
 from finetune.checkpoint.sharding.state_access import LossScale
 from finetune.checkpoint.sharding.state_layout import StateLayout, named_buffers, named_parameters, replicated_view
+from finetune.checkpoint.write.saver import Saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.runtime.progress import Progress
 
@@ -33,6 +36,11 @@ class Run:
         torch.manual_seed(0)
         self.folder = folder
         self.said = []
+        self.saved = []
+        self.events = []  # what the saver reported: checkpoints, and steps with warnings
+        self.section = CheckpointSection(**section)
+        self.fingerprint = RunFingerprint(identity or {"model": "small", "data": "abc"}, settings={}, origin={})
+        self.checksums = ChecksumPrefetch()
         self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         held = {name: replicated_view(parameter) for name, parameter in named_parameters(self.model).items()}
@@ -42,13 +50,22 @@ class Run:
             device=torch.device("cpu"),
             loss_scale=LossScale(scaler=None, deepspeed=None),
         )
-        self.checkpointer = Checkpointer(
+        self.saver = Saver(
             folder,
-            section=CheckpointSection(**section),
+            section=self.section,
             access=self.access,
-            run=RunFingerprint(identity or {"model": "small", "data": "abc"}, settings={}, origin={}),
-            log=self.said.append,
+            run=self.fingerprint,
+            on_saved=self.on_saved,
+            warn=self.warn,
         )
+
+    def on_saved(self, checkpoint):
+        self.saved.append(checkpoint)
+        self.events.append(checkpoint)
+
+    def warn(self, step, message):
+        self.said.append(message)
+        self.events.append((step, message))
 
     def train(self, steps, *, save=True):
         for step in steps:
@@ -57,11 +74,32 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
             if save:
-                self.checkpointer.save(step + 1, progress=Progress(step=step + 1, num_tokens=10 * step).state_dict())
+                self.save(Progress(step=step + 1, num_tokens=10 * step))
         return self
 
+    def save(self, progress):
+        """Save, wait until the checkpoint is written, and return it."""
+        self.saver(progress)
+        self.saver.wait_for_writes()
+        return self.saved[-1]
+
+    def find(self):
+        return find_checkpoint(
+            self.folder,
+            resume=self.section.resume,
+            log=self.said.append,
+            checksum_of=self.checksums.checksum,
+        )
+
     def resume(self):
-        return self.checkpointer.load(self.checkpointer.find())
+        return resume_checkpoint(
+            self.find(),
+            access=self.access,
+            run=self.fingerprint,
+            allow_changes=self.section.allow_changes,
+            log=self.said.append,
+            checksums=self.checksums,
+        )
 
     def everything(self):
         states = {

@@ -20,12 +20,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
 
-from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.format.tensor_file import TensorFile
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.read.find import find_checkpoint
+from finetune.checkpoint.read.load import resume_checkpoint
 from finetune.checkpoint.sharding.access import build_access
 from finetune.checkpoint.sharding.gather import gather_weights
-from finetune.checkpoint.write import saver
+from finetune.checkpoint.write import saver as saver_module
+from finetune.checkpoint.write.saver import Saver
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import CheckpointError
@@ -81,17 +84,24 @@ def run(spec: dict) -> None:
 def train(accelerator, model, optimizer, spec: dict) -> dict:
     said: list[str] = []
     access = build_access(accelerator, model, optimizer)
-    checkpointer = Checkpointer(
+    fingerprint = RunFingerprint({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={})
+    saver = Saver(
         Path(spec["folder"]),
-        section=CheckpointSection(resume=spec.get("resume", "auto")),
+        section=CheckpointSection(),
         access=access,
-        run=RunFingerprint({"model": "tiny", "variant": spec["variant"]}, settings={}, origin={}),
-        log=said.append,
+        run=fingerprint,
+        on_saved=lambda saved: None,
+        warn=lambda step, message: said.append(message),
     )
-    found = checkpointer.find()
+    found = find_checkpoint(Path(spec["folder"]), resume=spec.get("resume", "auto"), log=said.append)
     if found is not None and found.step > 0:
         warm_up_ddp_buckets(accelerator, model, loss=lambda: model(**batch(0, accelerator)).loss)
-    step = int(checkpointer.load(found)["step"]) if found is not None else 0
+    step = 0
+    if found is not None:
+        checksums = ChecksumPrefetch()
+        step = resume_checkpoint(
+            found, access=access, run=fingerprint, allow_changes=(), log=said.append, checksums=checksums
+        )["step"]
     losses = {}
     for target in spec["until"]:
         while step < target:
@@ -102,8 +112,9 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
                 model(**batch(step, accelerator))
         if target in spec["save"]:
             if "disk_is_full_on" in spec:
-                said.append(save_on_full_disk(checkpointer, step, rank=spec["disk_is_full_on"]))
-            checkpointer.save(step, progress=Progress(step).state_dict())
+                said.append(save_on_full_disk(saver, step, rank=spec["disk_is_full_on"]))
+            saver(Progress(step))
+            saver.wait_for_writes()
     has_average = spec["variant"] == "groups"
     with AveragedWeights(access, AVERAGE, lambda _, average: average).swapped_in() if has_average else nullcontext():
         weights = gather_weights(accelerator, model, trained_only=False)
@@ -114,16 +125,17 @@ def train(accelerator, model, optimizer, spec: dict) -> dict:
     return {"losses": losses, "digest": digest(weights), "dtypes": dtypes, "trained": sorted(trained), "said": said}
 
 
-def save_on_full_disk(checkpointer: Checkpointer, step: int, *, rank: int) -> str:
-    """Save while one rank cannot write; return the error that this rank is told."""
+def save_on_full_disk(saver: Saver, step: int, *, rank: int) -> str:
+    """Save while one rank cannot write; return the error that this rank raises."""
 
     def write(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     fails = patch.object(TensorFile, "add", write) if distributed.rank() == rank else nullcontext()
-    with fails, patch.object(saver, "RETRY_PAUSES_SECONDS", (0.0, 0.0)):
+    with fails, patch.object(saver_module, "RETRY_PAUSES_SECONDS", (0.0, 0.0)):
         try:
-            checkpointer.save(step, progress=Progress(step).state_dict())
+            saver(Progress(step))
+            saver.wait_for_writes()
         except CheckpointError as error:
             return str(error)
     return "it was saved"

@@ -40,9 +40,38 @@ class VerifiedCheckpoint:
         return self.manifest.step
 
 
-def find_newest(
-    folder: Path, *, log: Callable[[str], None], checksum_of: ChecksumOf = file_checksum
+def find_checkpoint(
+    folder: Path, *, resume: str | Path, log: Callable[[str], None], checksum_of: ChecksumOf = file_checksum
 ) -> VerifiedCheckpoint | None:
+    """Return the checkpoint that `checkpoint.resume` asks for, verified; None to start from scratch. Collective.
+
+    Raises CheckpointError where there is no valid one at that path, and where the folder has some and should not.
+    """
+    if resume == "never":
+        refuse_existing_checkpoint(run_on_rank_0(lambda: layout.newest_checkpoint(folder)))
+        return None
+    if resume == "auto":
+        return _find_newest(folder, log=log, checksum_of=checksum_of)
+    return _find_at_path(Path(resume), folder=folder, checksum_of=checksum_of)
+
+
+def verify_checkpoint(
+    path: Path, *, group: Group = Group.HOST, checksum_of: ChecksumOf = file_checksum
+) -> VerifiedCheckpoint:
+    """Return the checkpoint if every file has the size and digest it was written with, and its metadata is consistent.
+
+    Raises CheckpointError; its subclass OtherFormatError if the checkpoint is intact but of another format version. The
+    files are divided among the ranks; `checksum_of` may have computed some checksums already. Collective.
+    """
+    manifest = _read_on_rank_0(lambda: read_manifest_of_step(path), group=group)
+    mine = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
+    _raise_first_problem(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, checksum_of), group=group))
+    metadata = _read_on_rank_0(lambda: read_metadata(path, manifest), group=group)
+    _raise_first_problem(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, metadata), group=group))
+    return VerifiedCheckpoint(path, manifest, metadata)
+
+
+def _find_newest(folder: Path, *, log: Callable[[str], None], checksum_of: ChecksumOf) -> VerifiedCheckpoint | None:
     """Return the newest checkpoint that passes verification, or None in a folder without any. Collective.
 
     Newer bad ones are renamed to `.bad-...`, and their problems are logged; if all are bad, that is an error and not a
@@ -68,47 +97,26 @@ def find_newest(
     return None
 
 
-def find_at_path(path: Path, *, folder: Path, checksum_of: ChecksumOf = file_checksum) -> VerifiedCheckpoint:
+def _find_at_path(path: Path, *, folder: Path, checksum_of: ChecksumOf) -> VerifiedCheckpoint:
     """Return the checkpoint at this path; raises CheckpointError if it fails verification. Collective.
 
     If `folder` holds the path, its newer checkpoints, which would collide with those still to be saved, are renamed. If
     the path belongs to another run and `folder` has checkpoints, raises CheckpointError.
     """
-    inner = run_on_rank_0(lambda: [each.name for each in layout.steps(path).values()])
+    inner = run_on_rank_0(lambda: [checkpoint.name for checkpoint in layout.steps(path).values()])
     if inner and not (path / layout.MANIFEST).exists():
         raise CheckpointError(
             f"checkpoint.resume: {path} is a folder of checkpoints; write one of them: {', '.join(inner)}"
         )
     try:
-        found = verify_checkpoint(path, checksum_of=checksum_of)
+        checkpoint = verify_checkpoint(path, checksum_of=checksum_of)
     except OtherFormatError:
         raise
     except CheckpointError as error:
         advice = "Write another one (`finetune checkpoint ls RUN` lists them), or `auto` for the newest valid one."
         raise CheckpointError(f"checkpoint.resume: {str(error).rstrip('.')}. {advice}") from error
-    run_on_rank_0(lambda: _rename_newer_aside(found, folder=folder))
-    return found
-
-
-def refuse_existing_checkpoints(folder: Path) -> None:
-    """Raise CheckpointError if the folder has checkpoints. Collective."""
-    refuse_existing_checkpoint(run_on_rank_0(lambda: layout.newest_checkpoint(folder)))
-
-
-def verify_checkpoint(
-    path: Path, *, group: Group = Group.HOST, checksum_of: ChecksumOf = file_checksum
-) -> VerifiedCheckpoint:
-    """Return the checkpoint if every file has the size and digest it was written with, and its metadata is consistent.
-
-    Raises CheckpointError; its subclass OtherFormatError if the checkpoint is intact but of another format version. The
-    files are divided among the ranks; `checksum_of` may have computed some checksums already. Collective.
-    """
-    manifest = _read_on_rank_0(lambda: read_manifest_of_step(path), group=group)
-    mine = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
-    _raise_first_problem(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, checksum_of), group=group))
-    metadata = _read_on_rank_0(lambda: read_metadata(path, manifest), group=group)
-    _raise_first_problem(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, metadata), group=group))
-    return VerifiedCheckpoint(path, manifest, metadata)
+    run_on_rank_0(lambda: _rename_newer_aside(checkpoint, folder=folder))
+    return checkpoint
 
 
 def _read_on_rank_0(function: Callable[[], T], *, group: Group) -> T:
@@ -145,14 +153,14 @@ def _first_problem(path: Path, manifest: Manifest, names: list[str], checksum_of
     return None
 
 
-def _rename_newer_aside(found: VerifiedCheckpoint, *, folder: Path) -> None:
+def _rename_newer_aside(checkpoint: VerifiedCheckpoint, *, folder: Path) -> None:
     own = layout.steps(folder)
-    is_own = any(path.resolve() == found.path.resolve() for path in own.values())
+    is_own = any(path.resolve() == checkpoint.path.resolve() for path in own.values())
     if own and not is_own:
         raise CheckpointError(
-            f"checkpoint.resume: {found.path} belongs to another run, but {folder} has checkpoints of its own, such as "
-            f"{layout.newest_checkpoint(folder)}. Write `auto` to resume from that one, or another run.folder."
+            f"checkpoint.resume: {checkpoint.path} belongs to another run, but {folder} has checkpoints of its own, "
+            f"such as {layout.newest_checkpoint(folder)}. Write `auto` to resume from that one, or another run.folder."
         )
     for step, path in own.items():
-        if step > found.step:
+        if step > checkpoint.step:
             layout.rename_aside(path, "superseded")

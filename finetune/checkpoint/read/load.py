@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.format.tensor_file import MODEL_KEYS, PARAMETER, TensorRecord, parse_safetensors, read_range
+from finetune.checkpoint.read.changes import check_changes
+from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.checkpoint.read.find import VerifiedCheckpoint, verify_checkpoint
 from finetune.checkpoint.sharding.gather import agree_on_records
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.errors import CheckpointError
-from finetune.runtime.distributed import run_on_all_ranks
+from finetune.runtime.distributed import run_on_all_ranks, run_on_rank_0
 from finetune.runtime.resources import usable_cores
 from finetune.runtime.supervision.heartbeat import fault_point
 
@@ -83,6 +87,28 @@ def _record(entry: Mapping[str, Any]) -> TensorRecord:
 def no_cached_bytes(path: Path) -> np.ndarray | None:
     """Return None: no file is in memory."""
     return None
+
+
+def resume_checkpoint(
+    checkpoint: VerifiedCheckpoint,
+    *,
+    access: StateAccess,
+    run: RunFingerprint,
+    allow_changes: Sequence[str],
+    log: Callable[[str], None],
+    checksums: ChecksumPrefetch,
+) -> dict[str, Any]:
+    """Load the checkpoint into model and optimizer of this run and return its progress. Collective.
+
+    Logs what changed since it was saved; raises CheckpointError for a change that `allow_changes` does not allow.
+    """
+    saved = checkpoint.manifest.run
+    check = partial(check_changes, checkpoint.path, saved, wanted=run, allowed=allow_changes)
+    for message in run_on_rank_0(check):
+        log(message)
+    progress = load_checkpoint(checkpoint, access=access, cached_bytes=checksums.cached_bytes)
+    checksums.clear()
+    return progress
 
 
 def load_checkpoint(

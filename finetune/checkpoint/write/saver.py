@@ -1,16 +1,18 @@
-"""Saves of a run, one at a time: in the background from a copy, or streamed while training waits; with retries."""
+"""Saves of a run, one at a time: in the background from a copy, or streamed while training waits; with retries.
+
+What could prevent a save is tested before the first step.
+"""
 
 import os
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from finetune.checkpoint.background import run_in_background, run_now
 from finetune.checkpoint.format import layout
@@ -18,12 +20,15 @@ from finetune.checkpoint.format.manifest import Manifest, OtherFormatError, RunF
 from finetune.checkpoint.read.find import verify_checkpoint
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.retention import prune
+from finetune.checkpoint.write.save_preflight import rehearse
 from finetune.checkpoint.write.snapshot import Contents, SnapshotSource, StreamingSource
 from finetune.checkpoint.write.writer import write_contents
 from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import Group, error_text, run_on_rank_0
+from finetune.runtime.optional import no_op
+from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.runtime.supervision.heartbeat import fault_point
 
@@ -43,7 +48,7 @@ class SavedCheckpoint:
 
 
 class Saver:
-    """Writes the checkpoints of one run."""
+    """Saves the checkpoints of one run, and reports the outcome of each."""
 
     def __init__(
         self,
@@ -52,23 +57,96 @@ class Saver:
         section: CheckpointSection,
         access: StateAccess,
         run: RunFingerprint,
+        on_saved: Callable[[SavedCheckpoint], None],
+        warn: Callable[[int, str], None],
+        before_save: Callable[[], None] = no_op,
     ) -> None:
+        """`on_saved` and `warn`, which gets a step and a message, are called in the thread of the training.
+
+        `before_save` is called on every rank before the state is read, and may be collective.
+        """
         self._folder = folder
         self._section = section
+        self._access = access
         self._run = run
-        self.contents = SnapshotSource(access) if section.asynchronous else StreamingSource(access)
+        self._on_saved = on_saved
+        self._warn = warn
+        self._before_save = before_save
+        self._contents = SnapshotSource(access) if section.asynchronous else StreamingSource(access)
+        self._stops_on_failure = section.on_failure == "stop"
+        self._step = 0  # of the last save that was started
         self._future: Future[SavedCheckpoint] | None = None
         self._notes: deque[tuple[int, str]] = deque()  # appended by the background thread, read by the main one
+        self._reported: object = None  # the last outcome that was reported
 
-    def begin(self, step: int, *, progress: Mapping[str, Any]) -> None:
-        """Start a checkpoint of this step, after `finish` of the previous one. Collective.
+    def rehearse(self, *, num_saves: int) -> None:
+        """Check that the remaining saves will succeed, if `checkpoint.rehearse` is set. Collective."""
+        if self._section.rehearse:
+            section, access, contents = self._section, self._access, self._contents
+            rehearse(self._folder, section=section, access=access, contents=contents, num_saves=num_saves)
 
-        Training may continue on return. Raises CheckpointError on all ranks if the state could not be captured.
+    def __call__(self, progress: Progress) -> None:
+        """Save a checkpoint of this progress, in the background if so configured; wait for the previous one.
+
+        Where a valid checkpoint of the step exists, it stays as it is. Raises CheckpointError where either save has
+        failed and the run stops on failures; NonFiniteError in any case. Collective.
         """
-        assert self._future is None, "the previous save was not finished"
-        started = time.monotonic()
+        self.wait_for_writes()
+        self._before_save()
+        self._step = progress.step
+        try:
+            self._begin(progress)
+        except CheckpointError as error:
+            if self._stops_on_failure:
+                raise
+            self._warn_of_failure(error)
+        if self._outcome() is not None:  # it was written in the foreground
+            self.wait_for_writes()
+
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether a save has failed on this rank and the run stops because of it."""
+        outcome = self._outcome()
+        run_continues = isinstance(outcome, CheckpointError) and not self._stops_on_failure
+        return isinstance(outcome, BaseException) and not run_continues
+
+    def report_written(self) -> None:
+        """Report what has been written in the background since the last call."""
+        for _ in range(len(self._notes)):
+            self._warn(*self._notes.popleft())
+        outcome = self._outcome()
+        if outcome is None or outcome is self._reported:
+            return
+        self._reported = outcome
+        if isinstance(outcome, SavedCheckpoint):
+            self._on_saved(outcome)
+        if isinstance(outcome, CheckpointError) and not self._stops_on_failure:
+            self._warn_of_failure(outcome)
+
+    def wait_for_writes(self) -> None:
+        """Wait for the save in progress; raises CheckpointError where it failed and the run stops then. Collective."""
+        if self._future is not None:
+            wait([self._future])
+        self.report_written()
+        outcome, self._future = self._outcome(), None
+        if outcome is None:
+            return
+        try:
+            _raise_first_failure(outcome)
+        except CheckpointError as error:
+            if self._stops_on_failure:
+                raise
+            if not isinstance(self._reported, CheckpointError):  # it failed only on another rank
+                self._warn_of_failure(error)
+
+    def _begin(self, progress: Progress) -> None:
+        """Capture the state and start to write it; raises CheckpointError on all ranks where it could not be captured.
+
+        Collective.
+        """
+        started, step = time.monotonic(), progress.step
         fault_point("save.begin", step=step)
-        contents = self.contents.capture(step, progress=progress)
+        contents = self._contents.capture(step, progress=progress.state_dict())
         fault_point("save.copied", step=step)
         distributed.open_background_group()  # its timeout allows for slow disks
         if self._section.asynchronous:
@@ -77,33 +155,14 @@ class Saver:
         else:
             self._future = run_now(partial(self._write, contents, started=started))
 
-    def outcome(self) -> SavedCheckpoint | BaseException | None:
-        """Return the save's result or error on this rank; None while it is running, and if there is none to finish."""
+    def _outcome(self) -> SavedCheckpoint | BaseException | None:
+        """Return the result or error of the current save on this rank; None while it runs, and if there is none."""
         if self._future is None or not self._future.done():
             return None
         return self._future.exception() or self._future.result()
 
-    def notes(self) -> list[tuple[int, str]]:
-        """Return the new warnings about saves, each with the checkpoint's step."""
-        return [self._notes.popleft() for _ in range(len(self._notes))]
-
-    def wait(self) -> None:
-        """Wait until the running save has ended on this rank."""
-        if self._future is not None:
-            wait([self._future])
-
-    def finish(self) -> SavedCheckpoint | None:
-        """Wait for the running save and return its result. Collective.
-
-        Raises CheckpointError, or NonFiniteError, on all ranks if it failed on one.
-        """
-        if self._future is None:
-            return None
-        self.wait()
-        outcome, self._future = self.outcome(), None
-        _raise_first_failure(outcome)
-        assert isinstance(outcome, SavedCheckpoint)
-        return outcome
+    def _warn_of_failure(self, error: CheckpointError) -> None:
+        self._warn(self._step, f"{error} Training continues, and the next save that is due tries again.")
 
     def _write(self, contents: Contents, *, started: float, stall: float | None = None) -> SavedCheckpoint:
         """Write the contents, with retries; ranks communicate in the background group. Collective."""
@@ -138,7 +197,7 @@ class Saver:
         # All ranks wait for the deletion, so that they end together and none waits long for rank 0 later.
         delete_old = partial(prune, self._folder, section=self._section, newest=contents.step)
         failures = run_on_rank_0(delete_old, group=Group.BACKGROUND)
-        self._notes.extend((contents.step, each) for each in failures)
+        self._notes.extend((contents.step, failure) for failure in failures)
         return manifest
 
     def _already_saved(self, step: int) -> Manifest | None:

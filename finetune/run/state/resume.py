@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from finetune.checkpoint.checkpointer import Checkpointer
 from finetune.checkpoint.format.manifest import RunFingerprint
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
+from finetune.checkpoint.read.find import find_checkpoint
+from finetune.checkpoint.read.load import resume_checkpoint
 from finetune.checkpoint.sharding.access import build_access
+from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.config.run_config import RunConfig
 from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext
@@ -30,7 +32,8 @@ class RestoredRun:
     """What `restore` returns: the run with the weights and states of its checkpoint, if it has one."""
 
     built: BuiltRun
-    checkpointer: Checkpointer
+    access: StateAccess  # to what checkpoints hold of the model and the optimizer
+    fingerprint: RunFingerprint
     progress: Progress
 
 
@@ -59,22 +62,26 @@ def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | 
     training_data, prepared = built.training_data, built.prepared
     fingerprint = make_fingerprint(config, context.strategy, training_data, model=prepared.unwrapped_model, log=log)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
-    checkpointer = Checkpointer(
-        context.paths.checkpoints,
-        section=config.checkpoint,
+    checksums = checksums or ChecksumPrefetch()
+    section = config.checkpoint
+    checkpoint = find_checkpoint(
+        context.paths.checkpoints, resume=section.resume, log=log, checksum_of=checksums.checksum
+    )
+    if checkpoint is None:
+        if section.allow_changes:
+            log("checkpoint.allow_changes has no effect: there is no checkpoint to resume from")
+        return RestoredRun(built, access, fingerprint, Progress())
+    if checkpoint.step > 0:
+        _warm_up(built, first_position=checkpoint.step * config.train.global_batch_size)
+    state = resume_checkpoint(
+        checkpoint,
         access=access,
         run=fingerprint,
+        allow_changes=section.allow_changes,
         log=log,
         checksums=checksums,
     )
-    checkpoint = checkpointer.find()
-    if checkpoint is None:
-        if config.checkpoint.allow_changes:
-            log("checkpoint.allow_changes has no effect: there is no checkpoint to resume from")
-        return RestoredRun(built, checkpointer, Progress())
-    if checkpoint.step > 0:
-        _warm_up(built, first_position=checkpoint.step * config.train.global_batch_size)
-    progress = Progress.from_state_dict(checkpointer.load(checkpoint))
+    progress = Progress.from_state_dict(state)
     batch_size = config.train.global_batch_size
     require_same_samples(checkpoint.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = checkpoint.manifest.run
@@ -85,7 +92,7 @@ def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | 
     restored = format_restored(position, is_scaled=bool(access.loss_scale.read()), was_scaled=was_scaled)
     for line in (*restored, *format_strategy_change(saved, current=fingerprint)):
         log(line)
-    return RestoredRun(built, checkpointer, progress)
+    return RestoredRun(built, access, fingerprint, progress)
 
 
 def _warm_up(built: BuiltRun, *, first_position: int) -> None:

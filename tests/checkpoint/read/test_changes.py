@@ -76,7 +76,7 @@ def test_a_section_that_came_is_one_line():
     assert "model.lora.rank" not in said
 
 
-def test_the_checkpointer_rejects_changes_before_loading_and_logs_allowed_ones(folder):
+def test_resuming_rejects_changes_before_loading_and_logs_allowed_ones(folder):
     Run(folder, identity={"train.steps": "8"}).train(range(1))
     with pytest.raises(CheckpointError, match=r"allow_changes: \[train.steps\]"):
         Run(folder, identity={"train.steps": "9"}).resume()

@@ -98,7 +98,7 @@ def test_an_optimizer_with_hooks_makes_its_state_itself():
 def test_prefetched_tensors_become_the_optimizer_state_without_a_copy(folder):
     straight = Run(folder, width=300).train(range(2)).train(range(2, 4), save=False)
     resumed = Run(folder, width=300)
-    resumed.checkpointer._checksums = prefetch = start_checksum_prefetch(folder, resume="auto")
+    resumed.checksums = prefetch = start_checksum_prefetch(folder, resume="auto")
     resumed.resume()
     moments = [state["exp_avg"] for state in resumed.optimizer.state.values()]
     assert len({moment.untyped_storage().data_ptr() for moment in moments}) == 1  # the file's bytes
@@ -116,7 +116,7 @@ def test_state_that_is_laid_out_otherwise_is_copied(folder):
 
     straight = transposed(Run(folder)).train(range(2))
     resumed = transposed(Run(folder))
-    resumed.checkpointer._checksums = start_checksum_prefetch(folder, resume="auto")
+    resumed.checksums = start_checksum_prefetch(folder, resume="auto")
     resumed.resume()
     moment = resumed.optimizer.state[resumed.model[0].weight]["exp_avg"]
     assert moment.stride() == resumed.model[0].weight.stride()
@@ -131,5 +131,5 @@ def test_a_bad_file_that_is_kept_is_passed_over(folder):
     content[-1] ^= 1
     file.write_bytes(content)
     run = Run(folder)
-    run.checkpointer._checksums = start_checksum_prefetch(folder, resume="auto")
+    run.checksums = start_checksum_prefetch(folder, resume="auto")
     assert run.resume()["step"] == 1

@@ -45,22 +45,30 @@ def state():
     torch.cuda.empty_cache()
 
 
-def saver(folder, access, *, is_background):
-    section = CheckpointSection(asynchronous=is_background, rehearse=False)
-    return Saver(folder, section=section, access=access, run=RunFingerprint({"model": "small"}, settings={}, origin={}))
+def make_saver(folder, access, *, is_background, saved):
+    """Return a saver that appends each checkpoint to the list `saved`, and fails where it would have to warn."""
+    return Saver(
+        folder,
+        section=CheckpointSection(asynchronous=is_background, rehearse=False),
+        access=access,
+        run=RunFingerprint({"model": "small"}, settings={}, origin={}),
+        on_saved=saved.append,
+        warn=lambda step, message: pytest.fail(message),
+    )
 
 
 @EVERY_DEVICE
 def test_a_background_save_equals_a_foreground_save(device, state, tmp_path):
     access, _ = state(device, SHAPES["cpu"])
-    progress = Progress(step=1).state_dict()
-    digests = []
+    digests, checkpoints = [], []
     for is_background in (True, False):
-        one = saver(tmp_path / str(is_background), access, is_background=is_background)
-        one.begin(1, progress=progress)
-        saved = one.finish()
-        digests.append(verify_checkpoint(saved.path).manifest.state_sha256)
-        assert (saved.stall_seconds < saved.seconds) == is_background
+        saver = make_saver(tmp_path / str(is_background), access, is_background=is_background, saved=checkpoints)
+        saver(Progress(step=1))
+        saver.wait_for_writes()
+        checkpoint = checkpoints[-1]
+        digests.append(verify_checkpoint(checkpoint.path).manifest.state_sha256)
+        assert (checkpoint.stall_seconds < checkpoint.seconds) == is_background
+    assert len(checkpoints) == 2
     assert digests[0] == digests[1]
 
 
@@ -74,20 +82,22 @@ def test_training_waits_for_15_gb_no_longer_than_the_copy_takes(device, state, t
         if shutil.disk_usage(tmp_path).free < 18e9:
             pytest.skip("needs 18 GB of disk")
     expected = digests_of(access)
-    one = saver(tmp_path, access, is_background=True)
-    one.contents.capture(1, progress={})  # what the rehearsal of a run does: its buffers exist at the first save
-    one.begin(1, progress=Progress(step=1).state_dict())
+    checkpoints = []
+    saver = make_saver(tmp_path, access, is_background=True, saved=checkpoints)
+    saver._contents.capture(1, progress={})  # as the rehearsal of a run does: its buffers exist at the first save
+    saver(Progress(step=1))
     with torch.no_grad():
         for each in model:
             each.zero_()
-    saved = one.finish()
+    saver.wait_for_writes()
+    (saved,) = checkpoints
     limit = 1.5 if device == "cuda" else None
     figure(f"asynchronous save of {size / 1e9:.1f} GB: stall, seconds", saved.stall_seconds, at_most=limit)
     figure(f"asynchronous save of {size / 1e9:.1f} GB: all of it, seconds", saved.seconds)
     index = saved_index(saved.path)
     assert len(index) == 3 * len(SHAPES[device])
     assert index == expected
-    del one, access, model
+    del saver, access, model
     shutil.rmtree(saved.path)
 
 

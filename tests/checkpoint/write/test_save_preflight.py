@@ -18,7 +18,7 @@ GB = 10**9
 
 def test_a_save_preflight_leaves_no_files_and_does_not_change_training(folder):
     run, untouched = Run(folder), Run(folder)
-    run.checkpointer.rehearse(num_saves=5)
+    run.saver.rehearse(num_saves=5)
     assert list(folder.iterdir()) == []
     assert not run.optimizer.state
     for name, value in untouched.everything().items():
@@ -26,14 +26,14 @@ def test_a_save_preflight_leaves_no_files_and_does_not_change_training(folder):
 
 
 def test_the_save_preflight_can_be_disabled(folder):
-    Run(folder, rehearse=False).checkpointer.rehearse(num_saves=5)
+    Run(folder, rehearse=False).saver.rehearse(num_saves=5)
     assert not folder.exists()
 
 
 def test_a_file_in_place_of_the_folder_is_found_before_the_first_step(folder):
     folder.write_text("not a folder")
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoints"):
-        Run(folder).checkpointer.rehearse(num_saves=5)
+        Run(folder).saver.rehearse(num_saves=5)
 
 
 def test_space_is_needed_for_all_that_are_kept_and_the_one_being_written(folder):
@@ -54,7 +54,7 @@ def test_the_state_that_the_optimizer_will_make_is_counted_in(folder):
     sizes = []
     for run in (Run(folder), Run(folder).train(range(1), save=False)):
         with patch("finetune.checkpoint.write.save_preflight.require_space_for_saves") as required:
-            run.checkpointer.rehearse(num_saves=5)
+            run.saver.rehearse(num_saves=5)
         sizes.append(required.call_args.kwargs["size_bytes"])
     trained = sum(each.numel() for each in run.model.parameters())
     assert sizes[0] == sizes[1] == 4 * 3 * trained + 4 * 2 * 4 + 8
@@ -94,8 +94,8 @@ def test_memory_is_counted_machine_by_machine():
 def test_copies_that_have_no_room_are_refused_and_streaming_is_not(folder):
     with patch("finetune.checkpoint.write.save_preflight.available_bytes", return_value=100):
         with pytest.raises(CheckpointError, match=r"checkpoint\.asynchronous: the copies of 1 process"):
-            Run(folder).checkpointer.rehearse(num_saves=5)
-        Run(folder, asynchronous=False).checkpointer.rehearse(num_saves=5)
+            Run(folder).saver.rehearse(num_saves=5)
+        Run(folder, asynchronous=False).saver.rehearse(num_saves=5)
 
 
 def test_a_container_may_allow_less_memory_than_the_machine_has(tmp_path):
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_for_real_ends_in_a_clear_error_with_the_old_checkpo
         ):
             run.train(range(1, 2))
         with pytest.raises(CheckpointError, match="2 more checkpoints"):
-            run.checkpointer.rehearse(num_saves=5)
+            run.saver.rehearse(num_saves=5)
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
-    assert Run(folder, width=16384).checkpointer.find().step == 1
+    assert Run(folder, width=16384).find().step == 1
     assert json.loads((folder / "step-000001" / "progress.json").read_text())["step"] == 1

@@ -1,5 +1,8 @@
+"""What a save leaves on disk and reports, and when the run stops because of one that failed."""
+
 import json
 import threading
+from concurrent.futures import wait
 from unittest.mock import patch
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from finetune.checkpoint.format.manifest import read_manifest
 from finetune.checkpoint.read.find import verify_checkpoint
+from finetune.checkpoint.write.saver import SavedCheckpoint
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.runtime.progress import Progress
 from tests.checkpoint.small_run import Run
@@ -37,11 +41,13 @@ def test_a_background_checkpoint_holds_the_state_at_its_step_while_training_cont
         "finetune.checkpoint.write.writer._stage", side_effect=lambda staging, **_: wait_and_make(may_write, staging)
     ):
         run = Run(folder).train(range(2), save=False)
-        run.checkpointer.saver.begin(2, progress=Progress(2, num_tokens=10).state_dict())
-        assert run.checkpointer.saver.outcome() is None
+        run.saver(Progress(2, num_tokens=10))
+        run.saver.report_written()
+        assert run.saved == []
         run.train(range(2, 4), save=False)
         may_write.set()
-        saved = run.checkpointer.saver.finish()
+        run.saver.wait_for_writes()
+    (saved,) = run.saved
     assert saved.stall_seconds <= saved.seconds
     assert read_manifest(folder / "step-000002").state_sha256 == digest_of(straight, 2)
 
@@ -66,10 +72,10 @@ def test_the_state_of_a_resumed_run_has_the_digest_of_one_that_never_stopped(tmp
 
 def test_memory_for_the_copy_is_taken_once(folder):
     run = Run(folder)
-    run.checkpointer.rehearse(num_saves=5)
-    places = {name: buffer.data_ptr() for name, buffer in run.checkpointer.saver.contents._buffers.items()}
+    run.saver.rehearse(num_saves=5)
+    places = {name: buffer.data_ptr() for name, buffer in run.saver._contents._buffers.items()}
     run.train(range(3))
-    after = {name: buffer.data_ptr() for name, buffer in run.checkpointer.saver.contents._buffers.items()}
+    after = {name: buffer.data_ptr() for name, buffer in run.saver._contents._buffers.items()}
     assert len(places) == 6 * 3 + 3  # as many as there are once the optimizer has made its state
     assert after == places
 
@@ -125,16 +131,14 @@ def test_a_state_that_is_not_finite_is_not_saved(folder, asynchronous, key):
         bad[0, 1] = float("inf")
     name = "2.weight" if key == "parameter" else "2.weight/exp_avg_sq"
     with pytest.raises(NonFiniteError, match=rf"step 3: {name} is not finite.*last valid one is .*step-000002"):
-        run.checkpointer.save(3, progress=Progress(3).state_dict())
+        run.save(Progress(3))
     assert names(folder) == ["step-000001", "step-000002"]
 
 
 def test_the_saver_keeps_the_best_and_the_milestones_in_addition_to_the_newest(folder):
     run = Run(folder, keep_every_steps=3, keep_best={"metric": "loss"})
     for step, loss in enumerate([0.5, 0.1, 0.4, 0.3, 0.2, 0.6, 0.7, 0.8], start=1):
-        run.checkpointer.save(
-            step, progress=Progress(step, last_metrics={"loss": loss}, metrics_step=step).state_dict()
-        )
+        run.save(Progress(step, last_metrics={"loss": loss}, metrics_step=step))
     assert names(folder) == [f"step-{step:06d}" for step in (2, 3, 6, 7, 8)]
     assert read_manifest(folder / "step-000002").metrics == {"loss": 0.1}
 
@@ -144,3 +148,98 @@ def test_each_tensor_has_its_own_digest(folder):
     index = json.loads((folder / "step-000001" / "index.json").read_text())
     assert len(index) == 6 * 3 + 3
     assert all(len(entry["sha256"]) == 64 for entry in index.values())
+
+
+def train_and_save(run, step):
+    run.train(range(step - 1, step), save=False)
+    run.saver(Progress(step=step))
+
+
+def wait_on_this_rank(run):
+    """Wait as the loop never does, so that the save in the background has ended."""
+    if run.saver._future is not None:
+        wait([run.saver._future])
+
+
+@BOTH_WAYS
+def test_each_checkpoint_is_reported_once_when_it_is_complete(folder, asynchronous):
+    run = Run(folder, asynchronous=asynchronous, keep_last=3)
+    for step in (1, 2, 3):
+        train_and_save(run, step)
+        run.saver.report_written()
+    run.saver.wait_for_writes()
+    run.saver.wait_for_writes()  # there is nothing left to wait for
+    assert [checkpoint.step for checkpoint in run.events] == [1, 2, 3]
+    assert [checkpoint.path for checkpoint in run.events] == [folder / f"step-00000{step}" for step in (1, 2, 3)]
+    assert all(0 < checkpoint.stall_seconds <= checkpoint.seconds for checkpoint in run.events)
+    assert not run.saver.has_failed
+
+
+def test_the_next_save_waits_for_the_previous_one(folder):
+    run, may_write = Run(folder), threading.Event()
+    with patch(
+        "finetune.checkpoint.write.saver.prune", side_effect=lambda *_, **__: [] if may_write.wait(60) else ["late"]
+    ):
+        train_and_save(run, 1)
+        run.saver.report_written()
+        assert run.events == []
+        threading.Timer(0.05, may_write.set).start()
+        train_and_save(run, 2)
+        assert [checkpoint.step for checkpoint in run.events] == [1]
+        run.saver.wait_for_writes()
+    assert [checkpoint.step for checkpoint in run.events] == [1, 2]
+
+
+def test_a_failed_save_in_the_background_is_noticed_at_the_next_step_and_ends_the_run(folder, fail):
+    fail(FULL, FULL, FULL)
+    run = Run(folder)
+    train_and_save(run, 1)
+    train_and_save(run, 2)
+    wait_on_this_rank(run)
+    assert run.saver.has_failed
+    run.saver.report_written()
+    assert len(run.said) == 2 and all("retrying in" in message for message in run.said)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written, 3 times"):
+        run.saver.wait_for_writes()
+    assert names(folder) == ["step-000001"]
+
+
+@BOTH_WAYS
+def test_a_failed_save_is_also_raised_by_the_save_after_it(folder, fail, asynchronous):
+    fail(FULL, FULL, FULL)
+    run = Run(folder, asynchronous=asynchronous)
+    with pytest.raises(CheckpointError, match="step 2 could not be written, 3 times"):
+        for step in (1, 2, 3):
+            train_and_save(run, step)
+
+
+@BOTH_WAYS
+def test_training_continues_with_a_warning_after_a_failed_save_if_so_configured(folder, fail, asynchronous):
+    fail(FULL, FULL, FULL)
+    run = Run(folder, asynchronous=asynchronous, on_failure="continue")
+    for step in (1, 2, 3):
+        train_and_save(run, step)
+        wait_on_this_rank(run)
+        assert not run.saver.has_failed
+        run.saver.report_written()
+    run.saver.wait_for_writes()
+    first, *warnings, last = run.events
+    assert [type(checkpoint) for checkpoint in (first, last)] == [SavedCheckpoint] * 2
+    assert [first.step, last.step] == [1, 3]
+    assert [step for step, _ in warnings] == [2, 2, 2]
+    assert "Training continues, and the next save that is due tries again." in warnings[-1][1]
+    assert names(folder) == ["step-000001", "step-000003"]
+
+
+@BOTH_WAYS
+def test_a_state_that_is_not_finite_ends_the_run_even_if_it_continues_after_failures(folder, asynchronous):
+    run = Run(folder, asynchronous=asynchronous, on_failure="continue")
+    train_and_save(run, 1)
+    with torch.no_grad():
+        run.model[0].bias[2] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"0\.bias is not finite.*step-000001"):
+        run.saver(Progress(step=2))
+        wait_on_this_rank(run)
+        assert run.saver.has_failed
+        run.saver.wait_for_writes()
+    assert names(folder) == ["step-000001"]

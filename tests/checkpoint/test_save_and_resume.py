@@ -46,7 +46,7 @@ def test_a_checkpoint_is_plain_safetensors_and_json(folder):
 
 
 def test_before_the_first_step_there_is_no_optimizer_state_and_none_comes_back(folder):
-    Run(folder).checkpointer.save(0, progress=Progress(0).state_dict())
+    Run(folder).save(Progress(0))
     run, straight = Run(folder), Run(folder)
     run.resume()
     assert not run.optimizer.state
@@ -63,14 +63,14 @@ def test_the_newest_are_kept(folder):
 def test_saving_a_step_again_leaves_a_good_checkpoint_as_it_is(folder):
     run = Run(folder).train(range(1))
     written = (folder / "step-000001" / "manifest.json").stat().st_mtime_ns
-    assert run.checkpointer.save(1, progress=Progress(1).state_dict()).path == folder / "step-000001"
+    assert run.save(Progress(1)).path == folder / "step-000001"
     assert (folder / "step-000001" / "manifest.json").stat().st_mtime_ns == written
 
 
 def test_saving_a_step_again_replaces_a_bad_checkpoint_and_keeps_it_aside(folder):
     run = Run(folder).train(range(1))
     (folder / "step-000001" / "progress.json").unlink()
-    run.checkpointer.save(1, progress=Progress(1).state_dict())
+    run.save(Progress(1))
     assert names(folder) == [".bad-step-000001", "step-000001"]
     assert "progress.json is missing" in run.said[0]
 
@@ -117,16 +117,16 @@ def test_a_run_with_only_bad_checkpoints_fails_instead_of_starting_over(folder):
     truncate(folder / "step-000001")
     for _ in range(2):  # also the second time, when a scheduler has started it again
         with pytest.raises(CheckpointError, match=r"no valid checkpoint.*\.bad-step-000001.*Delete them"):
-            Run(folder).checkpointer.find()
+            Run(folder).find()
 
 
 def test_an_empty_run_folder_means_a_fresh_start(folder):
-    assert Run(folder).checkpointer.find() is None
+    assert Run(folder).find() is None
 
 
 def test_the_staging_folder_of_a_killed_save_is_never_loaded_and_removed_by_the_next_save(folder):
     (folder / ".staging-step-000007" / "model").mkdir(parents=True)
-    assert Run(folder).checkpointer.find() is None
+    assert Run(folder).find() is None
     Run(folder).train(range(1))
     assert names(folder) == ["step-000001"]
 
@@ -139,7 +139,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoints_and_nothing_else(folder):
     ):
         run.train(range(2, 3))
     assert names(folder) == ["step-000001", "step-000002"]
-    assert run.train(range(3, 4)).checkpointer.find().step == 4
+    assert run.train(range(3, 4)).find().step == 4
 
 
 def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(folder):
@@ -150,10 +150,10 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_anything_is_written(fold
 
 
 def test_never_refuses_a_folder_with_checkpoints(folder):
-    assert Run(folder, resume="never").checkpointer.find() is None
+    assert Run(folder, resume="never").find() is None
     Run(folder).train(range(1))
     with pytest.raises(CheckpointError, match="Write `auto` to resume"):
-        Run(folder, resume="never").checkpointer.find()
+        Run(folder, resume="never").find()
 
 
 def test_resuming_from_a_path_sets_later_checkpoints_aside(folder):
@@ -169,7 +169,7 @@ def test_a_path_of_another_run_is_refused_where_this_one_has_checkpoints(folder,
     assert Run(folder, resume=path).resume()["step"] == 1
     Run(folder).train(range(1))
     with pytest.raises(CheckpointError, match="belongs to another run"):
-        Run(folder, resume=path).checkpointer.find()
+        Run(folder, resume=path).find()
 
 
 @pytest.mark.parametrize(
@@ -179,14 +179,14 @@ def test_a_path_of_another_run_is_refused_where_this_one_has_checkpoints(folder,
 def test_a_resume_path_that_is_not_a_checkpoint_is_an_error(folder, tmp_path, path, message):
     Run(folder).train(range(1))
     with pytest.raises(CheckpointError, match=message):
-        Run(folder, resume=str(tmp_path / path)).checkpointer.find()
+        Run(folder, resume=str(tmp_path / path)).find()
 
 
 def test_a_damaged_checkpoint_asked_for_by_path_is_an_error_and_stays_where_it_is(folder):
     Run(folder).train(range(2))
     flip(folder / "step-000002")
     with pytest.raises(CheckpointError, match=r"checkpoint.resume: .*digest"):
-        Run(folder, resume=str(folder / "step-000002")).checkpointer.find()
+        Run(folder, resume=str(folder / "step-000002")).find()
     assert names(folder) == ["step-000001", "step-000002"]
 
 
@@ -215,7 +215,7 @@ def test_a_parameter_that_was_never_updated_comes_back_without_state(folder):
     run.model[2].bias.requires_grad_(True)
     run.model[2](torch.randn(2, 4)).sum().backward()
     run.optimizer.step()  # the first layer has had no gradient
-    run.checkpointer.save(1, progress=Progress(1).state_dict())
+    run.save(Progress(1))
     resumed = Run(folder)
     resumed.resume()
     assert len(resumed.optimizer.state) == 2
@@ -237,7 +237,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
-        Run(folder).checkpointer.find()
+        Run(folder).find()
 
 
 def newer(checkpoint):
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_stays_where_it_is(folder,
     newer(folder / "step-000003")
     section = {} if resume == "auto" else {"resume": str(folder / "step-000003")}
     with pytest.raises(CheckpointError, match=r"format 3, written by finetune 9\.1\.0.*reads format 2.*Install"):
-        Run(folder, **section).checkpointer.find()
+        Run(folder, **section).find()
     assert names(folder) == ["step-000001", "step-000002", "step-000003"]
 
 
@@ -313,7 +313,7 @@ def test_a_progress_file_of_another_version_is_not_treated_as_damage(folder):
     Run(folder, keep_last=3).train(range(2))
     forge(folder / "step-000002", "progress.json", lambda value: value | {"version": 99})
     with pytest.raises(CheckpointError, match=r"version 99.*Nothing was changed. Install finetune"):
-        Run(folder).checkpointer.find()
+        Run(folder).find()
     assert names(folder) == ["step-000001", "step-000002"]
 
 
