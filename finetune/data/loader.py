@@ -20,10 +20,13 @@ from finetune.data.order.dataset_view import DatasetView, Samples
 from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import Order
 from finetune.data.sample_checks import Collate, collate_with_checksums
+from finetune.data.sequence_slices import slice_batch
 from finetune.data.token_cache.store import TokenCache
 from finetune.data.workers import LoadingCost, loader_settings
+from finetune.runtime.optional import no_op
 from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
+from finetune.runtime.sequence_parallel import SequenceGroup
 
 
 class TrainSampler(Sampler[list[int]]):
@@ -274,24 +277,48 @@ class DeviceCopyStream:
 
 
 class StepGroups:
-    """A rank's batches in groups of `num_batches`, one group per step, on the device.
+    """A rank's batches in groups of `num_batches`, one group per step, on the device; any number of times.
 
-    With a stream, the copy of the next group is under way before one is handed out: it is fast, and needs no
-    synchronization, where the batches are in page-locked memory. Raises ValueError when the last group is not full.
+    Where ranks share rows, each gets its slices. With a stream, the copy of the next group is under way before one is
+    handed out: it is fast, and needs no synchronization, where the batches are in page-locked memory. Raises ValueError
+    when the last group is not full.
     """
 
     def __init__(
-        self, batches: Iterable[Batch], num_batches: int, device: torch.device, *, stream: CopyStream | None = None
+        self,
+        batches: Iterable[Batch],
+        num_batches: int,
+        device: torch.device,
+        *,
+        sequence: SequenceGroup = SequenceGroup(),  # noqa: B008  # frozen
+        first_step: int = 0,
+        on_group: Callable[[int, Group], None] = no_op,
+        on_step_end: Callable[[int], None] = no_op,
+        stream: CopyStream | None = None,
     ) -> None:
-        """Without a stream, an accelerator gets one of its own; on a CPU the batches are handed out as they are."""
+        """`on_group` is called before a group is handed out, `on_step_end` when the next one is requested.
+
+        Both get the step, counted from 1; `first_step` steps were taken before. Without a stream, an accelerator gets
+        one of its own; on a CPU the batches are handed out as they are.
+        """
         self._batches = batches
         self._num_batches = num_batches
         self._device = device
+        self._sequence = sequence
+        self._first_step = first_step
+        self._on_group = on_group
+        self._on_step_end = on_step_end
         self._stream = DeviceCopyStream(device) if stream is None and device.type != "cpu" else stream
 
     def __iter__(self) -> Iterator[Group]:
-        batch = iter(self._batches)
-        groups = zip(*[batch] * self._num_batches, strict=True)
+        for step, group in enumerate(self._groups_on_device(), self._first_step + 1):
+            self._on_group(step, group)
+            yield group
+            self._on_step_end(step)
+
+    def _groups_on_device(self) -> Iterator[Group]:
+        batches = (slice_batch(batch, self._sequence) for batch in self._batches)
+        groups = zip(*[batches] * self._num_batches, strict=True)
         stream = self._stream
         if stream is None:
             yield from groups

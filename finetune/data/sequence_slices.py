@@ -1,7 +1,7 @@
 """A row's slices of equal length, one for each of the ranks that share it (`runtime/sequence_parallel.py`)."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,17 +9,6 @@ from torch import Tensor
 from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.errors import StrategyError
 from finetune.runtime.sequence_parallel import SequenceGroup
-
-
-@dataclass(frozen=True)
-class SlicedBatches:
-    """Batches of whole rows, of which this rank gets its slices; any number of times."""
-
-    batches: Iterable[Batch]
-    group: SequenceGroup
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (slice_batch(batch, self.group) for batch in self.batches)
 
 
 def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
@@ -41,7 +30,7 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
     targets = _targets_within(batch.targets, start, start + width)
     return replace(
         batch,
-        inputs={name: _sliced(each, start, width, filled=range(more)) for name, each in batch.inputs.items()},
+        inputs={name: _sliced(row, start, width, filled=range(more)) for name, row in batch.inputs.items()},
         labels=_sliced(batch.labels, start, width, filled=[IGNORED] * more),
         num_targets=len(targets.labels),
         num_tokens=max(0, min(width, num_tokens - start)) if batch.num_tokens else 0,

@@ -1,9 +1,9 @@
 """The samples that a run has consumed: the record in its folder, and the check of a checkpoint's samples."""
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from finetune.runtime.files import atomic
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import SAMPLES_FOLDER
 
-_MAX_WAITING_BYTES = 64 << 20
+_MAX_UNWRITTEN_BYTES = 64 << 20
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -31,35 +31,31 @@ class _Line(TypedDict):
 _LINE = TypeAdapter(_Line)
 
 
-def record_samples(
-    groups: Iterator[tuple[Batch, ...]], *, run_folder: Path, first_step: int
-) -> Iterator[tuple[Batch, ...]]:
-    """Yield the groups, the sample ids of each written to this rank's file in `samples/` when it is handed out.
+class SampleRecord:
+    """Writes the sample ids of each group to this rank's file in `samples/`.
 
-    A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps named from 1. A run that continues takes out the
-    lines of steps that are taken again, so every step stands once in each file of the ranks that took it.
+    A line is `{"step": 1, "microbatches": [[7, 2], [5, 0]]}`, steps counted from 1. A resumed run removes the lines of
+    steps that are taken again, so every step is once in each file of the ranks that took it.
     """
-    folder = run_folder / SAMPLES_FOLDER
-    _drop_repeated_steps(folder, after_step=first_step)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _file(folder, distributed.rank()).open("ab", buffering=0) as file:
-        waiting = b""
-        for step, group in enumerate(groups, first_step + 1):
-            line = json.dumps({"step": step, "microbatches": [batch.counted_ids for batch in group]}) + "\n"
-            waiting = _write(file, waiting + line.encode())
-            yield group
-        _write(file, waiting)
 
+    def __init__(self, run_folder: Path, *, first_step: int) -> None:
+        folder = run_folder / SAMPLES_FOLDER
+        _drop_repeated_steps(folder, after_step=first_step)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = _file(folder, distributed.rank()).open("ab", buffering=0)
+        self._unwritten = b""
+        weakref.finalize(self, self._file.close)
 
-def _write(file: FileIO, waiting: bytes) -> bytes:
-    """Write to the file and return what it has not taken: on a full disk that waits until there is room again."""
-    try:
-        while waiting:
-            waiting = waiting[file.write(waiting) :]
-    except OSError as error:
-        if error.errno not in FULL or len(waiting) > _MAX_WAITING_BYTES:
-            raise
-    return waiting
+    def add(self, step: int, group: Sequence[Batch]) -> None:
+        """Write the line of the step; on a full disk it is written with a later one, when there is space again."""
+        line = json.dumps({"step": step, "microbatches": [batch.counted_ids for batch in group]}) + "\n"
+        self._unwritten += line.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in FULL or len(self._unwritten) > _MAX_UNWRITTEN_BYTES:
+                raise
 
 
 def read_samples(run_folder: Path) -> dict[int, list[list[list[int]]]]:

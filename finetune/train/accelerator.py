@@ -1,11 +1,9 @@
 """Build the Accelerator that a strategy asks for, and check that it is what came out."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import InitProcessGroupKwargs
@@ -13,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from finetune.data.batch import Batch
-from finetune.data.sequence_slices import SlicedBatches
 from finetune.errors import StrategyError
 from finetune.runtime import distributed
 from finetune.runtime.sequence_parallel import open_sequence_groups, sequence_group
@@ -49,30 +46,17 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
     return accelerator
 
 
-def own_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_device: bool) -> Iterable[Batch]:
-    """Return this rank's microbatches of the world's, on the device or not; its slices where ranks share rows.
-
-    All ranks of a group are handed the same microbatches.
-    """
+def own_batches(accelerator: Accelerator, loader: DataLoader[Any]) -> Iterable[Batch]:
+    """Return this rank's microbatches of the world's, in host memory; ranks that share rows get the same ones."""
+    own: Iterable[Batch]
     group = sequence_group()
     if group.size == 1:
-        placement = None if on_device else False
-        prepared: Iterable[Batch] = accelerator.prepare_data_loader(loader, device_placement=placement)
-        return prepared
-    whole = prepare_data_loader(
+        own = accelerator.prepare_data_loader(loader, device_placement=False)
+        return own
+    own = prepare_data_loader(
         loader, num_processes=group.num_groups, process_index=group.number, put_on_device=False, even_batches=False
     )
-    sliced = SlicedBatches(whole, group)
-    return _OnDevice(sliced, accelerator.device) if on_device else sliced
-
-
-@dataclass(frozen=True)
-class _OnDevice:
-    batches: Iterable[Batch]
-    device: torch.device
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (batch.to(self.device, non_blocking=True) for batch in self.batches)
+    return own
 
 
 def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision: str, strategy: str) -> None:

@@ -126,7 +126,7 @@ class Evaluator:
 
     task: Task
     model: nn.Module  # as Accelerate prepared it
-    loader: Iterable[Batch]  # prepared; ranks without a row left get filler batches
+    batches: Iterable[tuple[Batch, ...]]  # one each, on the device; ranks without a row left get dummy batches
     rows: TokenCache
     reporter: Reporter
     answers: GenerationEvaluator | None
@@ -159,7 +159,7 @@ class Evaluator:
         """Return this rank's sums and records; every rank runs the same number of forward passes."""
         totals: dict[str, Tensor] = {}
         records: list[Tensor] = []
-        for batch in self.loader:
+        for (batch,) in self.batches:
             fault_point("evaluate", step=step)
             require_intact(self.rows, batch)
             measured = self.task.evaluate_batch(self.model, batch)

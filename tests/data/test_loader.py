@@ -26,6 +26,8 @@ from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
+from finetune.runtime.sequence_parallel import SequenceGroup
+from finetune.task.model_inputs import collate_padding_free
 from tests.devices import EVERY_DEVICE
 
 
@@ -286,6 +288,32 @@ def test_an_error_of_the_loader_is_raised_when_the_previous_group_is_requested()
     handed = iter(StepGroups(failing(), 1, CPU, stream=Diary()))
     with pytest.raises(ValueError, match="not full"):
         next(handed)
+
+
+def test_the_groups_can_be_read_again_and_hold_this_ranks_slices():
+    columns = {"input_ids": np.array([1, 2, 3, 4], dtype=np.uint32), "is_target": np.ones(4, dtype=bool)}
+    row = collate_padding_free([Features(columns, sample_id=0)])
+    groups = StepGroups([row, row], 1, CPU, sequence=SequenceGroup(2, 1))
+    for _ in range(2):
+        assert [batch.inputs["input_ids"].tolist() for (batch,) in groups] == [[[3, 4]]] * 2
+
+
+def test_a_step_ends_when_the_next_group_is_requested():
+    lines = []
+    groups = iter(
+        StepGroups(
+            [batch_of(0), batch_of(1)],
+            1,
+            CPU,
+            first_step=4,
+            on_group=lambda step, group: lines.append(f"group of step {step}: {group[0].sample_ids}"),
+            on_step_end=lambda step: lines.append(f"end of step {step}"),
+        )
+    )
+    next(groups)
+    assert lines == ["group of step 5: (0,)"]
+    next(groups)
+    assert lines[1:] == ["end of step 5", "group of step 6: (1,)"]
 
 
 @EVERY_DEVICE

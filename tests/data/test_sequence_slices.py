@@ -6,7 +6,7 @@ import torch
 
 from finetune.data.batch import IGNORED
 from finetune.data.features import Features
-from finetune.data.sequence_slices import SlicedBatches, slice_batch
+from finetune.data.sequence_slices import slice_batch
 from finetune.errors import StrategyError
 from finetune.runtime.sequence_parallel import SequenceGroup
 from finetune.task.model_inputs import collate_padded, collate_padding_free
@@ -58,12 +58,6 @@ def test_padding_that_evens_out_slices_is_a_separate_sample():
 def test_one_rank_alone_has_the_row_itself():
     row = collate_padding_free(features(5, 1))
     assert slice_batch(row, SequenceGroup()) is row
-
-
-def test_batches_can_be_read_again():
-    rows = [collate_padding_free(features(4)), collate_padding_free(features(6))]
-    sliced = SlicedBatches(rows, SequenceGroup(2, 1))
-    assert [len(list(sliced)) for _ in range(2)] == [2, 2]
 
 
 def test_slicing_a_padded_batch_is_rejected_with_the_setting_to_write():

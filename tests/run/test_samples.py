@@ -13,29 +13,35 @@ from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.data.sample_checks import digest_of_step_ids, digest_of_steps
 from finetune.errors import CheckpointError
-from finetune.run.samples import read_samples, record_samples, require_same_samples
+from finetune.run.samples import SampleRecord, read_samples, require_same_samples
 from finetune.runtime.progress import Progress
 
 
-def groups(*steps):
-    return iter([tuple(Batch({}, torch.zeros(0), 0, 0, sample_ids) for sample_ids in step) for step in steps])
+def group_of(*microbatches):
+    return tuple(Batch({}, torch.zeros(0), 0, 0, sample_ids) for sample_ids in microbatches)
 
 
-def test_sample_ids_of_a_group_are_on_disk_before_it_is_used(tmp_path):
-    handed = record_samples(groups([(7, 2), (5, 0)], [(1,), (3,)]), run_folder=tmp_path, first_step=0)
-    next(handed)
+def record(run_folder, *groups, first_step=0):
+    samples = SampleRecord(run_folder, first_step=first_step)
+    for step, group in enumerate(groups, first_step + 1):
+        samples.add(step, group)
+
+
+def test_sample_ids_of_a_group_are_on_disk_when_it_was_added(tmp_path):
+    samples = SampleRecord(tmp_path, first_step=0)
+    samples.add(1, group_of((7, 2), (5, 0)))
     assert read_samples(tmp_path) == {1: [[[7, 2], [5, 0]]]}
-    next(handed)
+    samples.add(2, group_of((1,), (3,)))
     assert (tmp_path / "samples" / "rank-00000.jsonl").read_text().splitlines()[1] == (
         '{"step": 2, "microbatches": [[1], [3]]}'
     )
 
 
 def test_a_step_that_is_handed_out_again_stands_once_in_the_record(tmp_path):
-    list(record_samples(groups([(0,)], [(1,)], [(2,)]), run_folder=tmp_path, first_step=0))
+    record(tmp_path, group_of((0,)), group_of((1,)), group_of((2,)))
     other = tmp_path / "samples" / "rank-00001.jsonl"  # of a second process, which is no longer there
     other.write_text('{"step": 1, "microbatches": [[8]]}\n{"step": 2, "microbatches": [[9]]}\n{"step": 3, "mic')
-    list(record_samples(groups([(1,)]), run_folder=tmp_path, first_step=1))
+    record(tmp_path, group_of((1,)), first_step=1)
     assert read_samples(tmp_path) == {1: [[[0]], [[8]]], 2: [[[1]]]}
 
 
@@ -100,21 +106,21 @@ def test_damaged_lines_and_files_of_the_record_stop_no_run(tmp_path):
         "[" * 5000,
     ]
     (folder / "rank-00000.jsonl").write_text("\n".join(lines))
-    list(record_samples(groups([(1,)]), run_folder=tmp_path, first_step=1))
+    record(tmp_path, group_of((1,)), first_step=1)
     assert read_samples(tmp_path) == {1: [[[4]]], 2: [[[1]]]}
     assert (folder / ".bad-rank-00001.jsonl").is_dir()
     assert (folder / "rank-mine.jsonl").read_text() == "a user's own"
 
 
-def test_lines_that_a_full_disk_does_not_take_wait_until_there_is_room(tmp_path):
-    handed = record_samples(groups([(1,)], [(2,)], [(3,)]), run_folder=tmp_path, first_step=0)
-    next(handed)
+def test_lines_that_do_not_fit_on_a_full_disk_are_written_when_there_is_space(tmp_path):
+    samples = SampleRecord(tmp_path, first_step=0)
+    samples.add(1, group_of((1,)))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
     try:
-        next(handed)
+        samples.add(2, group_of((2,)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert read_samples(tmp_path).keys() == {1}
-    assert len(list(handed)) == 1
+    samples.add(3, group_of((3,)))
     assert read_samples(tmp_path).keys() == {1, 2, 3}

@@ -105,7 +105,7 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether a save has failed on this rank and the run stops because of it."""
+        """Return whether a save has failed on this rank and the run stops because of it."""
         outcome = self._outcome()
         run_continues = isinstance(outcome, CheckpointError) and not self._stops_on_failure
         return isinstance(outcome, BaseException) and not run_continues

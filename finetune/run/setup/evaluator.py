@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.evaluate import EvaluateSection
-from finetune.data.loader import evaluation_loader
+from finetune.data.loader import StepGroups, evaluation_loader
 from finetune.data.templates.chat_template import stop_ids
 from finetune.report.reporter import Reporter
 from finetune.run.setup.strategy import require_sliceable_model
@@ -32,20 +32,21 @@ def make_evaluator(
 ) -> Evaluator:
     """Return what measures the prepared model on all rows, and on its answers where `evaluate.generate` is written."""
     section = config.evaluate or EvaluateSection()
-    require_sliceable_model(config, size=sequence_group().size)
+    sequence = sequence_group()
+    require_sliceable_model(config, size=sequence.size)
     loader = evaluation_loader(
         rows,
         task.collate,
         dummy_batch=task.dummy_batch,
         microbatch_size=section.microbatch_size or config.train.known_microbatch_size,
-        world=sequence_group().num_groups,
+        world=sequence.num_groups,
         section=config.data,
         cost=task.samples.loading_cost,
     )
     return Evaluator(
         task=task,
         model=model,
-        loader=own_batches(accelerator, loader, on_device=True),
+        batches=StepGroups(own_batches(accelerator, loader), 1, accelerator.device, sequence=sequence),
         rows=rows,
         reporter=reporter,
         answers=_answers(section, task, rows, accelerator=accelerator, tokenizer=tokenizer, metrics=answer_metrics),

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from torch import nn
@@ -20,11 +19,13 @@ from finetune.report.reporter import Reporter
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
-from finetune.run.samples import record_samples
+from finetune.run.samples import SampleRecord
 from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
 from finetune.runtime import distributed
+from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Cadence, NeverDue
+from finetune.runtime.sequence_parallel import sequence_group
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.runtime.supervision.spot import SpotNotice
 from finetune.train.accelerator import own_batches
@@ -38,7 +39,7 @@ from finetune.train.update import Update, UpdateInBackward
 
 @dataclass(frozen=True)
 class SyncedBatchNormEvaluation:
-    """An evaluation before which batch norms are synchronised over all ranks."""
+    """An evaluation before which batch norms are synchronized over all ranks."""
 
     model: nn.Module
     inner: Evaluation
@@ -47,21 +48,6 @@ class SyncedBatchNormEvaluation:
         """Return the metrics, equal on every rank. Collective."""
         sync_batch_norm(self.model)
         return self.inner(step)
-
-
-def end_batch_norm_steps(groups: Iterator[tuple[Batch, ...]], model: nn.Module) -> Iterator[tuple[Batch, ...]]:
-    """Yield the groups; asking for the next one ends the step of the one before, for batch norms."""
-    if not _has_ghost_norms(model):
-        yield from groups
-        return
-    for group in groups:
-        yield group
-        update_running_statistics(model)
-
-
-def _has_ghost_norms(model: nn.Module) -> bool:
-    """Return whether a recomputed forward pass would count again in a norm's statistics."""
-    return any(isinstance(module, GhostBatchNorm) for module in model.modules())
 
 
 def make_parts(
@@ -83,7 +69,7 @@ def make_parts(
         model=prepared.model,
         optimizer=prepared.optimizer,
         task=built.step_task,
-        groups=partial(_timed_groups, config, built, startup=startup, report=reporter),
+        groups=partial(_step_groups, config, built, startup=startup, report=reporter),
         plan=plan,
         deliveries=SampleVerifier(training_data.training, plan.global_batch_size),
         place=training_data.training.samples.place,
@@ -115,7 +101,11 @@ def make_update(config: RunConfig, prepared: PreparedModel) -> Update:
     return Update(prepared.accelerator, prepared.model, prepared.optimizer, max_gradient_norm=limit)
 
 
-def _groups(config: RunConfig, built: BuiltRun, *, first_step: int) -> Iterator[tuple[Batch, ...]]:
+def _step_groups(
+    config: RunConfig, built: BuiltRun, *, startup: StartupTimer, report: Reporter, first_step: int
+) -> Iterator[tuple[Batch, ...]]:
+    """Return this rank's microbatches, a group per step; the end of the first step ends the start of the run."""
+    startup.end("run folder")
     training_data, prepared, plan = built.training_data, built.prepared, built.plan
     loader = train_loader(
         training_data.training,
@@ -129,12 +119,43 @@ def _groups(config: RunConfig, built: BuiltRun, *, first_step: int) -> Iterator[
         cost=training_data.task.samples.loading_cost,
         has_partners=training_data.task.samples.has_partners,
     )
-    own = own_batches(prepared.accelerator, loader, on_device=False)
-    on_device = iter(StepGroups(own, plan.num_batches, prepared.accelerator.device))
-    handed = end_batch_norm_steps(on_device, prepared.model)
-    if not config.report.sample_ids:
-        return handed
-    return record_samples(handed, run_folder=Path(config.run.folder), first_step=first_step)
+    has_ghost_norms = _has_ghost_norms(prepared.model)
+
+    def end_step(step: int) -> None:
+        if step == first_step + 1:
+            startup.end("first step")
+            report(_started_up(startup, step=step))
+        if step == first_step + 2 and prepared.memory is not None:
+            # It is the first with activations and optimizer state at the same time.
+            report(Noted(step, prepared.memory(plan).peak_line))
+        if has_ghost_norms:
+            update_running_statistics(prepared.model)
+
+    on_group = SampleRecord(Path(config.run.folder), first_step=first_step).add if config.report.sample_ids else no_op
+    groups = StepGroups(
+        own_batches(prepared.accelerator, loader),
+        plan.num_batches,
+        prepared.accelerator.device,
+        sequence=sequence_group(),
+        first_step=first_step,
+        on_group=on_group,
+        on_step_end=end_step,
+    )
+    return iter(groups)
+
+
+def _started_up(startup: StartupTimer, *, step: int) -> StartedUp:
+    return StartedUp(
+        step=step,
+        seconds={phase.name: phase.seconds for phase in startup.phases},
+        cpu_seconds={phase.name: phase.cpu_seconds for phase in startup.phases},
+        memory_bytes={phase.name: phase.memory_bytes for phase in startup.phases},
+    )
+
+
+def _has_ghost_norms(model: nn.Module) -> bool:
+    """Return whether a recomputed forward pass would count again in a norm's statistics."""
+    return any(isinstance(module, GhostBatchNorm) for module in model.modules())
 
 
 def _evaluation(config: RunConfig, built: BuiltRun, *, reporter: Reporter) -> Evaluation:
@@ -179,30 +200,3 @@ def remove_stop_file(path: Path, *, log: Callable[[str], None]) -> None:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     except OSError as error:
         log(f"{path} cannot be removed ({error.strerror}). Remove it, or the next start stops at once.")
-
-
-def _timed_groups(
-    config: RunConfig, built: BuiltRun, *, startup: StartupTimer, report: Reporter, first_step: int
-) -> Iterator[tuple[Batch, ...]]:
-    """Yield the groups; report the start at the second request, when a step is over, and the memory at the third.
-
-    The second step is the first with activations and optimizer state at the same time.
-    """
-    startup.end("run folder")
-    coming = _groups(config, built, first_step=first_step)
-    for group in islice(coming, 1):
-        yield group
-        startup.end("first step")
-        report(
-            StartedUp(
-                step=first_step + 1,
-                seconds={phase.name: phase.seconds for phase in startup.phases},
-                cpu_seconds={phase.name: phase.cpu_seconds for phase in startup.phases},
-                memory_bytes={phase.name: phase.memory_bytes for phase in startup.phases},
-            )
-        )
-    for group in islice(coming, 1):
-        yield group
-        if built.prepared.memory is not None:
-            report(Noted(first_step + 2, built.prepared.memory(built.plan).peak_line))
-    yield from coming
