@@ -24,6 +24,7 @@ from finetune.data.encoding.text_groups import TextGroupsEncoder
 from finetune.data.precomputed import PrecomputedManifest as KnownManifest
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import identify
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, Share
 from finetune.data.token_cache.store import TokenCacheManifest
 from finetune.data.workers import LoaderSettings
@@ -70,7 +71,7 @@ def identity_of(encode, folder):
     rows.write_text('{"text": "a"}\n')
     train = TrainingSourceSection(path=str(rows))
     source = open_source(train, key="data.train", log=lambda _: None)
-    return identify(source, encode, section=DataSection(train=train, max_length=64), identity={})
+    return identify(source, Encoding(encode, DataSection(train=train, max_length=64), identity={}))
 
 
 @pytest.mark.parametrize("kind", ENCODERS, ids=[name for name, _ in ENCODERS.values()])

@@ -26,6 +26,7 @@ from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import SetOrder
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
+from finetune.data.token_cache.chunks import Encoding
 from finetune.runtime.sequence_parallel import SequenceGroup
 from finetune.task.model_inputs import collate_padding_free
 from tests.devices import EVERY_DEVICE
@@ -60,7 +61,7 @@ def prepared_and_section(write_rows, make_section):
     source = write_rows([{"text": chr(97 + n)} for n in range(10)])
     section = make_section(source)
     opened = open_source(source, key="data.train", log=lambda _: None)
-    return prepare_set(opened, encode, section=section, identity={}, log=lambda _: None), section
+    return prepare_set(opened, Encoding(encode, section, identity={}), log=lambda _: None), section
 
 
 def per_step(sampler, *, world, num_batches):

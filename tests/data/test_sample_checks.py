@@ -29,6 +29,7 @@ from finetune.data.sample_checks import (
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.array_file import ArrayFile
 from finetune.data.token_cache.cache import prepare_set
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.store import TokenCache
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
@@ -117,7 +118,7 @@ def prepare(write_rows, make_section):
         source = write_rows([{"text": f"{name}>{number}"} for number in range(NUM_ROWS)], name=f"{name}.jsonl")
         opened = open_source(source, key="data.train", log=lambda _: None)
         section = make_section(source, num_workers=0)
-        return prepare_set(opened, encode_bytes, section=section, identity={}, log=lambda _: None), section
+        return prepare_set(opened, Encoding(encode_bytes, section, identity={}), log=lambda _: None), section
 
     return prepare
 

@@ -14,6 +14,7 @@ from finetune.data.encoding.tokenizer import tokenizer_identity
 from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
+from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
 from finetune.task.build import build_task
 from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
@@ -150,7 +151,7 @@ def test_gsm8k_rows_have_their_answers_as_targets(tokenizer, tmp_path):
     said = []
     identity = tokenizer_identity(tokenizer)
     opened = open_source(source, key="data.train", log=said.append)
-    prepared = prepare_set(opened, task.encode, section=section, identity=identity, log=said.append)
+    prepared = prepare_set(opened, Encoding(task.encode, section, identity=identity), log=said.append)
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:40]]
     assert len(prepared) == 40
     for row, sample in zip(rows, prepared, strict=True):

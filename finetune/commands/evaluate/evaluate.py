@@ -8,7 +8,6 @@ from finetune.commands.evaluate.target import EvaluationTarget, find_evaluation_
 from finetune.config.load import LoadedConfig
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
-from finetune.data.encoding.tokenizer import unknown_ids
 from finetune.data.sources.source import Source, open_source, open_sources
 from finetune.data.token_cache.cache import prepare_set, repair
 from finetune.data.token_cache.store import TokenCache
@@ -16,7 +15,7 @@ from finetune.errors import UserError
 from finetune.report.reporter import NullReporter
 from finetune.report.run_log import RunLog
 from finetune.run.setup.accelerator import make_accelerator
-from finetune.run.setup.data import input_identity
+from finetune.run.setup.data import make_encoding
 from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.precompute import attach_teacher, precompute_set
 from finetune.run.setup.prepared_model import PreparedModel
@@ -98,17 +97,8 @@ def measure(target: EvaluationTarget) -> Measurement:
 
 def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> TokenCache:
     """Return the validation set; training rows are read only where it is split off from them."""
-    config, processing = target.config, target.run_inputs.processing
-    tokenizer = processing.tokenizer
-    return prepare_set(
-        _source(config, log=log),
-        encode=task.samples.encode,
-        section=config.data,
-        identity=input_identity(processing, task),
-        unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
-        length=task.samples.length_limit,
-        log=log,
-    )
+    encoding = make_encoding(target.config.data, target.run_inputs.processing, task)
+    return prepare_set(_source(target.config, log=log), encoding, log=log)
 
 
 def _source(config: RunConfig, *, log: RunLog) -> Source:

@@ -1,14 +1,13 @@
 """A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from finetune.config.sections.data import DataSection
 from finetune.data.audit.audit import Streamed
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, fingerprint_of, split_stream_index, window_offset
@@ -20,9 +19,8 @@ from finetune.data.streams.folder import StreamFolder, WindowRecord
 from finetune.data.streams.producer import StreamJob
 from finetune.data.streams.windows import Windows
 from finetune.data.token_cache.cache import cache_folder, folder_name, identify, log_older_versions
-from finetune.data.token_cache.chunks import Encode, make_encoding_plan
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.counts import Counts, total_counts
-from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.store import MAX_NAMED
 from finetune.errors import DataError
 from finetune.runtime.seeds import derive_seed
@@ -123,33 +121,27 @@ Log = Callable[[str], None]
 
 def stream_view(
     source: Source,
-    encode: Encode,
+    encoding: Encoding,
     *,
-    section: DataSection,
-    identity: Mapping[str, str],
     seed: int,
     log: Log,
-    unknown_ids: Iterable[int] = (),
-    length: LengthLimit | None = None,
 ) -> tuple[DatasetView, Streamed]:
     """Return the source's rows as an endless dataset view, and their counts; a process begins to prepare its windows.
 
-    `identity` is as for `prepare_set`. Raises DataError where the cache folder cannot be written; rows that are refused
+    Raises DataError where the cache folder cannot be written; rows that are refused
     raise it when their window is reached, in every process that waits for it.
     """
-    stream = stream_of(source.section)
+    stream, section = stream_of(source.section), encoding.section
     assert stream is not None
     plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
-    made_of = identify(source, encode, section=section, identity=identity, stream=_windows_of(source, plan))
+    made_of = identify(source, encoding, stream=_windows_of(source, plan))
     folder = cache_folder(section) / "streams" / folder_name(made_of)
     log_older_versions(folder, key=source.key, log=log)
     job = StreamJob(
         folder=StreamFolder(folder),
         key=source.key,
         plan=plan,
-        encoding_plan=make_encoding_plan(
-            source.format, encode, section=section, unknown_ids=unknown_ids, length=length
-        ),
+        encoding_plan=encoding.plan(source.format),
         section=section,
         num_ahead=stream.num_ahead,
         made_of=made_of,

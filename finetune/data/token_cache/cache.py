@@ -6,7 +6,7 @@ A set is verified when it is opened; a damaged one is quarantined and built agai
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,10 +15,9 @@ from typing import Any
 from finetune.config.sections.data import DataSection
 from finetune.data.sources.source import Source
 from finetune.data.token_cache.build import OnProgress, build_set, num_written_rows, refuse_counts, refuse_shares
-from finetune.data.token_cache.chunks import Encode, EncodingPlan, make_encoding_plan
+from finetune.data.token_cache.chunks import Encode, Encoding, EncodingPlan
 from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
 from finetune.data.token_cache.integrity import DamagedSet, quarantine_set, quarantined_copies
-from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
@@ -131,29 +130,26 @@ OnSourceProgress = Callable[[str, int, int | None], None]
 
 def prepare_set(
     source: Source,
-    encode: Encode,
+    encoding: Encoding,
     *,
-    section: DataSection,
-    identity: Mapping[str, str],
     log: Log,
-    unknown_ids: Iterable[int] = (),
-    length: LengthLimit | None = None,
     on_progress: OnSourceProgress | None = None,
     builds: bool = True,
 ) -> TokenCache:
     """Return the source's samples, tokenized now or found in the cache of earlier runs.
 
-    `identity` names all that `encode` and `length` depend on (digests of tokenizer and template, the task). Call it
-    outside any collective: ranks that come while one of them tokenizes wait on a lock file, and if it dies, another
-    resumes from where it stopped. What is cut or dropped is counted in `counts`; what the section refuses raises
-    DataError with the counts, after all rows have been seen. Without `builds`, NotPrepared where it is not found.
+    Call it outside any collective: ranks that come while one of them tokenizes wait on a lock file, and if it dies,
+    another resumes from where it stopped. What is cut or dropped is counted in `counts`; what the section refuses
+    raises DataError with the counts, after all rows have been seen. Without `builds`, NotPrepared where it is not
+    found.
     """
-    made_of = identify(source, encode, section=section, identity=identity)
+    section = encoding.section
+    made_of = identify(source, encoding)
     folder = set_folder(section, made_of)
     log_older_versions(folder, key=source.key, log=log)
     if not builds and not folder.is_dir():
         raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
-    plan = make_encoding_plan(source.format, encode, section=section, unknown_ids=unknown_ids, length=length)
+    plan = encoding.plan(source.format)
     shown = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
     build = partial(_build, source=source, plan=plan, made_of=made_of, section=section, advance=shown, log=log)
     make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_written_rows(made)))
@@ -191,14 +187,7 @@ def cache_folder(section: DataSection) -> Path:
     return Path(section.cache_folder or DEFAULT_FOLDER).expanduser()
 
 
-def identify(
-    source: Source,
-    encode: Encode,
-    *,
-    section: DataSection,
-    identity: Mapping[str, str],
-    stream: Mapping[str, Any] | None = None,
-) -> Identity:
+def identify(source: Source, encoding: Encoding, *, stream: Mapping[str, Any] | None = None) -> Identity:
     """Return what the source's set is made of; reads the source's files once for their digest.
 
     `stream` is what decides the windows of a stream, whose files are not read for it.
@@ -206,9 +195,9 @@ def identify(
     parts: dict[str, Any] = {
         "code_version": [CODE_VERSION, _FIRST_FORMAT],
         "source": source.identity() if stream is None else stream,
-        "options": section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
-        "encode": _name_of(encode),
-        "identity": dict(identity),
+        "options": encoding.section.model_dump(mode="json", exclude=set(WITHOUT_EFFECT), exclude_defaults=True),
+        "encode": _name_of(encoding.encode),
+        "identity": dict(encoding.identity),
     }
     written = json.dumps(parts, sort_keys=True).encode()
     shards = tuple(shard.name for shard in source.shards())

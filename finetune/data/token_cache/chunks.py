@@ -1,7 +1,7 @@
 """Rows encoded a chunk at a time: the samples end to end in flat arrays, and what became of every row."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -34,17 +34,21 @@ class EncodingPlan:
     unknown_ids: frozenset[int] = frozenset()  # tokens that stand for text unknown to the tokenizer
 
 
-def make_encoding_plan(
-    form: RowFormat,
-    encode: Encode,
-    *,
-    section: DataSection,
-    unknown_ids: Iterable[int] = (),
-    length: LengthLimit | None = None,
-) -> EncodingPlan:
-    """Return the encoding plan of rows of this format; `length` overrides the section's policy for long ones."""
-    policy = length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
-    return EncodingPlan(form, encode, policy, frozenset(unknown_ids))
+@dataclass(frozen=True)
+class Encoding:
+    """How a job encodes rows, whichever source they come from."""
+
+    encode: Encode
+    section: DataSection
+    identity: Mapping[str, str]  # all that `encode` and `length` depend on: digests of tokenizer and template, the task
+    unknown_ids: frozenset[int] = frozenset()
+    length: LengthLimit | None = None  # overrides the section's policy for long rows
+
+    def plan(self, row_format: RowFormat) -> EncodingPlan:
+        """Return the plan for rows of this format."""
+        section = self.section
+        policy = self.length or SampleLengthLimit(section.longest, section.over_length, section.truncate_side)
+        return EncodingPlan(row_format, self.encode, policy, self.unknown_ids)
 
 
 @dataclass(frozen=True)

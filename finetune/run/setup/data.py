@@ -1,7 +1,7 @@
 """The training data of a run: tokenizer, task and tokenized samples, made without any process group."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -16,11 +16,12 @@ from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, fingerprint_of
 from finetune.data.order.mixing import mixed_view
 from finetune.data.order.order import steps_for_tokens
-from finetune.data.sources.source import OpenedSources, Source, open_sources, rows_read, stream_of, texts
+from finetune.data.sources.source import OpenedSources, open_sources, rows_read, stream_of, texts
 from finetune.data.streams.stream import stream_view
 from finetune.data.templates.arguments import arguments_of, use_arguments
 from finetune.data.templates.chat_template import set_chat_template
 from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prepare_set, repair
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by_length
 from finetune.model.processing import Processing, load_processing
 from finetune.registry.tasks import TASKS
@@ -104,33 +105,33 @@ def make_training_data(
     )
     for line in (*warnings, *task.data_facts.lines, *format_padding_free(config, layout)):
         log(line)
-    identity = input_identity(processing, task)
-    unknown = unknown_ids(processing.tokenizer) if processing.tokenizer is not None else frozenset()
-    prepare: Callable[[Source], TokenCache] = partial(
-        prepare_set,
-        encode=task.samples.encode,
-        section=data,
-        identity=identity,
-        unknown_ids=unknown,
-        length=task.samples.length_limit,
-        log=log,
-        on_progress=on_progress,
-        builds=builds,
-    )
-    stream: Callable[..., tuple[DatasetView, Streamed]] = partial(
-        stream_view,
-        encode=task.samples.encode,
-        section=data,
-        identity=identity,
-        unknown_ids=unknown,
-        length=task.samples.length_limit,
-        log=log,
-    )
+    encoding = make_encoding(data, processing, task)
+    prepare = partial(prepare_set, encoding=encoding, log=log, on_progress=on_progress, builds=builds)
     audited: dict[str, Prepared | Streamed] = {}
-    pools = [_open_dataset(source, config, prepare=prepare, stream=stream, audited=audited) for source in sources.train]
+    pools = []
+    for source in sources.train:
+        seed = derive_seed(config.run.seed, source.key) if data.train.mix else config.run.seed
+        if stream_of(source.section) is not None:
+            pool, audited[source.key] = stream_view(source, encoding, seed=seed, log=log)
+        else:
+            audited[source.key] = prepared = prepare(source)
+            pool = dataset_view(prepared, data, seed=seed, key=source.key)
+        pools.append(pool)
     refuse_exceeded(audited, data.audit)
     validation_set = prepare(sources.validation) if sources.validation else None
     return TrainingData(processing, task, _mix(pools, config, layout), audited, validation_set, answer_metrics)
+
+
+def make_encoding(data: DataSection, processing: Processing, task: Task) -> Encoding:
+    """Return how the rows of every source of the job are encoded."""
+    tokenizer = processing.tokenizer
+    return Encoding(
+        task.samples.encode,
+        data,
+        identity=input_identity(processing, task),
+        unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
+        length=task.samples.length_limit,
+    )
 
 
 def input_identity(processing: Processing, task: Task) -> dict[str, str]:
@@ -161,23 +162,6 @@ def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, loc
         if drops_unknown_text(processing.tokenizer):
             log(_DROPS_UNKNOWN_TEXT)
     return processing
-
-
-def _open_dataset(
-    source: Source,
-    config: RunConfig,
-    *,
-    prepare: Callable[[Source], TokenCache],
-    stream: Callable[..., tuple[DatasetView, Streamed]],
-    audited: dict[str, Prepared | Streamed],
-) -> DatasetView:
-    """Return the view of the source, and put into `audited` what its audit reads."""
-    seed = derive_seed(config.run.seed, source.key) if config.data.train.mix else config.run.seed
-    if stream_of(source.section) is not None:
-        pool, audited[source.key] = stream(source, seed=seed)
-        return pool
-    audited[source.key] = prepared = prepare(source)
-    return dataset_view(prepared, config.data, seed=seed, key=source.key)
 
 
 def _mix(pools: Sequence[DatasetView], config: RunConfig, data: DataSection) -> DatasetView:

@@ -9,7 +9,7 @@ from finetune.data.formats.row_format import ALREADY_READ
 from finetune.data.rows import RawRow
 from finetune.data.templates.arguments import set_template_arguments
 from finetune.data.templates.chat_template import set_chat_template
-from finetune.data.token_cache.chunks import encode_chunk, make_encoding_plan
+from finetune.data.token_cache.chunks import Encoding, encode_chunk
 from finetune.data.token_cache.lengths import SampleLengthLimit
 from finetune.errors import DataError
 from tests.data.template_rows import CALCULATOR, trained_tokenizer
@@ -104,13 +104,15 @@ def test_assistant_turns_in_a_prompt_are_not_samples(tokenizer):
 
 def encoded(tokenizer, rows, *, max_length=1000, over_length="drop"):
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=max_length)
-    plan = make_encoding_plan(
-        ALREADY_READ,
+    encoding = Encoding(
         ConversationEncoder(tokenizer, train_on="each_assistant"),
-        section=section,
+        section,
+        identity={},
         length=SampleLengthLimit(max_length, over_length),
     )
-    return encode_chunk(plan, [RawRow("rows.jsonl", n, row) for n, row in enumerate(rows, start=1)])
+    return encode_chunk(
+        encoding.plan(ALREADY_READ), [RawRow("rows.jsonl", n, row) for n, row in enumerate(rows, start=1)]
+    )
 
 
 def test_rows_and_their_answers_are_counted(tokenizer):
@@ -145,7 +147,7 @@ def test_each_answer_has_its_own_length(tokenizer):
 def test_a_row_encoded_as_one_sample_counts_no_answers(tokenizer):
     set_chat_template(tokenizer, "chatml")
     section = DataSection(train=TrainingSourceSection(path="/nowhere.jsonl"), max_length=8, over_length="drop")
-    plan = make_encoding_plan(ALREADY_READ, ConversationEncoder(tokenizer), section=section)
+    plan = Encoding(ConversationEncoder(tokenizer), section, identity={}).plan(ALREADY_READ)
     counts = encode_chunk(plan, [RawRow("rows.jsonl", 1, {"messages": TALK})]).counts
     assert (counts.long_rows, counts.long_answers, counts.answers, counts.repeated_tokens) == (1, 0, 0, 0)
 

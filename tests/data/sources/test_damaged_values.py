@@ -15,7 +15,7 @@ from finetune.data.encoding.preference import PreferenceEncoder
 from finetune.data.encoding.text import TextEncoder
 from finetune.data.sources import readers
 from finetune.data.sources.source import open_sources
-from finetune.data.token_cache.chunks import encode_chunk, make_encoding_plan
+from finetune.data.token_cache.chunks import Encoding, encode_chunk
 from finetune.errors import DataError
 
 DEEP, DIGITS = "[" * 100_000 + "]" * 100_000, "9" * 5000
@@ -47,7 +47,7 @@ def encode(path, tokenizer, make=TextEncoder, **keys):
     """Encode the rows of the file as a preparing process does it."""
     section = DataSection(train={"path": str(path), **keys}, max_length=10**6)
     (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
-    return encode_chunk(make_encoding_plan(source.format, make(tokenizer), section=section), list(source.rows()))
+    return encode_chunk(Encoding(make(tokenizer), section, identity={}).plan(source.format), list(source.rows()))
 
 
 @pytest.mark.parametrize("kind", LINES)

@@ -18,6 +18,7 @@ from finetune.data.sources.source import open_source
 from finetune.data.streams import producer as stream_maker
 from finetune.data.streams.producer import NUM_KEPT_WINDOWS, make_window, serve
 from finetune.data.streams.stream import StreamOrder, stream_view
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
 from tests.data.byte_encoding import encode_bytes
@@ -124,7 +125,7 @@ class Streams:
         source = TrainingSourceSection(path=path or str(self.folder / "part-*.jsonl"), stream=stream)
         section = self.make_section(source, cache_folder=str(self.folder / cache), **keys)
         opened = open_source(source, key="data.train", log=self.said.append)
-        pool, _ = stream_view(opened, encode_bytes, section=section, identity=IDENTITY, seed=5, log=self.said.append)
+        pool, _ = stream_view(opened, Encoding(encode_bytes, section, identity=IDENTITY), seed=5, log=self.said.append)
         self.opened.append(pool)
         return pool
 

@@ -13,7 +13,7 @@ from finetune.data.sources.source import open_sources
 from finetune.data.templates import sandbox as limits
 from finetune.data.templates.chat_template import BUILT_IN, MAX_TEMPLATE_BYTES, set_chat_template
 from finetune.data.templates.row_template import check_row_template
-from finetune.data.token_cache.chunks import encode_chunk, make_encoding_plan
+from finetune.data.token_cache.chunks import Encoding, encode_chunk
 from finetune.errors import DataError
 from tests.data.template_tokenizers import tokenizer_for
 
@@ -54,7 +54,7 @@ def rows_of(tmp_path, rows, **keys):
     (source,) = open_sources(section, seed=1, log=lambda sentence: None).train
 
     def encode(tokenizer):
-        recipe = make_encoding_plan(source.format, ConversationEncoder(tokenizer), section=section)
+        recipe = Encoding(ConversationEncoder(tokenizer), section, identity={}).plan(source.format)
         return encode_chunk(recipe, list(source.rows()))
 
     return encode

@@ -12,7 +12,7 @@ import pytest
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache import build, encoder_pool
 from finetune.data.token_cache.build import build_set, num_written_rows
-from finetune.data.token_cache.chunks import make_encoding_plan
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.samples import chunk_name
 from finetune.data.token_cache.store import Identity, TokenCache
@@ -35,7 +35,7 @@ class Build:
     def __call__(self, folder, *, made_of=MADE_OF):
         self.encoded, self.progress, self.damage = 0, [], []
         folder.mkdir(exist_ok=True)
-        plan = make_encoding_plan(self.source.format, self.encode, section=self.section)
+        plan = Encoding(self.encode, self.section, identity={}).plan(self.source.format)
         rows = self.source.rows()
         return build_set(
             folder,

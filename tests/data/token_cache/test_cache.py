@@ -15,6 +15,7 @@ from finetune.data.sources.source import open_source, open_sources
 from finetune.data.token_cache import array_file, build, cache, encoder_pool
 from finetune.data.token_cache.array_file import write_array_file
 from finetune.data.token_cache.cache import prepare_set, repair
+from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.encoder_pool import EncoderPool
 from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.samples import SAMPLES_FILE, chunk_name
@@ -37,7 +38,7 @@ class Prepare:
         self.said.clear()
         self.encoded = 0
         opened = open_source(self.source, key="data.train", log=self.said.append)
-        return prepare_set(opened, self.encode, section=self.section, identity={}, log=self.said.append)
+        return prepare_set(opened, Encoding(self.encode, self.section, identity={}), log=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -283,7 +284,7 @@ class PrepareCached:
         written = self.write_rows([{"text": text} for text in texts], **(source or {}))
         section = self.make_section(written, **keys)
         source = opened(written, self.said.append)
-        return prepare_set(source, self.encode, section=section, identity=identity, log=self.said.append)
+        return prepare_set(source, Encoding(self.encode, section, identity=identity), log=self.said.append)
 
     def encode(self, rows):
         self.encoded += len(rows)
@@ -426,7 +427,7 @@ def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_pa
     sets = []
     for workers in (0, 2):
         section = make_section(source, prepare_workers=workers, cache_folder=str(tmp_path / f"cache{workers}"))
-        sets.append(prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None))
+        sets.append(prepare_set(opened(source), Encoding(encode_bytes, section, identity=IDENTITY), log=lambda _: None))
     files = [sorted(path.name for path in prepared.folder.iterdir()) for prepared in sets]
     assert files[0] == files[1]
     assert files[0] == [CHUNK, "counts.json", SAMPLES_FILE]
@@ -438,7 +439,7 @@ def test_a_row_that_a_worker_cannot_encode_is_named(write_rows, make_section, on
     source = write_rows([{"text": "a>b"}, {"text": "poison"}])
     section = make_section(source, prepare_workers=1)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 2: cannot be encoded"):
-        prepare_set(opened(source), encode_bytes, section=section, identity=IDENTITY, log=lambda _: None)
+        prepare_set(opened(source), Encoding(encode_bytes, section, identity=IDENTITY), log=lambda _: None)
 
 
 def test_a_prepared_set_travels_to_another_process_by_its_path(prepare_cache):
@@ -521,9 +522,7 @@ def test_the_progress_callback_gets_rows_done_and_total(prepare_cache, write_row
     told = []
     prepare_set(
         opened(source),
-        encode_bytes,
-        section=make_section(source),
-        identity=IDENTITY,
+        Encoding(encode_bytes, make_section(source), identity=IDENTITY),
         log=lambda _: None,
         on_progress=lambda *seen: told.append(seen),
     )
@@ -561,7 +560,7 @@ class Processes:
                 waits.set()
 
         section = DataSection(train=self.source, max_length=64, cache_folder=str(self.tmp_path / "cache"))
-        prepared = prepare_set(opened(self.source), encode, section=section, identity=IDENTITY, log=say)
+        prepared = prepare_set(opened(self.source), Encoding(encode, section, identity=IDENTITY), log=say)
         self.done.put((name, prepared.fingerprint, texts_of_cache(prepared)))
 
 
@@ -608,7 +607,7 @@ def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows,
     for is_new in (True, False):
         said = []
         source = open_sources(section, seed=1, log=said.append).train[0]
-        prepared = prepare_set(source, encode_bytes, section=section, identity=IDENTITY, log=said.append)
+        prepared = prepare_set(source, Encoding(encode_bytes, section, identity=IDENTITY), log=said.append)
         assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
         assert "data.train: excluded because data.validation has them, too: 2 rows" in said
         assert any("already prepared" in line for line in said) is not is_new

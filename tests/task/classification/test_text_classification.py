@@ -19,6 +19,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
+from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
 from finetune.task.build import build_task
 from finetune.task.protocol import TaskContext
@@ -204,7 +205,7 @@ def test_truncated_texts_are_counted_and_keep_their_special_tokens(tmp_path):
         TaskContext(TaskSection(name="text_classification"), section, bert_tokenizer(), rows=lambda: rows)
     )
     opened = open_source(section.train, key="data.train", log=lambda _: None)
-    prepared = prepare_set(opened, task.samples.encode, section=section, identity={}, log=lambda _: None)
+    prepared = prepare_set(opened, Encoding(task.samples.encode, section, identity={}), log=lambda _: None)
     counts = prepared.counts
     assert prepared[0].arrays["input_ids"].tolist() == [2, 4, 5, 3]
     assert (counts.truncated_rows, counts.truncated_tokens, counts.truncated_targets, counts.longest) == (1, 2, 0, 6)

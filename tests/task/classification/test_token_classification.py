@@ -10,6 +10,7 @@ from finetune.data.batch import IGNORED
 from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
+from finetune.data.token_cache.chunks import Encoding
 from finetune.task.build import build_task
 from finetune.task.classification.token_classification import entity_metrics
 from finetune.task.protocol import TaskContext
@@ -113,7 +114,9 @@ def test_long_sentences_keep_the_tokens_around_them(tmp_path, over_length, left,
     task = task_of(section)
     opened = open_source(section.train, key="data.train", log=lambda _: None)
     prepared = prepare_set(
-        opened, task.samples.encode, section=section, identity={}, length=task.samples.length_limit, log=lambda _: None
+        opened,
+        Encoding(task.samples.encode, section, identity={}, length=task.samples.length_limit),
+        log=lambda _: None,
     )
     assert [" ".join(WORDS[i] for i in each.arrays["input_ids"]) for each in prepared] == left
     assert {name: getattr(prepared.counts, name) for name in lost} == lost
