@@ -28,7 +28,6 @@ with lazily(freeze=True):  # torch
     from finetune.commands import export as export_command
     from finetune.commands import generate as generate_command
     from finetune.commands.evaluate import evaluate as evaluate_command
-    from finetune.commands.evaluate import lm_eval as lm_eval_command
 
 
 def add_to(app: typer.Typer) -> None:
@@ -102,7 +101,7 @@ def evaluate(
     if lm_eval is not None and (config is not None or override):
         raise UserError("--lm-eval: its tasks come with their own data. Leave --config and --set out.")
     if lm_eval is not None:
-        lm_eval_command.evaluate_with_harness(
+        evaluate_command.evaluate_with_harness(
             source, step=step, tasks=lm_eval, json=json, trust_remote_code=trust_remote_code
         )
         return 0

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, before_training, checkpoint, reports, sweep, verify
+from finetune.cli import after_training, before_training, checkpoint, launch, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.launch import torchrun as launch
 from finetune.cli.options import Config, Overrides
 from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError

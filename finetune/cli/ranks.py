@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from finetune.launch.ranks.adopt import adopt_ranks
+from finetune.launch.ranks import adopt_ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -188,7 +188,7 @@ def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, call
         "json": Path("m.json"),
         "trust_remote_code": False,
     }
-    assert (asked[0], asked[2]["tasks"]) == ("finetune.commands.evaluate.lm_eval:evaluate_with_harness", "hellaswag")
+    assert (asked[0], asked[2]["tasks"]) == ("finetune.commands.evaluate.evaluate:evaluate_with_harness", "hellaswag")
     assert (answered[2]["rows"], answered[2]["temperature"]) == (Path("p.jsonl"), 0.5)
 
 

@@ -7,11 +7,11 @@ import pytest
 from finetune.cli.after_training import evaluate, generate
 from finetune.cli.app import check, train
 from finetune.cli.before_training import doctor
-from finetune.cli.launch.torchrun import torchrun
+from finetune.cli.launch import torchrun
 from finetune.cli.ranks import with_ranks
 from finetune.cli.sweep import sweep
 from finetune.errors import UserError
-from tests.launch.ranks.test_slurm import ON_ONE_HOST
+from tests.launch.test_ranks import ON_ONE_HOST
 
 
 @pytest.fixture

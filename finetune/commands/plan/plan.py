@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
-from finetune.commands.plan.calibration import MeasuredRun, read_measured_run
 from finetune.commands.plan.cost.assumptions import (
     FAILURE_GPU_HOURS,
     SPOT_HOURS_PER_MACHINE,
     TRAINING_SHARE,
     USABLE_SHARE,
 )
+from finetune.commands.plan.cost.scaling import ScalePoint
 from finetune.commands.plan.hardware import USUAL_HARDWARE, Hardware, own_hardware, parse_hardware
 from finetune.commands.plan.job import PlannedJob, read_job
-from finetune.commands.plan.memory import Fit, PlannedMemory, Predict
+from finetune.commands.plan.memory import Fit, PlannedMemory, Predict, with_ranks
 from finetune.commands.plan.outlook import Assumed, make_outlook
 from finetune.commands.plan.result import HardwarePlan, Plan, plan_json
-from finetune.commands.plan.scale import scale_points
 from finetune.commands.plan.strategies import (
     StrategyPlan,
     choose,
@@ -32,17 +32,24 @@ from finetune.commands.plan.tables import print_plan
 from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
-from finetune.memory.layout import STRATEGIES, Method
+from finetune.memory.layout import STRATEGIES, Method, StrategyName
 from finetune.memory.planned import write_planned
 from finetune.memory.step.predict import Predictor
+from finetune.report.history import read_history
 from finetune.run.setup.padding_free import resolve_padding_free
+from finetune.runtime.files.read import read_json
 from finetune.runtime.gpus.prices import lowest, prices_of
+from finetune.runtime.gpus.specifications import GpuKind, find_gpu
 from finetune.runtime.text.library_output import quiet_libraries
 
 BUDGET_SECONDS = 30.0
 """Of this process's CPU time, after which no further method or recomputation is tried."""
 
 _METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+
+WARM_UP_STEPS = 3
+_MIN_STEPS = 5
+MAX_GPUS = 256
 
 _CUT_SHORT = f"Not all other methods were tried: {BUDGET_SECONDS:g} s of CPU time were over."
 
@@ -57,6 +64,17 @@ class PlanOptions:
     gpu_table: Path | None = None
     network_gbit: float | None = None
     assumed: Assumed = field(default_factory=Assumed)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """Steps of this job that were taken on GPUs of one kind."""
+
+    kind: GpuKind
+    num_gpus: int
+    strategy: str
+    tokens_per_second: float
+    num_steps: int
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json: bool) -> int:
@@ -248,3 +266,69 @@ def _assumptions(assumed: Assumed) -> list[str]:
         f"{assumed.disk_bandwidth / 1e9:g} GB/s. Evaluation, start-up and export are not counted.",
         "Prices are those of finetune/runtime/gpus/prices.yaml, without storage, traffic and discounts: --prices FILE.",
     ]
+
+
+def read_measured_run(folder: Path, *, gpu_table: Path | None = None) -> MeasuredRun | None:
+    """Return the pace of the run in the folder; None without a run, with an unknown GPU, or after few steps."""
+    try:
+        history = read_history(folder)
+        environment = read_json(folder / "environment.json")
+        device = environment["devices"][0]
+        world = int(environment["launcher"].get("WORLD_SIZE", "1"))
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None
+    kind = find_gpu(str(device.get("name", "")), table=gpu_table) if device.get("type") == "cuda" else None
+    rates = history.steps.compute_rates(num_warm_up=WARM_UP_STEPS)
+    if kind is None or not history.starts or len(rates) < _MIN_STEPS:
+        return None
+    name = str(history.starts[-1].get("strategy", "")).partition(" ")[0]  # `fsdp2 on 8 processes splits ...`
+    return MeasuredRun(kind, world, name, median(rates.tolist()), len(rates))
+
+
+def scale_points(
+    job: PlannedJob,
+    hardware: Hardware,
+    plans: Sequence[StrategyPlan],
+    memory: PlannedMemory,
+    *,
+    usd_per_gpu_hour: float | None,
+) -> list[ScalePoint]:
+    """Return a point for each power of two that can share the global batch and on which the job fits.
+
+    FSDP's step is not traced again for each number: of what it takes here, what is split over the ranks is split over
+    more or fewer, at a microbatch that fits here. For the others a trace serves any number of ranks.
+    """
+    points = []
+    for num_gpus in _numbers(job.train.global_batch_size):
+        few = hardware.with_gpus(num_gpus)
+        best = choose([each for plan in plans if (each := _with_gpus(job, few, plan, memory)) is not None])
+        if best is not None and best.time is not None:
+            rate = job.train.global_batch_size * job.counts.tokens_per_position / best.time.seconds
+            points.append(ScalePoint(num_gpus, rate, usd_per_gpu_hour, best.strategy, best.layout.microbatch_size))
+    return points
+
+
+def _numbers(global_batch_size: int) -> list[int]:
+    """Return the powers of two that divide the batch, up to MAX_GPUS."""
+    return [1 << power for power in range(MAX_GPUS.bit_length()) if global_batch_size % (1 << power) == 0]
+
+
+def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: PlannedMemory) -> StrategyPlan | None:
+    """Return the strategy on these GPUs; None where it does not fit or is not meant for that number."""
+    num_gpus, fit = hardware.num_gpus, plan.fit
+    strategy: StrategyName = "hsdp" if plan.strategy == "fsdp2" and hardware.num_nodes > 1 else plan.strategy
+    if fit is None or (strategy == "single") != (num_gpus == 1) or plan.strategy == "hsdp":
+        return None
+    share = job.train.global_batch_size // num_gpus
+    layout = replace(plan.layout, strategy=strategy, num_ranks=num_gpus, ranks_per_node=hardware.gpus_per_node)
+    sizes = [size for size in {fit.microbatch_size, 1} if size and share % size == 0]
+    for size in sorted(sizes, reverse=True):
+        found = fit.largest if size == fit.microbatch_size and fit.largest is not None else fit.smallest
+        if strategy in ("fsdp2", "hsdp"):
+            shards = min(num_gpus, hardware.gpus_per_node) if strategy == "hsdp" else num_gpus
+            prediction = with_ranks(found, ranks=plan.layout.num_ranks, others=shards)
+        else:
+            prediction = memory.at(replace(layout, microbatch_size=size))
+        if prediction.peak_bytes <= hardware.usable_bytes:
+            return timed(job, hardware, with_microbatch(layout, size), Fit(size, fit.smallest, prediction))
+    return None

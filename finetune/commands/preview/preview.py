@@ -3,17 +3,23 @@
 Of images: files, sizes, classes, and the size in which the model sees them.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.commands.audit_tables import print_audit
-from finetune.commands.preview.batches import BatchPreview
-from finetune.commands.preview.page import preview_page
-from finetune.commands.preview.terminal import print_batches
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Console
+from rich.text import Text
+
+from finetune.commands.audit_tables import audit_lines, audit_rows, headline_numbers, print_audit
+from finetune.commands.preview.batches import BatchPreview, PreviewBatch, PreviewPosition, PreviewSample
+from finetune.commands.preview.tokens import Piece, spans
+from finetune.commands.printing import width
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import AuditSection
+from finetune.data.audit.audit import Audit, Histogram
 from finetune.data.encoding.labelled_images import IMAGE, LABEL, image_name
 from finetune.data.features import Features
 from finetune.data.images.decode import image_facts
@@ -26,6 +32,7 @@ from finetune.run.setup.data_audit import audit_training_data
 from finetune.runtime.files import atomic
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.library_output import quiet_libraries
+from finetune.runtime.text.rich_console import SafeConsole
 from finetune.runtime.text.terminal import printable
 from finetune.task.protocol import Task
 
@@ -143,3 +150,212 @@ def _facts(config: RunConfig) -> list[str]:
         f"{train.global_batch_size:,} per step, {train.known_microbatch_size:,} per microbatch",
         f"seed {config.run.seed}" if data.shuffle else "not shuffled",
     ]
+
+
+CONTEXT_STYLES = ("grey89 on grey19", "grey89 on grey30")
+TARGET_STYLES = ("black on #8fd9a0", "black on #67c27c")
+"""Styles of tokens, in turn, so that it can be seen where one ends; both colours are set, to suit any terminal."""
+
+BETWEEN, OPEN, CLOSE = "┊", "⟦", "⟧"
+
+
+def print_batches(batches: Iterable[PreviewBatch], *, unit: str) -> None:
+    """Print the microbatches, each sample token by token; `unit` stands at a position: a sample, pack or batch."""
+    console = SafeConsole(width=width(), soft_wrap=True)
+    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
+    console.print(_legend(has_colours))
+    for batch in batches:
+        console.print(Text(f"\n{format_batch(batch)}", style="bold"))
+        for position in batch.positions:
+            _print_position(console, position, unit=unit, has_colours=has_colours)
+    sys.stdout.flush()
+
+
+def format_batch(batch: PreviewBatch) -> str:
+    """Return what a microbatch is in one line."""
+    first, last = batch.first_position, batch.last_position
+    where = f"position {first}" if first == last else f"positions {first} to {last}"
+    shown = f" ({batch.num_shown} shown)" if batch.num_shown < batch.num_samples else ""
+    return (
+        f"━━ step {batch.step}, microbatch {batch.number} of {batch.of}: {where} ━━ {batch.num_samples} samples"
+        f"{shown}, {batch.num_tokens:,} tokens, {batch.num_targets:,} targets, padding {batch.padding_share:.1%}"
+    )
+
+
+def format_position(position: PreviewPosition, *, unit: str) -> str:
+    """Return what stands at a position that can hold several samples."""
+    num_shown, number = len(position.samples), position.num_samples
+    shown = f" ({num_shown} shown)" if num_shown < number else ""
+    return f"┏━ {unit} at position {position.number}: {number} samples{shown}, {position.num_tokens:,} tokens"
+
+
+def format_sample(sample: PreviewSample) -> str:
+    """Return which sample it is and how many of its tokens are targets."""
+    share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
+    return (
+        f"sample {sample.sample_id}  {sample.place}  {sample.num_tokens:,} tokens, "
+        f"{sample.num_targets:,} targets ({share:.0%}){f' → {sample.answer}' if sample.answer else ''}"
+    )
+
+
+def plain_text(sample: PreviewSample) -> str:
+    """Return the tokens without colours: targets in brackets, a mark between one token and the next."""
+    found = []
+    for stretch in spans(sample.pieces):
+        text = BETWEEN.join(piece.shown for piece in stretch.pieces).replace(f"\n{BETWEEN}", "\n")
+        found.append(f"{OPEN}{text}{CLOSE}" if stretch.is_target else text)
+    return "".join(found)
+
+
+def coloured_text(sample: PreviewSample) -> Text:
+    """Return the tokens in colours."""
+    text = Text()
+    for number, piece in enumerate(sample.pieces):
+        text.append(piece.shown, style=_style(piece, number))
+    return text
+
+
+def _print_position(console: Console, position: PreviewPosition, *, unit: str, has_colours: bool) -> None:
+    is_group = unit != "sample"
+    if is_group:
+        console.print(Text(f"\n{format_position(position, unit=unit)}", style="bold cyan"))
+    for sample in position.samples:
+        head = format_sample(sample)
+        console.print(Text(f"┣━ {head}" if is_group else f"\nposition {position.number}  {head}", style="cyan"))
+        text = coloured_text(sample) if has_colours else Text(plain_text(sample))
+        text.rstrip()
+        console.print(text)
+    if is_group:
+        console.print(Text("┗━", style="cyan"))
+
+
+def _style(piece: Piece, number: int) -> str:
+    style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[number % 2]
+    return f"bold {style}" if piece.is_special else style
+
+
+def _legend(has_colours: bool) -> Text:
+    if not has_colours:
+        return Text(f"{OPEN}target{CLOSE}, the rest is context; {BETWEEN} between tokens, · a blank, ↵ a line end")
+    legend = Text().append(" read ", style=CONTEXT_STYLES[0])
+    legend.append(" target ", style=TARGET_STYLES[0])
+    legend.append(" shades change from token to token; · is a blank, ↵ a line end, bold a special token", style="dim")
+    return legend
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number to see first."""
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a chart."""
+
+    label: str
+    count: int
+    percent: float  # of the chart's height
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A histogram with what it is of."""
+
+    title: str
+    note: str
+    mark: str  # at the right end of the axis
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a lane: tokens that are context or targets, `first` at the edge of a sample, padding, or hidden."""
+
+    kind: str
+    percent: float
+
+
+@dataclass(frozen=True)
+class ForwardRow:
+    """A row of the forward pass, or what stands at one position of it."""
+
+    label: str
+    parts: tuple[Segment, ...]
+
+
+def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, facts: Sequence[str], unit: str) -> str:
+    """Return the page; `unit` is what stands at a position: sample, pack or batch."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=False
+    )
+    environment.filters |= {"count": "{:,}".format, "share": "{:.1%}".format, "stretches": spans, "lanes": forward_rows}
+    head, *rows = audit_rows(audit)
+    return environment.get_template("preview.html.jinja").render(
+        title=title,
+        facts=list(facts),
+        unit=unit,
+        tiles=[Tile(*each) for each in headline_numbers(audit)],
+        charts=list(_charts(audit)),
+        table={"head": head, "rows": rows},
+        notes=[{"text": line, "is_bad": line.startswith("LIMIT")} for line in audit_lines(audit, draws=False)],
+        template=list(audit.template.lines()) if audit.template else [],
+        batches=list(batches),
+    )
+
+
+def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
+    """Return what is shown of the forward pass as bars: samples with their padding, or what lies end to end."""
+    if batch.is_padded:
+        width = batch.num_computed // batch.num_lanes
+        return [_padded(sample, width) for position in batch.positions for sample in position.samples]
+    longest = max(position.num_tokens for position in batch.positions)
+    return [_joined(position, longest) for position in batch.positions]
+
+
+def _joined(position: PreviewPosition, longest: int) -> ForwardRow:
+    shown = sum(sample.num_tokens for sample in position.samples)
+    parts = [part for sample in position.samples for part in _segments(sample, of=longest)]
+    hidden = Segment("hidden", _percent(position.num_tokens - shown, longest))
+    return ForwardRow(f"position {position.number}: {position.num_tokens:,} tokens", (*parts, hidden))
+
+
+def _padded(sample: PreviewSample, width: int) -> ForwardRow:
+    padding = Segment("padding", _percent(width - sample.num_tokens, width))
+    return ForwardRow(f"{sample.place}: {sample.num_tokens:,} tokens", (*_segments(sample, of=width), padding))
+
+
+def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:
+    for number, stretch in enumerate(spans(sample.pieces)):
+        num_tokens = sum(len(piece.ids) for piece in stretch.pieces)
+        kind = "target" if stretch.is_target else "context"
+        yield Segment(kind if number else f"{kind} first", _percent(num_tokens, of))
+
+
+def _charts(audit: Audit) -> Iterator[Chart]:
+    total = audit.total
+    if total.lengths is not None and total.length_quantiles:
+        middle, high = total.length_quantiles["p50"], total.length_quantiles["p99"]
+        bars = tuple(_bars(total.lengths, "{:,.0f} to {:,.0f} tokens", whole=True))
+        mark = f"{total.lengths.edges[-1]:,.0f} tokens"
+        yield Chart("Length of samples", f"half have up to {middle:,} tokens, 99% up to {high:,}", mark, bars)
+    if total.target_shares is not None:
+        bars = tuple(_bars(total.target_shares, "{:.0%} to {:.0%} targets"))
+        yield Chart("Share of targets in a sample", "number of samples", "100%", bars)
+
+
+def _bars(found: Histogram, label: str, *, whole: bool = False) -> Iterator[Bar]:
+    highest = max(found.bars, default=0) or 1
+    for number, count in enumerate(found.bars):
+        low, high = found.edges[number], found.edges[number + 1] - whole
+        yield Bar(label.format(low, high), count, _percent(count, highest))
+
+
+def _percent(part: int, whole: int) -> float:
+    return round(100 * part / whole, 3)

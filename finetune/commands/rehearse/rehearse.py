@@ -17,14 +17,6 @@ from finetune.commands.rehearse.accelerate_file import (
     for_this_machine,
     read_accelerate_file,
 )
-from finetune.commands.rehearse.evidence import (
-    checkpoint_evidence,
-    export_evidence,
-    resume_evidence,
-    steps_evidence,
-    strategy_evidence,
-    template_evidence,
-)
 from finetune.commands.rehearse.job import (
     Schedule,
     as_overrides,
@@ -38,10 +30,16 @@ from finetune.commands.rehearse.rows import MinimumRows, choose_rows
 from finetune.commands.rehearse.runs import (
     Launch,
     PhaseError,
+    checkpoint_evidence,
     compare_resumed,
+    export_evidence,
+    resume_evidence,
     run_to_end,
     run_until_saved,
     set_aside,
+    steps_evidence,
+    strategy_evidence,
+    template_evidence,
 )
 from finetune.commands.rehearse.small_model import (
     Architecture,

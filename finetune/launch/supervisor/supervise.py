@@ -1,6 +1,7 @@
 """The supervisor of one host: it beats, follows the attempt that the leader has begun, and leads where it is first."""
 
 import errno
+import json
 import signal
 import time
 import uuid
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from finetune.launch.supervisor.agent import Agent, Job, launch_command, network_environment
 from finetune.launch.supervisor.members import (
@@ -27,7 +28,6 @@ from finetune.launch.supervisor.members import (
     next_attempt,
 )
 from finetune.launch.supervisor.network import CONNECT_SECONDS, Listener, Reachability, can_connect, free_port
-from finetune.launch.supervisor.run_status import read_run_status
 from finetune.launch.supervisor.shared_folder import NameCheck, SharedFolder
 
 STOPPED = 143
@@ -317,3 +317,35 @@ class Supervisor:
             self._log(f"ends its ranks: the shared folder is away ({error.strerror or error})")
             self._agent.kill()
         return None
+
+
+_USER_MISTAKE = 2
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How far the run is, and what only the user can fix."""
+
+    checkpoint_step: int = 0
+    user_mistake: str | None = None
+
+
+def read_run_status(run_folder: Path, attempt: Attempt | None) -> RunStatus:
+    """Return the status; an error counts if it is of this attempt. Nothing where there is none, or it is damaged."""
+    try:
+        facts = json.loads((run_folder / "status.json").read_text(encoding="utf-8"))
+        return RunStatus(_newest_step(run_folder), _mistake(facts, attempt))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return RunStatus(_newest_step(run_folder))
+
+
+def _newest_step(run_folder: Path) -> int:
+    steps = [path.name.removeprefix("step-") for path in run_folder.glob("checkpoints/step-*")]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def _mistake(facts: dict[str, Any], attempt: Attempt | None) -> str | None:
+    if attempt is None or facts["exit_code"] != _USER_MISTAKE or not facts["error"]:
+        return None
+    is_of_attempt = len(attempt.hosts) == 1 or facts["launch"].startswith(f"{attempt.addresses[0]}:{attempt.port}:")
+    return str(facts["error"]["message"]) if is_of_attempt else None

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from finetune.commands.preview.batches import PreviewBatch, PreviewPosition, PreviewSample
-from finetune.commands.preview.page import ForwardRow, Segment, forward_rows
-from finetune.commands.preview.preview import preview
-from finetune.commands.preview.terminal import plain_text
+from finetune.commands.preview.preview import ForwardRow, Segment, forward_rows, plain_text, preview
 from finetune.commands.preview.tokens import Piece, pieces_of, visible
 from finetune.data.features import Features
 from finetune.errors import UserError

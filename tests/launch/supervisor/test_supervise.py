@@ -1,9 +1,12 @@
 """Clusters whose hosts die, sleep, lose one another or their folder at random: one attempt writes at a time."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from finetune.launch.supervisor.members import Attempt
+from finetune.launch.supervisor.supervise import RunStatus, read_run_status
 from tests.launch.supervisor.simulation import FakeHost, Simulation
 
 SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 200))]
@@ -147,3 +150,30 @@ def test_an_attempt_waits_while_a_sleeping_host_holds_the_run_folder(tmp_path: P
         cluster.tick()
     assert {ranks.attempt for ranks in cluster.running()} > {1} or cluster.written[-1] > 1
     settle(cluster)
+
+
+ATTEMPT = Attempt(3, ("a", "b"), ("10.0.0.1", "10.0.0.2"), 29500, "starts")
+
+
+def write_status(folder: Path, *, code: int, launch: str) -> None:
+    error = {"rank": 0, "type": "UserError", "message": "there is no such key"}
+    (folder / "status.json").write_text(json.dumps({"exit_code": code, "error": error, "launch": launch}))
+
+
+def test_only_a_mistake_of_this_attempt_counts(tmp_path: Path) -> None:
+    for name in ("step-000020", "step-000100", "step-7 (copy)", ".bad-step-000200"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert read_run_status(tmp_path, ATTEMPT) == RunStatus(100)
+    write_status(tmp_path, code=2, launch="10.0.0.1:29500:0")
+    assert read_run_status(tmp_path, ATTEMPT) == RunStatus(100, "there is no such key")
+    assert read_run_status(tmp_path, None) == RunStatus(100)
+    write_status(tmp_path, code=2, launch="10.0.0.9:29500:0")
+    assert read_run_status(tmp_path, ATTEMPT) == RunStatus(100)
+    write_status(tmp_path, code=1, launch="10.0.0.1:29500:0")
+    assert read_run_status(tmp_path, ATTEMPT) == RunStatus(100)
+
+
+def test_a_damaged_status_file_is_ignored_by_the_supervisor(tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", '{"exit_code": 2, "error": 3, "launch": null}'):
+        (tmp_path / "status.json").write_text(text)
+        assert read_run_status(tmp_path, ATTEMPT) == RunStatus(0)

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.launch import jobs
+from finetune.cli import launch
 from finetune.commands.launch.job_files import Destination, JobFileArguments
 from finetune.commands.launch.kubernetes import KubernetesArguments
 from finetune.commands.launch.skypilot import SkypilotArguments
 from finetune.commands.launch.slurm import SlurmArguments
 
-ACCELERATE = Path(__file__).parents[3] / "accelerate_configs" / "ddp.yaml"
+ACCELERATE = Path(__file__).parents[2] / "accelerate_configs" / "ddp.yaml"
 COMMANDS = {
-    jobs.slurm: SlurmArguments,
-    jobs.kubernetes: KubernetesArguments,
-    jobs.skypilot: SkypilotArguments,
+    launch.slurm: SlurmArguments,
+    launch.kubernetes: KubernetesArguments,
+    launch.skypilot: SkypilotArguments,
 }
 
 

@@ -1,4 +1,4 @@
-"""`finetune launch slurm`, `kubernetes`, `skypilot` and `next`: job files, and what becomes of a job that has ended."""
+"""`finetune launch`: a job on several hosts, its job file for a scheduler, and the decision after a job has ended."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -16,6 +16,8 @@ with lazily(freeze=True):
     from finetune.commands.launch import kubernetes as kubernetes_command
     from finetune.commands.launch import skypilot as skypilot_command
     from finetune.commands.launch import slurm as slurm_command
+    from finetune.commands.launch import torchrun as torchrun_command
+    from finetune.launch.supervisor import supervise as supervisor
 
 Text = str | None
 Texts = list[str] | None
@@ -31,7 +33,7 @@ Doctor = Annotated[
     typer.Option(
         "--doctor",
         metavar="FACTS.json",
-        help="What `finetune doctor --json` printed on the hosts: NCCL and gloo are set as their network needs it.",
+        help="Output of `finetune doctor --json` on the hosts; NCCL and gloo are configured for their network.",
     ),
 ]
 Environment = Annotated[
@@ -42,22 +44,91 @@ AllowSecrets = Annotated[
 ]
 MaxRestarts = Annotated[
     int,
-    typer.Option(min=0, metavar="N", help="Give up after N more starts in a row that have not gained a checkpoint."),
+    typer.Option(min=0, metavar="N", help="Give up after N restarts in a row without a new checkpoint."),
 ]
 Stop = Annotated[
-    int, typer.Option(min=30, max=86_400, metavar="SECONDS", help="Ranks that are to stop may save for so long.")
+    int, typer.Option(min=30, max=86_400, metavar="SECONDS", help="Time for ranks to save when they are stopped.")
 ]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Request no GPUs; --gpus-per-node then counts processes.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands to the app."""
-    app.command(short_help="Print or submit a batch script for Slurm.")(slurm)
-    app.command(short_help="Print or submit a JobSet or a TrainJob.")(kubernetes)
-    app.command(short_help="Print or submit a managed job of SkyPilot.")(skypilot)
-    app.command(name="next", short_help="Decide if a job is started again.")(decide_next)
+HostRange = Annotated[str, typer.Option(metavar="N or LEAST:MOST", help="Number of hosts, or the least and the most.")]
+Supervised = Annotated[
+    bool,
+    typer.Option(
+        "--supervise",
+        help="Run on this host, with the supervisors of the other hosts: when a host is lost the run continues without "
+        "it from the newest checkpoint, when one comes it takes part. Start the same command on each host.",
+    ),
+]
+HostName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Name of this host, different on each. Default: the hostname.")
+]
+Interface = Annotated[
+    str | None, typer.Option(help="Network interface that leads to the other hosts. Default: the first.")
+]
+SharedFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Where supervisors meet; shared by all hosts. Default: the run folder."),
+]
+LostAfter = Annotated[
+    float, typer.Option(min=2.0, metavar="SECONDS", help="A host counts as lost after this much silence.")
+]
+Join = Annotated[
+    float,
+    typer.Option(
+        min=0.0, metavar="SECONDS", help="At the start, wait this long for more than the minimum number of hosts."
+    ),
+]
+StopSeconds = Annotated[
+    float, typer.Option(min=1.0, metavar="SECONDS", help="Time for ranks to save when they are stopped.")
+]
+
+app = typer.Typer(
+    help="Launch a job on several hosts, or write its job file for a scheduler.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
+@app.callback()
+def launch() -> None:
+    """Launch a job on several hosts, or write its job file for a scheduler."""
+
+
+@app.command()
+@handle_errors
+def torchrun(
+    config: Config,
+    accelerate: Accelerate,
+    nodes: HostRange,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="Processes on each host, one per GPU.")],
+    supervised: Supervised = False,
+    name: HostName = None,
+    interface: Interface = None,
+    shared_folder: SharedFolder = None,
+    lost_after: LostAfter = 30.0,
+    join: Join = 60.0,
+    stop: StopSeconds = 180.0,
+    override: Overrides = None,
+) -> int:
+    """Print the command of each host, or with --supervise run the job on hosts that come and go.
+
+    The global batch, the order of the samples and the loss stay as they are on any number of hosts.
+    """
+    limits = torchrun_command.read_limits(nodes)
+    job, loaded = torchrun_command.make_job(
+        config, override or [], accelerate_file=accelerate, ranks_per_host=gpus_per_node, stop_seconds=stop
+    )
+    if not supervised:
+        torchrun_command.print_commands(job, loaded, limits)
+        return 0
+    here = torchrun_command.LocalHost(name, interface, shared_folder)
+    timing = supervisor.Timing(lost_after=lost_after, join=join)
+    return torchrun_command.supervise_job(job, loaded, limits, here=here, timing=timing)
+
+
+@app.command(short_help="Print or submit a batch script for Slurm.")
 @handle_errors
 def slurm(
     config: Config,
@@ -102,6 +173,7 @@ def slurm(
     )
 
 
+@app.command(short_help="Print or submit a JobSet or a TrainJob.")
 @handle_errors
 def kubernetes(
     config: Config,
@@ -131,7 +203,7 @@ def kubernetes(
     node_selector: Annotated[Texts, typer.Option(metavar="LABEL=VALUE", help="Label of the hosts.")] = None,
     service_account: Annotated[Text, typer.Option(help="Service account of the pods, for object storage.")] = None,
     runtime: Annotated[Text, typer.Option(help="TrainJob: runtime of the cluster. Default: one of its own.")] = None,
-    max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Start it so often at most.")] = 100,
+    max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of starts.")] = 100,
 ) -> int:
     """Print a JobSet or a TrainJob, with the job's files: started again as a whole when a pod is lost."""
     given = locals()
@@ -141,6 +213,7 @@ def kubernetes(
     )
 
 
+@app.command(short_help="Print or submit a managed job of SkyPilot.")
 @handle_errors
 def skypilot(
     config: Config,
@@ -176,6 +249,7 @@ def skypilot(
     )
 
 
+@app.command(name="next", short_help="Decide if a job is started again.")
 @handle_errors
 def decide_next(
     run: Annotated[str, typer.Option(metavar="FOLDER", help="The run folder, or its URL.")],
@@ -185,7 +259,7 @@ def decide_next(
     local_folder: Annotated[Path | None, typer.Option(help="The job's run.local_folder.")] = None,
     machine_rank: Annotated[int, typer.Option(min=0, help="Number of this host; host 0 decides.")] = 0,
 ) -> int:
-    """Return whether a job whose launcher has ended is to be started again; job files call it.
+    """Decide whether a job whose launcher has ended is started again; job files call this.
 
     Exit code 0: the run is over. 75: start it again. 2: the user has to fix something. 1: it has failed too often.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.plan.calibration import read_measured_run
+from finetune.commands.plan.plan import read_measured_run
 from finetune.commands.plan.result import Plan
 
 Planned = Callable[..., Plan]

@@ -1,1 +1,0 @@
-"""`finetune launch`: the words of each launcher."""
