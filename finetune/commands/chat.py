@@ -194,8 +194,13 @@ class ChatModel:
     def answer(self, turns: list[Turn]) -> str:
         """Return the model's next turn and print it while it is made; forgets the oldest turns that do not fit."""
         tokens, limit = self._prompt(turns), self._limit()
-        while limit is not None and len(tokens) + RESERVED_ANSWER_TOKENS > limit and _can_drop_oldest(turns):
-            turns = _without_oldest(turns)
+        while (
+            limit is not None
+            and len(tokens) + RESERVED_ANSWER_TOKENS > limit
+            and sum(turn["role"] != "system" for turn in turns) > 1
+        ):
+            head = turns[:1] if turns[0]["role"] == "system" else []  # it stays
+            turns = [*head, *turns[len(head) + 2 :]]
             tokens = self._prompt(turns)
         most = self.sampling.max_new_tokens
         room = most if limit is None else max(min(most, limit - len(tokens)), 1)
@@ -298,16 +303,6 @@ def _parse_adapters(adapters: Sequence[str]) -> dict[str, Path]:
             raise UserError(f"--adapter {written}: an adapter `{name}` already exists. Choose another name.")
         named[name] = Path(folder).absolute()
     return named
-
-
-def _can_drop_oldest(turns: Sequence[Turn]) -> bool:
-    return sum(turn["role"] != "system" for turn in turns) > 1
-
-
-def _without_oldest(turns: list[Turn]) -> list[Turn]:
-    """Return the turns without the oldest question and its answer; a system message stays."""
-    head = turns[:1] if turns[0]["role"] == "system" else []
-    return [*head, *turns[len(head) + 2 :]]
 
 
 def _lines(*, is_terminal: bool) -> Iterator[str]:

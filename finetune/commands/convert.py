@@ -59,9 +59,14 @@ def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -
         raise CheckpointError(f"--from {folder}: this folder does not exist.")
     expected = strategy.expected()
     if expected.zero_stage is not None:
-        missing = _missing_zero(folder, world=world)
+        count = len(list((folder / _MODEL).glob("*zero_pp_rank_*_optim_states.pt")))
+        missing = None if count == world else f"has the optimizer state of {count} ZeRO processes"
     elif expected.fsdp_version is not None:
-        missing = _missing_fsdp(folder)
+        is_sharded = (folder / f"{_MODEL}_fsdp_0").is_dir() and (folder / "optimizer_0").is_dir()
+        is_full = (folder / f"{_MODEL}_fsdp.bin").is_file() and (folder / "optimizer.bin").is_file()
+        missing = (
+            None if is_sharded or is_full else f"has neither {_MODEL}_fsdp_0/ and optimizer_0/ nor their .bin files"
+        )
     else:
         missing = _missing_plain(folder)
     if missing is not None:
@@ -77,17 +82,6 @@ def _missing_plain(folder: Path) -> str | None:
         return "has no optimizer.bin"
     has_model = any((folder / name).is_file() for name in ("model.safetensors", f"{_MODEL}.bin"))
     return None if has_model else "has no model.safetensors"
-
-
-def _missing_fsdp(folder: Path) -> str | None:
-    is_sharded = (folder / f"{_MODEL}_fsdp_0").is_dir() and (folder / "optimizer_0").is_dir()
-    is_full = (folder / f"{_MODEL}_fsdp.bin").is_file() and (folder / "optimizer.bin").is_file()
-    return None if is_sharded or is_full else f"has neither {_MODEL}_fsdp_0/ and optimizer_0/ nor their .bin files"
-
-
-def _missing_zero(folder: Path, *, world: int) -> str | None:
-    count = len(list((folder / _MODEL).glob("*zero_pp_rank_*_optim_states.pt")))
-    return None if count == world else f"has the optimizer state of {count} ZeRO processes"
 
 
 NOT_IN_FOLDER = (
@@ -139,9 +133,14 @@ def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: 
     conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
     progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())
     _write_folder(folder, conversion, progress=progress)
-    conversion.context.log(f"wrote {chosen.name} as {_folder_kind(conversion)} folder {folder}")
+    folder_kind = (
+        "DeepSpeed's own" if hasattr(conversion.prepared.model, "zero_optimization_stage") else "Accelerate's own"
+    )
+    conversion.context.log(f"wrote {chosen.name} as {folder_kind} folder {folder}")
     conversion.context.log(f"{NOT_IN_FOLDER}; {layout.PROGRESS} was added, so that --from can restore them")
-    conversion.context.log(f"it can only be read under {_origin_text(conversion)}")
+    world = distributed.world()
+    origin_text = f"{conversion.context.strategy.name} with {world} process{'' if world == 1 else 'es'}"
+    conversion.context.log(f"it can only be read under {origin_text}")
 
 
 def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool = False) -> None:
@@ -303,12 +302,3 @@ def _read_progress(folder: Path) -> Progress | None:
 def _fingerprint(conversion: Conversion) -> RunFingerprint:
     context, model = conversion.context, conversion.prepared.unwrapped_model
     return make_fingerprint(context.config, context.strategy, conversion.training_data, model=model, log=context.log)
-
-
-def _folder_kind(conversion: Conversion) -> str:
-    return "DeepSpeed's own" if hasattr(conversion.prepared.model, "zero_optimization_stage") else "Accelerate's own"
-
-
-def _origin_text(conversion: Conversion) -> str:
-    world = distributed.world()
-    return f"{conversion.context.strategy.name} with {world} process{'' if world == 1 else 'es'}"

@@ -293,10 +293,16 @@ def _dtype_of_run(run: Path, *, dtype: str | None) -> str | None:
 
 def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_remote_code: bool) -> ExportReport:
     model = load_saved_model(saved, key="export", trust_remote_code=trust_remote_code)
+    processing = processing_in(saved, trust_remote_code=trust_remote_code)
+    tokenizer = processing.tokenizer
     source = ModelToExport(
         model=model,
         weights=_weights(model),
-        preprocessors=inputs_in(saved, trust_remote_code=trust_remote_code),
+        preprocessors=Preprocessors(
+            None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer), arguments_of(tokenizer)),
+            processing.processor,
+            read_sentence_files(saved.folder),
+        ),
         section=section,
         trust_remote_code=trust_remote_code,
         adapter_folder=None if saved.adapter is None else saved.folder,
@@ -315,17 +321,6 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_rem
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
-
-
-def inputs_in(saved: SavedModel, *, trust_remote_code: bool) -> Preprocessors:
-    """Return the tokenizer and processor in the folder, as far as there are any."""
-    processing = processing_in(saved, trust_remote_code=trust_remote_code)
-    tokenizer = processing.tokenizer
-    return Preprocessors(
-        None if tokenizer is None else TextPreprocessor(tokenizer, stop_ids(tokenizer), arguments_of(tokenizer)),
-        processing.processor,
-        read_sentence_files(saved.folder),
-    )
 
 
 def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:

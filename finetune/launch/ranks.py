@@ -85,13 +85,6 @@ _AS_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """What torchrun sets, too, where the user has not: one thread for each process, and an end where a collective hangs."""
 
 
-def set_ranks(variables: MutableMapping[str, str], ranks: Ranks) -> None:
-    """Set what torchrun would have set."""
-    variables.update(ranks.variables())
-    for name, value in _AS_TORCHRUN.items():
-        variables.setdefault(name, value)
-
-
 def find_ranks(variables: Mapping[str, str]) -> Ranks | None:
     """Return what `srun` or `mpirun` says of this process; None where it is alone, or RANK is set. Raises UserError.
 
@@ -107,7 +100,9 @@ def adopt_ranks(variables: MutableMapping[str, str]) -> Ranks | None:
     """
     ranks = find_ranks(variables)
     if ranks is not None:
-        set_ranks(variables, ranks)
+        variables.update(ranks.variables())
+        for name, value in _AS_TORCHRUN.items():
+            variables.setdefault(name, value)
     return ranks
 
 

@@ -107,11 +107,6 @@ def throughput_unit(config: Mapping[str, Any]) -> str:
     return "tokens" if name not in TASKS or TASKS[name].has_tokens else "images"
 
 
-def format_step(event: StepTaken, *, num_steps: int, meter: ThroughputMeter) -> str:
-    """Return `step  20/120  loss 2.3107  lr 9.8e-04 ...`, aligned under the lines before it."""
-    return f"step {event.step:>{len(str(num_steps))}}/{num_steps}  {format_step_values(event, meter=meter)}"
-
-
 def format_step_values(event: StepTaken, *, meter: ThroughputMeter) -> str:
     """Return the numbers of a step; where it is large, the share of time spent waiting for data since the last log."""
     facts = [
@@ -215,7 +210,8 @@ class PlainScreen:
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
         """Write the step's line if it is to be logged."""
         if is_logged:
-            self.print_line(format_step(event, num_steps=num_steps, meter=meter))
+            line = f"step {event.step:>{len(str(num_steps))}}/{num_steps}  {format_step_values(event, meter=meter)}"
+            self.print_line(line)
 
     def close(self) -> None:
         """Do nothing: every line has been flushed."""

@@ -44,7 +44,14 @@ def prune(
     location = locate_run(run)
     if location.chosen is not None:
         raise UserError(f"{run}: this is a single checkpoint. Give the folder of the run to prune.")
-    section = with_options(retention_of(location.run), keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    given = {
+        "keep_last": keep_last,
+        "keep_every_steps": keep_every,
+        "keep_best": parse_keep_best(keep_best) if keep_best is not None else None,
+    }
+    section = retention_of(location.run).model_copy(
+        update={name: value for name, value in given.items() if value is not None}
+    )
     with lock_run_folder(location.run, log=print) if does_delete else nullcontext():
         verdicts = decide(read_entries(location.checkpoints), section)
         rows = [(each.entry, each.reasons) for each in verdicts]
@@ -67,18 +74,6 @@ def retention_of(run: Path) -> CheckpointSection:
         return load_resolved(run).config.checkpoint
     print(f"no {run / RESOLVED_NAME}: options default to the checkpoint section's defaults")
     return CheckpointSection()
-
-
-def with_options(
-    section: CheckpointSection, *, keep_last: int | None, keep_every: int | None, keep_best: str | None
-) -> CheckpointSection:
-    """Return the section with the given options."""
-    given = {
-        "keep_last": keep_last,
-        "keep_every_steps": keep_every,
-        "keep_best": parse_keep_best(keep_best) if keep_best is not None else None,
-    }
-    return section.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 def parse_keep_best(value: str) -> KeepBestSection:

@@ -88,7 +88,8 @@ def checkpoint_facts(
     progress = entry.progress
     yield "state digest", manifest.state_sha256 or ABSENT
     yield "samples digest", str(progress.get("samples_sha256") or ABSENT)
-    yield "written", f"{_date(manifest.created)}, {age_text(now - manifest.created)} ago, by {_origin(manifest)}"
+    date = datetime.fromtimestamp(manifest.created, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+    yield "written", f"{date}, {age_text(now - manifest.created)} ago, by {_origin(manifest)}"
     yield "metrics", _metrics(manifest.metrics)
     yield "progress", _progress(progress)
     for each in counts:
@@ -147,7 +148,3 @@ def _progress(progress: Mapping[str, object]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")

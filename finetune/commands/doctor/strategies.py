@@ -88,7 +88,14 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
     """Yield the slow connections between the ranks of a launch, and the strategies that suit them."""
     if facts.link is None or facts.world < 2:
         return
-    yield from _slow_pairs(facts)
+    hosts = {rank.rank: rank.hostname for rank in facts.ranks}
+    has_links = facts.link.backend == "nccl"  # processes of one CPU have no link
+    for is_within in (True, False) if has_links else (False,):
+        alike = [pair for pair in facts.link.pairs if (hosts[pair.first] == hosts[pair.second]) == is_within]
+        usual = median(pair.bytes_per_second for pair in alike) if alike else 0.0
+        for pair in alike:
+            if pair.bytes_per_second < SLOW_PAIR * usual:
+                yield _slow_pair(facts, pair, usual=usual, is_within=is_within)
     speed = bus_bandwidth(facts.link, world=facts.world)
     links = [link for host in facts.hosts for link in pair_links(host.gpus.topology).values()]
     is_nvlinked = bool(links) and len(facts.hosts) == 1 and all(link.startswith("NV") for link in links)
@@ -100,18 +107,6 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
             fix="unset NCCL_P2P_DISABLE; sudo systemctl restart nvidia-fabricmanager; see NCCL_DEBUG=INFO",
         )
     yield from _strategy(facts)
-
-
-def _slow_pairs(facts: Facts) -> Iterator[Finding]:
-    hosts = {rank.rank: rank.hostname for rank in facts.ranks}
-    pairs = facts.link.pairs if facts.link is not None else ()
-    has_links = facts.link is not None and facts.link.backend == "nccl"  # processes of one CPU have no link
-    for is_within in (True, False) if has_links else (False,):
-        alike = [pair for pair in pairs if (hosts[pair.first] == hosts[pair.second]) == is_within]
-        usual = median(pair.bytes_per_second for pair in alike) if alike else 0.0
-        for pair in alike:
-            if pair.bytes_per_second < SLOW_PAIR * usual:
-                yield _slow_pair(facts, pair, usual=usual, is_within=is_within)
 
 
 def _slow_pair(facts: Facts, pair: PairSpeed, *, usual: float, is_within: bool) -> Finding:

@@ -57,7 +57,15 @@ def print_decision(
             last=record[1] if record is not None else None,
             max_restarts=max_restarts,
         )
-        _write_record(decision, folder, store, now=clock())
+        now = clock()
+        content = format_json({"time": now, "decision": asdict(decision)}, indent=2).encode()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic.write_bytes(folder / RECORD, content)
+            if store is not None:
+                store.upload(folder / RECORD, RECORD)
+        except Exception as error:  # a full disk, a storage that is away: the decision itself stands
+            print(f"warning: the decision cannot be recorded, so restarts are not counted: {error}", flush=True)
     print(_sentence(decision), flush=True)
     return decision.exit_code
 
@@ -85,17 +93,6 @@ def _read_record(folder: Path, store: RemoteFolder | None) -> tuple[float, Decis
         return float(facts["time"]), _DECISION.validate_python(facts["decision"])
     except Exception:  # each storage has exceptions of its own
         return None
-
-
-def _write_record(decision: Decision, folder: Path, store: RemoteFolder | None, *, now: float) -> None:
-    content = format_json({"time": now, "decision": asdict(decision)}, indent=2).encode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_bytes(folder / RECORD, content)
-        if store is not None:
-            store.upload(folder / RECORD, RECORD)
-    except Exception as error:  # a full disk, a storage that is away: the decision itself stands
-        print(f"warning: the decision cannot be recorded, so restarts are not counted: {error}", flush=True)
 
 
 def _wait_for_decision(

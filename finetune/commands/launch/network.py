@@ -38,7 +38,7 @@ def _interfaces(facts: Facts) -> dict[str, str]:
 
 def _adapters(facts: Facts) -> dict[str, str]:
     """Return which InfiniBand ports NCCL takes, where some have no link or lead elsewhere; it takes all otherwise."""
-    if any(_is_elastic_fabric(port) for host in facts.hosts for port in host.network.infiniband):
+    if any(port.device.startswith(_ELASTIC_FABRIC) for host in facts.hosts for port in host.network.infiniband):
         return {"FI_PROVIDER": "efa"}
     if not any(host.network.infiniband for host in facts.hosts):
         return {}
@@ -54,10 +54,6 @@ def _usable(ports: Iterable[InfinibandPort]) -> tuple[str, ...]:
     active = [port for port in ports if port.state == ACTIVE]
     fast = [port for port in active if port.link_layer == "InfiniBand"] or active
     return tuple(f"{port.device}:{port.port}" for port in fast)
-
-
-def _is_elastic_fabric(port: InfinibandPort) -> bool:
-    return port.device.startswith(_ELASTIC_FABRIC)
 
 
 def _same_everywhere(facts: Facts, of: Callable[[HostFacts], T | None]) -> T | None:

@@ -49,8 +49,10 @@ def launch_skypilot(words: JobFileArguments, sky: SkypilotArguments, destination
     )
     check_options((words, sky), advice=destination.advice, allows_secrets=destination.allow_secrets)
     _require_names(sky.secret)
-    buckets = _read_buckets(sky.bucket)
-    volumes = _read_volumes(sky.volume)
+    buckets = _read_mounts(
+        sky.bucket, option="--bucket", what=r"[a-z0-9]+://[A-Za-z0-9._/-]+", example="/data=s3://my-bucket"
+    )
+    volumes = _read_mounts(sky.volume, option="--volume", what=r"[A-Za-z0-9][A-Za-z0-9._-]*", example="/runs=my-volume")
     mounted = tuple(map(Path, (*buckets, *volumes)))
     request, loaded = check_job(replace(words, elsewhere=mounted))
     require_kept(
@@ -97,16 +99,6 @@ def _in_working_folder(path: str) -> str:
             "folder that has the job, the accelerate file and the data."
         )
     return f"./{Path(path).relative_to(here)}"
-
-
-def _read_buckets(texts: Sequence[str]) -> dict[str, str]:
-    """Return the URL of the bucket at each path; raises UserError."""
-    return _read_mounts(texts, option="--bucket", what=r"[a-z0-9]+://[A-Za-z0-9._/-]+", example="/data=s3://my-bucket")
-
-
-def _read_volumes(texts: Sequence[str]) -> dict[str, str]:
-    """Return the name of the volume at each path; raises UserError."""
-    return _read_mounts(texts, option="--volume", what=r"[A-Za-z0-9][A-Za-z0-9._-]*", example="/runs=my-volume")
 
 
 def _read_mounts(texts: Sequence[str], *, option: str, what: str, example: str) -> dict[str, str]:

@@ -110,7 +110,12 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
     if len(planned.points) > 1:
         print(f"\nhow many GPUs pay ({planned.hardware.kind.name}, the same global batch)")
         print_table(_scaling_table(planned, plan))
-        print_facts([("", _scaling_sentence(planned))], indent=0)
+        paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
+        serial = "" if not share else f"; {share:.1%} of a step does not get shorter with more GPUs (Amdahl)"
+        scaling_sentence = (
+            f"With up to {paying.num_gpus} GPUs, each does at least three quarters of what it can{serial}."
+        )
+        print_facts([("", scaling_sentence)], indent=0)
 
 
 def _advice(planned: HardwarePlan) -> str:
@@ -297,12 +302,6 @@ def _scaling_table(planned: HardwarePlan, plan: Plan) -> Table:
             style="bold" if point.num_gpus == planned.hardware.num_gpus else None,
         )
     return table
-
-
-def _scaling_sentence(planned: HardwarePlan) -> str:
-    paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
-    serial = "" if not share else f"; {share:.1%} of a step does not get shorter with more GPUs (Amdahl)"
-    return f"With up to {paying.num_gpus} GPUs, each does at least three quarters of what it can{serial}."
 
 
 def _format_peak(prediction: Prediction | None) -> str:

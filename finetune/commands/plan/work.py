@@ -20,6 +20,8 @@ def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_mi
     recomputes = prediction.recomputed_flops_per_token > 0
     is_copied = layout.strategy in ("single", "ddp") and job.is_autocast and layout.method == "full"
     passes = 3 if recomputes else 2
+    # FSDP2 and ZeRO reduce gradients in float32, DDP in the type of the weights.
+    is_half = layout.strategy == "ddp" and layout.method == "full" and job.config.model.dtype != "float32"
     return Work(
         num_tokens=layout.microbatch_size * job.counts.tokens_per_position,
         num_microbatches=num_microbatches,
@@ -30,7 +32,7 @@ def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_mi
         num_parameters=parameters,
         num_trained=trained,
         weight_bytes=parameters * _gathered_bytes(job, layout),
-        gradient_bytes=trained * _gradient_bytes(job, layout),
+        gradient_bytes=trained * (2.0 if is_half else 4.0),
         trained_weight_bytes=trained * job.compute_bytes,
         num_casts=(passes - 1 if is_copied else 0),
         dequantized_bytes=passes * 2.5 * parameters if layout.method == "qlora" else 0.0,
@@ -59,9 +61,3 @@ def _gathered_bytes(job: PlannedJob, layout: Layout) -> float:
         return float(job.compute_bytes)
     quantization = job.config.model.quantization
     return _STORED_BYTES[quantization.bits if quantization is not None else 4]
-
-
-def _gradient_bytes(job: PlannedJob, layout: Layout) -> float:
-    """Return the bytes per gradient as it is reduced: FSDP2 and ZeRO do it in float32, DDP in the weight's type."""
-    is_half = layout.strategy == "ddp" and layout.method == "full" and job.config.model.dtype != "float32"
-    return 2.0 if is_half else 4.0

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from finetune.commands.audit_tables import audit_lines, audit_rows, headline_numbers, print_audit
 from finetune.commands.preview.batches import BatchPreview, PreviewBatch, PreviewPosition, PreviewSample
-from finetune.commands.preview.tokens import Piece, spans
+from finetune.commands.preview.tokens import spans
 from finetune.commands.printing import width
 from finetune.config.load import load_config
 from finetune.config.run_config import RunConfig
@@ -211,7 +211,8 @@ def coloured_text(sample: PreviewSample) -> Text:
     """Return the tokens in colours."""
     text = Text()
     for number, piece in enumerate(sample.pieces):
-        text.append(piece.shown, style=_style(piece, number))
+        style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[number % 2]
+        text.append(piece.shown, style=f"bold {style}" if piece.is_special else style)
     return text
 
 
@@ -227,11 +228,6 @@ def _print_position(console: Console, position: PreviewPosition, *, unit: str, h
         console.print(text)
     if is_group:
         console.print(Text("┗━", style="cyan"))
-
-
-def _style(piece: Piece, number: int) -> str:
-    style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[number % 2]
-    return f"bold {style}" if piece.is_special else style
 
 
 def _legend(has_colours: bool) -> Text:

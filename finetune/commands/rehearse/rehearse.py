@@ -179,9 +179,14 @@ class _Phases:
         loaded = load_config(self._request.config, self._request.overrides)
         file = read_accelerate_file(self._request.accelerate)
         require_divisible_batch(loaded, num_processes=file.data_parallel_size)
-        _require_memory(self._request.processes)
+        processes, free = self._request.processes, available_bytes()
+        if processes > 1 and processes * _PROCESS_BYTES > free:  # the libraries alone do not fit
+            raise UserError(
+                f"--processes {processes}: each takes at least {format_size(_PROCESS_BYTES)}, and {format_size(free)} "
+                f"are free on this machine. Write --processes {max(1, free // _PROCESS_BYTES)} or fewer."
+            )
         is_fp16 = loaded.config.train.precision == "fp16"
-        local_file = for_this_machine(file, processes=self._request.processes, is_fp16=is_fp16, folder=self._folder)
+        local_file = for_this_machine(file, processes=processes, is_fp16=is_fp16, folder=self._folder)
         self._report.replaced += local_file.changes
         self._report.passed("job", f"{file.text}; {_format_batch(loaded.config.train, file.data_parallel_size)}")
         return loaded, file, local_file
@@ -285,13 +290,3 @@ def _format_batch(train: TrainSection, processes: int) -> str:
     accumulation = train.global_batch_size // (processes * train.microbatch_size)
     shares = f"{processes} x {train.microbatch_size} x {accumulation} accumulated"
     return f"global batch {train.global_batch_size} = {shares}"
-
-
-def _require_memory(processes: int) -> None:
-    """Raise UserError where the libraries alone, once per process, do not fit into the free memory."""
-    free = available_bytes()
-    if processes > 1 and processes * _PROCESS_BYTES > free:
-        raise UserError(
-            f"--processes {processes}: each takes at least {format_size(_PROCESS_BYTES)}, and {format_size(free)} are "
-            f"free on this machine. Write --processes {max(1, free // _PROCESS_BYTES)} or fewer."
-        )

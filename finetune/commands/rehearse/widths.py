@@ -158,8 +158,11 @@ def _shrink_widths(part: Values, widths: dict[int, int], sizes: Sizes) -> None:
     width = min(hidden, width)
     widths.setdefault(hidden, width)
     part |= {name: width for name in HIDDEN if part.get(name) == hidden}
-    if has_attention:
-        _shrink_latent(part)
+    if has_attention and is_count(part.get("kv_lora_rank")):
+        _limit(part, LATENT)
+        _set_all(part, ("head_dim",), part["qk_rope_head_dim"])
+        _set_all(part, ("qk_head_dim",), part["qk_rope_head_dim"] + part["qk_nope_head_dim"])
+        _set_all(part, KV_HEADS, part[_first(part, HEADS) or HEADS[0]])
     _shrink_states(part, hidden=hidden, width=width)
 
 
@@ -191,14 +194,6 @@ def _shrink_rope(part: Values, *, was: int, now: int) -> None:
             values["mrope_section"] = [*scaled, now * sum(sections) // was - sum(scaled)]
     if is_count(part.get("rotary_dim")):
         part["rotary_dim"] = max(part["rotary_dim"] * now // was // 2 * 2, 2)
-
-
-def _shrink_latent(part: Values) -> None:
-    if is_count(part.get("kv_lora_rank")):
-        _limit(part, LATENT)
-        _set_all(part, ("head_dim",), part["qk_rope_head_dim"])
-        _set_all(part, ("qk_head_dim",), part["qk_rope_head_dim"] + part["qk_nope_head_dim"])
-        _set_all(part, KV_HEADS, part[_first(part, HEADS) or HEADS[0]])
 
 
 def _shrink_states(part: Values, *, hidden: int, width: int) -> None:

@@ -71,17 +71,6 @@ def choose_objective(text: str | None, config: RunConfig) -> Objective:
         raise UserError(f"--metric {text}: write minimize or maximize after the colon, such as {name}:maximize.")
     if name == TRAIN_LOSS:
         return Objective(name, True)
-    _require_measured(name, config)
-    known = METRICS[name].goal if name in METRICS else None
-    if known is None and not goal:
-        raise UserError(f"--metric {name}: its direction is not known. Write {name}:minimize or {name}:maximize.")
-    if known is not None and goal not in ("", known):
-        better = "smaller" if known == "minimize" else "larger"
-        raise UserError(f"--metric {text}: {name} is better when it is {better}. Leave `:{goal}` out.")
-    return Objective(name, (known or goal) == "minimize")
-
-
-def _require_measured(name: str, config: RunConfig) -> None:
     if config.evaluate is None:
         raise UserError(
             f"--metric {name}: the job has no `evaluate`, so only {TRAIN_LOSS} is measured. Add `evaluate` and "
@@ -92,6 +81,13 @@ def _require_measured(name: str, config: RunConfig) -> None:
     measured = [*metrics_of(config), *generated]
     if name not in measured:
         raise UserError(f"--metric {name}: no evaluation measures it. They measure {format_list(measured)}.")
+    known = METRICS[name].goal if name in METRICS else None
+    if known is None and not goal:
+        raise UserError(f"--metric {name}: its direction is not known. Write {name}:minimize or {name}:maximize.")
+    if known is not None and goal not in ("", known):
+        better = "smaller" if known == "minimize" else "larger"
+        raise UserError(f"--metric {text}: {name} is better when it is {better}. Leave `:{goal}` out.")
+    return Objective(name, (known or goal) == "minimize")
 
 
 def history_so_far(run_folder: Path) -> RunHistory:

@@ -57,7 +57,10 @@ def run_resume(
     """
     job = load_config(config, overrides).config
     last = stop_at + STEPS_AFTER_THE_STOP if steps is None else steps
-    _refuse_too_short(job, stop_at=stop_at, last=last)
+    if last <= stop_at:
+        raise UserError(f"--steps {last}: nothing is left to compare after --stop-at {stop_at}. Write a larger number.")
+    if job.train.steps is not None and job.train.steps <= stop_at:
+        raise _stop_after_end(stop_at, num_steps=job.train.steps)
     one, other = (
         parse_launch_setup(text, job, processes=2, folder=configs_folder, option=option)
         for text, option in ((source, "--from"), (target, "--to"))
@@ -68,7 +71,10 @@ def run_resume(
     limit = None if one == other else tolerance
     problems = list(differences(straight, resumed, stop_at=stop_at, tolerance=limit))
     _print_table(straight, resumed, title=_title(one, other, stop_at=stop_at, is_dropout_off=limit and job.model.lora))
-    _print_verdict(problems, straight=straight, resumed=resumed, tolerance=limit)
+    print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
+    print(f"                              resumed  {resumed.state_sha256 or '-'}")
+    precision = "bitwise" if limit is None else f"within {limit:g}"
+    print(f"differs: {'; '.join(problems)}" if problems else f"equal: samples exactly, losses {precision}")
     return not problems
 
 
@@ -126,13 +132,6 @@ def short_digest(samples: int) -> str:
     return f"{samples:016x}"[:_SHOWN_DIGITS]
 
 
-def _refuse_too_short(job: RunConfig, *, stop_at: int, last: int) -> None:
-    if last <= stop_at:
-        raise UserError(f"--steps {last}: nothing is left to compare after --stop-at {stop_at}. Write a larger number.")
-    if job.train.steps is not None and job.train.steps <= stop_at:
-        raise _stop_after_end(stop_at, num_steps=job.train.steps)
-
-
 def _stop_after_end(stop_at: int, *, num_steps: int) -> UserError:
     return UserError(f"--stop-at {stop_at}: the job takes only {num_steps} steps. Write a smaller number.")
 
@@ -172,12 +171,3 @@ def _print_table(straight: CompletedRun, resumed: CompletedRun, *, title: str) -
             f"{difference:.1e}",
         )
     SafeConsole().print(table)
-
-
-def _print_verdict(
-    problems: Sequence[str], *, straight: CompletedRun, resumed: CompletedRun, tolerance: float | None
-) -> None:
-    print(f"state of the last checkpoint: straight {straight.state_sha256 or '-'}")
-    print(f"                              resumed  {resumed.state_sha256 or '-'}")
-    precision = "bitwise" if tolerance is None else f"within {tolerance:g}"
-    print(f"differs: {'; '.join(problems)}" if problems else f"equal: samples exactly, losses {precision}")

@@ -62,7 +62,15 @@ def kubernetes_objects(request: JobRequest, options: KubernetesOptions) -> list[
         "data": {file.name: file.content for file in options.files},
     }
     if options.kind == JOBSET:
-        return [files, _job_set(request, options)]
+        address = f"{request.name}-{_NODE}-0-0.{request.name}"
+        command = _command(request, rank='"$JOB_COMPLETION_INDEX"', address=address, port=str(PORT))
+        job_set = {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(request, options),
+            "spec": _job_set_spec(request, options, container={"command": command, **_run_of(request, options)}),
+        }
+        return [files, job_set]
     if options.runtime is not None:
         return [files, _train_job(request, options)]
     return [files, _training_runtime(request, options), _train_job(request, options)]
@@ -70,17 +78,6 @@ def kubernetes_objects(request: JobRequest, options: KubernetesOptions) -> list[
 
 def _metadata(request: JobRequest, options: KubernetesOptions) -> Object:
     return {"name": request.name, **({"namespace": options.namespace} if options.namespace else {})}
-
-
-def _job_set(request: JobRequest, options: KubernetesOptions) -> Object:
-    address = f"{request.name}-{_NODE}-0-0.{request.name}"
-    command = _command(request, rank='"$JOB_COMPLETION_INDEX"', address=address, port=str(PORT))
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(request, options),
-        "spec": _job_set_spec(request, options, container={"command": command, **_run_of(request, options)}),
-    }
 
 
 def _training_runtime(request: JobRequest, options: KubernetesOptions) -> Object:
@@ -109,7 +106,10 @@ def _train_job(request: JobRequest, options: KubernetesOptions) -> Object:
         "env": run["env"],
         "resourcesPerNode": run["resources"],
     }
-    spec: Object = {"runtimeRef": _runtime_ref(request, options), "trainer": trainer}
+    own = options.runtime is None
+    kind = "TrainingRuntime" if own else "ClusterTrainingRuntime"
+    runtime_ref = {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": request.name if own else options.runtime}
+    spec: Object = {"runtimeRef": runtime_ref, "trainer": trainer}
     if options.runtime is not None:
         spec["runtimePatches"] = [_patch(request, options)]
     return {
@@ -118,12 +118,6 @@ def _train_job(request: JobRequest, options: KubernetesOptions) -> Object:
         "metadata": _metadata(request, options),
         "spec": spec,
     }
-
-
-def _runtime_ref(request: JobRequest, options: KubernetesOptions) -> Object:
-    own = options.runtime is None
-    kind = "TrainingRuntime" if own else "ClusterTrainingRuntime"
-    return {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": request.name if own else options.runtime}
 
 
 def _patch(request: JobRequest, options: KubernetesOptions) -> Object:

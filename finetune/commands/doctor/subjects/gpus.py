@@ -215,7 +215,14 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
     for gpu in gpus:
         yield from _memory_errors(gpu)
         yield from _power_and_heat(gpu)
-        yield from _bus_generation(gpu)
+        is_working = gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > _WORKING * gpu.power_limit_watts
+        if is_working and (gpu.pcie_generation or 0) < (gpu.max_pcie_generation or 0):
+            yield should_fix(
+                "pcie-generation",
+                f"GPU {gpu.index} runs PCIe {gpu.pcie_generation} under load, {gpu.max_pcie_generation} is possible",
+                why="each generation halves the speed of copies",
+                fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
+            )
         yield from _other_use(gpu, is_wsl=is_wsl)
         yield from _modes(gpu, num_ranks=num_ranks)
     yield from _bus_width(gpus)
@@ -293,17 +300,6 @@ def _bus_width(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
             f"GPU {', '.join(alike)}: {width} of {most} PCIe lanes are connected",
             why="copies to and from the GPU are slower by that factor; offloading suffers most",
             fix="put the card into a slot with all lanes, or reseat it; check riser and BIOS (bifurcation)",
-        )
-
-
-def _bus_generation(gpu: Gpu) -> Iterator[Finding]:
-    is_working = gpu.power_watts and gpu.power_limit_watts and gpu.power_watts > _WORKING * gpu.power_limit_watts
-    if is_working and (gpu.pcie_generation or 0) < (gpu.max_pcie_generation or 0):
-        yield should_fix(
-            "pcie-generation",
-            f"GPU {gpu.index} runs PCIe {gpu.pcie_generation} under load, {gpu.max_pcie_generation} is possible",
-            why="each generation halves the speed of copies",
-            fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
         )
 
 

@@ -66,6 +66,7 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
     max_length = config.data.max_length or _UNLIMITED_LENGTH
     row_tokens = max_length if config.data.batching.by == "samples" else config.data.batching.tokens or max_length
     is_float32 = config.model.dtype == "float32"
+    paths = [Path(source.path).absolute() for _, source in _sources(config) if source.path is not None]
     facts = JobFacts(
         loaded.path.name,
         global_batch_size=config.train.global_batch_size,
@@ -75,7 +76,9 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
         gradient_bytes=4 if is_float32 or config.model.lora is not None else 2,
         num_checkpoints=_num_checkpoints(config),
         names=tuple(hub_names(config)),
-        cache_bytes=_text_bytes(config),
+        cache_bytes=sum(  # a token of 4 bytes has about 4 letters: as much as the text
+            _size(file) for path in paths for file in Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        ),
         written_bytes=_size(Path(config.run.folder)),
     )
     missing = next((name for name in facts.names if name.key == "model.name" and not name.is_cached), None)
@@ -160,12 +163,6 @@ def _sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
 def _is_cached(repository_type: str, name: str) -> bool:
     folder = Path(constants.HF_HUB_CACHE, f"{repository_type}--{name.replace('/', '--')}", "snapshots")
     return folder.is_dir() and any(folder.iterdir())
-
-
-def _text_bytes(config: RunConfig) -> int:
-    """Return an estimate of the prepared rows: a token of 4 bytes has about 4 letters, so the size of the text."""
-    paths = [Path(source.path).absolute() for _, source in _sources(config) if source.path is not None]
-    return sum(_size(file) for path in paths for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))))
 
 
 def _size(path: Path) -> int:

@@ -80,7 +80,14 @@ def check_links(
         yield from _peer_to_peer(gpus, system, links)
     if gpus.topology is not None:
         yield from _network_cards(gpus.topology, has_infiniband=has_infiniband)
-        yield from _affinity(gpus.topology, variables)
+        nodes = set(gpus.topology.numa.values())
+        if len(nodes) > 1 and variables.get("ACCELERATE_CPU_AFFINITY", "0").lower() not in ("1", "true"):
+            yield note(
+                "numa-affinity",
+                f"the GPUs are on {len(nodes)} NUMA nodes",
+                why="a rank whose process runs on the other node copies to its GPU across the sockets",
+                fix="accelerate launch --enable_cpu_affinity ...",
+            )
 
 
 def pair_links(topology: Topology | None) -> Mapping[str, str]:
@@ -160,17 +167,6 @@ def _network_cards(topology: Topology, *, has_infiniband: bool) -> Iterator[Find
             f"{', '.join(far)} have no network card on their own socket",
             why="their traffic to other machines crosses the link between the processors",
             fix="NCCL_CROSS_NIC=1 lets rings change cards; on a rented machine ask for one card per socket",
-        )
-
-
-def _affinity(topology: Topology, variables: Mapping[str, str]) -> Iterator[Finding]:
-    nodes = set(topology.numa.values())
-    if len(nodes) > 1 and variables.get("ACCELERATE_CPU_AFFINITY", "0").lower() not in ("1", "true"):
-        yield note(
-            "numa-affinity",
-            f"the GPUs are on {len(nodes)} NUMA nodes",
-            why="a rank whose process runs on the other node copies to its GPU across the sockets",
-            fix="accelerate launch --enable_cpu_affinity ...",
         )
 
 

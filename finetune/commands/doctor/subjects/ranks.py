@@ -238,7 +238,15 @@ def check_ranks(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
     if len(ranks) < 2:
         return
     yield from _versions(ranks)
-    yield from _clocks(ranks)
+    offsets = {rank.hostname: rank.clock_offset_seconds for rank in ranks}
+    away = {host: offset for host, offset in offsets.items() if abs(offset) > MAX_CLOCK_SECONDS}
+    if away:
+        yield should_fix(
+            "clock",
+            "clocks differ from rank 0's: " + ", ".join(f"{host} by {offset:+.1f} s" for host, offset in away.items()),
+            why="locks and temporary files of killed runs are judged by their age; logs cannot be compared",
+            fix="sudo timedatectl set-ntp true   # or: sudo chronyc makestep",
+        )
     yield from _devices(ranks)
     yield from _arrival(ranks)
     yield from _speed(ranks)
@@ -270,18 +278,6 @@ def _versions(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
                 why="NCCL refuses or hangs with another version; other builds of torch compute other numbers",
                 fix="use the same image or the same lock file on all machines",
             )
-
-
-def _clocks(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
-    offsets = {rank.hostname: rank.clock_offset_seconds for rank in ranks}
-    away = {host: offset for host, offset in offsets.items() if abs(offset) > MAX_CLOCK_SECONDS}
-    if away:
-        yield should_fix(
-            "clock",
-            "clocks differ from rank 0's: " + ", ".join(f"{host} by {offset:+.1f} s" for host, offset in away.items()),
-            why="locks and temporary files of killed runs are judged by their age; logs cannot be compared",
-            fix="sudo timedatectl set-ntp true   # or: sudo chronyc makestep",
-        )
 
 
 def _devices(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:

@@ -234,7 +234,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_software(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
     """Yield what keeps DeepSpeed from compiling, and an accelerate config that is used without being named."""
-    yield from _locks(software)
+    for lock in software.locks:
+        finding = note if lock.state == BUILDING else must_fix
+        yield finding(
+            "build-lock",
+            lock.text.rstrip("."),
+            why="torch waits for this file silently and without a limit",
+            fix=_lock_fix(lock),
+        )
     if software.missing_for_cpu_adam is not None:
         yield should_fix(
             "compiler",
@@ -254,17 +261,6 @@ def check_software(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Findin
         )
     if software.accelerate_config is not None:
         yield from _accelerate_config(software, num_gpus=num_gpus)
-
-
-def _locks(software: SoftwareFacts) -> Iterator[Finding]:
-    for lock in software.locks:
-        finding = note if lock.state == BUILDING else must_fix
-        yield finding(
-            "build-lock",
-            lock.text.rstrip("."),
-            why="torch waits for this file silently and without a limit",
-            fix=_lock_fix(lock),
-        )
 
 
 def _lock_fix(lock: Lock) -> str:

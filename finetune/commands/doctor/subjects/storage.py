@@ -56,7 +56,8 @@ def gather_storage(folders: Mapping[str, Path]) -> StorageFacts:
 
 
 def _disk(name: str, folder: Path) -> Disk:
-    existing = existing_folder(folder)
+    path = folder.absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
     files = os.statvfs(existing)
     return Disk(
         name=name,
@@ -67,12 +68,6 @@ def _disk(name: str, folder: Path) -> Disk:
         write_bytes_per_second=_write_speed(existing),
         is_writable=os.access(existing, os.W_OK | os.X_OK),
     )
-
-
-def existing_folder(folder: Path) -> Path:
-    """Return the folder, or the one above it that exists."""
-    path = folder.absolute()
-    return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def filesystem_of(folder: Path) -> str:

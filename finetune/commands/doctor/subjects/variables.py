@@ -104,7 +104,14 @@ def check_variables(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Fi
             yield Finding("variable", rule.severity, f"{rule.name}={value} is set", rule.why, f"unset {rule.name}")
     yield from _visible_devices(variables, gpus)
     if "LOCAL_RANK" not in variables:
-        yield from _without_launcher(variables)
+        left = [name for name in (*_LAUNCHER_ALONE, "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in variables]
+        if left and not any(name.startswith("SLURM_") for name in variables):
+            yield should_fix(
+                "launcher-variables",
+                f"{', '.join(left)} set in this shell, without a launcher",
+                why="they change the strategy, the precision or the number of ranks that a run assumes",
+                fix=f"unset {' '.join(left)}",
+            )
     if any(part.startswith("/usr/local/cuda") for part in variables.get("LD_LIBRARY_PATH", "").split(":")):
         yield note(
             "library-path",
@@ -139,15 +146,4 @@ def _visible_devices(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[F
             f"CUDA_VISIBLE_DEVICES={value}: {len(numbers)} of {num_gpus} GPUs are used",
             why="the others stay idle, unless another run has them",
             fix="unset CUDA_VISIBLE_DEVICES to use all",
-        )
-
-
-def _without_launcher(variables: Mapping[str, str]) -> Iterator[Finding]:
-    left = [name for name in (*_LAUNCHER_ALONE, "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in variables]
-    if left and not any(name.startswith("SLURM_") for name in variables):
-        yield should_fix(
-            "launcher-variables",
-            f"{', '.join(left)} set in this shell, without a launcher",
-            why="they change the strategy, the precision or the number of ranks that a run assumes",
-            fix=f"unset {' '.join(left)}",
         )

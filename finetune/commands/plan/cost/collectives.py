@@ -65,7 +65,11 @@ def all_reduce_seconds(size_bytes: float, cluster: Cluster) -> float:
     """
     if cluster.num_ranks == 1:
         return 0.0
-    return 2 * _ring_seconds(size_bytes, cluster) + LAUNCH_SECONDS + min(_tree_hops(cluster), 2 * _ring_hops(cluster))
+    # Through one machine and up the tree of the machines, and back.
+    within = min(cluster.num_ranks, cluster.ranks_per_node) - 1
+    levels = math.ceil(math.log2(cluster.num_nodes))
+    tree_hops = 2 * (within * cluster.hop_seconds + levels * cluster.network_hop_seconds)
+    return 2 * _ring_seconds(size_bytes, cluster) + LAUNCH_SECONDS + min(tree_hops, 2 * _ring_hops(cluster))
 
 
 def _ring_seconds(size_bytes: float, cluster: Cluster) -> float:
@@ -81,10 +85,3 @@ def _ring_hops(cluster: Cluster) -> float:
     """Return the seconds of a message on its way from rank to rank through all of them."""
     within = cluster.num_ranks - cluster.num_nodes
     return within * cluster.hop_seconds + (cluster.num_nodes - 1) * cluster.network_hop_seconds
-
-
-def _tree_hops(cluster: Cluster) -> float:
-    """Return the seconds of a message through one machine and up the tree of the machines, and back."""
-    within = min(cluster.num_ranks, cluster.ranks_per_node) - 1
-    levels = math.ceil(math.log2(cluster.num_nodes))
-    return 2 * (within * cluster.hop_seconds + levels * cluster.network_hop_seconds)
