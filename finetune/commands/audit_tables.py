@@ -39,25 +39,25 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
 
     What happened nowhere has no column.
     """
-    rows = [HEAD, *(_row(each) for each in _shown(audit))]
+    rows = [HEAD, *(_row(source) for source in _shown(audit))]
     absent = () if audit.total.counts.has_tokens else TOKEN_COLUMNS
     columns = [
-        place
-        for place, name in enumerate(HEAD)
-        if name not in absent and (name not in HIDDEN_WHEN_ZERO or any(row[place] != "0" for row in rows[1:]))
+        column
+        for column, name in enumerate(HEAD)
+        if name not in absent and (name not in HIDDEN_WHEN_ZERO or any(row[column] != "0" for row in rows[1:]))
     ]
-    return [tuple(row[place] for place in columns) for row in rows]
+    return [tuple(row[column] for column in columns) for row in rows]
 
 
 def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
     """Return what the table does not say; what did not happen has no line. `draws`: with bars of text."""
     return (
-        *(line for each in _shown(audit) if each.key != "total" for line in _source_lines(each)),
+        *(line for source in _shown(audit) if source.key != "total" for line in _source_lines(source)),
         *class_lines(audit.classes),
         *sequence_lines(audit),
         *(_spread_lines(audit.total) if draws and audit.total.counts.has_tokens else ()),
         *(() if audit.padding is None else padding_lines(audit.padding)),
-        *(f"LIMIT {each}" for each in audit.exceeded),
+        *(f"LIMIT {limit}" for limit in audit.exceeded),
     )
 
 
@@ -103,18 +103,18 @@ def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
 def sequence_lines(audit: Audit) -> Iterator[str]:
     """Yield how many texts there are where a sample has several."""
     if audit.num_sequences:
-        each = audit.num_sequences / max(1, audit.total.counts.samples)
-        yield f"texts that the model reads: {audit.num_sequences:,}, {each:.1f} per sample"
+        per_sample = audit.num_sequences / max(1, audit.total.counts.samples)
+        yield f"texts that the model reads: {audit.num_sequences:,}, {per_sample:.1f} per sample"
 
 
-def sparkline(found: Histogram) -> str:
+def sparkline(histogram: Histogram) -> str:
     """Return the bars in one line of text; a bar that is not empty is seen.
 
     >>> sparkline(Histogram((0.0, 1.0, 2.0, 3.0), (0, 1, 8)))
     ' ▁█'
     """
-    highest = max(found.bars, default=0) or 1
-    return "".join(" " if bar == 0 else _STEPS[-(-bar * len(_STEPS) // highest) - 1] for bar in found.bars)
+    highest = max(histogram.bars, default=0) or 1
+    return "".join(" " if bar == 0 else _STEPS[-(-bar * len(_STEPS) // highest) - 1] for bar in histogram.bars)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -57,9 +57,9 @@ class Classifier:
         """Return and print the likeliest classes of the last turn's text with their probabilities, or its score."""
         inputs = text_inputs(self.tokenizer, turns[-1]["content"], return_tensors="pt")
         logits = self.model(**inputs).logits[0].float()
-        said = self._said(logits)
-        print(said)
-        return said
+        answer = self._said(logits)
+        print(answer)
+        return answer
 
     def with_adapter(self, name: str | None) -> "Classifier":
         """Refuse: there is nothing to switch to."""
@@ -71,8 +71,8 @@ class Classifier:
         is_multi = self.model.config.problem_type == "multi_label_classification"
         chances = logits.sigmoid() if is_multi else logits.softmax(dim=-1)
         best = chances.argsort(descending=True).tolist()
-        shown = [place for place in best if chances[place] > 0.5] if is_multi else best[:_SHOWN]
-        return ", ".join(f"{self.labels[place]} {chances[place]:.4f}" for place in shown) or "none of the classes"
+        shown = [index for index in best if chances[index] > 0.5] if is_multi else best[:_SHOWN]
+        return ", ".join(f"{self.labels[index]} {chances[index]:.4f}" for index in shown) or "none of the classes"
 
 
 RESERVED_ANSWER_TOKENS = 16
@@ -229,7 +229,7 @@ class ChatModel:
 
     def _pad_id(self) -> int:
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return int(next(each for each in known if each is not None))
+        return int(next(limit for limit in known if limit is not None))
 
     def _is_encoder(self) -> bool:
         return bool(getattr(self.model.config, "is_encoder_decoder", False))
@@ -271,8 +271,8 @@ def _load(
     model = load_saved_base(saved, key="chat", trust_remote_code=trust_remote_code)
     if folders:
         model = attach_adapters(model, folders, key="chat")
-    place = saved.folder if has_processing(saved.folder, reads="text") else saved.base
-    tokenizer = load_saved_processing(place, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
+    source = saved.folder if has_processing(saved.folder, reads="text") else saved.base
+    tokenizer = load_saved_processing(source, reads="text", key="chat", trust_remote_code=trust_remote_code).tokenizer
     first = next(iter(folders), None)
     return ChatModel(model.to(local_device()).eval(), tokenizer, sampling, tuple(folders), first)
 

@@ -125,12 +125,12 @@ def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: 
 
     Raises UserError where the folder already exists.
     """
-    place, folder = locate_run(run), folder.expanduser().absolute()
-    chosen = select_checkpoint(place, step=step)
+    location, folder = locate_run(run), folder.expanduser().absolute()
+    chosen = select_checkpoint(location, step=step)
     if folder.exists():
         raise UserError(f"--to {folder}: this folder already exists. Name a new one.")
-    loaded, strategy = _launched(place.run, trusts=trust_remote_code)
-    conversion = _build(loaded, strategy, checkpoints=place.checkpoints)
+    loaded, strategy = _launched(location.run, trusts=trust_remote_code)
+    conversion = _build(loaded, strategy, checkpoints=location.checkpoints)
     progress = load_checkpoint(verify_checkpoint(chosen), access=conversion.access())
     _write_folder(folder, conversion, progress=progress)
     folder_kind = (
@@ -150,14 +150,14 @@ def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool 
     files without running code, those of DeepSpeed and torch.distributed not, so these need `trust_remote_code`. Raises
     UserError or CheckpointError where the folder cannot be read. Collective over all launched processes.
     """
-    place, folder = locate_run(run), folder.expanduser().absolute()
-    if step in layout.steps(place.checkpoints):
-        raise UserError(f"--step {step}: {layout.step_folder(place.checkpoints, step)} already exists.")
-    loaded, strategy = _launched(place.run, trusts=trust_remote_code)
+    location, folder = locate_run(run), folder.expanduser().absolute()
+    if step in layout.steps(location.checkpoints):
+        raise UserError(f"--step {step}: {layout.step_folder(location.checkpoints, step)} already exists.")
+    loaded, strategy = _launched(location.run, trusts=trust_remote_code)
     _require_trust(folder, strategy, trusts=trust_remote_code)
     require_accelerate_folder(folder, strategy=strategy, world=distributed.world())
-    with lock_run_folder(place.run, log=print) if distributed.is_main() else nullcontext():
-        _read_folder(folder, _build(loaded, strategy, checkpoints=place.checkpoints), step=step)
+    with lock_run_folder(location.run, log=print) if distributed.is_main() else nullcontext():
+        _read_folder(folder, _build(loaded, strategy, checkpoints=location.checkpoints), step=step)
 
 
 def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
@@ -267,7 +267,7 @@ def _finish(staging: Path, folder: Path, *, progress: Any) -> None:
 def _require_step(access: StateAccess, *, counts_updates: bool, step: int, folder: Path) -> None:
     """Raise CheckpointError for a state without updates, or with more than there were steps: the load went wrong."""
     held = distributed.gather_objects(access.read_scalars())
-    most = max((numbers.get("step", 0.0) for each in held for numbers in each.values()), default=0.0)
+    most = max((numbers.get("step", 0.0) for scalars in held for numbers in scalars.values()), default=0.0)
     if most > step or (most == 0 and counts_updates):
         raise CheckpointError(
             f"{folder}: its optimizer has taken {most:.0f} steps, so this is not the state after step {step}."
@@ -278,10 +278,10 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
     """Return the progress in the folder if it is of this step and data, else what can be derived."""
     training_data = conversion.training_data
     batch_size = conversion.context.config.train.global_batch_size
-    found = run_on_rank_0(lambda: _read_progress(folder))
-    is_step = found is not None and found.step == step
-    if found and is_step and matches_data_order(found, pool=training_data.training, global_batch_size=batch_size):
-        return found
+    state = run_on_rank_0(lambda: _read_progress(folder))
+    is_step = state is not None and state.step == step
+    if state and is_step and matches_data_order(state, pool=training_data.training, global_batch_size=batch_size):
+        return state
     conversion.context.log(
         f"{NOT_IN_FOLDER}. Position and digest are derived from --step {step} and the order of the data; the counts of "
         "tokens, targets, skipped steps and seconds start at 0, and early stopping is reset"

@@ -101,7 +101,7 @@ def exported_weights(
     checkpoint has exactly the tensors that this model trains, with their shapes.
     """
     parameters, buffers = named_parameters(model), named_buffers(model)  # type: ignore[arg-type]
-    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     _require_same_tensors(checkpoint, {**trained, **buffers})
     weights: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -115,10 +115,10 @@ def exported_weights(
 
 
 def _evaluation_weights(checkpoint: OpenCheckpoint, name: str, *, train: TrainSection) -> Tensor:
-    weights, found = checkpoint.read(name), average_formula(train)
-    if found is None:
+    weights, average = checkpoint.read(name), average_formula(train)
+    if average is None:
         return weights
-    key, formula = found
+    key, formula = average
     state = TensorRecord(name, key, tuple(weights.shape), "F32").stored_name
     return formula(weights, checkpoint.read(state)).to(weights.dtype) if state in checkpoint.records else weights
 
@@ -177,15 +177,15 @@ def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenC
     )
 
 
-def _require_same_tensors(checkpoint: OpenCheckpoint, wanted: Mapping[str, Tensor]) -> None:
+def _require_same_tensors(checkpoint: OpenCheckpoint, expected: Mapping[str, Tensor]) -> None:
     saved = {record.name: record.shape for record in checkpoint.model_records() if record.key in (PARAMETER, BUFFER)}
     lines = [
         f"  {what}: {', '.join(names[:_MAX_LISTED])}"
         + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
         for what, names in (
-            ("missing from the checkpoint", [name for name in wanted if name not in saved]),
-            ("only in the checkpoint", [name for name in saved if name not in wanted]),
-            ("different shape", [name for name in wanted if name in saved and wanted[name].shape != saved[name]]),
+            ("missing from the checkpoint", [name for name in expected if name not in saved]),
+            ("only in the checkpoint", [name for name in saved if name not in expected]),
+            ("different shape", [name for name in expected if name in saved and expected[name].shape != saved[name]]),
         )
         if names
     ]
@@ -320,7 +320,7 @@ def _write(saved: SavedModel, folder: Path, *, section: ExportSection, trust_rem
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:

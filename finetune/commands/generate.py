@@ -69,9 +69,9 @@ class PartialAnswers:
 
     def answered(self) -> set[int]:
         """Return the numbers of the rows that have an answer. Collective."""
-        found = {number for number, _ in self._all()}
+        numbers = {number for number, _ in self._all()}
         distributed.barrier()  # nobody writes before all have looked: the shares must be cut alike
-        return found
+        return numbers
 
     def keep(self, number: int, text: str) -> None:
         """Write one answer down; it begins a line of its own, also behind one that a killed process has torn."""
@@ -151,10 +151,10 @@ def generate_file(
     tokenizer = _tokenizer(saved, template_arguments, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
     speaker = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
-    speaker.answer([read_prompt(each, system=system) for each in raw], raw, parts=parts)
+    speaker.answer([read_prompt(row, system=system) for row in raw], raw, parts=parts)
     distributed.barrier()  # all answers are on the disk
     if distributed.is_main():
-        parts.join([each.parse() for each in raw])
+        parts.join([row.parse() for row in raw])
         print(f"{len(raw):,} answers in {output}")
     return distributed.shut_down(0)
 
@@ -207,9 +207,9 @@ def local_device() -> torch.device:
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None, "there is one"
-    return torch.device(kind.type, index)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "there is one"
+    return torch.device(accelerator.type, index)
 
 
 def _raw_rows(origin: Origin) -> Iterator[RawRow]:
@@ -227,9 +227,9 @@ class _Generator:
 
     def answer(self, questions: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: PartialAnswers) -> None:
         """Answer this process's share of what has no answer yet, and keep each batch's as soon as they are there."""
-        for each in raw:
-            if ANSWER in each.parse():
-                raise DataError(f"{each.place}: already has a column `{ANSWER}`. Rename it.")
+        for row in raw:
+            if ANSWER in row.parse():
+                raise DataError(f"{row.place}: already has a column `{ANSWER}`. Rename it.")
         answered = parts.answered()
         open_ones = [number for number in range(len(questions)) if number not in answered]
         own = [TokenizedPrompt(number, self._tokens(questions[number], raw[number])) for number in open_ones[_share()]]
@@ -259,9 +259,9 @@ class _Generator:
         """Yield batches of prompts of like lengths; a prompt that leaves too little room for an answer is alone."""
         window = self.batch_size * _BATCHES_SORTED_TOGETHER
         for start in range(0, len(asked), window):
-            like = sorted(asked[start : start + window], key=lambda each: len(each.tokens), reverse=True)
-            roomy = [each for each in like if self._answer_limit(each) == self.sampling.max_new_tokens]
-            yield from ([each] for each in like if self._answer_limit(each) < self.sampling.max_new_tokens)
+            like = sorted(asked[start : start + window], key=lambda prompt: len(prompt.tokens), reverse=True)
+            roomy = [prompt for prompt in like if self._answer_limit(prompt) == self.sampling.max_new_tokens]
+            yield from ([prompt] for prompt in like if self._answer_limit(prompt) < self.sampling.max_new_tokens)
             for first in range(0, len(roomy), self.batch_size):
                 yield roomy[first : first + self.batch_size]
 
@@ -274,8 +274,8 @@ class _Generator:
         sampling = SamplingParams(self._answer_limit(batch[0]), self.sampling.temperature, self.sampling.top_p)
         made = generate_batch(
             self.model,
-            [each.tokens for each in batch],
-            [derive_seed(self.seed, "generate", each.number) for each in batch],
+            [prompt.tokens for prompt in batch],
+            [derive_seed(self.seed, "generate", prompt.number) for prompt in batch],
             sampling=sampling,
             pad_id=pad_id(self.tokenizer),
             stop_ids=stop_ids(self.tokenizer),

@@ -88,8 +88,8 @@ def _write(path: Path, content: str | bytes) -> None:
 def _differs(path: Path, content: str | bytes) -> bool:
     if path.is_dir():
         return True
-    wanted = content if isinstance(content, bytes) else content.encode("utf-8")
-    return path.exists() and path.read_bytes() != wanted
+    expected = content if isinstance(content, bytes) else content.encode("utf-8")
+    return path.exists() and path.read_bytes() != expected
 
 
 def _first_sentence(path: Path) -> str:

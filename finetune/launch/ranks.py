@@ -190,7 +190,7 @@ def first_host(hosts: str) -> str:
         raise UserError(
             f"SLURM_STEP_NODELIST={hosts}: not a list of hosts. Set MASTER_ADDR to the host of the first task."
         )
-    return re.sub(_BRACKETS, lambda found: found[1], first[0])
+    return re.sub(_BRACKETS, lambda bracket: bracket[1], first[0])
 
 
 _BRACKETS = r"\[(\d+)(?:[-x]\d+)?(?:,\d+(?:[-x]\d+)?)*\]"
@@ -203,13 +203,13 @@ def tasks_per_host(counts: str) -> list[int]:
     >>> tasks_per_host("8(x3),4")
     [8, 8, 8, 4]
     """
-    found: list[int] = []
+    counts_by_host: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
         if match is None:
             raise UserError(f"SLURM_STEP_TASKS_PER_NODE={counts}: not a list of numbers. Set RANK and the others.")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        counts_by_host += [int(match[1])] * int(match[2] or 1)
+    return counts_by_host
 
 
 def _tasks_here(variables: Mapping[str, str]) -> int:

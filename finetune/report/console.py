@@ -61,8 +61,8 @@ def _(event: StepSkipped) -> tuple[str, ...]:
 
 @format_event.register
 def _(event: Evaluated) -> tuple[str, ...]:
-    found = f"evaluated at step {event.step}  {format_metrics(event.metrics)}"
-    return (f"{found}  ({event.num_rows:,} rows, {event.seconds:.1f} s)",)
+    line = f"evaluated at step {event.step}  {format_metrics(event.metrics)}"
+    return (f"{line}  ({event.num_rows:,} rows, {event.seconds:.1f} s)",)
 
 
 @format_event.register

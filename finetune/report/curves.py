@@ -54,7 +54,7 @@ class Curve:
     def cut_after(self, step: float) -> None:
         """Forget the points after the step: it will be taken again. Of a bucket that it divides, nothing stays."""
         self._flush()
-        count = sum(each <= step for each in self._steps)
+        count = sum(number <= step for number in self._steps)
         del self._steps[count:], self._values[count:]
         self._buckets = self._buckets[self._buckets["last"] <= step]
 
@@ -119,6 +119,6 @@ def _reduced(buckets: np.ndarray, starts: np.ndarray) -> np.ndarray:
     merged["count"] = np.add.reduceat(buckets["count"], starts)
     merged["sum"] = np.add.reduceat(buckets["sum"], starts)
     for side, sign in (("low", 1), ("high", -1)):
-        place = np.lexsort((sign * buckets[side], owner))[starts]  # the smallest of each owner stands first
-        merged[side], merged[f"{side}_at"] = buckets[side][place], buckets[f"{side}_at"][place]
+        order = np.lexsort((sign * buckets[side], owner))[starts]  # the smallest of each owner stands first
+        merged[side], merged[f"{side}_at"] = buckets[side][order], buckets[f"{side}_at"][order]
     return merged

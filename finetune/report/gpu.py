@@ -84,17 +84,17 @@ class GpuSampler:
     def sample(self) -> bool:
         """Read every column once; return whether there may be more to read later."""
         nvml = self._nvml
-        found: dict[str, float] = {}
+        readings: dict[str, float] = {}
         for read in (self._utilization, self._power, self._temperature, self._memory, self._pcie, self._nvlink):
             try:
-                found |= read()
+                readings |= read()
             except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
                 continue
             except nvml.NVMLError as error:
                 self.columns = {}
                 self._problem = f"the GPU is no longer reported on: {type(error).__name__}: {error}"
                 return False
-        self.columns = found
+        self.columns = readings
         return True
 
     def _run(self) -> None:
@@ -123,13 +123,17 @@ class GpuSampler:
 
     def _pcie(self) -> dict[str, float]:
         counters = (self._nvml.NVML_PCIE_UTIL_TX_BYTES, self._nvml.NVML_PCIE_UTIL_RX_BYTES)
-        return {PCIE: float(_KB * sum(self._nvml.nvmlDeviceGetPcieThroughput(self._handle, each) for each in counters))}
+        return {
+            PCIE: float(
+                _KB * sum(self._nvml.nvmlDeviceGetPcieThroughput(self._handle, counter) for counter in counters)
+            )
+        }
 
     def _nvlink(self) -> dict[str, float]:
         """Return the traffic of all links since the last reading, both directions together."""
         nvml = self._nvml
         fields = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
-        values = nvml.nvmlDeviceGetFieldValues(self._handle, [(each, _ALL_LINKS) for each in fields])
+        values = nvml.nvmlDeviceGetFieldValues(self._handle, [(field, _ALL_LINKS) for field in fields])
         if any(value.nvmlReturn != nvml.NVML_SUCCESS for value in values):
             return {}
         now, sent = self._clock(), _KIB * sum(int(value.value.ullVal) for value in values)

@@ -234,8 +234,8 @@ class RunHistory:
             del self.starts[1]
         self.starts.append(event)
         self.ended = None
-        if found := _WORLD.search(" ".join([*map(str, event.get("arithmetic", ())), str(event.get("strategy", ""))])):
-            self.num_processes = int(found[1])
+        if match := _WORLD.search(" ".join([*map(str, event.get("arithmetic", ())), str(event.get("strategy", ""))])):
+            self.num_processes = int(match[1])
         self.restarts.start(event, num_devices=self.num_processes)
         self.steps.cut_after(event["step"])
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.step <= event["step"]]
@@ -301,8 +301,8 @@ class RunHistory:
     def _extend(self, name: str, steps: Sequence[float], values: Sequence[Any]) -> None:
         pairs = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
         if pairs:
-            found = [_number(value) for _, value in pairs]
-            self.curves.setdefault(name, Curve()).extend([step for step, _ in pairs], found)
+            numbers = [_number(value) for _, value in pairs]
+            self.curves.setdefault(name, Curve()).extend([step for step, _ in pairs], numbers)
 
     def _mfu_factor(self) -> float | None:
         """Return by what tokens per second become the share of the devices' peak; None where it is not known."""

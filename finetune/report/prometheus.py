@@ -194,8 +194,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, address: str, port: int) -> None:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, *_, place = found[0]
+        addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, place = addresses[0]
         self._clients: dict[socket.socket, float] = {}  # until when each may stay, by time.monotonic()
         super().__init__(place[:2], _Handler)  # type: ignore[arg-type]
 

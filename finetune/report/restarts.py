@@ -122,9 +122,9 @@ class RestartHistory:
     def steps_taken(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Add steps of one start."""
         if self.recent and events[0]["step"] <= self.recent[-1].last_step:
-            again = [each for each in events if each["step"] <= self.recent[-1].last_step]
+            again = [event for event in events if event["step"] <= self.recent[-1].last_step]
             self.recent[-1].steps_redone += len(again)
-            self.recent[-1].redone_seconds += sum(_finite(each.get("seconds")) for each in again)
+            self.recent[-1].redone_seconds += sum(_finite(event.get("seconds")) for event in again)
         self._top = max(self._top, events[-1]["step"])
         self._see(_finite(events[-1].get("time")))
 
@@ -143,10 +143,10 @@ class RestartHistory:
 
     def totals(self) -> RestartTotals:
         """Return the sums."""
-        found = RestartTotals(**vars(self._older))
+        totals = RestartTotals(**vars(self._older))
         for restart in self.recent:
-            found.add(restart)
-        return found
+            totals.add(restart)
+        return totals
 
     def _add_restart(self, event: Mapping[str, Any], *, step: int, time: float, num_devices: int) -> None:
         previous = event.get("previous") or {}

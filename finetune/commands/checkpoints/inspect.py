@@ -34,7 +34,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
     Of each, file sizes are compared and the JSON files are read; with `verifies`, every file is read and digested.
     """
     location = locate_run(run)
-    found = [_checked(entry, read_all=verifies) for entry in read_entries(location.checkpoints)]
+    checkpoints = [_checked(entry, read_all=verifies) for entry in read_entries(location.checkpoints)]
     leftovers = find_leftovers(location.checkpoints)
     if as_json:
         rest = [{"path": str(left.path), "size_bytes": left.size_bytes, "meaning": left.meaning} for left in leftovers]
@@ -42,26 +42,26 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
             {
                 "folder": str(location.checkpoints),
                 "checked": "digests" if verifies else "sizes",
-                "checkpoints": [_facts(each) for each in found],
+                "checkpoints": [_facts(checkpoint) for checkpoint in checkpoints],
                 "leftovers": rest,
             }
         )
         return
-    if not found:
+    if not checkpoints:
         print(f"{location.checkpoints}: has no checkpoints.")
     else:
-        print_table(checkpoints_table(found, now=time.time(), width=width()))
-    for line in checkpoints_notes(found, leftovers, verifies=verifies):
+        print_table(checkpoints_table(checkpoints, now=time.time(), width=width()))
+    for line in checkpoints_notes(checkpoints, leftovers, verifies=verifies):
         print(line)
 
 
 def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
     """Print everything about one checkpoint: that of the step, the newest, or the folder that was given."""
-    found = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
+    checkpoint = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
     if as_json:
-        print_json(_facts(found) | _contents(found.entry))
+        print_json(_facts(checkpoint) | _contents(checkpoint.entry))
         return
-    print_facts(checkpoint_facts(found, counts=count_tensors(found.entry), now=time.time()))
+    print_facts(checkpoint_facts(checkpoint, counts=count_tensors(checkpoint.entry), now=time.time()))
 
 
 def verify_checkpoints(run: Path, *, step: int | None) -> bool:
@@ -83,14 +83,14 @@ def _selected(location: RunLocation, *, step: int | None) -> Sequence[Path]:
 
 
 def _verify(path: Path) -> bool:
-    found = _checked(read_entry(path), read_all=True)
-    manifest = found.entry.manifest
-    if found.is_good and manifest is not None:
+    checkpoint = _checked(read_entry(path), read_all=True)
+    manifest = checkpoint.entry.manifest
+    if checkpoint.is_good and manifest is not None:
         print(f"{path.name}: good, {len(manifest.files)} files, {format_size(manifest.size_bytes)} read", flush=True)
         return True
     print(f"{path.name}: BAD", flush=True)
-    damaged = {file.problem: file.tensors for file in found.bad_files}
-    for problem in found.problems:
+    damaged = {file.problem: file.tensors for file in checkpoint.bad_files}
+    for problem in checkpoint.problems:
         print(f"  {problem}")
         if tensors := damaged.get(problem):
             print(f"    damaged: {_listed(tensors)}")
@@ -101,9 +101,9 @@ def _checked(entry: CheckpointEntry, *, read_all: bool) -> CheckedCheckpoint:
     return CheckedCheckpoint(entry, *find_problems(entry, read_all=read_all))
 
 
-def _facts(found: CheckedCheckpoint) -> dict[str, Any]:
-    manifest = found.entry.manifest
-    known = {"step": found.entry.step, "path": str(found.entry.path)}
+def _facts(checkpoint: CheckedCheckpoint) -> dict[str, Any]:
+    manifest = checkpoint.entry.manifest
+    known = {"step": checkpoint.entry.step, "path": str(checkpoint.entry.path)}
     if manifest is not None:
         known |= {
             "size_bytes": manifest.size_bytes,
@@ -112,17 +112,17 @@ def _facts(found: CheckedCheckpoint) -> dict[str, Any]:
             "origin": dict(manifest.run.origin),
             "state_sha256": manifest.state_sha256,
         }
-    return known | {"is_good": found.is_good, "problems": list(found.problems)}
+    return known | {"is_good": checkpoint.is_good, "problems": list(checkpoint.problems)}
 
 
 def _contents(entry: CheckpointEntry) -> dict[str, Any]:
     manifest = entry.manifest
     if manifest is None:
         return {}
-    files = {name: {"size_bytes": each.size_bytes, "sha256": each.sha256} for name, each in manifest.files.items()}
+    files = {name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for name, file in manifest.files.items()}
     counts = [
-        {"kind": each.kind, "tensors": each.num_tensors, "numbers": each.num_elements, "dtypes": list(each.dtypes)}
-        for each in count_tensors(entry)
+        {"kind": count.kind, "tensors": count.num_tensors, "numbers": count.num_elements, "dtypes": list(count.dtypes)}
+        for count in count_tensors(entry)
     ]
     return {
         "progress": dict(entry.progress),

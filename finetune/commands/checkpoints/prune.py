@@ -54,9 +54,9 @@ def prune(
     )
     with lock_run_folder(location.run, log=print) if does_delete else nullcontext():
         verdicts = decide(read_entries(location.checkpoints), section)
-        rows = [(each.entry, each.reasons) for each in verdicts]
+        rows = [(verdict.entry, verdict.reasons) for verdict in verdicts]
         print_table(prune_table(rows, now=time.time(), width=width()))
-        deleted = [each.entry for each in verdicts if each.is_deleted]
+        deleted = [verdict.entry for verdict in verdicts if verdict.is_deleted]
         size = format_size(sum(entry.manifest.size_bytes for entry in deleted if entry.manifest))
         if does_delete and (failures := delete_checkpoints(location.checkpoints, [entry.step for entry in deleted])):
             raise CheckpointError("\n".join(failures))

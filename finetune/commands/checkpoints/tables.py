@@ -32,7 +32,7 @@ class CheckedCheckpoint:
         return not self.problems
 
 
-def checkpoints_table(found: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
+def checkpoints_table(checkpoints: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
     """Return a row for each checkpoint, with as many metrics as fit into this width."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "size", "age"):
@@ -40,20 +40,22 @@ def checkpoints_table(found: Sequence[CheckedCheckpoint], *, now: float, width: 
     table.add_column("metrics", overflow="fold")
     for column in ("written by", "state"):
         table.add_column(column, no_wrap=True)
-    for each in found:
-        state = Text("good", "green") if each.is_good else Text("BAD", "bold red")
-        table.add_row(*_row(each.entry, now=now, width=width), Text(printable(_origin(each.entry.manifest))), state)
+    for checkpoint in checkpoints:
+        state = Text("good", "green") if checkpoint.is_good else Text("BAD", "bold red")
+        table.add_row(
+            *_row(checkpoint.entry, now=now, width=width), Text(printable(_origin(checkpoint.entry.manifest))), state
+        )
     return table
 
 
 def checkpoints_notes(
-    found: Sequence[CheckedCheckpoint], leftovers: Sequence[Leftover], *, verifies: bool
+    checkpoints: Sequence[CheckedCheckpoint], leftovers: Sequence[Leftover], *, verifies: bool
 ) -> Iterator[str]:
     """Yield the lines below the table: problems of bad checkpoints, leftovers, and what was not checked."""
-    for each in found:
-        for problem in each.problems:
-            yield f"{each.entry.path.name}: {problem}"
-    if found and not verifies:
+    for checkpoint in checkpoints:
+        for problem in checkpoint.problems:
+            yield f"{checkpoint.entry.path.name}: {problem}"
+    if checkpoints and not verifies:
         yield "Only sizes were compared; `--verify` reads every file."
     if leftovers:
         yield "Leftovers, from which no run resumes:"
@@ -75,14 +77,14 @@ def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, no
 
 
 def checkpoint_facts(
-    found: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
+    checkpoint: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
 ) -> Iterator[tuple[str, str]]:
     """Yield everything worth reading about one checkpoint, as names and texts."""
-    entry, manifest = found.entry, found.entry.manifest
+    entry, manifest = checkpoint.entry, checkpoint.entry.manifest
     yield "step", str(entry.step)
     yield "folder", str(entry.path)
-    yield "state", "good (only sizes compared)" if found.is_good else "BAD"
-    yield from (("", problem) for problem in found.problems)
+    yield "state", "good (only sizes compared)" if checkpoint.is_good else "BAD"
+    yield from (("", problem) for problem in checkpoint.problems)
     if manifest is None:
         return
     progress = entry.progress
@@ -92,11 +94,11 @@ def checkpoint_facts(
     yield "written", f"{date}, {age_text(now - manifest.created)} ago, by {_origin(manifest)}"
     yield "metrics", _metrics(manifest.metrics)
     yield "progress", _progress(progress)
-    for each in counts:
-        tensors = f"{each.num_tensors} tensor{'' if each.num_tensors == 1 else 's'}"
-        yield each.kind, f"{tensors}, {each.num_elements:,} elements, {', '.join(each.dtypes)}"
+    for count in counts:
+        tensors = f"{count.num_tensors} tensor{'' if count.num_tensors == 1 else 's'}"
+        yield count.kind, f"{tensors}, {count.num_elements:,} elements, {', '.join(count.dtypes)}"
     yield "versions", ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
-    sizes = {name: f"{format_size(each.size_bytes)}, sha256 {each.sha256}" for name, each in manifest.files.items()}
+    sizes = {name: f"{format_size(file.size_bytes)}, sha256 {file.sha256}" for name, file in manifest.files.items()}
     yield from _mapping(f"{len(sizes)} files", sizes)
     yield from _mapping(
         "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNUSED_VALUES}

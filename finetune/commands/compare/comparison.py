@@ -74,7 +74,7 @@ class Comparison:
         curves = [(run.name, run.history.curves) for run in self.runs]
         names = set().union(*(run.history.curves for run in self.runs))
         unit = self.runs[0].history.unit
-        return [format_chart(in_unit(kind, unit), curves) for kind in chart_kinds(names)]
+        return [format_chart(in_unit(chart, unit), curves) for chart in chart_kinds(names)]
 
 
 def build_comparison(

@@ -121,9 +121,9 @@ def _source(config: RunConfig, *, log: RunLog) -> Source:
         )
     if section.path is not None or section.name is not None:
         return open_source(section, key="data.validation", log=log)
-    found = open_sources(config.data, seed=config.run.seed, log=log).validation
-    assert found is not None, "a section without a source of its own is split off from the training rows"
-    return found
+    validation = open_sources(config.data, seed=config.run.seed, log=log).validation
+    assert validation is not None, "a section without a source of its own is split off from the training rows"
+    return validation
 
 
 def _evaluation_job(loaded: LoadedConfig) -> LoadedConfig:
@@ -183,12 +183,12 @@ def _results(harness: Any, folder: Path, *, tasks: str, trusts: bool) -> Mapping
     if saved.adapter is not None:
         arguments["peft"] = str(saved.folder)
     with data_only_loading(trust_remote_code=trusts):
-        found: Mapping[str, Any] | None = harness.simple_evaluate(
+        results: Mapping[str, Any] | None = harness.simple_evaluate(
             model="hf",
             model_args=arguments,
             tasks=[task.strip() for task in tasks.split(",") if task.strip()],
             device=str(local_device()),
             log_samples=False,
         )
-    assert found is not None, "it is None on other ranks only"
-    return found
+    assert results is not None, "it is None on other ranks only"
+    return results

@@ -70,9 +70,9 @@ class EvaluationTarget:
         checkpoint = open_checkpoint(self.source)
         weights = exported_weights(model, checkpoint, train=self.origin.train, trained_only=False)
         with torch.no_grad():
-            for name, place in {**named_parameters(model), **named_buffers(model)}.items():
-                if weights[name] is not place:
-                    place.copy_(weights[name])
+            for name, tensor in {**named_parameters(model), **named_buffers(model)}.items():
+                if weights[name] is not tensor:
+                    tensor.copy_(weights[name])
 
 
 def find_evaluation_target(
@@ -95,10 +95,10 @@ def find_evaluation_target(
 def _of_checkpoint(
     source: Path, *, step: int | None, job: LoadedConfig | None, overrides: Sequence[str], trusts: bool
 ) -> EvaluationTarget:
-    place = locate_run(source)
-    chosen = select_checkpoint(place, step=step)
-    own = with_trust(load_resolved(place.run), trust_remote_code=trusts)
-    loaded = with_trust(load_resolved(place.run, overrides) if job is None else job, trust_remote_code=trusts)
+    location = locate_run(source)
+    chosen = select_checkpoint(location, step=step)
+    own = with_trust(load_resolved(location.run), trust_remote_code=trusts)
+    loaded = with_trust(load_resolved(location.run, overrides) if job is None else job, trust_remote_code=trusts)
     if job is None:
         require_trusted_metrics(own, loaded, trust_remote_code=trusts)
     if loaded.config.task.name != own.config.task.name:
@@ -107,7 +107,7 @@ def _of_checkpoint(
             f"`{own.config.task.name}`. Name a job of that task, or another run."
         )
     step_of = layout.step_of(chosen) or 0
-    kept = load_run_inputs(place.run, own.config)
+    kept = load_run_inputs(location.run, own.config)
     _use_arguments(kept, loaded)
     return EvaluationTarget(loaded, kept, chosen, None, own.config, step_of)
 

@@ -49,9 +49,9 @@ def _typed_texts(records: Iterable[Any]) -> Iterator[tuple[str, str]]:
     for record in records:
         for field in fields(record):
             value = getattr(record, field.name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if isinstance(each, str | Path):
-                    yield field.name, str(each)
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str | Path):
+                    yield field.name, str(text)
 
 
 def _without_secret(name: str, text: str) -> str:

@@ -90,7 +90,7 @@ def check_job(words: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
 
 def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder") -> None:
     """Raise UserError for a folder that is another one on each host."""
-    local = next((each for each in _LOCAL_FOLDERS if Path(folder).is_relative_to(each)), None)
+    local = next((parent for parent in _LOCAL_FOLDERS if Path(folder).is_relative_to(parent)), None)
     if num_nodes > 1 and not is_url(folder) and local is not None:
         raise UserError(
             f"{key}: {folder} is in {local}, which each host has for itself. Name a folder that all {num_nodes} hosts "
@@ -108,7 +108,7 @@ def require_kept(request: JobRequest, mounted: Sequence[Path], *, advice: str) -
     key, folder = (
         ("run.local_folder", request.local_folder) if request.is_at_url else ("run.folder", request.run_folder)
     )
-    if folder is not None and any(Path(folder).is_relative_to(each) for each in mounted):
+    if folder is not None and any(Path(folder).is_relative_to(path) for path in mounted):
         return
     what = "is not set" if folder is None else f"{folder} is on the host alone, and is lost with it"
     url = "" if request.num_nodes > 1 else ", or write a URL: --set run.folder=s3://BUCKET/NAME"
@@ -129,15 +129,15 @@ def read_environment(texts: Sequence[str]) -> dict[str, str]:
 
 def read_pairs(texts: Sequence[str], *, option: str, what: str, name: str) -> dict[str, str]:
     """Return the pairs of `NAME=VALUE`; raises UserError for a name that is none, or that is written twice."""
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for text in texts:
         left, mark, value = text.partition("=")
         if not mark or not re.fullmatch(name, left) or "\0" in value:
             raise UserError(f"{option} {text}: write NAME=VALUE, with the name of a {what}.")
-        if left in found:
+        if left in pairs:
             raise UserError(f"{option} {left}: it is written twice.")
-        found[left] = value
-    return found
+        pairs[left] = value
+    return pairs
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,9 @@ def _require_path(path: str, *, option: str) -> None:
 def _read_secret_keys(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the secret and its key for each variable; raises UserError."""
     pairs = [text for text in texts if "=" in text]
-    found = read_pairs(pairs, option="--secret", what="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
+    secrets = read_pairs(pairs, option="--secret", what="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
     keys = {}
-    for variable, value in found.items():
+    for variable, value in secrets.items():
         name, _, key = value.partition(":")
         if not re.fullmatch(_NAME, name) or not re.fullmatch(r"[A-Za-z0-9._-]+", key):
             raise UserError(f"--secret {variable}: write VARIABLE=NAME:KEY, a secret and one of its keys.")
@@ -153,11 +153,11 @@ def _read_secret_keys(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _read_resources(texts: Sequence[str]) -> dict[str, str]:
-    found = read_pairs(texts, option="--resource", what="resource", name=_RESOURCE)
-    for name, amount in found.items():
+    amounts = read_pairs(texts, option="--resource", what="resource", name=_RESOURCE)
+    for name, amount in amounts.items():
         if not _AMOUNT.fullmatch(amount):
             raise UserError(f"--resource {name}={amount}: write an amount, such as cpu=16, memory=200Gi or rdma/hca=1.")
-    return found
+    return amounts
 
 
 def _require_names(words: KubernetesArguments) -> None:

@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 def network_variables(facts: Facts, *, num_nodes: int) -> dict[str, str]:
     """Return the variables that the ranks of such hosts need; none where NCCL and gloo choose right by themselves."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if num_nodes > 1:
-        found |= _interfaces(facts) | _adapters(facts)
+        variables |= _interfaces(facts) | _adapters(facts)
     if any(finding.key in _WITHOUT_P2P for finding in check_facts(facts)):
-        found["NCCL_P2P_DISABLE"] = "1"
-    return found
+        variables["NCCL_P2P_DISABLE"] = "1"
+    return variables
 
 
 def _interfaces(facts: Facts) -> dict[str, str]:

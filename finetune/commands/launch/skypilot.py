@@ -102,11 +102,11 @@ def _in_working_folder(path: str) -> str:
 
 
 def _read_mounts(texts: Sequence[str], *, option: str, what: str, example: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    mounts: dict[str, str] = {}
     for text in texts:
         path, _, source = text.partition("=")
         is_path = path.startswith("/") and path != "/" and path.isprintable() and "$" not in path
-        if not is_path or path in found or not re.fullmatch(what, source):
+        if not is_path or path in mounts or not re.fullmatch(what, source):
             raise UserError(f"{option} {text}: write an absolute path, once, and what is mounted there: {example}.")
-        found[path] = source
-    return found
+        mounts[path] = source
+    return mounts

@@ -43,10 +43,10 @@ def read_limits(nodes: str) -> Limits:
     >>> read_limits("1:4")
     Limits(least=1, most=4, max_failures=3)
     """
-    found = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", nodes)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", nodes)
+    if match is None:
         raise UserError(f"--nodes {nodes}: write a number of hosts, `2`, or the least and the most, `1:4`.")
-    least, most = int(found[1]), int(found[2] or found[1])
+    least, most = int(match[1]), int(match[2] or match[1])
     if not 1 <= least <= most:
         raise UserError(f"--nodes {nodes}: write at least 1, and the smaller number first.")
     return Limits(least, most)

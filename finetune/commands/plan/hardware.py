@@ -84,10 +84,10 @@ def parse_hardware(
     `num_nodes` machines have that many GPUs each; None: one machine, or as many as 8 GPUs each make of more than 8.
     `network_gbit` replaces the table's network bandwidth, in Gbit/s of each machine.
     """
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([^\s].*?)\s*", text)
-    count, name = (found[1], found[2]) if found is not None else (None, text)
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([^\s].*?)\s*", text)
+    count, name = (match[1], match[2]) if match is not None else (None, text)
     number = 1 if count is None else int(count[:9])
-    if found is None or not 1 <= number <= _MAX_GPUS:
+    if match is None or not 1 <= number <= _MAX_GPUS:
         raise UserError(f"--gpus: `{text}` is not of the form NxGPU with 1 to {_MAX_GPUS:,} GPUs. Write `8xH100-80GB`.")
     kind = require_gpu(name, table=gpu_table)
     if num_nodes is None and number > GPUS_PER_NODE:

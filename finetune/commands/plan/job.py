@@ -91,10 +91,10 @@ def count_data(loaded: LoadedConfig, *, prepared: Callable[[LoadedConfig], Any] 
     num_positions, epoch_tokens = plan.num_positions, data.training.epoch_tokens
     if not num_positions or not epoch_tokens:
         return _written_counts(config, reason="is a stream")
-    each = epoch_tokens / num_positions
+    tokens_per_position = epoch_tokens / num_positions
     unit = config.data.batching.unit
-    sentence = f"The prepared data has {num_positions:,} {unit} with {each:,.0f} tokens each on average."
-    return DataCounts(each, plan.num_steps, is_measured=True, sentence=sentence)
+    sentence = f"The prepared data has {num_positions:,} {unit} with {tokens_per_position:,.0f} tokens each on average."
+    return DataCounts(tokens_per_position, plan.num_steps, is_measured=True, sentence=sentence)
 
 
 def _prepared_data(loaded: LoadedConfig) -> Any:

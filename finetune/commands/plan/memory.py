@@ -43,7 +43,7 @@ class PlannedMemory:
 
     def peaks(self) -> Iterator[tuple[Layout, int]]:
         """Yield what was predicted: each layout with its peak, in bytes."""
-        yield from ((layout, found.peak_bytes) for layout, found in self._found.items())
+        yield from ((layout, prediction.peak_bytes) for layout, prediction in self._found.items())
 
     def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
         """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
@@ -61,9 +61,9 @@ class PlannedMemory:
             return Fit(sizes[fails], one, at(sizes[fails]))
         while fails - fits > 1:
             low, high = at(sizes[fits]).peak_bytes, at(sizes[fails]).peak_bytes
-            wanted = sizes[fits] + (usable_bytes - low) / (high - low) * (sizes[fails] - sizes[fits])
+            estimate = sizes[fits] + (usable_bytes - low) / (high - low) * (sizes[fails] - sizes[fits])
             between = range(fits + 1, fails)
-            tried = max((place for place in between if sizes[place] <= wanted), default=between[0])
+            tried = max((index for index in between if sizes[index] <= estimate), default=between[0])
             if at(sizes[tried]).peak_bytes <= usable_bytes:
                 fits = tried
             else:

@@ -86,7 +86,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
         print_json(plan_json(made), indent=1, allow_nan=False)
     else:
         print_plan(made)
-    return 0 if any(each.best is not None for each in made.machines) else 1
+    return 0 if any(machine.best is not None for machine in made.machines) else 1
 
 
 def make_plan(
@@ -126,7 +126,7 @@ def make_plan(
             *_emulated(job, machines),
             *measured,
             *_assumptions(options.assumed),
-            *([_CUT_SHORT] if any(0 < len(each.variants) < 2 * len(_METHODS) for each in planned) else []),
+            *([_CUT_SHORT] if any(0 < len(machine.variants) < 2 * len(_METHODS) for machine in planned) else []),
         ],
         seconds=clock() - started,
     )
@@ -182,12 +182,12 @@ def _variants(
     strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
     own = bool(job.checkpointing)
     asked = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
-    found: list[StrategyPlan] = []
-    for method, recomputes in sorted(asked, key=lambda each: each[0] != job.method):
+    variants: list[StrategyPlan] = []
+    for method, recomputes in sorted(asked, key=lambda variant: variant[0] != job.method):
         if is_over():
             break
-        found.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=recomputes))
-    return found
+        variants.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=recomputes))
+    return variants
 
 
 def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
@@ -196,10 +196,10 @@ def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
         return "No strategy fits on these GPUs."
     if best.strategy == "single":
         return "One GPU is enough: nothing is split and nothing is sent."
-    simpler = [each for each in plans if STRATEGIES.index(each.strategy) < STRATEGIES.index(best.strategy)]
-    too_large = [each.strategy for each in simpler if each.fit is not None and each.reason is not None]
-    fitting = [each for each in plans if each.fits and each.time is not None and each is not best]
-    others = [each.strategy for each in fitting if each.layout.num_ranks == best.layout.num_ranks]
+    simpler = [other for other in plans if STRATEGIES.index(other.strategy) < STRATEGIES.index(best.strategy)]
+    too_large = [other.strategy for other in simpler if other.fit is not None and other.reason is not None]
+    fitting = [other for other in plans if other.fits and other.time is not None and other is not best]
+    others = [other.strategy for other in fitting if other.layout.num_ranks == best.layout.num_ranks]
     parts = [f"{', '.join(too_large)} would run out of memory"] if too_large else []
     if others:
         names = ", ".join(sorted([best.strategy, *others]))
@@ -222,7 +222,9 @@ def _calibrated(
         f"Efficiency is measured: {run.num_steps} steps of this job's run on {run.num_gpus}x {run.kind.name} took "
         f"{factor:.2f} times as long as the cost model says; times on that kind of GPU are multiplied by it."
     )
-    return [replace(each, slowdown=factor) if each.kind.name == run.kind.name else each for each in machines], [line]
+    return [
+        replace(hardware, slowdown=factor) if hardware.kind.name == run.kind.name else hardware for hardware in machines
+    ], [line]
 
 
 def _modelled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float | None:
@@ -235,10 +237,10 @@ def _modelled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float
         return None
     try:
         layout = with_microbatch(plan_strategy(strategy, job, hardware, memory).layout, size)
-        found = memory.at(layout)
+        prediction = memory.at(layout)
     except ModelError:
         return None
-    modelled = timed(job, hardware, layout, Fit(size, found, found))
+    modelled = timed(job, hardware, layout, Fit(size, prediction, prediction))
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
     return tokens / modelled.time.seconds if modelled.time is not None else None
 
@@ -246,7 +248,7 @@ def _modelled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float
 def _emulated(job: PlannedJob, machines: Sequence[Hardware]) -> list[str]:
     """Return a sentence for each kind of GPU that lacks the data type of the job's matrix products."""
     dtype = job.train.precision
-    lacking = dict.fromkeys(each.kind.name for each in machines if dtype not in each.kind.flops)
+    lacking = dict.fromkeys(hardware.kind.name for hardware in machines if dtype not in hardware.kind.flops)
     instead = " Write train.precision: fp16." if dtype == "bf16" else ""
     return [f"{name} has no {dtype} units: it is counted at the pace of fp32.{instead}" for name in lacking]
 
@@ -301,7 +303,7 @@ def scale_points(
     points = []
     for num_gpus in _numbers(job.train.global_batch_size):
         few = hardware.with_gpus(num_gpus)
-        best = choose([each for plan in plans if (each := _with_gpus(job, few, plan, memory)) is not None])
+        best = choose([scaled for plan in plans if (scaled := _with_gpus(job, few, plan, memory)) is not None])
         if best is not None and best.time is not None:
             rate = job.train.global_batch_size * job.counts.tokens_per_position / best.time.seconds
             points.append(ScalePoint(num_gpus, rate, usd_per_gpu_hour, best.strategy, best.layout.microbatch_size))
@@ -323,10 +325,10 @@ def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: 
     layout = replace(plan.layout, strategy=strategy, num_ranks=num_gpus, ranks_per_node=hardware.gpus_per_node)
     sizes = [size for size in {fit.microbatch_size, 1} if size and share % size == 0]
     for size in sorted(sizes, reverse=True):
-        found = fit.largest if size == fit.microbatch_size and fit.largest is not None else fit.smallest
+        here = fit.largest if size == fit.microbatch_size and fit.largest is not None else fit.smallest
         if strategy in ("fsdp2", "hsdp"):
             shards = min(num_gpus, hardware.gpus_per_node) if strategy == "hsdp" else num_gpus
-            prediction = with_ranks(found, ranks=plan.layout.num_ranks, others=shards)
+            prediction = with_ranks(here, ranks=plan.layout.num_ranks, others=shards)
         else:
             prediction = memory.at(replace(layout, microbatch_size=size))
         if prediction.peak_bytes <= hardware.usable_bytes:

@@ -53,7 +53,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "num_steps": job.counts.num_steps,
             "data_is_prepared": job.counts.is_measured,
         },
-        "machines": [_hardware_json(each) for each in plan.machines],
+        "machines": [_hardware_json(machine) for machine in plan.machines],
         "assumptions": list(plan.assumptions),
         "planned_in_seconds": round(plan.seconds, 1),
     }
@@ -70,8 +70,8 @@ def _hardware_json(planned: HardwarePlan) -> dict[str, Any]:
         "fits": best is not None,
         "best": None if best is None else best.strategy,
         "why": planned.why,
-        "strategies": [_strategy_json(each, hardware) for each in planned.plans],
-        "variants": [_strategy_json(each, hardware) for each in planned.variants],
+        "strategies": [_strategy_json(strategy, hardware) for strategy in planned.plans],
+        "variants": [_strategy_json(strategy, hardware) for strategy in planned.variants],
         "outlook": None if planned.outlook is None else _outlook_json(planned.outlook),
         "scaling": _scaling_json(planned.points),
     }
@@ -107,7 +107,7 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
         for name in ("tokens_per_second", "step_seconds", "num_steps", "num_tokens", "hours", "mfu")
     }
     saving = {"on_demand": asdict(outlook.saving_on_demand), "spot": asdict(outlook.saving_spot)}
-    return {**plain, "checkpoints": saving, "prices": [_offer_json(each) for each in outlook.offers]}
+    return {**plain, "checkpoints": saving, "prices": [_offer_json(offer) for offer in outlook.offers]}
 
 
 def _offer_json(offer: Offer) -> dict[str, Any]:

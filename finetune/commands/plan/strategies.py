@@ -79,7 +79,7 @@ def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
 
 def is_partial(plan: StrategyPlan, plans: Sequence[StrategyPlan]) -> bool:
     """Return whether the strategy uses one of several GPUs only."""
-    return plan.strategy == "single" and any(each.layout.num_ranks > 1 for each in plans)
+    return plan.strategy == "single" and any(other.layout.num_ranks > 1 for other in plans)
 
 
 def plan_strategy(

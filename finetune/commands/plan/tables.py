@@ -34,17 +34,17 @@ def print_plan(plan: Plan) -> None:
 
 def _print_job(plan: Plan) -> None:
     job, counts = plan.job, plan.job.counts
-    sizes = next((each.prediction for each in _all_plans(plan) if each.prediction is not None), None)
+    sizes = next((strategy.prediction for strategy in _all_plans(plan) if strategy.prediction is not None), None)
     trained = "" if sizes is None else _format_parameters(sizes)
     steps = "" if counts.num_steps is None else f", {counts.num_steps:,} steps"
-    how = f"{_NAMES[job.method]}{trained}, {job.train.precision}, {_format_recomputation(job.checkpointing)}"
+    method = f"{_NAMES[job.method]}{trained}, {job.train.precision}, {_format_recomputation(job.checkpointing)}"
     batch = f"{job.train.global_batch_size} {job.config.data.batching.unit}"
     shape = f"{batch} of {counts.tokens_per_position:,.0f} tokens per step{steps}"
-    print_facts([("", f"{plan.job_file}: {how}"), ("", shape)], indent=0)
+    print_facts([("", f"{plan.job_file}: {method}"), ("", shape)], indent=0)
 
 
 def _all_plans(plan: Plan) -> Iterable[StrategyPlan]:
-    return (each for hardware in plan.machines for each in hardware.plans)
+    return (strategy for hardware in plan.machines for strategy in hardware.plans)
 
 
 def _format_parameters(sizes: Prediction) -> str:
@@ -80,8 +80,8 @@ def _print_several(plan: Plan) -> None:
 
 
 def _format_cheapest(outlook: Outlook) -> str:
-    offers = [each for each in outlook.offers if not each.is_spot]
-    best = min(offers, key=lambda each: each.usd_per_million_tokens, default=None)
+    offers = [candidate for candidate in outlook.offers if not candidate.is_spot]
+    best = min(offers, key=lambda candidate: candidate.usd_per_million_tokens, default=None)
     if best is None:
         return "no price known"
     if best.usd is None:
@@ -119,11 +119,13 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
 
 
 def _advice(planned: HardwarePlan) -> str:
-    fitting = [each for each in planned.variants if each.fits]
+    fitting = [variant for variant in planned.variants if variant.fits]
     if fitting:
-        how = f"{_NAMES[fitting[0].layout.method]}, {_format_recomputation(fitting[0].layout.gradient_checkpointing)}"
-        return f"{planned.why} It would with {how}: see below."
-    enough = [each.num_gpus for each in planned.points if each.num_gpus > planned.hardware.num_gpus]
+        method = (
+            f"{_NAMES[fitting[0].layout.method]}, {_format_recomputation(fitting[0].layout.gradient_checkpointing)}"
+        )
+        return f"{planned.why} It would with {method}: see below."
+    enough = [point.num_gpus for point in planned.points if point.num_gpus > planned.hardware.num_gpus]
     more = f" It would on {min(enough)} GPUs." if enough else ""
     return planned.why + (more or " Take more or larger GPUs, shorter samples, LoRA or QLoRA.")
 
@@ -143,8 +145,11 @@ def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlo
     seconds = ", ".join(f"{name} {value:.3g} s" for name, value in best.time.parts.items() if value)
     hidden = f"; {best.time.hidden_seconds:.2g} s of communication are hidden" if best.time.hidden_seconds else ""
     yield "step", f"{outlook.step_seconds:.3g} s: {seconds}{hidden}"
-    each = outlook.tokens_per_second / layout.num_ranks
-    yield "pace", f"{outlook.tokens_per_second:,.0f} tokens/s, {each:,.0f} per GPU, {outlook.mfu:.0%} of the peak (MFU)"
+    per_gpu = outlook.tokens_per_second / layout.num_ranks
+    yield (
+        "pace",
+        f"{outlook.tokens_per_second:,.0f} tokens/s, {per_gpu:,.0f} per GPU, {outlook.mfu:.0%} of the peak (MFU)",
+    )
     if outlook.hours is not None and outlook.num_tokens is not None:
         yield "job", f"{_format_hours(outlook.hours)} for {_format_number(outlook.num_tokens)} tokens"
     else:
@@ -156,19 +161,19 @@ def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlo
 def _hint(job: PlannedJob, planned: HardwarePlan, best: StrategyPlan) -> Iterable[tuple[str, str]]:
     """Yield what the job would gain by recomputing less, or with more samples at a time by recomputing."""
     assert best.time is not None
-    for each in planned.variants:
-        other, time = each.layout.gradient_checkpointing, each.time
-        if time is None or not each.fits or each.layout.method != job.method or other == job.checkpointing:
+    for variant in planned.variants:
+        other, time = variant.layout.gradient_checkpointing, variant.time
+        if time is None or not variant.fits or variant.layout.method != job.method or other == job.checkpointing:
             continue
         if time.seconds * _WORTH_A_HINT < best.time.seconds:
             gain = best.time.seconds / time.seconds - 1
             keys = f"model.gradient_checkpointing={str(other).lower()} --set train.microbatch_size"
-            yield "faster", f"--set {keys}={each.layout.microbatch_size} would be {gain:.0%} faster"
+            yield "faster", f"--set {keys}={variant.layout.microbatch_size} would be {gain:.0%} faster"
 
 
 def _checkpoint_sentence(outlook: Outlook) -> str:
     spot, own = outlook.saving_spot, outlook.saving_on_demand
-    often, seldom = (_format_hours(each.interval_seconds / 3600) for each in (spot, own))
+    often, seldom = (_format_hours(saving.interval_seconds / 3600) for saving in (spot, own))
     return (
         f"{spot.size_bytes / 1e9:.3g} GB, training waits {spot.stall_seconds:.2g} s. On spot machines, with a "
         f"preemption every {spot.hours_between_failures:.3g} hours, checkpoint.every_steps: {spot.every_steps} "
@@ -207,53 +212,55 @@ _WRAPPED = ("note", "source")
 
 def _strategies_table(planned: HardwarePlan) -> Table:
     table = _table("strategy", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
-    others = [each for each in planned.plans if each is not planned.best and each.prediction is not None]
-    for each in [*([planned.best] if planned.best is not None else []), *others]:
-        table.add_row(each.strategy, *_cells(each, planned), style="bold" if each is planned.best else None)
+    others = [
+        strategy for strategy in planned.plans if strategy is not planned.best and strategy.prediction is not None
+    ]
+    for strategy in [*([planned.best] if planned.best is not None else []), *others]:
+        table.add_row(strategy.strategy, *_cells(strategy, planned), style="bold" if strategy is planned.best else None)
     return table
 
 
 def _without_prediction(planned: HardwarePlan) -> dict[str, list[str]]:
     """Return the strategies that cannot be taken whatever the memory, by reason."""
-    found: dict[str, list[str]] = {}
-    for each in planned.plans:
-        if each.prediction is None:
-            found.setdefault(each.reason or "", []).append(each.strategy)
-    return found
+    strategies: dict[str, list[str]] = {}
+    for strategy in planned.plans:
+        if strategy.prediction is None:
+            strategies.setdefault(strategy.reason or "", []).append(strategy.strategy)
+    return strategies
 
 
-def _cells(each: StrategyPlan, planned: HardwarePlan) -> list[str]:
-    peak = "" if each.prediction is None else f"{each.prediction.peak_bytes / _GIB:.1f}"
-    if not each.fits or each.time is None:
-        return [peak, "no", "", "", "", each.reason or ""]
-    tokens = _tokens_per_second(planned, each)
+def _cells(strategy: StrategyPlan, planned: HardwarePlan) -> list[str]:
+    peak = "" if strategy.prediction is None else f"{strategy.prediction.peak_bytes / _GIB:.1f}"
+    if not strategy.fits or strategy.time is None:
+        return [peak, "no", "", "", "", strategy.reason or ""]
+    tokens = _tokens_per_second(planned, strategy)
     notes = []
-    if each is planned.best:
+    if strategy is planned.best:
         notes.append("take this")
-    if each.layout.num_ranks < planned.hardware.num_gpus:
+    if strategy.layout.num_ranks < planned.hardware.num_gpus:
         notes.append(f"on one of the {planned.hardware.num_gpus} GPUs")
-    if each.strategy.endswith("_offload") and each.prediction is not None:
-        host = 16 * each.prediction.num_trained / planned.hardware.num_nodes
+    if strategy.strategy.endswith("_offload") and strategy.prediction is not None:
+        host = 16 * strategy.prediction.num_trained / planned.hardware.num_nodes
         notes.append(f"takes {host / _GIB:,.0f} GiB of host memory")
-    waits = each.time.parts.get("communication", 0.0) / each.time.seconds
+    waits = strategy.time.parts.get("communication", 0.0) / strategy.time.seconds
     notes += [f"waits {waits:.0%} for communication"] if waits >= 0.05 else []
-    return [peak, "yes", str(each.layout.microbatch_size), f"{each.time.seconds:.3g}", tokens, "; ".join(notes)]
+    return [peak, "yes", str(strategy.layout.microbatch_size), f"{strategy.time.seconds:.3g}", tokens, "; ".join(notes)]
 
 
-def _tokens_per_second(planned: HardwarePlan, each: StrategyPlan) -> str:
+def _tokens_per_second(planned: HardwarePlan, strategy: StrategyPlan) -> str:
     outlook, best = planned.outlook, planned.best
-    if outlook is None or best is None or best.time is None or each.time is None:
+    if outlook is None or best is None or best.time is None or strategy.time is None:
         return ""
-    return f"{outlook.tokens_per_second * best.time.seconds / each.time.seconds:,.0f}"
+    return f"{outlook.tokens_per_second * best.time.seconds / strategy.time.seconds:,.0f}"
 
 
 def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:
     table = _table("method", "recompute", "peak GiB", "fits", "microbatch", "step s", "tokens/s", "note")
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
-    for each in variants:
-        layout, prediction, time = each.layout, each.prediction, each.time
+    for variant in variants:
+        layout, prediction, time = variant.layout, variant.prediction, variant.time
         is_own = (layout.method, layout.gradient_checkpointing) == (job.method, job.checkpointing)
-        fits = each.fits and time is not None
+        fits = variant.fits and time is not None
         table.add_row(
             _NAMES[layout.method],
             "yes" if layout.gradient_checkpointing else "no",
@@ -262,22 +269,22 @@ def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:
             str(layout.microbatch_size) if fits else "",
             f"{time.seconds:.3g}" if fits and time is not None else "",
             f"{tokens / time.seconds:,.0f}" if fits and time is not None else "",
-            "as the job is" if is_own else (each.reason or ""),
+            "as the job is" if is_own else (variant.reason or ""),
         )
     return table
 
 
 def _prices_table(outlook: Outlook) -> Table:
     table = _table("provider", "offer", "USD/GPU-hour", "hours", "USD", "USD/million tokens")
-    for each in sorted(outlook.offers, key=lambda offer: offer.usd_per_million_tokens):
-        asked = each.price.spot if each.is_spot else each.price.on_demand
+    for offer in sorted(outlook.offers, key=lambda entry: entry.usd_per_million_tokens):
+        asked = offer.price.spot if offer.is_spot else offer.price.on_demand
         table.add_row(
-            each.price.provider,
-            "spot" if each.is_spot else "on demand",
+            offer.price.provider,
+            "spot" if offer.is_spot else "on demand",
             f"{asked:.2f}",
-            "" if each.hours is None else f"{each.hours:,.1f}",
-            "" if each.usd is None else f"{each.usd:,.2f}",
-            f"{each.usd_per_million_tokens:.4f}",
+            "" if offer.hours is None else f"{offer.hours:,.1f}",
+            "" if offer.usd is None else f"{offer.usd:,.2f}",
+            f"{offer.usd_per_million_tokens:.4f}",
         )
     return table
 

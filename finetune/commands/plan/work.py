@@ -41,8 +41,8 @@ def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_mi
 
 def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes: int) -> int:
     """Return the size of a checkpoint: the trained weights and the optimizer's state."""
-    each = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
-    return prediction.num_trained * each + optimizer_bytes
+    item_bytes = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
+    return prediction.num_trained * item_bytes + optimizer_bytes
 
 
 def _traffic(job: PlannedJob, layout: Layout) -> float:
@@ -51,8 +51,8 @@ def _traffic(job: PlannedJob, layout: Layout) -> float:
         return 0.0
     hidden = TRAFFIC_PER_HIDDEN if job.config.model.compile == "off" else FUSED_TRAFFIC_PER_HIDDEN
     hidden += 0.0 if layout.method == "full" else ADAPTED_TRAFFIC_PER_HIDDEN
-    each = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
-    return shapes.layers * each * (job.compute_bytes / 2)
+    per_layer = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
+    return shapes.layers * per_layer * (job.compute_bytes / 2)
 
 
 def _gathered_bytes(job: PlannedJob, layout: Layout) -> float:

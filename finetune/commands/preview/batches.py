@@ -120,5 +120,5 @@ class BatchPreview:
     def _sample(self, sample_id: int) -> PreviewSample:
         features = self.pool.samples[sample_id]
         pieces = tuple(pieces_of(features, self.tokenizer))
-        place, answer = self.pool.samples.place(sample_id), self.task.label_text(features)
-        return PreviewSample(sample_id, place, pieces, features.length, features.num_targets, answer)
+        location, answer = self.pool.samples.place(sample_id), self.task.label_text(features)
+        return PreviewSample(sample_id, location, pieces, features.length, features.num_targets, answer)

@@ -57,9 +57,9 @@ def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
     """
     quiet_libraries(is_main=True)
     counter = None if tokenizer is None else _load_tokenizer(tokenizer)
-    place = path if is_url(path) else str(Path(path).expanduser().absolute())
-    origin = find_origin(_section({"path": place}), key=_KEY, log=print)
-    keys: Keys = {"path": place, **_keys_of(origin)}
+    address = path if is_url(path) else str(Path(path).expanduser().absolute())
+    origin = find_origin(_section({"path": address}), key=_KEY, log=print)
+    keys: Keys = {"path": address, **_keys_of(origin)}
     print_facts([("files", _describe_files(origin)), *_facts_of_keys(keys)])
     rows = _first_rows(keys, max(num_rows, _GUESSED_ROWS))
     source, keys = _best_format(keys, rows, kind=_kind(origin))
@@ -80,7 +80,7 @@ def job_lines(keys: Keys, form: str, *, longest: int | None) -> str:
     names = ["path", "format", *(name for name in keys if name not in ("path", "format"))]
     written = {**keys, "format": form}
     lines = [f"    {name}: {_yaml(written[name])}" for name in names if written.get(name) not in (None, {})]
-    known = None if longest is None else next((each for each in _LENGTHS if each >= longest), longest)
+    known = None if longest is None else next((length for length in _LENGTHS if length >= longest), longest)
     if form == "image_label":
         length = []
     elif known is None:
@@ -218,8 +218,8 @@ def _no_format(keys: Keys, row: Row) -> str:
     formats = "\n".join(f"  {form.name}: {quoted_list(form.required)}" for form in FORMATS)
     block = "\n".join(f"    {name}: {_yaml(value)}" for name, value in keys.items())
     inner = nested_records(row)
-    place = ".".join([keys["records"], *inner]) if "records" in keys and inner else None
-    deeper = f"`records: {place}` makes rows of the lists in each.\n" if place is not None else ""
+    records = ".".join([keys["records"], *inner]) if "records" in keys and inner else None
+    deeper = f"`records: {records}` makes rows of the lists in each.\n" if records is not None else ""
     return (
         f"{deeper}No format has the columns {quoted_list(row)}. Map them with `columns`, or make them with a "
         "`template`:\n\n"
@@ -263,8 +263,8 @@ def guess_keys(file: DataFile) -> Keys:
         delimiter = guess_delimiter(lines, usual=_DEFAULTS[kind])
         if delimiter != _DEFAULTS[kind]:
             keys["delimiter"] = delimiter
-    if kind == ".json" and (place := _records(file, content, encoding)):
-        keys["records"] = place
+    if kind == ".json" and (records := _records(file, content, encoding)):
+        keys["records"] = records
     return keys
 
 
@@ -278,7 +278,7 @@ def guess_encoding(content: bytes) -> str | None:
             return name
     readable = content[: content.rfind(b"\n") + 1] or content
     text = readable.decode("utf-8", "replace")
-    if "\ufffd" not in text or any(not each.isascii() and each != "\ufffd" for each in text):
+    if "\ufffd" not in text or any(not character.isascii() and character != "\ufffd" for character in text):
         return None  # UTF-8, or UTF-8 with damage, which is an error of its own
     try:
         readable.decode("cp1252")
@@ -293,10 +293,10 @@ def guess_delimiter(lines: Sequence[str], *, usual: str) -> str:
     >>> guess_delimiter(["a;b", "1;2"], usual=","), guess_delimiter(["text", "a, b; c"], usual=",")
     (';', ',')
     """
-    widths = {each: _width(lines, each) for each in (usual, *DELIMITERS)}
+    widths = {delimiter: _width(lines, delimiter) for delimiter in (usual, *DELIMITERS)}
     if widths[usual] > 1:
         return usual
-    best = max(widths, key=lambda each: widths[each])
+    best = max(widths, key=lambda delimiter: widths[delimiter])
     return best if widths[best] > 1 else usual
 
 
@@ -360,15 +360,15 @@ def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
     yield {}
     names = {str(name).strip().lower(): str(name) for name in reversed(list(rows[0]))}
     for form in _FORMATS_BY_NAMES:
-        found = {column: _named(column, names) for column in FORMATS[form].required}
-        if all(found.values()) and len(set(found.values())) == len(found):
-            yield {"format": form, "columns": {name: yours for name, yours in found.items() if name != yours}}
+        columns = {column: _named(column, names) for column in FORMATS[form].required}
+        if all(columns.values()) and len(set(columns.values())) == len(columns):
+            yield {"format": form, "columns": {name: yours for name, yours in columns.items() if name != yours}}
     if kind in DELIMITED_KINDS and is_data(rows):
         yield from _positions([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def _named(column: str, names: Mapping[str, str]) -> str | None:
-    return next((names[each] for each in _SYNONYMS[column] if each in names), None)
+    return next((names[synonym] for synonym in _SYNONYMS[column] if synonym in names), None)
 
 
 def is_data(rows: Sequence[Row]) -> bool:
@@ -390,10 +390,10 @@ def _positions(rows: Sequence[Sequence[Any]]) -> Iterator[Keys]:
     """Yield the longest column as the text, and as the label the shortest of few values, where there is one."""
     columns = list(zip(*rows, strict=True))
     lengths = [sum(len(str(value)) for value in column) / len(column) for column in columns]
-    text = max(range(len(columns)), key=lambda place: lengths[place])
-    labels = [place for place in range(len(columns)) if place != text and lengths[place] <= _LABEL_LENGTH]
+    text = max(range(len(columns)), key=lambda index: lengths[index])
+    labels = [index for index in range(len(columns)) if index != text and lengths[index] <= _LABEL_LENGTH]
     if labels:
-        label = min(labels, key=lambda place: (len(set(columns[place])), lengths[place]))
+        label = min(labels, key=lambda index: (len(set(columns[index])), lengths[index]))
         yield {"columns": {"label": label, "text": text}}
     yield {"format": "text", "columns": {"text": text}}
 

@@ -200,11 +200,11 @@ def format_sample(sample: PreviewSample) -> str:
 
 def plain_text(sample: PreviewSample) -> str:
     """Return the tokens without colours: targets in brackets, a mark between one token and the next."""
-    found = []
+    texts = []
     for stretch in spans(sample.pieces):
         text = BETWEEN.join(piece.shown for piece in stretch.pieces).replace(f"\n{BETWEEN}", "\n")
-        found.append(f"{OPEN}{text}{CLOSE}" if stretch.is_target else text)
-    return "".join(found)
+        texts.append(f"{OPEN}{text}{CLOSE}" if stretch.is_target else text)
+    return "".join(texts)
 
 
 def coloured_text(sample: PreviewSample) -> Text:
@@ -297,7 +297,7 @@ def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, f
         title=title,
         facts=list(facts),
         unit=unit,
-        tiles=[Tile(*each) for each in headline_numbers(audit)],
+        tiles=[Tile(*numbers) for numbers in headline_numbers(audit)],
         charts=list(_charts(audit)),
         table={"head": head, "rows": rows},
         notes=[{"text": line, "is_bad": line.startswith("LIMIT")} for line in audit_lines(audit, draws=False)],
@@ -330,8 +330,8 @@ def _padded(sample: PreviewSample, width: int) -> ForwardRow:
 def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:
     for number, stretch in enumerate(spans(sample.pieces)):
         num_tokens = sum(len(piece.ids) for piece in stretch.pieces)
-        kind = "target" if stretch.is_target else "context"
-        yield Segment(kind if number else f"{kind} first", _percent(num_tokens, of))
+        role = "target" if stretch.is_target else "context"
+        yield Segment(role if number else f"{role} first", _percent(num_tokens, of))
 
 
 def _charts(audit: Audit) -> Iterator[Chart]:
@@ -346,10 +346,10 @@ def _charts(audit: Audit) -> Iterator[Chart]:
         yield Chart("Share of targets in a sample", "number of samples", "100%", bars)
 
 
-def _bars(found: Histogram, label: str, *, whole: bool = False) -> Iterator[Bar]:
-    highest = max(found.bars, default=0) or 1
-    for number, count in enumerate(found.bars):
-        low, high = found.edges[number], found.edges[number + 1] - whole
+def _bars(histogram: Histogram, label: str, *, whole: bool = False) -> Iterator[Bar]:
+    highest = max(histogram.bars, default=0) or 1
+    for number, count in enumerate(histogram.bars):
+        low, high = histogram.edges[number], histogram.edges[number + 1] - whole
         yield Bar(label.format(low, high), count, _percent(count, highest))
 
 

@@ -38,7 +38,10 @@ class Piece:
     @property
     def runs(self) -> list[tuple[str, bool]]:
         """Return the same in turns of text and of marks for blanks, each with whether it is marks."""
-        return [("".join(each), is_blank) for is_blank, each in groupby(self.shown, key=WHITESPACE_MARKS.__contains__)]
+        return [
+            ("".join(characters), is_blank)
+            for is_blank, characters in groupby(self.shown, key=WHITESPACE_MARKS.__contains__)
+        ]
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,13 @@ def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
 
 def spans(pieces: Sequence[Piece]) -> list[Span]:
     """Return the pieces in stretches of targets and of context, in turn."""
-    found: list[list[Piece]] = []
+    groups: list[list[Piece]] = []
     for piece in pieces:
-        if found and found[-1][0].is_target == piece.is_target:
-            found[-1].append(piece)
+        if groups and groups[-1][0].is_target == piece.is_target:
+            groups[-1].append(piece)
         else:
-            found.append([piece])
-    return [Span(tuple(each)) for each in found]
+            groups.append([piece])
+    return [Span(tuple(group)) for group in groups]
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:

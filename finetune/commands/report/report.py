@@ -23,5 +23,5 @@ def report(run: Path, *, png: Path | None = None, price: float | None = None) ->
 def require_events(run: Path) -> None:
     """Raise UserError unless the folder is that of a run that has reported something."""
     if not (run / EVENTS_FILE).is_file():
-        what = "has no events.jsonl: it is not the folder of a run" if run.is_dir() else "is not a folder"
-        raise UserError(f"{run} {what}. Write the run.folder of the job, or wait until its training begins.")
+        problem = "has no events.jsonl: it is not the folder of a run" if run.is_dir() else "is not a folder"
+        raise UserError(f"{run} {problem}. Write the run.folder of the job, or wait until its training begins.")

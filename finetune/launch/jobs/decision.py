@@ -58,5 +58,5 @@ def decide(end: RunEnd | None, *, code: int, step: int, last: Decision | None, m
     if failures > max_restarts:
         reason = f"{failures} attempts in a row have not gained a step; the last: {reason}"
         return Decision(FAILED, reason, num_failures=failures, step=step)
-    what = "stopped" if ended in _TAKEN_AWAY else "failed"
-    return Decision(AGAIN, f"{what} ({reason})", num_failures=failures, step=step)
+    outcome = "stopped" if ended in _TAKEN_AWAY else "failed"
+    return Decision(AGAIN, f"{outcome} ({reason})", num_failures=failures, step=step)

@@ -107,8 +107,12 @@ def _train_job(request: JobRequest, options: KubernetesOptions) -> Object:
         "resourcesPerNode": run["resources"],
     }
     own = options.runtime is None
-    kind = "TrainingRuntime" if own else "ClusterTrainingRuntime"
-    runtime_ref = {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": request.name if own else options.runtime}
+    runtime_kind = "TrainingRuntime" if own else "ClusterTrainingRuntime"
+    runtime_ref = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": runtime_kind,
+        "name": request.name if own else options.runtime,
+    }
     spec: Object = {"runtimeRef": runtime_ref, "trainer": trainer}
     if options.runtime is not None:
         spec["runtimePatches"] = [_patch(request, options)]
@@ -153,7 +157,7 @@ def _job_set_spec(request: JobRequest, options: KubernetesOptions, *, container:
 
 
 def _pod(request: JobRequest, options: KubernetesOptions, *, container: Object) -> Object:
-    claims = {f"claim-{number}": each for number, each in enumerate(options.claims.items())}
+    claims = {f"claim-{number}": claim for number, claim in enumerate(options.claims.items())}
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     mounts += [{"name": name, "mountPath": path} for name, (path, _) in claims.items()]
     mounts += [{"name": "files", "mountPath": file.path, "subPath": file.name} for file in options.files]

@@ -40,8 +40,8 @@ def skypilot_task(request: JobRequest, options: SkypilotOptions) -> dict[str, An
     resources: dict[str, Any] = {"use_spot": options.is_spot, "job_recovery": recovery}
     if options.gpu is not None:
         resources["accelerators"] = f"{options.gpu}:{request.ranks_per_node}"
-    wanted = {"infra": options.infra, "image_id": options.image, "disk_size": options.disk_gb}
-    resources |= {name: value for name, value in wanted.items() if value is not None}
+    requested = {"infra": options.infra, "image_id": options.image, "disk_size": options.disk_gb}
+    resources |= {name: value for name, value in requested.items() if value is not None}
     mounts = {path: {"source": url, "mode": "MOUNT"} for path, url in options.buckets.items()}
     return {
         "name": request.name,

@@ -87,7 +87,7 @@ def _directives(
     gpus = f"{asked.gpu_type}:{request.ranks_per_node}" if asked.gpu_type else str(request.ranks_per_node)
     at_once = f"%{options.runs_at_once}" if options.runs_at_once else ""
     log = "%A_%a" if num_tasks else "%j"
-    wanted = {
+    requested = {
         "--job-name": request.name,
         "--nodes": str(request.num_nodes),
         "--ntasks-per-node": str(request.ranks_per_node if options.uses_srun_ranks else 1),
@@ -103,7 +103,7 @@ def _directives(
         "--output": f"{request.name}-{log}.out",  # in --chdir: Slurm makes no folders
         "--signal": f"TERM@{request.stop_seconds}",
     }
-    pairs: list[tuple[str, str | None]] = [(name, value) for name, value in wanted.items() if value is not None]
+    pairs: list[tuple[str, str | None]] = [(name, value) for name, value in requested.items() if value is not None]
     pairs += [("--open-mode", "append"), ("--requeue", None)]
     for text in asked.sbatch:
         name, mark, value = text.partition("=")
@@ -117,11 +117,11 @@ def _directive(pair: tuple[str, str | None]) -> str:
     """Return the option as sbatch reads it: in double quotes where it has blanks. Raises UserError."""
     name, value = pair
     text = name if value is None else f"{name}={value}"
-    if not text.isprintable() or any(each in text for each in '\\"'):
+    if not text.isprintable() or any(character in text for character in '\\"'):
         raise UserError(
             f'{name}: a directive of Slurm cannot hold {value!r}. Use printable characters, no `\\` or `"`.'
         )
-    return f'{name}="{value}"' if value and any(each in value for each in " '#") else text
+    return f'{name}="{value}"' if value and any(character in value for character in " '#") else text
 
 
 def _setup(options: SlurmOptions) -> list[str]:

@@ -28,9 +28,9 @@ def yaml_text(documents: Sequence[Mapping[str, Any]], *, comment: str) -> str:
 
 def _styled(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {_styled(str(key)): _styled(each) for key, each in value.items()}
+        return {_styled(str(key)): _styled(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_styled(each) for each in value]
+        return [_styled(item) for item in value]
     if not isinstance(value, str):
         return value
     if _PLAIN.fullmatch(value) and not _WORDS.fullmatch(value):

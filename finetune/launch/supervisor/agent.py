@@ -71,6 +71,6 @@ def network_environment(interface: str, *, stop_seconds: float) -> dict[str, str
     Gloo takes the address of the host's name otherwise, which often is 127.0.0.1, and NCCL the first interface it
     finds, which may be a container's.
     """
-    wanted = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
-    wanted["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(stop_seconds) - 5))
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
+    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(stop_seconds) - 5))
+    return {name: value for name, value in variables.items() if name not in os.environ}

@@ -17,9 +17,9 @@ def main() -> None:
     runpy.run_module("accelerate.commands.launch", run_name="__main__", alter_sys=True)
 
 
-def _hide_expected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if kind.__name__ not in _EXPECTED:
-        sys.__excepthook__(kind, error, trace)
+def _hide_expected(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if error_type.__name__ not in _EXPECTED:
+        sys.__excepthook__(error_type, error, trace)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def _why_missing(beat: Beat | None) -> str:
 def _group_around(start: str, beats: Mapping[str, Beat], preferred: Collection[str]) -> tuple[str, ...]:
     group = [start]
     for name in sorted(beats, key=lambda other: (other not in beats[start].reaches, other not in preferred, other)):
-        if name != start and all(name in beats[each].reaches and each in beats[name].reaches for each in group):
+        if name != start and all(name in beats[other].reaches and other in beats[name].reaches for other in group):
             group.append(name)
     return tuple(group)
 

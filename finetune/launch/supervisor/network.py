@@ -103,21 +103,23 @@ def own_address(interface: str | None) -> tuple[str, str]:
 
     Raises UserError where there is none.
     """
-    found = {
-        name: each.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for each in addresses
-        if each.family == socket.AF_INET
+    addresses = {
+        name: address.address
+        for name, interface_addresses in psutil.net_if_addrs().items()
+        for address in interface_addresses
+        if address.family == socket.AF_INET
     }
     if interface is not None:
-        if interface not in found:
-            raise UserError(f"--interface: there is no `{interface}` with an IPv4 address here. Seen: {_names(found)}.")
-        return found[interface], interface
-    for name, address in found.items():
+        if interface not in addresses:
+            raise UserError(
+                f"--interface: there is no `{interface}` with an IPv4 address here. Seen: {_names(addresses)}."
+            )
+        return addresses[interface], interface
+    for name, address in addresses.items():
         if not name.startswith(_VIRTUAL):
             return address, name
-    raise UserError(f"no interface leads to other hosts. Name one with --interface. Seen: {_names(found)}.")
+    raise UserError(f"no interface leads to other hosts. Name one with --interface. Seen: {_names(addresses)}.")
 
 
-def _names(found: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({address})" for name, address in found.items()) or "none"
+def _names(interfaces: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in interfaces.items()) or "none"

@@ -65,8 +65,8 @@ POINTS = ("evaluation/", "save_seconds", "stall_seconds")
 
 def chart_kinds(names: set[str]) -> list[ChartKind]:
     """Return the charts for curves of these names, the loss first, then what is evaluated."""
-    fixed = [kind for kind in (*FIXED, *DEVICE) if names & kind.curves.keys()]
-    used = {name for kind in fixed for name in kind.curves}
+    fixed = [chart for chart in (*FIXED, *DEVICE) if names & chart.curves.keys()]
+    used = {name for chart in fixed for name in chart.curves}
     others = sorted(names - used - {"tokens", "seconds", "device_seconds", "epoch"})
     own = [ChartKind(_own_title(name), {name: name.partition("/")[2] or name}) for name in _first_evaluated(others)]
     return [*fixed[:1], *own, *fixed[1:]]
@@ -74,31 +74,31 @@ def chart_kinds(names: set[str]) -> list[ChartKind]:
 
 def charts_of(history: RunHistory) -> list[dict[str, Any]]:
     """Return the charts of one run."""
-    kinds = [in_unit(kind, history.unit) for kind in chart_kinds(set(history.curves))]
-    return [format_chart(kind, [("", history.curves)]) for kind in kinds]
+    kinds = [in_unit(chart, history.unit) for chart in chart_kinds(set(history.curves))]
+    return [format_chart(chart, [("", history.curves)]) for chart in kinds]
 
 
-def in_unit(kind: ChartKind, unit: str) -> ChartKind:
+def in_unit(chart: ChartKind, unit: str) -> ChartKind:
     """Return the chart for runs that count in this unit."""
-    is_rate = "tokens_per_second" in kind.curves
-    return replace(kind, title=f"{unit.capitalize()} per second", unit=f"{unit}/s") if is_rate else kind
+    is_rate = "tokens_per_second" in chart.curves
+    return replace(chart, title=f"{unit.capitalize()} per second", unit=f"{unit}/s") if is_rate else chart
 
 
-def format_chart(kind: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:
+def format_chart(chart: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:
     """Return a chart of the same curves of runs with their names; a run without such a curve has none in it."""
     series = [
-        _series(run, name=name, label=label, curve=curves[curve], kind=kind, column=curve, style=style)
+        _series(run, name=name, label=label, curve=curves[curve], kind=chart, column=curve, style=style)
         for run, (name, curves) in enumerate(runs)
-        for style, (curve, label) in enumerate(kind.curves.items())
+        for style, (curve, label) in enumerate(chart.curves.items())
         if curve in curves
     ]
     return {
-        **{"id": re.sub(r"\W+", "-", kind.title.lower()).strip("-"), "title": kind.title, "unit": kind.unit},
+        **{"id": re.sub(r"\W+", "-", chart.title.lower()).strip("-"), "title": chart.title, "unit": chart.unit},
         **{
-            "logs": kind.logs,
-            "share": kind.is_share,
-            "zero": kind.starts_at_zero,
-            "smooths": kind.smooths,
+            "logs": chart.logs,
+            "share": chart.is_share,
+            "zero": chart.starts_at_zero,
+            "smooths": chart.smooths,
             "series": series,
         },
     }
@@ -106,12 +106,12 @@ def format_chart(kind: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]
 
 def step_scales(history: RunHistory) -> dict[str, Any]:
     """Return what a step is in tokens, seconds and device hours: points between which lines are drawn."""
-    found = {}
+    by_scale = {}
     for name, scale in (("tokens", 1.0), ("seconds", 1.0), ("device_seconds", 1 / 3600)):
         if name in history.curves:
             points = history.curves[name].points()
-            found[name] = {"x": rounded(points.steps, digits=9), "y": rounded(points.values * scale, digits=9)}
-    return found
+            by_scale[name] = {"x": rounded(points.steps, digits=9), "y": rounded(points.values * scale, digits=9)}
+    return by_scale
 
 
 def rounded(values: np.ndarray, *, digits: int = 6) -> list[float | int]:
@@ -130,14 +130,14 @@ def _series(
 ) -> dict[str, Any]:
     points = curve.points()
     has_marks = column.startswith(POINTS)
-    found = {
+    trace = {
         **{"run": run, "style": style, "label": label, "marks": has_marks, "not_finite": curve.num_not_finite},
         **{"name": f"{name} {label}".strip() if len(kind.curves) > 1 or not name else name, "width": points.width},
         **{"x": rounded(points.steps, digits=9), "y": rounded(points.values * kind.scale)},
     }
     if not has_marks and points.width > 1:  # otherwise every point is its own mean
-        found["means"] = {"x": rounded(points.mean_steps, digits=9), "y": rounded(points.means * kind.scale)}
-    return found
+        trace["means"] = {"x": rounded(points.mean_steps, digits=9), "y": rounded(points.means * kind.scale)}
+    return trace
 
 
 def _first_evaluated(names: list[str]) -> list[str]:

@@ -56,8 +56,8 @@ def read_run_files(folder: Path) -> RunFiles:
     missing = []
     for name, file in (("status", "status.json"), ("environment", "environment.json"), ("audit", "audit.json")):
         try:
-            found = read_json(folder / file, max_bytes=_TABLE_BYTES)
-            values[name] = found if isinstance(found, dict) else {}
+            content = read_json(folder / file, max_bytes=_TABLE_BYTES)
+            values[name] = content if isinstance(content, dict) else {}
         except (OSError, ValueError):
             missing.append(file)
     try:
@@ -95,9 +95,9 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
     yield Tile(
         "training time", format_duration(history.seconds), f"start-up {format_duration(history.startup_seconds)}"
     )
-    recent = [each for each in history.recent if each["seconds"] > 0]
+    recent = [event for event in history.recent if event["seconds"] > 0]
     if recent:
-        rates = sorted(each["num_tokens"] / each["seconds"] for each in recent)
+        rates = sorted(event["num_tokens"] / event["seconds"] for event in recent)
         yield Tile(
             f"{history.unit} per second", f"{rates[len(rates) // 2]:,.0f}", f"median of the last {len(rates)} steps"
         )
@@ -114,7 +114,7 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
 
 
 def _loss_tiles(history: RunHistory) -> Iterator[Tile]:
-    losses = [loss for each in list(history.recent)[-10:] if isinstance(loss := each["loss"], int | float)]
+    losses = [loss for event in list(history.recent)[-10:] if isinstance(loss := event["loss"], int | float)]
     if losses:
         yield Tile("training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")
     names = [name for name in history.curves if name.startswith("evaluation/")]
@@ -132,15 +132,15 @@ def _loss_tiles(history: RunHistory) -> Iterator[Tile]:
 
 def config_lines(text: str) -> list[ConfigLine]:
     """Return the lines of resolved.yaml, value and source apart."""
-    found = []
+    rows = []
     for line in text.splitlines():
         if line.startswith("# "):  # the first line, about the file
             continue
         value, mark, source = line.rpartition(SOURCE_MARK)
         is_comment = line.lstrip().startswith("#")
         value, source = (value.rstrip(), source) if mark and not is_comment else (line, "")
-        found.append(ConfigLine(value, source, is_set=bool(source) and source != "default"))
-    return found
+        rows.append(ConfigLine(value, source, is_set=bool(source) and source != "default"))
+    return rows
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -154,9 +154,12 @@ def audit_rows(audit: Mapping[str, Any]) -> list[list[str]]:
     more = {"truncated_rows": "cut", "long_rows": "too long", "rows_without_target": "no target", "longest": "longest"}
     sources = [*audit.get("sources", ()), *([audit["validation"]] if audit.get("validation") else ())]
     counts = [(source.get("key", ""), source.get("counts") or {}, source.get("duplicates")) for source in sources]
-    shown = columns | {key: name for key, name in more.items() if any(each.get(key) for _, each, _ in counts)}
+    shown = columns | {key: name for key, name in more.items() if any(row.get(key) for _, row, _ in counts)}
     head = ["source", *shown.values(), "duplicates"]
-    rows = [[key, *(f"{each.get(name, 0):,}" for name in shown), _count(same)] for key, each, same in counts]
+    rows = [
+        [key, *(f"{counts_of_key.get(name, 0):,}" for name in shown), _count(same)]
+        for key, counts_of_key, same in counts
+    ]
     return [head, *rows] if rows else []
 
 
@@ -211,7 +214,7 @@ def format_duration(seconds: float) -> str:
     if rest < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{rest} s"
     parts = [(rest // 86400, "d"), (rest // 3600 % 24, "h"), (rest // 60 % 60, "min"), (rest % 60, "s")]
-    first = next(place for place, (number, _) in enumerate(parts) if number)
+    first = next(index for index, (number, _) in enumerate(parts) if number)
     return " ".join(f"{number} {unit}" for number, unit in parts[first : first + 2])
 
 

@@ -67,8 +67,8 @@ def _trusted(name: str) -> Markup:
 
 @cache
 def _plotly() -> Markup:
-    found = importlib.util.find_spec("plotly")
-    path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None
+    spec = importlib.util.find_spec("plotly")
+    path = Path(spec.origin).parent / "package_data" / "plotly.min.js" if spec and spec.origin else None
     if path is None or not path.is_file():
         raise MissingPackage(
             "report.html is drawn with plotly, which is not installed. Install it with: pip install plotly"

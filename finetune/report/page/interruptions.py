@@ -36,14 +36,14 @@ def interval_advice(history: RunHistory, *, hours_stated: float | None) -> Inter
     hours = hours_stated
     if hours is None and totals.interruptions:
         hours = (history.seconds + history.startup_seconds) / totals.interruptions / 3600
-    steps = [float(each["seconds"]) for each in history.recent]
+    steps = [float(event["seconds"]) for event in history.recent]
     if hours is None or not steps or not history.checkpoints:
         return None
     config = history.starts[-1].get("config") or {} if history.starts else {}
     every = (config.get("checkpoint") or {}).get("every_steps")
     return advise_interval(
-        save_seconds=median(float(each["stall_seconds"]) for each in history.checkpoints),
-        write_seconds=median(float(each["seconds"]) for each in history.checkpoints),
+        save_seconds=median(float(event["stall_seconds"]) for event in history.checkpoints),
+        write_seconds=median(float(event["seconds"]) for event in history.checkpoints),
         step_seconds=median(steps),
         every_steps=every if isinstance(every, int) else None,
         hours_between_interruptions=hours,
@@ -128,14 +128,14 @@ def restart_rows(history: RunHistory) -> list[list[str]]:
     if not totals.restarts:
         return []
     head = ["start, after", "resumed from step", "steps again", "waiting", "start-up", "steps again took"]
-    rows = [_row(each) for each in history.restarts.recent]
+    rows = [_row(restart) for restart in history.restarts.recent]
     total = [
         *(f"all, {totals.interruptions:,} of them interruptions", "", f"{totals.steps_redone:,}"),
         *map(_minutes, (totals.down_seconds, totals.startup_seconds, totals.redone_seconds)),
     ]
     if totals.usd is None:
         return [head, *rows, total]
-    paid = [*("-" if each.usd is None else f"${each.usd:,.2f}" for each in history.restarts.recent)]
+    paid = [*("-" if restart.usd is None else f"${restart.usd:,.2f}" for restart in history.restarts.recent)]
     return [
         [*head, "cost"],
         *([*row, usd] for row, usd in zip(rows, paid, strict=True)),

@@ -27,16 +27,16 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
     >>> intersection([(0, 4), (5, 9)], [(3, 6)])
     [(3, 4), (5, 6)]
     """
-    found, i, j = [], 0, 0
+    merged, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if start < end:
-            found.append((start, end))
+            merged.append((start, end))
         if one[i][1] < other[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return merged
 
 
 def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:

@@ -119,7 +119,7 @@ class PhaseClock:
         """Return the phases from the first moment to the last; on a GPU this waits for the device."""
         times = [self._moments.read(moment) for _, moment in self._changes]
         names = [name for name, _ in self._changes]
-        return [Segment(name, each) for name, each in zip(names, pairwise(times), strict=False)]
+        return [Segment(name, span) for name, span in zip(names, pairwise(times), strict=False)]
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:

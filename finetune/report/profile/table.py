@@ -13,17 +13,17 @@ WALL, OVERLAPPED, BUSY = "wall", "overlapped", "busy"
 
 def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, float]]:
     """Return min, median and max seconds of every phase and of the wall time, and which rank is the slowest."""
-    found = {}
+    rows = {}
     for name in (*PHASES, OVERLAPPED, BUSY, WALL):
-        values = [_value(each, name) for each in ranks]
+        values = [_value(rank, name) for rank in ranks]
         slowest = max(range(len(values)), key=values.__getitem__)
-        found[name] = {
+        rows[name] = {
             "min": min(values),
             "median": median(values),
             "max": values[slowest],
             "slowest_rank": float(slowest),
         }
-    return found
+    return rows
 
 
 def format_profile(event: Profiled) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def format_profile(event: Profiled) -> tuple[str, ...]:
     ]
     for name, seconds in shown.items():
         row = event.ranks.get(name, {})
-        numbers = [seconds, *(row.get(each, seconds) for each in ("min", "median", "max"))]
+        numbers = [seconds, *(row.get(column, seconds) for column in ("min", "median", "max"))]
         own, *others = (f"{1000 * number / max(1, event.num_steps):>10.2f}" for number in numbers)
         share = seconds / event.wall_seconds if event.wall_seconds else 0.0
         lines.append(f"  {name:<14}{own}{share:>8.1%}{''.join(others)}  rank {row.get('slowest_rank', 0):.0f}")

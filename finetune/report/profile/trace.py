@@ -52,17 +52,17 @@ def read_trace(events: Iterable[Any]) -> Traced:
     waiting: list[Interval] = []
     allocations: list[tuple[int, int]] = []
     for event in events:
-        name, kind = event.name(), event.activity_type()
+        name, activity = event.name(), event.activity_type()
         interval = (event.start_ns(), event.end_ns())
         if name == _MEMORY:
             if "CPU" in str(event.device_type()):
                 allocations.append((interval[0], event.nbytes()))
         elif name.startswith(_COLLECTIVES):
-            if kind != "gpu_user_annotation":
+            if activity != "gpu_user_annotation":
                 collectives.append(interval)
-        elif kind in _KERNELS:
+        elif activity in _KERNELS:
             kernels.append(interval)
-        elif kind == "cpu_op" and "::" in name and not name.startswith(_CONTAINERS):
+        elif activity == "cpu_op" and "::" in name and not name.startswith(_CONTAINERS):
             (waiting if name.startswith(_WAITING) else operators).append(interval)
     computing = union(kernels) if kernels else difference(union(operators), union(waiting))
     return Traced(union(collectives), computing, sorted(allocations))
@@ -153,7 +153,7 @@ class TraceRecorder:
 
 
 def _by_phase(segments: Sequence[Segment]) -> dict[str, list[Interval]]:
-    found: dict[str, list[Interval]] = {}
+    by_name: dict[str, list[Interval]] = {}
     for segment in segments:
-        found.setdefault(segment.phase, []).append(segment.interval)
-    return {phase: union(intervals) for phase, intervals in found.items()}
+        by_name.setdefault(segment.phase, []).append(segment.interval)
+    return {phase: union(intervals) for phase, intervals in by_name.items()}

@@ -141,10 +141,10 @@ class StepProfile:
         first, self._first_step = self._first_step, 0
         outcome = self._measure(first, step)
         outcomes = distributed.gather_objects(outcome)
-        for rank, each in enumerate(outcomes):
-            if each.problem is not None:
-                self._report(Warned(step, f"report.profile: of rank {rank}: {each.problem}"))
-        ranks = [each.spent for each in outcomes if each.spent is not None]
+        for rank, result in enumerate(outcomes):
+            if result.problem is not None:
+                self._report(Warned(step, f"report.profile: of rank {rank}: {result.problem}"))
+        ranks = [result.spent for result in outcomes if result.spent is not None]
         if outcome.spent is None or len(ranks) < len(outcomes):
             return
         self._report(

@@ -36,8 +36,8 @@ def efficiency(points: Sequence[ScalePoint]) -> list[float]:
     >>> efficiency([ScalePoint(1, 100.0), ScalePoint(2, 180.0), ScalePoint(4, 300.0)])
     [1.0, 0.9, 0.75]
     """
-    each = [point.tokens_per_second / point.num_gpus for point in points]
-    return [one / max(each) for one in each]
+    per_gpu = [point.tokens_per_second / point.num_gpus for point in points]
+    return [one / max(per_gpu) for one in per_gpu]
 
 
 def most_that_pay(points: Sequence[ScalePoint], *, least: float = MIN_EFFICIENCY) -> ScalePoint:
