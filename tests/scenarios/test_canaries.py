@@ -5,7 +5,6 @@ import http.server
 import io
 import json
 import re
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from finetune.__main__ import main
+from finetune.runtime.processes import free_port
 from finetune.runtime.supervision import exit
 from finetune.runtime.text.redact import collect_environment_secrets
 from tests.scenarios.trained import forget
@@ -163,7 +163,7 @@ def _fail(session: Session, address: str, patch: pytest.MonkeyPatch) -> None:
     gone = f"{address}/gone.jsonl?token={secret}"
     session.type("address that is gone", *train, *_set("data.train.path", gone))
     session.type(
-        "closed address", *train, *_set("data.train.path", f"http://127.0.0.1:{_closed_port()}/a.jsonl?sig={secret}")
+        "closed address", *train, *_set("data.train.path", f"http://127.0.0.1:{free_port()}/a.jsonl?sig={secret}")
     )
     session.type("password", *train, *_set("data.train.path", f"https://me:{CANARIES['password']}@h/x.jsonl"))
     bad = f"{address}/bad.jsonl?sig={secret}"
@@ -227,12 +227,6 @@ def _served(folder: Path) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def _closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _cores(canary: str) -> set[str]:

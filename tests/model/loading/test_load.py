@@ -1,5 +1,4 @@
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from finetune.model.loading.hub import is_local_path, resolve_name
 from finetune.model.loading.load import load_model
 from finetune.runtime import hub
 from finetune.runtime.parameters import InitContext
+from finetune.runtime.processes import free_port
 
 HOLLOW = InitContext(context=lambda: init_empty_weights(include_buffers=False), on_meta_device=True)
 
@@ -120,10 +120,10 @@ def test_an_unknown_hub_name_without_a_network_is_reported_with_a_remedy(build, 
     hub.is_offline.cache_clear()
 
 
-def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch, unused_tcp_port_of_this_machine):
+def test_a_hub_that_does_not_answer_counts_as_offline(monkeypatch):
     for name in (*hub.PROXIES, "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused_tcp_port_of_this_machine}")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     hub.is_offline.cache_clear()
     assert hub.is_offline()
     hub.is_offline.cache_clear()
@@ -133,10 +133,3 @@ def test_hub_names_and_folders_are_distinguished():
     assert [is_local_path(name) for name in ("org/name", "./here", "/there", "~/home")] == [False, True, True, True]
     assert resolve_name("org/name", key="model.name") == "org/name"
     assert Path(resolve_name("/", key="model.name")) == Path("/")
-
-
-@pytest.fixture
-def unused_tcp_port_of_this_machine() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
