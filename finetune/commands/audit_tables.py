@@ -1,4 +1,4 @@
-"""The audit of the training data as a table: a row for each source, and the lines below it."""
+"""The audit of the training data as a table with a row per source, and the lines below it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -9,21 +9,30 @@ from finetune.data.audit.audit import Audit, Histogram, SourceAudit
 from finetune.data.audit.padding import Padding
 
 HEAD = (
-    *("source", "rows", "samples", "tokens", "targets", "masked", "cut", "too long", "no target", "duplicates"),
+    "source",
+    "rows",
+    "samples",
+    "tokens",
+    "targets",
+    "masked",
+    "cut",
+    "too long",
+    "no target",
+    "duplicates",
     "longest",
 )
 HIDDEN_WHEN_ZERO = ("cut", "too long", "no target", "duplicates")
-"""Columns that are left out where every source has 0."""
+"""Columns that are omitted if every source has 0."""
 
 TOKEN_COLUMNS = ("tokens", "targets", "masked", "longest")
-"""Columns that are left out where samples have no tokens."""
+"""Columns that are omitted for samples without tokens."""
 
 _GAP, _MAX_NAMED = 2, 10
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
 def print_audit(audit: Audit) -> None:
-    """Print the audit as a table, or as lines where the terminal is too narrow for it, and what else is to be said."""
+    """Print the audit as a table, or as lines if the terminal is too narrow, followed by notes."""
     head, *rows = audit_rows(audit)
     if sum(max(map(len, column)) + _GAP for column in zip(head, *rows, strict=True)) <= width() + _GAP:
         print_table(_table(head, rows))
@@ -35,9 +44,9 @@ def print_audit(audit: Audit) -> None:
 
 
 def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
-    """Return a row for each source, the total of several, and the validation rows, as text below a row of names.
+    """Return a header and a row of text for each source, for the total of several, and for the validation rows.
 
-    What happened nowhere has no column.
+    Columns without any count are omitted.
     """
     rows = [HEAD, *(_row(source) for source in _shown(audit))]
     absent = () if audit.total.counts.has_tokens else TOKEN_COLUMNS
@@ -50,7 +59,7 @@ def audit_rows(audit: Audit) -> list[tuple[str, ...]]:
 
 
 def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
-    """Return what the table does not say; what did not happen has no line. `draws`: with bars of text."""
+    """Return the notes below the table, with text histograms if `draws`; nothing for counts of 0."""
     return (
         *(line for source in _shown(audit) if source.key != "total" for line in _source_lines(source)),
         *class_lines(audit.classes),
@@ -62,34 +71,34 @@ def audit_lines(audit: Audit, *, draws: bool = True) -> tuple[str, ...]:
 
 
 def headline_numbers(audit: Audit) -> Iterator[tuple[str, str, str]]:
-    """Yield the numbers to see first: name, value and a word on it."""
+    """Yield the headline numbers: name, value and note."""
     counts, padding = audit.total.counts, audit.padding
     share = counts.targets / counts.tokens if counts.tokens else 0.0
     yield "samples", f"{counts.samples:,}", f"from {counts.rows:,} rows"
     if counts.has_tokens:
         yield "tokens", f"{counts.tokens:,}", f"{counts.tokens / max(1, counts.samples):,.0f} per sample"
         yield "targets", f"{share:.1%}", f"{counts.targets:,} tokens count in the loss"
-        yield "longest row", f"{counts.longest:,}", "tokens, before any cut"
+        yield "longest row", f"{counts.longest:,}", "tokens, before truncation"
     if padding is not None:
-        yield "padding", f"{padding.share:.1%}", f"of what is computed; plain batches {padding.plain_share:.1%}"
+        yield "padding", f"{padding.share:.1%}", f"of the computed positions; plain batches {padding.plain_share:.1%}"
         if padding.filled is not None:
-            yield "filled", f"{padding.filled:.1%}", f"of {padding.budget:,} tokens, in the mean"
+            yield "filled", f"{padding.filled:.1%}", f"of {padding.budget:,} tokens, on average"
     if audit.total.duplicates is not None:
         yield "duplicates", f"{audit.total.duplicates:,}", "samples equal to an earlier one"
 
 
 def padding_lines(padding: Padding) -> Iterator[str]:
-    """Yield how much of what is computed is padding, and how full packs are."""
-    looked = f"first {padding.num_batches:,} microbatches, {padding.num_samples:,} samples"
+    """Yield the share of padding in the computed positions, and how full packs are."""
+    sampled = f"first {padding.num_batches:,} microbatches, {padding.num_samples:,} samples"
     plain = f"plain batches: {padding.plain_share:.1%}"
     saved = f", {padding.saved:.1%} of the work saved" if padding.saved > 0 else ""
-    yield f"padding: {padding.share:.1%} of what is computed ({plain}{saved}; {looked})"
+    yield f"padding: {padding.share:.1%} of the computed positions ({plain}{saved}; {sampled})"
     if padding.filled is not None:
-        yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens at a position, in the mean"
+        yield f"filled: {padding.filled:.1%} of {padding.budget:,} tokens per position, on average"
 
 
 def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
-    """Yield how many classes there are, which has most and which fewest samples, and which has none."""
+    """Yield the number of classes, the smallest and the largest, and the classes without samples."""
     if not classes:
         return
     most, fewest = max(classes, key=lambda name: classes[name]), min(classes, key=lambda name: classes[name])
@@ -101,14 +110,14 @@ def class_lines(classes: Mapping[str, int]) -> Iterator[str]:
 
 
 def sequence_lines(audit: Audit) -> Iterator[str]:
-    """Yield how many texts there are where a sample has several."""
+    """Yield the number of texts for samples that have several."""
     if audit.num_sequences:
         per_sample = audit.num_sequences / max(1, audit.total.counts.samples)
         yield f"texts that the model reads: {audit.num_sequences:,}, {per_sample:.1f} per sample"
 
 
 def sparkline(histogram: Histogram) -> str:
-    """Return the bars in one line of text; a bar that is not empty is seen.
+    """Return the bars as one line of text; a bar that is not empty is always visible.
 
     >>> sparkline(Histogram((0.0, 1.0, 2.0, 3.0), (0, 1, 8)))
     ' ▁█'
@@ -160,23 +169,23 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
         yield f"{audit.key}: truncated {counts.truncated_rows:,} rows: {lost}"
         yield from (f"{audit.key}: {line}" for line in counts.answer_lines)
     if counts.split_rows:
-        left_out = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
-        yield f"{audit.key}: split {counts.split_rows:,} rows into windows{left_out}"
+        dropped = f"; {counts.dropped_tokens:,} tokens were in windows without a target" * bool(counts.dropped_tokens)
+        yield f"{audit.key}: split {counts.split_rows:,} rows into windows{dropped}"
     if counts.long_rows:
         lost = f"{counts.dropped_tokens:,} tokens, {counts.dropped_targets:,} of them targets"
         yield f"{audit.key}: dropped {counts.long_rows:,} rows as too long: {lost}"
     if counts.rows_without_target:
         empty = f", {counts.empty_rows:,} of them empty" if counts.empty_rows else ""
         yield (
-            f"{audit.key}: {counts.rows_without_target:,} rows have nothing to learn{empty}; "
+            f"{audit.key}: {counts.rows_without_target:,} rows have no target{empty}; "
             f"the first: {counts.first_without_target}"
         )
     if counts.excluded_rows:
-        yield f"{audit.key}: left out {counts.excluded_rows:,} rows because data.validation has them, too"
+        yield f"{audit.key}: excluded {counts.excluded_rows:,} rows that are also in data.validation"
     if counts.unknown_tokens:
         yield f"{audit.key}: {counts.unknown_tokens:,} tokens stand for text that the tokenizer does not know"
     if audit.in_validation:
-        yield f"{audit.key}: {audit.in_validation:,} samples are among the validation samples, too"
+        yield f"{audit.key}: {audit.in_validation:,} samples are also in the validation data"
 
 
 def _spread_lines(audit: SourceAudit) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`finetune check`: every problem of a job file at once, and what the job will do."""
+"""`finetune check`: all problems of a job file at once, and what the job will do."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,7 @@
 """`finetune generate`: answer every row of a file once, in the file's order, on all launched processes.
 
-Each process holds the whole model, whatever strategy was launched. Answers are kept in a hidden folder next to the
-output, a file for each rank, until all of them are there; a command that was killed resumes from it.
+Each process holds the whole model, whatever the launched strategy. Answers are kept in a hidden folder next to the
+output, one file per rank, until all are complete; a command that was killed resumes from them.
 """
 
 import json
@@ -47,23 +47,23 @@ ANSWER = "answer"
 
 @dataclass(frozen=True)
 class PartialAnswers:
-    """Answers that already exist, in a hidden folder next to the output, a file for each rank."""
+    """Answers of an unfinished command, in a hidden folder next to the output, one file per rank."""
 
     output: Path
     folder: Path
 
     @classmethod
-    def open(cls, output: Path, about: Any) -> "PartialAnswers":
-        """Return the parts of this very question; raises UserError where others lie there. Collective."""
+    def open(cls, output: Path, settings: Any) -> "PartialAnswers":
+        """Return the partial answers of this command; raises UserError for those of another one. Collective."""
         parts = cls(output, output.with_name(f".{output.name}.parts"))
         note = parts.folder / "about.json"
         if distributed.is_main() and not note.is_file():
-            atomic.write_json(note, about)
+            atomic.write_json(note, settings)
         distributed.barrier()
-        if _about(note) != redacted_config(about):
+        if _read_settings(note) != redacted_config(settings):
             raise UserError(
-                f"{parts.folder} holds answers of an earlier start with another model, input or other settings. Delete "
-                "it to start over, or name another --output."
+                f"{parts.folder} holds answers of an earlier command with another model, input or settings. Delete it "
+                "to start over, or choose another --output."
             )
         return parts
 
@@ -74,18 +74,18 @@ class PartialAnswers:
         return numbers
 
     def keep(self, number: int, text: str) -> None:
-        """Write one answer down; it begins a line of its own, also behind one that a killed process has torn."""
+        """Append one answer on a new line, even after a line that a killed process left incomplete."""
         with (self.folder / f"rank-{distributed.rank():05d}.jsonl").open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps({"row": number, ANSWER: text}) + "\n")
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Write the output whole, and remove the parts. On one process; raises UserError where an answer is missing."""
+        """Write the output atomically and remove the parts; raises UserError if an answer is missing. On rank 0."""
         answers = dict(self._all())
         missing = next((number for number in range(len(rows)) if number not in answers), None)
         if missing is not None:
             raise UserError(
-                f"{self.folder} has no answer for row {missing + 1:,} of the input, although it was written there: "
-                "another process changed the folder. Delete the folder and start again."
+                f"{self.folder} has no answer for row {missing + 1:,} of the input, although one was written: another "
+                "process changed the folder. Delete the folder and start again."
             )
         lines = (format_json({**row, ANSWER: answers[n]}, default=str) for n, row in enumerate(rows))
         atomic.write_text(self.output, "".join(f"{line}\n" for line in lines))
@@ -93,13 +93,13 @@ class PartialAnswers:
 
     def _all(self) -> Iterator[tuple[int, str]]:
         for path in sorted(self.folder.glob("rank-*.jsonl")):
-            require_regular(path)  # a device would accept every answer and keep none
+            require_regular(path)  # a device would accept every answer and store none
             for line in atomic.read_json_lines(path):
                 if isinstance(line, dict) and isinstance(line.get("row"), int) and isinstance(line.get(ANSWER), str):
                     yield line["row"], line[ANSWER]
 
 
-def _about(note: Path) -> Any:
+def _read_settings(note: Path) -> Any:
     try:
         return read_json(note)
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ _BATCHES_SORTED_TOGETHER = 32
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A row that is to be answered."""
+    """The tokenized prompt of a row to answer."""
 
     number: int  # in the file, from 0
     tokens: Sequence[int]
@@ -135,23 +135,23 @@ def generate_file(
 ) -> int:
     """Write each row with its `answer` to the output, which appears whole; return the exit code.
 
-    What has been answered before a process was killed is kept next to the output, and the same command resumes from it.
-    Raises UserError or DataError for a model that writes no text, rows that ask nothing, an output that is there
-    already. Collective over all launched processes.
+    Answers written before a process was killed are kept next to the output, and the same command resumes from them.
+    Raises UserError or DataError for a model that does not generate text, rows without a prompt, and an output that
+    already exists. Collective over all launched processes.
     """
     quiet_libraries(is_main=distributed.is_main())
     saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
-    raw = list(_raw_rows(origin))  # a file that is no such rows is refused before all of it is hashed
-    about = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
+    raw = list(_raw_rows(origin))  # an invalid file is refused before the whole of it is hashed
+    settings = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
-    parts = PartialAnswers.open(output, about | _about_model(saved, adapter, template_arguments))
+    parts = PartialAnswers.open(output, settings | _model_settings(saved, adapter, template_arguments))
     tokenizer = _tokenizer(saved, template_arguments, trust_remote_code=trust_remote_code)
     model = _load(saved, adapter, trust_remote_code=trust_remote_code)
-    speaker = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
-    speaker.answer([read_prompt(row, system=system) for row in raw], raw, parts=parts)
+    generator = _Generator(model, tokenizer, sampling=sampling, batch_size=batch_size, seed=seed)
+    generator.answer([read_prompt(row, system=system) for row in raw], raw, parts=parts)
     distributed.barrier()  # all answers are on the disk
     if distributed.is_main():
         parts.join([row.parse() for row in raw])
@@ -159,13 +159,13 @@ def generate_file(
     return distributed.shut_down(0)
 
 
-def _about_model(saved: SavedModel, adapter: Path | None, template_arguments: Sequence[str]) -> dict[str, Any]:
-    about = {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
-    return about | ({"template_arguments": list(template_arguments)} if template_arguments else {})
+def _model_settings(saved: SavedModel, adapter: Path | None, template_arguments: Sequence[str]) -> dict[str, Any]:
+    settings = {"model": _weight_files(saved.folder), "adapter": _weight_files(adapter)}
+    return settings | ({"template_arguments": list(template_arguments)} if template_arguments else {})
 
 
 def _weight_files(folder: Path | None) -> Any:
-    """Return the files of weights with size and time of the last change: what tells one model from another."""
+    """Return the weight files with size and modification time, which identify a model."""
     if folder is None:
         return None
     states = [(path, path.stat()) for path in sorted(folder.absolute().glob("*.safetensors"))]
@@ -174,18 +174,18 @@ def _weight_files(folder: Path | None) -> Any:
 
 def _check(saved: SavedModel, *, output: Path, adapter: Path | None) -> None:
     if not saved.can_generate:
-        raise UserError(f"{saved.folder} a `{saved.head}` model does not generate text. Name one that does.")
+        raise UserError(f"{saved.folder}: a `{saved.head}` model does not generate text. Choose one that does.")
     if adapter is not None and saved.adapter is not None:
-        raise UserError(f"--adapter: {saved.folder} is an adapter itself. Name a full model, or leave --adapter out.")
+        raise UserError(f"--adapter: {saved.folder} is itself an adapter. Pass a full model, or omit --adapter.")
     if output.exists():
-        raise UserError(f"--output {output} already exists. Name another file, or delete it.")
+        raise UserError(f"--output {output} already exists. Choose another file, or delete it.")
 
 
 def _tokenizer(saved: SavedModel, template_arguments: Sequence[str], *, trust_remote_code: bool) -> Any:
     tokenizer = processing_in(saved, trust_remote_code=trust_remote_code).tokenizer
     if tokenizer is None:
         raise UserError(
-            f"{saved.folder}: has no tokenizer, and neither has its base. Copy the files of a tokenizer there."
+            f"{saved.folder} has no tokenizer, and neither has its base model. Copy tokenizer files into it."
         )
     use_written_arguments(tokenizer, template_arguments)
     return tokenizer
@@ -202,7 +202,7 @@ def _load(saved: SavedModel, adapter: Path | None, *, trust_remote_code: bool) -
 
 
 def local_device() -> torch.device:
-    """Return this process's accelerator, one of its machine's; the CPU where there is none."""
+    """Return this process's accelerator, by its local rank; the CPU on a machine without one."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
@@ -225,28 +225,31 @@ class _Generator:
     batch_size: int
     seed: int
 
-    def answer(self, questions: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: PartialAnswers) -> None:
-        """Answer this process's share of what has no answer yet, and keep each batch's as soon as they are there."""
+    def answer(self, prompts: Sequence[ChatPrompt], raw: Sequence[RawRow], *, parts: PartialAnswers) -> None:
+        """Answer this process's share of the unanswered rows, and write the answers after every batch."""
         for row in raw:
             if ANSWER in row.parse():
                 raise DataError(f"{row.place}: already has a column `{ANSWER}`. Rename it.")
         answered = parts.answered()
-        open_ones = [number for number in range(len(questions)) if number not in answered]
-        own = [TokenizedPrompt(number, self._tokens(questions[number], raw[number])) for number in open_ones[_share()]]
-        logged_at, num_done = time.monotonic(), 0
+        unanswered = [number for number in range(len(prompts)) if number not in answered]
+        own = [TokenizedPrompt(number, self._tokens(prompts[number], raw[number])) for number in unanswered[_share()]]
+        logged_at = time.monotonic()
+        num_done = 0
         for batch in self._batches(own):
-            for asked, text in zip(batch, self._answers(batch), strict=True):
-                parts.keep(asked.number, text)
+            for answered_prompt, text in zip(batch, self._answers(batch), strict=True):
+                parts.keep(answered_prompt.number, text)
             num_done += len(batch)
             if distributed.is_main() and time.monotonic() - logged_at > _SECONDS_BETWEEN_LOG_LINES:
                 logged_at = time.monotonic()
                 print(f"answered {num_done:,} of {len(own):,} in this process", flush=True)
 
-    def _tokens(self, question: ChatPrompt, raw: RawRow) -> list[int]:
-        tokens = prompt_ids(self.tokenizer, question)
+    def _tokens(self, prompt: ChatPrompt, raw: RawRow) -> list[int]:
+        tokens = prompt_ids(self.tokenizer, prompt)
         limit = self._limit()
         if limit is not None and len(tokens) >= limit:
-            raise DataError(f"{raw.place}: its prompt has {len(tokens):,} tokens, and the model reads {limit:,}.")
+            raise DataError(
+                f"{raw.place}: the prompt has {len(tokens):,} tokens, but the model reads at most {limit:,}."
+            )
         return tokens
 
     def _limit(self) -> int | None:
@@ -255,24 +258,24 @@ class _Generator:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return int(limit) if limit else None
 
-    def _batches(self, asked: Sequence[TokenizedPrompt]) -> Iterator[Sequence[TokenizedPrompt]]:
-        """Yield batches of prompts of like lengths; a prompt that leaves too little room for an answer is alone."""
+    def _batches(self, prompts: Sequence[TokenizedPrompt]) -> Iterator[Sequence[TokenizedPrompt]]:
+        """Yield batches of prompts of similar length; one that leaves no room for a full answer is batched alone."""
         window = self.batch_size * _BATCHES_SORTED_TOGETHER
-        for start in range(0, len(asked), window):
-            like = sorted(asked[start : start + window], key=lambda prompt: len(prompt.tokens), reverse=True)
-            roomy = [prompt for prompt in like if self._answer_limit(prompt) == self.sampling.max_new_tokens]
-            yield from ([prompt] for prompt in like if self._answer_limit(prompt) < self.sampling.max_new_tokens)
+        for start in range(0, len(prompts), window):
+            by_length = sorted(prompts[start : start + window], key=lambda prompt: len(prompt.tokens), reverse=True)
+            roomy = [prompt for prompt in by_length if self._answer_limit(prompt) == self.sampling.max_new_tokens]
+            yield from ([prompt] for prompt in by_length if self._answer_limit(prompt) < self.sampling.max_new_tokens)
             for first in range(0, len(roomy), self.batch_size):
                 yield roomy[first : first + self.batch_size]
 
-    def _answer_limit(self, asked: TokenizedPrompt) -> int:
+    def _answer_limit(self, prompt: TokenizedPrompt) -> int:
         limit = self._limit()
-        most = self.sampling.max_new_tokens
-        return most if limit is None else min(most, limit - len(asked.tokens))
+        max_new_tokens = self.sampling.max_new_tokens
+        return max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.tokens))
 
     def _answers(self, batch: Sequence[TokenizedPrompt]) -> list[str]:
         sampling = SamplingParams(self._answer_limit(batch[0]), self.sampling.temperature, self.sampling.top_p)
-        made = generate_batch(
+        generated = generate_batch(
             self.model,
             [prompt.tokens for prompt in batch],
             [derive_seed(self.seed, "generate", prompt.number) for prompt in batch],
@@ -280,7 +283,7 @@ class _Generator:
             pad_id=pad_id(self.tokenizer),
             stop_ids=stop_ids(self.tokenizer),
         )
-        return [str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in made]
+        return [str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in generated]
 
 
 def _share() -> slice:

@@ -1,4 +1,4 @@
-"""`finetune init`: write a recipe into a folder: its job file, and its data where the recipe needs no network."""
+"""`finetune init`: write a recipe into a folder: its job file, and the data of recipes that need no network."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ from finetune.runtime.files.atomic import write_bytes, write_text
 JOB_FILE = "job.yaml"
 
 Files = Mapping[str, str | bytes]
-"""From a path in the folder to what is in the file."""
+"""Contents by path in the folder."""
 
 _DATA: Mapping[str, Callable[[], Files]] = {"quickstart": quickstart_files, "image-digits": digit_files}
 
 
 _LISTED = 3
-"""Files of one folder that are named one by one."""
+"""Maximum number of files of a folder that are listed by name."""
 
 
 def init(name: str | None, into: Path | None) -> None:
@@ -39,17 +39,17 @@ def recipes() -> dict[str, str]:
 
 
 def make_recipe(name: str, folder: Path) -> list[Path]:
-    """Write the recipe's job file, and its data where it brings some, into the folder; return the files' paths.
+    """Write the recipe's job file, and its data if it has any, into the folder; return the files' paths.
 
-    Files that are there already with the same content are left alone; with another content, UserError names them and
-    nothing is written. Raises UserError for an unknown recipe.
+    Existing files with the same content are left alone. Raises UserError, and writes nothing, if files with other
+    content exist or the recipe is unknown.
     """
     contents = _contents(name)
     different = [file for file, content in contents.items() if _differs(folder / file, content)]
     if different:
         more = f" and {len(different) - _LISTED:,} more" if len(different) > _LISTED else ""
         raise UserError(
-            f"{folder} already holds {', '.join(different[:_LISTED])}{more} with another content. "
+            f"{folder} already holds {', '.join(different[:_LISTED])}{more} with different content. "
             "Choose another folder with --into, or move the old files away."
         )
     for file, content in contents.items():
@@ -59,7 +59,7 @@ def make_recipe(name: str, folder: Path) -> list[Path]:
 
 
 def format_written(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield what was written, in words: each file, but of many in the folders of one folder only how many."""
+    """Yield the paths of the files; for many files in subfolders of one folder, only their number."""
     by_folder: dict[Path, list[Path]] = {}
     for path in paths:
         by_folder.setdefault(path.parent.parent, []).append(path)
@@ -73,14 +73,14 @@ def format_written(paths: Sequence[Path]) -> Iterator[str]:
 def _contents(name: str) -> Files:
     known = recipes()
     if name not in known:
-        raise UserError(f"There is no recipe `{name}`. There are: {', '.join(known)}.")
+        raise UserError(f"Unknown recipe `{name}`. Available: {', '.join(known)}.")
     job = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
 
 
 def _write(path: Path, content: str | bytes) -> None:
     if isinstance(content, bytes):
-        write_bytes(path, content, survives_power_cut=False)  # often many
+        write_bytes(path, content, survives_power_cut=False)  # there may be many files
     else:
         write_text(path, content)
 

@@ -1,4 +1,4 @@
-"""`finetune prepare`: tokenise all data before training, on the CPU, without a model or a process group."""
+"""`finetune prepare`: tokenize all data before training, on the CPU, without a model or a process group."""
 
 import sys
 import time
@@ -29,7 +29,7 @@ OnProgress = Callable[[str, int, int | None], None]
 
 @contextmanager
 def show_progress() -> Iterator[tuple[Log, OnProgress]]:
-    """Yield what prints sentences, and what gets the number of finished and of all rows of a source."""
+    """Yield a log function and a progress callback `(key, rows done, rows in total)`."""
     if not sys.stdout.isatty():
         yield print_line, ProgressLines(log=print_line)
         return
@@ -40,25 +40,25 @@ def show_progress() -> Iterator[tuple[Log, OnProgress]]:
 
 
 class ProgressLines:
-    """Says every few seconds how far it is."""
+    """Logs a line of progress for each source every few seconds."""
 
     def __init__(self, *, log: Log, clock: Clock = time.monotonic) -> None:
         self._log = log
         self._clock = clock
         self._paces: dict[str, Pace] = {}
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def __call__(self, key: str, rows: int, num_rows: int | None) -> None:
-        """Say it if it is time."""
+        """Log the progress of the source if enough time has passed since its last line."""
         now = self._clock()
         pace = self._paces.setdefault(key, Pace(rows, now))
-        if now - self._said.setdefault(key, now) >= SECONDS_BETWEEN_LINES:
-            self._said[key] = now
+        if now - self._logged_at.setdefault(key, now) >= SECONDS_BETWEEN_LINES:
+            self._logged_at[key] = now
             self._log(f"{key}: {pace.format_progress(rows, num_rows, now=now)}")
 
 
 class ProgressBars:
-    """A bar for each source."""
+    """Shows a progress bar for each source."""
 
     def __init__(self, progress: Progress, *, clock: Clock = time.monotonic) -> None:
         self._progress = progress
@@ -66,7 +66,7 @@ class ProgressBars:
         self._bars: dict[str, tuple[TaskID, Pace]] = {}
 
     def __call__(self, key: str, rows: int, num_rows: int | None) -> None:
-        """Move the bar of the source."""
+        """Update the bar of the source."""
         now = self._clock()
         if key not in self._bars:
             self._bars[key] = self._progress.add_task(key, total=num_rows, progress=""), Pace(rows, now)
@@ -75,14 +75,14 @@ class ProgressBars:
 
 
 class Pace:
-    """How fast it goes since somebody looks: rows that were behind before do not count."""
+    """Rows per second since the display started; rows that were already done do not count."""
 
     def __init__(self, rows: int, now: float) -> None:
         self._first_rows = rows
         self._first_seconds = now
 
     def format_progress(self, rows: int, num_rows: int | None, *, now: float) -> str:
-        """Return how far it is in words; how long it takes where the end is known.
+        """Return the progress as text, with the remaining time if the number of rows is known.
 
         >>> Pace(0, 10.0).format_progress(2_000, 10_000, now=14.0)
         '2,000 of 10,000 rows (20%), 500 rows/s, 16 s left'
@@ -96,20 +96,20 @@ class Pace:
 
 
 def prepare(path: Path, overrides: Sequence[str]) -> None:
-    """Tokenize the training and evaluation data of the job, print the audit, and log what training will find.
+    """Tokenize the job's training and evaluation data into the token cache, and print the audit.
 
-    What is cut off by a kill or Ctrl-C resumes at the next start. Raises ConfigError and DataError as training does,
-    for shares above the limits of `data.audit` once the audit is printed.
+    An interrupted command resumes at the next start. Raises ConfigError and DataError as training does; for shares
+    above the limits of `data.audit`, after the audit has been printed.
     """
     quiet_libraries(is_main=True)
     loaded = load_config(path, overrides)
     config = loaded.config
     try:
-        with show_progress() as (write_line, watch):
+        with show_progress() as (log, on_progress):
             training_data = make_training_data(
                 without_audit_limits(config),
-                RunLog(is_main=True, write=write_line),
-                on_progress=watch,
+                RunLog(is_main=True, write=log),
+                on_progress=on_progress,
                 locations=loaded.sources,
             )
             verify_sets(training_data)
@@ -120,9 +120,9 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     print()
     print_audit(audit)
     if audit.exceeded:
-        raise DataError(f"training with this job stops here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
+        raise DataError(f"training with this job would stop here: {'; '.join(map(str, audit.exceeded))} {REMEDY}")
     streams = [key for key, source in training_data.sources.items() if isinstance(source, Streamed)]
     for key in streams:
-        print(f"{key} is a stream: it is tokenised while the model trains")
+        print(f"{key} is a stream: it is tokenized during training")
     if len(streams) < len(training_data.sources) or training_data.validation_set is not None:
-        print("training with this job finds what is tokenised and does not do it again")
+        print("training with this job will reuse the tokenized data")

@@ -1,4 +1,4 @@
-"""Tables and facts fitted to a terminal; without a terminal, no line is cut."""
+"""Tables and facts that fit the terminal; without a terminal, no line is cut."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ _WIDTH_OF_A_FILE = 200
 
 
 def width() -> int:
-    """Return the columns of the terminal; without one, enough that no line of a table is folded."""
+    """Return the width of the terminal; without one, a width at which no table line wraps."""
     is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return shutil.get_terminal_size().columns if is_known else _WIDTH_OF_A_FILE
 
 
 def print_table(table: Table) -> None:
-    """Print the table without the blanks that would make all its lines equally long."""
+    """Print the table without trailing spaces."""
     console = SafeConsole(width=width())
     with console.capture() as capture:
         console.print(table)
@@ -32,12 +32,12 @@ def print_table(table: Table) -> None:
 
 
 def print_json(value: Any, *, indent: int = 2, **settings: Any) -> None:
-    """Print the plain value as JSON; its secrets are left out before, so that it stays JSON."""
+    """Print the plain value as JSON; secrets are redacted first, so that it stays valid JSON."""
     print(format_json(redacted_config(value), indent=indent, **settings))
 
 
 def print_facts(facts: Iterable[tuple[str, str]], *, indent: int = 16) -> None:
-    """Print each name with what there is to say of it; words that are longer than a line stay whole."""
+    """Print each name with its text, wrapped; words that are longer than a line are not split."""
     for name, text in facts:
         lines = textwrap.wrap(
             printable(text), max(width() - indent, 20), break_long_words=False, break_on_hyphens=False

@@ -1,4 +1,4 @@
-"""What commands are given: a run or model folder, whether its Python code may run, arguments of its chat template."""
+"""Options of commands that read a run or model folder: trust in its Python code, arguments of its chat template."""
 
 import json
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ from finetune.errors import UserError
 
 
 def with_trust(loaded: LoadedConfig, *, trust_remote_code: bool) -> LoadedConfig:
-    """Return a run's own job with the caller's word in the place of what is written there.
+    """Return the run's job with `model.trust_remote_code` set to the caller's value.
 
-    A run's folder may come from others, as a model's may: what its resolved.yaml allows, nobody here has allowed.
+    A run folder may come from someone else, as a model may: its resolved.yaml cannot grant trust.
     """
     model = loaded.config.model.model_copy(update={"trust_remote_code": trust_remote_code})
     return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
 
 
-def require_trusted_metrics(own: LoadedConfig, wanted: LoadedConfig, *, trust_remote_code: bool) -> None:
-    """Raise UserError where what is measured needs Python functions that only the run's own record names."""
-    functions = set(_functions(own)) & set(_functions(wanted))
+def require_trusted_metrics(own: LoadedConfig, requested: LoadedConfig, *, trust_remote_code: bool) -> None:
+    """Raise UserError if the metrics need Python functions that only the run's own record names."""
+    functions = set(_functions(own)) & set(_functions(requested))
     if functions and not trust_remote_code:
         raise UserError(
             f"evaluate.generate.metrics: the run's {own.path.name} names the Python function "
-            f"`{min(functions)}`, and its folder may come from others. If you trust it, write --trust-remote-code, or "
-            "name your own job with --config."
+            f"`{min(functions)}`, and its folder may come from others. If you trust it, add --trust-remote-code, or "
+            "pass your own job with --config."
         )
 
 
@@ -37,9 +37,9 @@ def _functions(loaded: LoadedConfig) -> tuple[str, ...]:
 
 
 def use_written_arguments(tokenizer: Any, written: Sequence[str]) -> None:
-    """Have prompts rendered with these arguments (`NAME=VALUE`) of the chat template next to those of the model folder.
+    """Render prompts with these arguments (`NAME=VALUE`) of the chat template, in addition to those of the folder.
 
-    A value is JSON, or else a text. Raises UserError for an argument that the template never reads.
+    A value is JSON, or else a string. Raises UserError for an argument that the template never reads.
     """
     if not written:
         return

@@ -26,4 +26,4 @@ def test_a_folder_of_the_recipes_name_is_the_default(tmp_path, monkeypatch):
 def test_an_unknown_recipe_is_a_users_mistake(tmp_path):
     result = CliRunner().invoke(app, ["init", "quikstart", "--into", str(tmp_path)])
     assert result.exit_code == 2
-    assert "There is no recipe `quikstart`" in result.output
+    assert "Unknown recipe `quikstart`" in result.output

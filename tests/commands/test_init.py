@@ -28,21 +28,21 @@ def test_a_missing_file_is_made_again(tmp_path):
 
 def test_a_changed_job_is_never_overwritten(tmp_path):
     (tmp_path / "job.yaml").write_text("mine\n")
-    with pytest.raises(UserError, match=r"already holds job\.yaml with another content.*--into"):
+    with pytest.raises(UserError, match=r"already holds job\.yaml with different content.*--into"):
         make_recipe("quickstart", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
     assert (tmp_path / "job.yaml").read_text() == "mine\n"
 
 
 def test_an_unknown_recipe_is_answered_with_the_list(tmp_path):
-    with pytest.raises(UserError, match=r"There is no recipe `quikstart`\. There are: .*quickstart"):
+    with pytest.raises(UserError, match=r"Unknown recipe `quikstart`\. Available: .*quickstart"):
         make_recipe("quikstart", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["../errors", "sub/quickstart", ""])
 def test_a_path_is_rejected_as_a_recipe_name(tmp_path, name):
-    with pytest.raises(UserError, match="There is no recipe"):
+    with pytest.raises(UserError, match="Unknown recipe"):
         make_recipe(name, tmp_path)
 
 

@@ -53,7 +53,7 @@ def test_both_sets_are_made_and_then_found(prepared, tmp_path):
     assert any(line.startswith("data.validation: prepared in") for line in said)
     assert any(line.startswith("data.train: split into windows: ") for line in said)
     assert any(line.startswith("data.train ") for line in said), "the audit's table"
-    assert said[-1] == "training with this job finds what is tokenised and does not do it again"
+    assert said[-1] == "training with this job will reuse the tokenized data"
     assert not (tmp_path / "run").exists()
     said = prepared()
     assert sum("already prepared in" in line for line in said) == 2
@@ -69,7 +69,7 @@ def test_a_changed_template_makes_another_set(prepared, tmp_path):
 
 
 def test_an_exceeded_audit_limit_stops_prepare_after_printing_the_audit(job, capsys):
-    with pytest.raises(DataError, match=r"training with this job stops here: data\.train: .*max_truncated_rows"):
+    with pytest.raises(DataError, match=r"training with this job would stop here: data\.train: .*max_truncated_rows"):
         prepare(job, ["data.audit.max_truncated_rows=0.1"])
     assert "targets" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""`finetune checkpoint ls`, `show` and `verify`: a run's checkpoints as tables or JSON, and whether they are good."""
+"""`finetune checkpoint ls`, `show` and `verify`: a run's checkpoints as tables or JSON, and their integrity."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _MAX_LISTED = 4
 def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
     """Print all checkpoints of the run, oldest first, and leftovers next to them.
 
-    Of each, file sizes are compared and the JSON files are read; with `verifies`, every file is read and digested.
+    File sizes are compared and the JSON files are read; with `verifies`, every file is read and hashed.
     """
     location = locate_run(run)
     checkpoints = [_checked(entry, read_all=verifies) for entry in read_entries(location.checkpoints)]
@@ -48,7 +48,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
         )
         return
     if not checkpoints:
-        print(f"{location.checkpoints}: has no checkpoints.")
+        print(f"{location.checkpoints} has no checkpoints.")
     else:
         print_table(checkpoints_table(checkpoints, now=time.time(), width=width()))
     for line in checkpoints_notes(checkpoints, leftovers, verifies=verifies):
@@ -56,7 +56,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
 
 
 def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
-    """Print everything about one checkpoint: that of the step, the newest, or the folder that was given."""
+    """Print all facts about one checkpoint: that of the step, the newest, or the given folder."""
     checkpoint = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
     if as_json:
         print_json(_facts(checkpoint) | _contents(checkpoint.entry))
@@ -65,9 +65,9 @@ def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
 
 
 def verify_checkpoints(run: Path, *, step: int | None) -> bool:
-    """Read and digest one checkpoint or all, print whether each is good, and return whether all are.
+    """Read and hash one checkpoint or all, print whether each is good, and return whether all are.
 
-    For a bad one, prints each bad file and the damaged tensors in it.
+    For a bad checkpoint, prints the bad files and the damaged tensors in them.
     """
     location = locate_run(run)
     are_good = [_verify(path) for path in _selected(location, step=step)]
@@ -75,7 +75,7 @@ def verify_checkpoints(run: Path, *, step: int | None) -> bool:
 
 
 def _selected(location: RunLocation, *, step: int | None) -> Sequence[Path]:
-    """Return the one given by step or folder, else all; raises CheckpointError if there is none."""
+    """Return the checkpoint given by step or folder, else all; raises CheckpointError if there is none."""
     newest = select_checkpoint(location, step=step)
     if location.chosen is not None or step is not None:
         return [newest]

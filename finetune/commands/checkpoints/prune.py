@@ -1,4 +1,4 @@
-"""`finetune checkpoint prune`: which checkpoints would be deleted under which settings, and deleting them."""
+"""`finetune checkpoint prune`: shows which checkpoints the retention settings would delete, and deletes them."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ class Verdict:
     """Whether a checkpoint is kept, and why."""
 
     entry: CheckpointEntry
-    reasons: tuple[str, ...]  # to keep it; empty: it is deleted
+    reasons: tuple[str, ...]  # to keep it; empty if it is deleted
 
     @property
     def is_deleted(self) -> bool:
-        """Return whether the checkpoint is to be deleted."""
+        """Return whether the checkpoint will be deleted."""
         return not self.reasons
 
 
@@ -43,7 +43,7 @@ def prune(
     """
     location = locate_run(run)
     if location.chosen is not None:
-        raise UserError(f"{run}: this is a single checkpoint. Give the folder of the run to prune.")
+        raise UserError(f"{run} is a single checkpoint. Pass the folder of the run to prune.")
     given = {
         "keep_last": keep_last,
         "keep_every_steps": keep_every,
@@ -65,19 +65,19 @@ def prune(
     elif does_delete:
         print(f"deleted {len(deleted)}, {size}")
     else:
-        print(f"{len(deleted)} would be deleted, {size}. Nothing was deleted yet: add `--yes`.")
+        print(f"{len(deleted)} would be deleted, {size}. Add `--yes` to delete them.")
 
 
 def retention_of(run: Path) -> CheckpointSection:
     """Return the run's own checkpoint settings, or the defaults if its folder has none."""
     if (run / RESOLVED_NAME).is_file():
         return load_resolved(run).config.checkpoint
-    print(f"no {run / RESOLVED_NAME}: options default to the checkpoint section's defaults")
+    print(f"{run / RESOLVED_NAME} does not exist: options default to the checkpoint section's defaults")
     return CheckpointSection()
 
 
 def parse_keep_best(value: str) -> KeepBestSection:
-    """Return what `METRIC[:minimize|maximize][:COUNT]` means; raises UserError for anything else.
+    """Parse `METRIC[:minimize|maximize][:COUNT]`; raises UserError for anything else.
 
     >>> parse_keep_best("exact_match:maximize:3").count
     3
@@ -96,7 +96,7 @@ def parse_keep_best(value: str) -> KeepBestSection:
 def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> list[Verdict]:
     """Return for each checkpoint whether it is kept and why; raises CheckpointError if none is good.
 
-    The newest and the best are read and digested; if one is bad, the next takes its place.
+    The newest and the best are read and hashed; a bad one is replaced by the next.
     """
     bad = {entry.step for entry in entries if _is_bad(entry, read_all=False)}
     by_step = {entry.step: entry for entry in entries}
@@ -104,7 +104,9 @@ def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> li
     while True:
         good = [step for step in by_step if step not in bad]
         if not good:
-            raise CheckpointError("no checkpoint is good, so none is deleted. `finetune checkpoint verify` shows why.")
+            raise CheckpointError(
+                "All checkpoints are bad, so none is deleted. `finetune checkpoint verify` shows the problems."
+            )
         metrics = {step: manifest.metrics for step in good if (manifest := by_step[step].manifest)}
         best = best_steps(metrics, section.keep_best) if section.keep_best else []
         required = {max(good), *best} - read

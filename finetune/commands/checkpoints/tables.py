@@ -1,4 +1,4 @@
-"""Tables of checkpoints that fit into a narrow terminal."""
+"""Tables of checkpoints that fit a narrow terminal."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from finetune.runtime.text.terminal import printable
 
 ABSENT = "-"
 UNUSED_VALUES = ("null", "written")
-"""Values of unset keys, and of sections whose keys are listed, too."""
+"""Values of unset keys, and of sections whose keys are also listed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CheckedCheckpoint:
 
 
 def checkpoints_table(checkpoints: Sequence[CheckedCheckpoint], *, now: float, width: int) -> Table:
-    """Return a row for each checkpoint, with as many metrics as fit into this width."""
+    """Return a row for each checkpoint, with as many metrics as fit the width."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "size", "age"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -58,13 +58,13 @@ def checkpoints_notes(
     if checkpoints and not verifies:
         yield "Only sizes were compared; `--verify` reads every file."
     if leftovers:
-        yield "Leftovers, from which no run resumes:"
+        yield "Leftovers, which no run resumes from:"
     for left in leftovers:
         yield f"  {left.path.name} ({format_size(left.size_bytes)}) {left.meaning}"
 
 
 def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, now: float, width: int) -> Table:
-    """Return a row for each checkpoint with why it is kept; without a reason it is deleted."""
+    """Return a row for each checkpoint with the reasons to keep it; without a reason it is deleted."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("step", "size", "age"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -79,7 +79,7 @@ def prune_table(verdicts: Sequence[tuple[CheckpointEntry, Sequence[str]]], *, no
 def checkpoint_facts(
     checkpoint: CheckedCheckpoint, *, counts: Sequence[TensorCount], now: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield everything worth reading about one checkpoint, as names and texts."""
+    """Yield the facts about one checkpoint, as names and texts."""
     entry, manifest = checkpoint.entry, checkpoint.entry.manifest
     yield "step", str(entry.step)
     yield "folder", str(entry.path)
@@ -104,7 +104,7 @@ def checkpoint_facts(
         "identity", {name: value for name, value in manifest.run.identity.items() if value not in UNUSED_VALUES}
     )
     if manifest.run.settings:
-        yield "settings", f"{len(manifest.run.settings)} others, which may change on resuming: see --json"
+        yield "settings", f"{len(manifest.run.settings)} others, which may change on resume: see --json"
 
 
 def age_text(seconds: float) -> str:

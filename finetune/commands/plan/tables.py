@@ -1,4 +1,4 @@
-"""A plan on the terminal: the chosen line first, then what it was chosen from, and what was assumed."""
+"""A plan on the terminal: the chosen strategy first, then the alternatives, and the assumptions."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +21,7 @@ _NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the plan: all tables for one machine, one line each for several."""
+    """Print the plan: all tables for one machine, one line per machine for several."""
     _print_job(plan)
     if len(plan.machines) == 1:
         _print_hardware(plan, plan.machines[0])
@@ -105,16 +105,14 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
         print("\nother methods, with this strategy" if best else "\nother methods")
         print_table(_variants_table(planned.variants, job))
     if planned.outlook is not None and planned.outlook.offers:
-        print("\nprice of the job, preemptions and failures included")
+        print("\nprice of the job, including preemptions and failures")
         print_table(_prices_table(planned.outlook))
     if len(planned.points) > 1:
-        print(f"\nhow many GPUs pay ({planned.hardware.kind.name}, the same global batch)")
+        print(f"\nscaling ({planned.hardware.kind.name}, same global batch)")
         print_table(_scaling_table(planned, plan))
         paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
-        serial = "" if not share else f"; {share:.1%} of a step does not get shorter with more GPUs (Amdahl)"
-        scaling_sentence = (
-            f"With up to {paying.num_gpus} GPUs, each does at least three quarters of what it can{serial}."
-        )
+        serial = "" if not share else f"; {share:.1%} of a step does not scale with the number of GPUs (Amdahl)"
+        scaling_sentence = f"Up to {paying.num_gpus} GPUs, efficiency is at least 75%{serial}."
         print_facts([("", scaling_sentence)], indent=0)
 
 
@@ -124,10 +122,10 @@ def _advice(planned: HardwarePlan) -> str:
         method = (
             f"{_NAMES[fitting[0].layout.method]}, {_format_recomputation(fitting[0].layout.gradient_checkpointing)}"
         )
-        return f"{planned.why} It would with {method}: see below."
+        return f"{planned.why} It would fit with {method}: see below."
     enough = [point.num_gpus for point in planned.points if point.num_gpus > planned.hardware.num_gpus]
     more = f" It would on {min(enough)} GPUs." if enough else ""
-    return planned.why + (more or " Take more or larger GPUs, shorter samples, LoRA or QLoRA.")
+    return planned.why + (more or " Use more or larger GPUs, shorter samples, LoRA or QLoRA.")
 
 
 def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlook) -> Iterable[tuple[str, str]]:
@@ -135,7 +133,7 @@ def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlo
     layout, parts = best.layout, best.prediction.parts
     size = f"train.microbatch_size={layout.microbatch_size}"
     yield (
-        "take",
+        "use",
         f"{best.strategy}, {size}: {layout.num_ranks} x {layout.microbatch_size} x {best.num_microbatches} accumulated",
     )
     yield "why", planned.why
@@ -147,19 +145,19 @@ def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlo
     yield "step", f"{outlook.step_seconds:.3g} s: {seconds}{hidden}"
     per_gpu = outlook.tokens_per_second / layout.num_ranks
     yield (
-        "pace",
-        f"{outlook.tokens_per_second:,.0f} tokens/s, {per_gpu:,.0f} per GPU, {outlook.mfu:.0%} of the peak (MFU)",
+        "speed",
+        f"{outlook.tokens_per_second:,.0f} tokens/s, {per_gpu:,.0f} per GPU, {outlook.mfu:.0%} MFU",
     )
     if outlook.hours is not None and outlook.num_tokens is not None:
         yield "job", f"{_format_hours(outlook.hours)} for {_format_number(outlook.num_tokens)} tokens"
     else:
-        yield "job", "the number of steps is not known: prices are per million tokens"
+        yield "job", "the number of steps is unknown: prices are per million tokens"
     yield "checkpoint", _checkpoint_sentence(outlook)
     yield from _hint(plan.job, planned, best)
 
 
 def _hint(job: PlannedJob, planned: HardwarePlan, best: StrategyPlan) -> Iterable[tuple[str, str]]:
-    """Yield what the job would gain by recomputing less, or with more samples at a time by recomputing."""
+    """Yield the speedup from recomputing less, or from recomputing to fit larger microbatches."""
     assert best.time is not None
     for variant in planned.variants:
         other, time = variant.layout.gradient_checkpointing, variant.time
@@ -172,12 +170,13 @@ def _hint(job: PlannedJob, planned: HardwarePlan, best: StrategyPlan) -> Iterabl
 
 
 def _checkpoint_sentence(outlook: Outlook) -> str:
-    spot, own = outlook.saving_spot, outlook.saving_on_demand
-    often, seldom = (_format_hours(saving.interval_seconds / 3600) for saving in (spot, own))
+    spot, on_demand = outlook.saving_spot, outlook.saving_on_demand
+    spot_interval = _format_hours(spot.interval_seconds / 3600)
+    on_demand_interval = _format_hours(on_demand.interval_seconds / 3600)
     return (
-        f"{spot.size_bytes / 1e9:.3g} GB, training waits {spot.stall_seconds:.2g} s. On spot machines, with a "
+        f"{spot.size_bytes / 1e9:.3g} GB, blocks training for {spot.stall_seconds:.2g} s. On spot machines, with a "
         f"preemption every {spot.hours_between_failures:.3g} hours, checkpoint.every_steps: {spot.every_steps} "
-        f"({often}); on others {own.every_steps} ({seldom})"
+        f"({spot_interval}); on demand {on_demand.every_steps} ({on_demand_interval})"
     )
 
 
@@ -221,7 +220,7 @@ def _strategies_table(planned: HardwarePlan) -> Table:
 
 
 def _without_prediction(planned: HardwarePlan) -> dict[str, list[str]]:
-    """Return the strategies that cannot be taken whatever the memory, by reason."""
+    """Return the strategies that cannot be used regardless of memory, by reason."""
     strategies: dict[str, list[str]] = {}
     for strategy in planned.plans:
         if strategy.prediction is None:
@@ -236,14 +235,14 @@ def _cells(strategy: StrategyPlan, planned: HardwarePlan) -> list[str]:
     tokens = _tokens_per_second(planned, strategy)
     notes = []
     if strategy is planned.best:
-        notes.append("take this")
+        notes.append("recommended")
     if strategy.layout.num_ranks < planned.hardware.num_gpus:
         notes.append(f"on one of the {planned.hardware.num_gpus} GPUs")
     if strategy.strategy.endswith("_offload") and strategy.prediction is not None:
         host = 16 * strategy.prediction.num_trained / planned.hardware.num_nodes
-        notes.append(f"takes {host / _GIB:,.0f} GiB of host memory")
+        notes.append(f"needs {host / _GIB:,.0f} GiB of host memory")
     waits = strategy.time.parts.get("communication", 0.0) / strategy.time.seconds
-    notes += [f"waits {waits:.0%} for communication"] if waits >= 0.05 else []
+    notes += [f"{waits:.0%} of the time waits for communication"] if waits >= 0.05 else []
     return [peak, "yes", str(strategy.layout.microbatch_size), f"{strategy.time.seconds:.3g}", tokens, "; ".join(notes)]
 
 

@@ -13,31 +13,31 @@ from finetune.task.protocol import Task
 
 @dataclass(frozen=True)
 class PreviewSample:
-    """One sample, where its row stands, and its tokens as text."""
+    """A sample, the location of its row, and its tokens as text."""
 
     sample_id: int
     place: str
     pieces: tuple[Piece, ...]
     num_tokens: int
     num_targets: int
-    answer: str = ""  # what is to be found out, where no token says it
+    answer: str = ""  # the target as text, where it is not a token
 
 
 @dataclass(frozen=True)
 class PreviewPosition:
-    """What stands at one position of the order: a sample, a pack, or a batch by tokens."""
+    """One position of the order: a sample, a pack, or a batch by tokens."""
 
     number: int
-    samples: tuple[PreviewSample, ...]  # that are shown
-    num_samples: int  # of all of it, as num_tokens
+    samples: tuple[PreviewSample, ...]  # those that are shown
+    num_samples: int  # of the whole position, as num_tokens
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class PreviewBatch:
-    """One microbatch; its numbers are of all of it, however much is shown."""
+    """A microbatch; the numbers cover all of it, even if only some samples are shown."""
 
-    step: int  # from 1, as everywhere
+    step: int  # from 1
     number: int  # in its step, from 1
     of: int  # microbatches of the step, over the whole world
     first_position: int
@@ -46,56 +46,56 @@ class PreviewBatch:
     num_samples: int
     num_tokens: int
     num_targets: int
-    num_lanes: int  # rows of the forward pass: one for each sample, or one in which all lie end to end
-    num_computed: int  # positions of all of them, padding included
+    num_lanes: int  # rows of the forward pass: one per sample, or one that joins all end to end
+    num_computed: int  # positions of all rows, including padding
 
     @property
     def padding_share(self) -> float:
-        """Return the share of padding in what is computed."""
+        """Return the share of computed positions that are padding."""
         return 1 - self.num_tokens / self.num_computed if self.num_computed else 0.0
 
     @property
     def is_padded(self) -> bool:
-        """Return whether each sample has a lane of its own, filled up to the length of the longest."""
+        """Return whether each sample has its own row, padded to the length of the longest."""
         return self.num_lanes == self.num_samples
 
     @property
     def num_shown(self) -> int:
-        """Return how many of its samples are shown."""
+        """Return the number of shown samples."""
         return sum(len(position.samples) for position in self.positions)
 
 
 @dataclass(frozen=True)
 class BatchPreview:
-    """An order, the samples at its positions, and how a step is cut."""
+    """A dataset view with the batch sizes that divide a step."""
 
-    pool: DatasetView
+    view: DatasetView
     task: Task
     tokenizer: Any
     global_batch_size: int
     microbatch_size: int
 
     def batches(self, *, start: int, num_samples: int) -> Iterator[PreviewBatch]:
-        """Yield microbatches from the one that holds position `start`, until this number of samples has been shown."""
+        """Yield microbatches from the one that holds position `start`, until `num_samples` samples are shown."""
         first = start
         while num_samples > 0:
-            batch = self._batch(first, most=num_samples)
+            batch = self._batch(first, max_samples=num_samples)
             yield batch
             num_samples -= sum(len(position.samples) for position in batch.positions)
             first = first // self.microbatch_size * self.microbatch_size + self.microbatch_size
 
-    def _batch(self, first: int, *, most: int) -> PreviewBatch:
-        begin = first // self.microbatch_size * self.microbatch_size
-        end = begin + self.microbatch_size
-        batch = self._collated(begin, end)
-        step, offset = divmod(begin, self.global_batch_size)
+    def _batch(self, first: int, *, max_samples: int) -> PreviewBatch:
+        start = first // self.microbatch_size * self.microbatch_size
+        end = start + self.microbatch_size
+        batch = self._collated(start, end)
+        step, offset = divmod(start, self.global_batch_size)
         return PreviewBatch(
             step=step + 1,
             number=offset // self.microbatch_size + 1,
             of=self.global_batch_size // self.microbatch_size,
-            first_position=begin,
+            first_position=start,
             last_position=end - 1,
-            positions=tuple(self._positions(first, end, most=most)),
+            positions=tuple(self._positions(first, end, max_samples=max_samples)),
             num_samples=len(batch.sample_ids),
             num_tokens=batch.num_tokens,
             num_targets=batch.num_targets,
@@ -103,22 +103,22 @@ class BatchPreview:
             num_computed=math.prod(batch.positions),
         )
 
-    def _collated(self, begin: int, end: int) -> Batch:
-        """Return the batch as a rank is handed it."""
-        (ids,) = self.pool.order.cut(begin, end, self.microbatch_size)
-        return self.task.collate([self.pool.samples[sample_id] for sample_id in ids.tolist()])
+    def _collated(self, start: int, end: int) -> Batch:
+        """Return the batch as a rank gets it."""
+        (ids,) = self.view.order.cut(start, end, self.microbatch_size)
+        return self.task.collate([self.view.samples[sample_id] for sample_id in ids.tolist()])
 
-    def _positions(self, start: int, stop: int, *, most: int) -> Iterator[PreviewPosition]:
+    def _positions(self, start: int, stop: int, *, max_samples: int) -> Iterator[PreviewPosition]:
         for number in range(start, stop):
-            if most <= 0:
+            if max_samples <= 0:
                 return
-            ids = self.pool.order.samples(number, number + 1)
-            shown = tuple(self._sample(sample_id) for sample_id in ids[:most].tolist())
-            yield PreviewPosition(number, shown, len(ids), int(self.pool.samples.lengths_of(ids).sum()))
-            most -= len(ids)
+            ids = self.view.order.samples(number, number + 1)
+            shown = tuple(self._sample(sample_id) for sample_id in ids[:max_samples].tolist())
+            yield PreviewPosition(number, shown, len(ids), int(self.view.samples.lengths_of(ids).sum()))
+            max_samples -= len(ids)
 
     def _sample(self, sample_id: int) -> PreviewSample:
-        features = self.pool.samples[sample_id]
+        features = self.view.samples[sample_id]
         pieces = tuple(pieces_of(features, self.tokenizer))
-        location, answer = self.pool.samples.place(sample_id), self.task.label_text(features)
+        location, answer = self.view.samples.place(sample_id), self.task.label_text(features)
         return PreviewSample(sample_id, location, pieces, features.length, features.num_targets, answer)

@@ -1,4 +1,4 @@
-"""`finetune preview FILE`: what is in files of rows, how they would be read, and the lines of a job that do so."""
+"""`finetune preview FILE`: the contents of data files, the format they would be read as, and job lines that do so."""
 
 import csv
 import json
@@ -28,13 +28,13 @@ from finetune.runtime.text.library_output import quiet_libraries
 from finetune.runtime.text.terminal import format_json
 
 MAX_ROWS = 100_000
-"""Rows that are read to the end of their texts: more would take minutes."""
+"""Maximum number of rows that are read in full: more would take minutes."""
 
 _GUESSED_ROWS = 50
 _SHOWN_CHARACTERS = 300
 
 Keys = dict[str, Any]
-"""Keys of a source in a job."""
+"""The keys of a data source in a job."""
 
 _KEY = "data.train"
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -42,18 +42,18 @@ _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 1
 
 @dataclass(frozen=True)
 class ReadRows:
-    """What reading the rows to their end, or to MAX_ROWS, has found."""
+    """The result of reading all rows, or the first MAX_ROWS."""
 
     num_rows: int
     is_all: bool
-    lengths: Sequence[int]  # of every row, in tokens, or in characters where there is no tokenizer
+    lengths: Sequence[int]  # per row, in tokens, or in characters without a tokenizer
     error: DataError | None  # at the first row that cannot be read
 
 
 def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
-    """Print columns, first rows, format and lengths of the files, and the lines of a job that read them.
+    """Print columns, first rows, format and lengths of the files, and the lines of a job that reads them.
 
-    Raises DataError naming file and line of what cannot be read, after what could be has been printed.
+    Raises DataError with file and line of the first unreadable row, after the readable rows have been printed.
     """
     quiet_libraries(is_main=True)
     counter = None if tokenizer is None else _load_tokenizer(tokenizer)
@@ -76,19 +76,19 @@ def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
 
 
 def job_lines(keys: Keys, form: str, *, longest: int | None) -> str:
-    """Return the lines of a job that read the rows; `longest` is in tokens, None where there is no tokenizer."""
+    """Return the lines of a job that reads the rows; `longest` is in tokens, None without a tokenizer."""
     names = ["path", "format", *(name for name in keys if name not in ("path", "format"))]
     written = {**keys, "format": form}
     lines = [f"    {name}: {_yaml(written[name])}" for name in names if written.get(name) not in (None, {})]
     known = None if longest is None else next((length for length in _LENGTHS if length >= longest), longest)
     if form == "image_label":
-        length = []
+        max_length = []
     elif known is None:
-        length = ["  max_length: 512  # `--tokenizer NAME` counts the tokens of each row"]
+        max_length = ["  max_length: 512  # `--tokenizer NAME` counts the tokens of each row"]
     else:
-        length = [f"  max_length: {known}  # the longest row has {longest:,} tokens, without a chat template"]
+        max_length = [f"  max_length: {known}  # the longest row has {longest:,} tokens, without a chat template"]
     task = f"task: {{name: {FORMATS[form].usual_task}}}  # one that reads this format"
-    return "\n".join(["Write in a job:", "", "data:", "  train:", *lines, *length, task])
+    return "\n".join(["Add to the job:", "", "data:", "  train:", *lines, *max_length, task])
 
 
 def _section(keys: Keys) -> TrainingSourceSection:
@@ -120,34 +120,34 @@ def _kind(origin: Origin) -> str:
 
 def _describe_files(origin: Origin) -> str:
     if not isinstance(origin, Files):
-        return f"{origin.name}: a folder of images, its sub-folders are the classes"
+        return f"{origin.name}: a folder of images with one subfolder per class"
     shards: Sequence[DataFile] = origin.shards()
     names = ", ".join(shard.name for shard in shards[:3]) + (", ..." if len(shards) > 3 else "")
     return f"{len(shards):,} of kind {origin.kind}: {names}"
 
 
 def _facts_of_keys(keys: Keys) -> Iterator[tuple[str, str]]:
-    why = {
+    reasons = {
         "encoding": "it is not UTF-8",
-        "delimiter": "it cuts all lines into the same number of columns",
-        "records": "the file is one object, and this is a list of objects in it",
+        "delimiter": "it splits all lines into the same number of columns",
+        "records": "the file is a single object that contains this list of objects",
     }
-    for name, reason in why.items():
+    for name, reason in reasons.items():
         if name in keys:
             yield name, f"{format_json(keys[name])}, guessed: {reason}"
 
 
-def _first_rows(keys: Keys, most: int) -> list[Row]:
+def _first_rows(keys: Keys, max_rows: int) -> list[Row]:
     origin = find_origin(_section(keys), key=_KEY, log=no_op)
     raws = (raw for shard in origin.shards() for raw in shard.rows())
-    rows = [raw.parse() for raw in islice(raws, most)]
+    rows = [raw.parse() for raw in islice(raws, max_rows)]
     if not rows:
         raise DataError(f"{origin.name} has no rows.")
     return rows
 
 
 def _best_format(keys: Keys, rows: Sequence[Row], *, kind: str) -> tuple[Source | None, Keys]:
-    """Return the rows as the first format reads them that fits, and the keys of the job that say so."""
+    """Return the source in the first format that can read the rows, and the keys that select it."""
     for guess in guess_columns(rows, kind=kind):
         tried = {**keys, **guess}
         try:
@@ -163,7 +163,7 @@ def _best_format(keys: Keys, rows: Sequence[Row], *, kind: str) -> tuple[Source 
 def _print_rows(keys: Keys, num_rows: int) -> None:
     rows = _first_rows(keys, num_rows)
     is_by_position = _section(keys).has_positions
-    header = "no header, guessed: its first line looks like a row; by position " if is_by_position else ""
+    header = "no header (guessed: the first line looks like a row); by position " if is_by_position else ""
     print_facts([("columns", f"{header}{quoted_list(rows[0])}")])
     for number, row in enumerate(rows, start=1):
         print(f"\nrow {number}")
@@ -201,13 +201,13 @@ def _length(source: Source, raw: RawRow, tokenizer: Any) -> int:
 
 def _facts_of_rows(read: ReadRows, form: str, *, is_tokens: bool) -> Iterator[tuple[str, str]]:
     yield "format", f"`{form}`: {quoted_list(FORMATS[form].required)}"
-    stopped = "" if read.error is None else ", until one that cannot be read"
-    yield "rows", f"{read.num_rows:,}" + (stopped or ("" if read.is_all else ": more were not read"))
+    stopped = "" if read.error is None else ", up to one that cannot be read"
+    yield "rows", f"{read.num_rows:,}" + (stopped or ("" if read.is_all else ", the rest was not read"))
     if read.lengths and form != "image_label":
         lengths = sorted(read.lengths)
-        quantiles = (f"{name} {_quantile(lengths, share):,}" for name, share in (("half", 0.5), ("99%", 0.99)))
+        quantiles = (f"{name} {_quantile(lengths, share):,}" for name, share in (("median", 0.5), ("99%", 0.99)))
         unit = "tokens" if is_tokens else "characters"
-        yield unit, f"{', '.join(quantiles)}, longest {lengths[-1]:,}, all {sum(lengths):,}"
+        yield unit, f"{', '.join(quantiles)}, longest {lengths[-1]:,}, total {sum(lengths):,}"
 
 
 def _quantile(lengths: Sequence[int], share: float) -> int:
@@ -219,17 +219,17 @@ def _no_format(keys: Keys, row: Row) -> str:
     block = "\n".join(f"    {name}: {_yaml(value)}" for name, value in keys.items())
     inner = nested_records(row)
     records = ".".join([keys["records"], *inner]) if "records" in keys and inner else None
-    deeper = f"`records: {records}` makes rows of the lists in each.\n" if records is not None else ""
+    deeper = f"`records: {records}` makes rows of the nested lists.\n" if records is not None else ""
     return (
-        f"{deeper}No format has the columns {quoted_list(row)}. Map them with `columns`, or make them with a "
-        "`template`:\n\n"
+        f"{deeper}No format has the columns {quoted_list(row)}. Map the columns with `columns`, or build them "
+        "with a `template`:\n\n"
         f"data:\n  train:\n{block}\n    format: FORMAT\n    columns: {{COLUMN OF THE FORMAT: YOURS}}\n\n"
         f"Formats and their columns:\n{formats}"
     )
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML in one line: JSON, without quotes where none are needed."""
+    """Return a value as YAML on one line: JSON, with quotes only where needed."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {_yaml(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z/~.][\w./~-]*", value) and not _is_word(value):
@@ -238,7 +238,7 @@ def _yaml(value: Any) -> str:
 
 
 def _is_word(text: str) -> bool:
-    """Return whether YAML reads the text as something else than text."""
+    """Return whether YAML parses the text as something other than a string."""
     return text.lower() in ("true", "false", "null", "yes", "no", "on", "off", "~", ".nan", ".inf")
 
 
@@ -251,7 +251,7 @@ _DEFAULTS = {".csv": ",", ".tsv": "\t"}
 
 
 def guess_keys(file: DataFile) -> Keys:
-    """Return the keys without which the file would be read wrongly: encoding, delimiter, records."""
+    """Return the keys that the file needs to be read correctly: encoding, delimiter, records."""
     kind, _ = kind_of(file.name)
     if kind not in TEXT_KINDS:
         return {}
@@ -269,7 +269,7 @@ def guess_keys(file: DataFile) -> Keys:
 
 
 def guess_encoding(content: bytes) -> str | None:
-    """Return the encoding of a text without a byte order mark that is not UTF-8; None: UTF-8, or nobody knows."""
+    """Return the encoding of a text that is not UTF-8 and has no byte order mark; None for UTF-8 or if unknown."""
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return None
     half = len(content) // 2
@@ -279,7 +279,7 @@ def guess_encoding(content: bytes) -> str | None:
     readable = content[: content.rfind(b"\n") + 1] or content
     text = readable.decode("utf-8", "replace")
     if "\ufffd" not in text or any(not character.isascii() and character != "\ufffd" for character in text):
-        return None  # UTF-8, or UTF-8 with damage, which is an error of its own
+        return None  # UTF-8, or damaged UTF-8, which reading reports
     try:
         readable.decode("cp1252")
     except UnicodeDecodeError:
@@ -288,7 +288,7 @@ def guess_encoding(content: bytes) -> str | None:
 
 
 def guess_delimiter(lines: Sequence[str], *, usual: str) -> str:
-    """Return the delimiter that cuts the lines into most columns, the same number in all of them; else the usual one.
+    """Return the delimiter that splits all lines into the same, largest number of columns; else the usual one.
 
     >>> guess_delimiter(["a;b", "1;2"], usual=","), guess_delimiter(["text", "a, b; c"], usual=",")
     (';', ',')
@@ -301,7 +301,7 @@ def guess_delimiter(lines: Sequence[str], *, usual: str) -> str:
 
 
 def _width(lines: Sequence[str], delimiter: str) -> int:
-    """Return the columns that all whole rows of the lines have; 0 where they differ."""
+    """Return the number of columns that all complete rows have; 0 if they differ."""
     try:
         rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
     except csv.Error:
@@ -317,21 +317,21 @@ def _text(content: bytes, encoding: str | None) -> str:
 
 
 def _records(file: DataFile, content: bytes, encoding: str | None) -> str | None:
-    """Return where the rows of a file with one JSON object are; None for an array, for lines, and where none are."""
+    """Return the path of the rows in a file with one JSON object; None for an array, JSON lines, or without rows."""
     if not _text(content[:4096], encoding).lstrip().startswith("{"):
         return None
     try:
         value = json.loads(_text(file.beginning(_MAX_JSON_BYTES), encoding))
     except (ValueError, RecursionError):
-        return None  # JSON lines, damaged, which is reported where the rows are read, or too large to look at
+        return None  # JSON lines; damaged, which reading reports; or too large to parse here
     if any(all(column in value for column in form.required) for form in FORMATS):
-        return None  # it is a row itself
-    places = record_places(value)
-    return places[0] if places else None
+        return None  # the object itself is a row
+    paths = record_places(value)
+    return paths[0] if paths else None
 
 
 def nested_records(row: Row) -> list[str]:
-    """Return the names that lead to the innermost list of objects in a row: `[paragraphs, qas]` in SQuAD's."""
+    """Return the keys that lead to the innermost list of objects in a row: `[paragraphs, qas]` in SQuAD."""
     for name, value in row.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return [name, *nested_records(value[0])]
@@ -350,13 +350,13 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("tokens", "words"),
     "tags": ("tags", "ner_tags", "pos_tags", "labels"),
 }
-"""What the columns of formats are called by others, the likeliest first."""
+"""Other names of the formats' columns, most likely first."""
 
 _FORMATS_BY_NAMES = ("messages", "conversations", "preference", "prompt_completion", "tagged", "labelled", "text")
 
 
 def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
-    """Yield format and columns that may fit these rows, the likeliest first; the first: as they are."""
+    """Yield the keys `format` and `columns` that may fit these rows, most likely first; the first guess is no keys."""
     yield {}
     names = {str(name).strip().lower(): str(name) for name in reversed(list(rows[0]))}
     for form in _FORMATS_BY_NAMES:
@@ -372,7 +372,7 @@ def _named(column: str, names: Mapping[str, str]) -> str | None:
 
 
 def is_data(rows: Sequence[Row]) -> bool:
-    """Return whether the names of the columns seem to be a row of a file without a header."""
+    """Return whether the column names look like a row, as in a file without a header."""
     names = [str(name) for name in rows[0]]
     repeated = any(str(row[name]) == name for row in rows for name in row)
     return repeated or any(_is_number(name) or len(name) > _NAME_LENGTH or name.count(" ") > 3 for name in names)
@@ -387,7 +387,7 @@ def _is_number(text: str) -> bool:
 
 
 def _positions(rows: Sequence[Sequence[Any]]) -> Iterator[Keys]:
-    """Yield the longest column as the text, and as the label the shortest of few values, where there is one."""
+    """Yield the longest column as the text, with the short column of fewest values as the label, if there is one."""
     columns = list(zip(*rows, strict=True))
     lengths = [sum(len(str(value)) for value in column) / len(column) for column in columns]
     text = max(range(len(columns)), key=lambda index: lengths[index])
@@ -399,7 +399,7 @@ def _positions(rows: Sequence[Sequence[Any]]) -> Iterator[Keys]:
 
 
 def looks_like_conll(file: DataFile) -> bool:
-    """Return whether a text of another kind holds a word and its tag per line, and blank lines between sentences."""
+    """Return whether a file of another type has a word and its tag per line, and blank lines between sentences."""
     kind, _ = kind_of(file.name)
     if kind in CONLL_KINDS or kind not in TEXT_KINDS:
         return False

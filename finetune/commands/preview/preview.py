@@ -1,6 +1,6 @@
 """`finetune preview`: the samples as the model sees them, without a model or a process group.
 
-Of images: files, sizes, classes, and the size in which the model sees them.
+For images: files, sizes, classes, and the size that the model sees.
 """
 
 import sys
@@ -39,30 +39,30 @@ from finetune.task.protocol import Task
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How a step is cut."""
+    """The batch sizes that divide a step."""
 
     global_batch_size: int
     microbatch_size: int
 
 
-def image_lines(pool: DatasetView, task: Task, *, cut: BatchSizes, start: int, num_samples: int) -> Iterator[str]:
-    """Yield a line for each image from position `start` on, below one for each microbatch, and one on the tensors."""
-    ids = pool.order.samples(start, start + num_samples).tolist()
+def image_lines(view: DatasetView, task: Task, *, sizes: BatchSizes, start: int, num_samples: int) -> Iterator[str]:
+    """Yield a heading per microbatch and a line per image from position `start` on, and a line about the tensors."""
+    ids = view.order.samples(start, start + num_samples).tolist()
     for position, sample_id in enumerate(ids, start=start):
-        if position == start or position % cut.microbatch_size == 0:
-            yield _batch_line(position, cut)
-        yield f"position {position}  {image_line(pool.samples[sample_id], task, place=pool.samples.place(sample_id))}"
-    pixels = task.collate([pool.samples[ids[0]]]).inputs["pixel_values"]
+        if position == start or position % sizes.microbatch_size == 0:
+            yield _batch_line(position, sizes)
+        yield f"position {position}  {image_line(view.samples[sample_id], task, place=view.samples.place(sample_id))}"
+    pixels = task.collate([view.samples[ids[0]]]).inputs["pixel_values"]
     channels, height, width = pixels.shape[1:]
     yield ""
     yield (
-        f"the model sees {channels} x {height} x {width} (channels, height, width), values of the first from "
+        f"the model sees {channels} x {height} x {width} (channels, height, width), first image with values from "
         f"{pixels.min().item():.2f} to {pixels.max().item():.2f}"
     )
 
 
 def image_line(features: Features, task: Task, *, place: str) -> str:
-    """Return file, place, size and class of an image."""
+    """Return file, size, class and data location of an image."""
     content = features.arrays[IMAGE].tobytes()
     facts = image_facts(content)
     label = task.data_facts.values["labels"][int(features.arrays[LABEL][0])]
@@ -70,41 +70,42 @@ def image_line(features: Features, task: Task, *, place: str) -> str:
     return f"{image_name(features)}  {size}  class `{label}`  ({place})"
 
 
-def _batch_line(position: int, cut: BatchSizes) -> str:
-    step, offset = divmod(position, cut.global_batch_size)
-    number, of = offset // cut.microbatch_size + 1, cut.global_batch_size // cut.microbatch_size
-    return f"\n━━ step {step + 1}, microbatch {number} of {of}"
+def _batch_line(position: int, sizes: BatchSizes) -> str:
+    step, offset = divmod(position, sizes.global_batch_size)
+    number = offset // sizes.microbatch_size + 1
+    num_microbatches = sizes.global_batch_size // sizes.microbatch_size
+    return f"\n━━ step {step + 1}, microbatch {number} of {num_microbatches}"
 
 
 POSITION_UNITS = {"samples": "sample", "packs": "pack", "tokens": "batch"}
-"""What stands at a position, by `data.batching.by`."""
+"""The unit at a position of the order, by `data.batching.by`."""
 
 
 def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path | None, start: int) -> None:
-    """Print the samples that the job trains on from a position on, and the audit; with `html`, as a page too.
+    """Print the job's training samples from a position on, and the audit; with `html`, write them as a page too.
 
-    Tokenises first, as training would, and stops at nothing that `data.audit` forbids: here it is to be seen. Raises
-    ConfigError and DataError as training does.
+    Tokenizes first, as training would, but ignores the limits of `data.audit` so that the data can be inspected.
+    Raises ConfigError and DataError as training does.
     """
     quiet_libraries(is_main=True)
     loaded = load_config(path, overrides)
     config = loaded.config
     if html is not None and html.is_dir():
-        raise UserError(f"--html: {html} is a folder. Name a file: {html / 'preview.html'}.")
+        raise UserError(f"--html: {html} is a folder. Pass a file: {html / 'preview.html'}.")
     if not TASKS[config.task.name].has_tokens:
         _preview_images(config, start=start, num_samples=num_rows, html=html)
         return
     log = RunLog(is_main=True)
     training_data = make_training_data(without_audit_limits(config), log, locations=loaded.sources)
     unit = POSITION_UNITS[config.data.batching.by]
-    walk = BatchPreview(
+    batch_preview = BatchPreview(
         training_data.training,
         training_data.task,
         training_data.tokenizer,
         global_batch_size=config.train.global_batch_size,
         microbatch_size=config.train.known_microbatch_size,
     )
-    batches = list(walk.batches(start=start, num_samples=num_rows))
+    batches = list(batch_preview.batches(start=start, num_samples=num_rows))
     audit = audit_training_data(config, training_data)
     print_batches(batches, unit=unit)
     print()
@@ -116,11 +117,13 @@ def preview(path: Path, overrides: Sequence[str], *, num_rows: int, html: Path |
 
 def _preview_images(config: RunConfig, *, start: int, num_samples: int, html: Path | None) -> None:
     if html is not None:
-        raise UserError("--html: there is no page of images. Leave it out: the preview names the files to look at.")
+        raise UserError("--html: not available for images. Omit it: the preview lists the image files.")
     training_data = make_training_data(without_audit_limits(config), RunLog(is_main=True))
     audit = audit_training_data(config, training_data)
-    cut = BatchSizes(config.train.global_batch_size, config.train.known_microbatch_size)
-    for line in image_lines(training_data.training, training_data.task, cut=cut, start=start, num_samples=num_samples):
+    sizes = BatchSizes(config.train.global_batch_size, config.train.known_microbatch_size)
+    for line in image_lines(
+        training_data.training, training_data.task, sizes=sizes, start=start, num_samples=num_samples
+    ):
         print(line)
     print()
     print_audit(audit)
@@ -130,18 +133,18 @@ def _write(html: Path, page: str) -> None:
     try:
         atomic.write_text(html, printable(page))
     except OSError as error:
-        raise UserError(f"--html: {html} cannot be written: {error.strerror}. Name another file.") from error
+        raise UserError(f"--html: {html} cannot be written: {error.strerror}. Choose another file.") from error
     print(f"wrote {html}")
 
 
 def without_audit_limits(config: RunConfig) -> RunConfig:
-    """Return the config with nothing forbidden by `data.audit`: a preview shows everything."""
+    """Return the config without the limits of `data.audit`, so that all data can be inspected."""
     data = config.data.model_copy(update={"audit": AuditSection()})
     return config.model_copy(update={"data": data})
 
 
 def _facts(config: RunConfig) -> list[str]:
-    """Return what the page is of, in a few words."""
+    """Return short facts about the job for the top of the page."""
     data, train = config.data, config.train
     return [
         f"task {config.task.name}",
@@ -154,43 +157,43 @@ def _facts(config: RunConfig) -> list[str]:
 
 CONTEXT_STYLES = ("grey89 on grey19", "grey89 on grey30")
 TARGET_STYLES = ("black on #8fd9a0", "black on #67c27c")
-"""Styles of tokens, in turn, so that it can be seen where one ends; both colours are set, to suit any terminal."""
+"""Alternating styles that show where a token ends; foreground and background are set, to suit any terminal."""
 
 BETWEEN, OPEN, CLOSE = "┊", "⟦", "⟧"
 
 
 def print_batches(batches: Iterable[PreviewBatch], *, unit: str) -> None:
-    """Print the microbatches, each sample token by token; `unit` stands at a position: a sample, pack or batch."""
+    """Print the microbatches, each sample token by token; `unit` is what a position holds: a sample, pack or batch."""
     console = SafeConsole(width=width(), soft_wrap=True)
-    has_colours = console.is_terminal and console.color_system is not None and not console.no_color
-    console.print(_legend(has_colours))
+    has_colors = console.is_terminal and console.color_system is not None and not console.no_color
+    console.print(_legend(has_colors))
     for batch in batches:
         console.print(Text(f"\n{format_batch(batch)}", style="bold"))
         for position in batch.positions:
-            _print_position(console, position, unit=unit, has_colours=has_colours)
+            _print_position(console, position, unit=unit, has_colors=has_colors)
     sys.stdout.flush()
 
 
 def format_batch(batch: PreviewBatch) -> str:
-    """Return what a microbatch is in one line."""
+    """Return a line that summarizes a microbatch."""
     first, last = batch.first_position, batch.last_position
-    where = f"position {first}" if first == last else f"positions {first} to {last}"
+    positions = f"position {first}" if first == last else f"positions {first} to {last}"
     shown = f" ({batch.num_shown} shown)" if batch.num_shown < batch.num_samples else ""
     return (
-        f"━━ step {batch.step}, microbatch {batch.number} of {batch.of}: {where} ━━ {batch.num_samples} samples"
+        f"━━ step {batch.step}, microbatch {batch.number} of {batch.of}: {positions} ━━ {batch.num_samples} samples"
         f"{shown}, {batch.num_tokens:,} tokens, {batch.num_targets:,} targets, padding {batch.padding_share:.1%}"
     )
 
 
 def format_position(position: PreviewPosition, *, unit: str) -> str:
-    """Return what stands at a position that can hold several samples."""
+    """Return a line that summarizes a position that can hold several samples."""
     num_shown, number = len(position.samples), position.num_samples
     shown = f" ({num_shown} shown)" if num_shown < number else ""
     return f"┏━ {unit} at position {position.number}: {number} samples{shown}, {position.num_tokens:,} tokens"
 
 
 def format_sample(sample: PreviewSample) -> str:
-    """Return which sample it is and how many of its tokens are targets."""
+    """Return a line with the sample's id, location and numbers of tokens and targets."""
     share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
     return (
         f"sample {sample.sample_id}  {sample.place}  {sample.num_tokens:,} tokens, "
@@ -199,7 +202,7 @@ def format_sample(sample: PreviewSample) -> str:
 
 
 def plain_text(sample: PreviewSample) -> str:
-    """Return the tokens without colours: targets in brackets, a mark between one token and the next."""
+    """Return the tokens without colors: targets in brackets, a mark between tokens."""
     texts = []
     for stretch in spans(sample.pieces):
         text = BETWEEN.join(piece.shown for piece in stretch.pieces).replace(f"\n{BETWEEN}", "\n")
@@ -207,8 +210,8 @@ def plain_text(sample: PreviewSample) -> str:
     return "".join(texts)
 
 
-def coloured_text(sample: PreviewSample) -> Text:
-    """Return the tokens in colours."""
+def colored_text(sample: PreviewSample) -> Text:
+    """Return the tokens in colors."""
     text = Text()
     for number, piece in enumerate(sample.pieces):
         style = (TARGET_STYLES if piece.is_target else CONTEXT_STYLES)[number % 2]
@@ -216,26 +219,28 @@ def coloured_text(sample: PreviewSample) -> Text:
     return text
 
 
-def _print_position(console: Console, position: PreviewPosition, *, unit: str, has_colours: bool) -> None:
+def _print_position(console: Console, position: PreviewPosition, *, unit: str, has_colors: bool) -> None:
     is_group = unit != "sample"
     if is_group:
         console.print(Text(f"\n{format_position(position, unit=unit)}", style="bold cyan"))
     for sample in position.samples:
         head = format_sample(sample)
         console.print(Text(f"┣━ {head}" if is_group else f"\nposition {position.number}  {head}", style="cyan"))
-        text = coloured_text(sample) if has_colours else Text(plain_text(sample))
+        text = colored_text(sample) if has_colors else Text(plain_text(sample))
         text.rstrip()
         console.print(text)
     if is_group:
         console.print(Text("┗━", style="cyan"))
 
 
-def _legend(has_colours: bool) -> Text:
-    if not has_colours:
-        return Text(f"{OPEN}target{CLOSE}, the rest is context; {BETWEEN} between tokens, · a blank, ↵ a line end")
-    legend = Text().append(" read ", style=CONTEXT_STYLES[0])
+def _legend(has_colors: bool) -> Text:
+    if not has_colors:
+        return Text(
+            f"{OPEN}target{CLOSE}, everything else is context; {BETWEEN} between tokens, · a space, ↵ a newline"
+        )
+    legend = Text().append(" context ", style=CONTEXT_STYLES[0])
     legend.append(" target ", style=TARGET_STYLES[0])
-    legend.append(" shades change from token to token; · is a blank, ↵ a line end, bold a special token", style="dim")
+    legend.append(" shades alternate between tokens; · is a space, ↵ a newline, bold a special token", style="dim")
     return legend
 
 
@@ -244,7 +249,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Tile:
-    """One number to see first."""
+    """A headline number."""
 
     name: str
     value: str
@@ -253,7 +258,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a chart."""
+    """A bar of a chart."""
 
     label: str
     count: int
@@ -262,7 +267,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """A histogram with what it is of."""
+    """A histogram with its title."""
 
     title: str
     note: str
@@ -272,7 +277,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a lane: tokens that are context or targets, `first` at the edge of a sample, padding, or hidden."""
+    """Part of a bar: context or target tokens (with `first` at the start of a sample), padding, or hidden tokens."""
 
     kind: str
     percent: float
@@ -280,14 +285,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class ForwardRow:
-    """A row of the forward pass, or what stands at one position of it."""
+    """A row of the forward pass, or one position of it."""
 
     label: str
     parts: tuple[Segment, ...]
 
 
 def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, facts: Sequence[str], unit: str) -> str:
-    """Return the page; `unit` is what stands at a position: sample, pack or batch."""
+    """Return the page; `unit` is what a position holds: a sample, pack or batch."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
@@ -307,7 +312,7 @@ def preview_page(batches: Sequence[PreviewBatch], audit: Audit, *, title: str, f
 
 
 def forward_rows(batch: PreviewBatch) -> list[ForwardRow]:
-    """Return what is shown of the forward pass as bars: samples with their padding, or what lies end to end."""
+    """Return the forward pass as bars: samples with their padding, or the samples that are joined end to end."""
     if batch.is_padded:
         width = batch.num_computed // batch.num_lanes
         return [_padded(sample, width) for position in batch.positions for sample in position.samples]
@@ -337,10 +342,10 @@ def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:
 def _charts(audit: Audit) -> Iterator[Chart]:
     total = audit.total
     if total.lengths is not None and total.length_quantiles:
-        middle, high = total.length_quantiles["p50"], total.length_quantiles["p99"]
+        median, high = total.length_quantiles["p50"], total.length_quantiles["p99"]
         bars = tuple(_bars(total.lengths, "{:,.0f} to {:,.0f} tokens", whole=True))
         mark = f"{total.lengths.edges[-1]:,.0f} tokens"
-        yield Chart("Length of samples", f"half have up to {middle:,} tokens, 99% up to {high:,}", mark, bars)
+        yield Chart("Length of samples", f"half have up to {median:,} tokens, 99% up to {high:,}", mark, bars)
     if total.target_shares is not None:
         bars = tuple(_bars(total.target_shares, "{:.0%} to {:.0%} targets"))
         yield Chart("Share of targets in a sample", "number of samples", "100%", bars)

@@ -9,13 +9,13 @@ from finetune.data.features import Features
 from finetune.data.templates.chat_template import is_special
 
 REPLACEMENT_CHARACTER = "\ufffd"
-"""What a decoder writes for a character of which only some bytes are there."""
+"""The decoder's output for an incomplete character."""
 
-LONGEST_CHARACTER = 8
-"""Tokens after which a character that does not end is shown as it is."""
+MAX_CHARACTER_TOKENS = 8
+"""The number of tokens after which an incomplete character is shown as is."""
 
 MARKS = {" ": "·", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
-"""What stands for blanks; a line break is marked and kept."""
+"""Marks for whitespace; a newline is marked and kept."""
 
 NO_TEXT = "∅"
 WHITESPACE_MARKS = frozenset([*MARKS.values(), "↵", "\n"])
@@ -23,7 +23,7 @@ WHITESPACE_MARKS = frozenset([*MARKS.values(), "↵", "\n"])
 
 @dataclass(frozen=True)
 class Piece:
-    """One token, or the tokens that only together make a character."""
+    """A token, or several tokens that together make up one character."""
 
     ids: tuple[int, ...]
     text: str
@@ -32,12 +32,12 @@ class Piece:
 
     @property
     def shown(self) -> str:
-        """Return the text with its blanks made visible; what is no text at all is shown as NO_TEXT."""
+        """Return the text with visible whitespace; NO_TEXT if it is empty."""
         return visible(self.text) or NO_TEXT
 
     @property
     def runs(self) -> list[tuple[str, bool]]:
-        """Return the same in turns of text and of marks for blanks, each with whether it is marks."""
+        """Return the shown text split into text and whitespace marks, with whether a part is marks."""
         return [
             ("".join(characters), is_blank)
             for is_blank, characters in groupby(self.shown, key=WHITESPACE_MARKS.__contains__)
@@ -46,18 +46,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Span:
-    """Pieces that follow one another and are all targets, or all context."""
+    """Consecutive pieces that are all targets or all context."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def is_target(self) -> bool:
-        """Return whether they are targets."""
+        """Return whether the pieces are targets."""
         return self.pieces[0].is_target
 
 
 def visible(text: str) -> str:
-    """Return the text with its blanks made visible, and other characters that print nothing by their code.
+    """Return the text with visible whitespace, and with codes for other characters that are not printable.
 
     >>> visible("a b")
     'a·b'
@@ -66,26 +66,27 @@ def visible(text: str) -> str:
 
 
 def pieces_of(features: Features, tokenizer: Any) -> Iterator[Piece]:
-    """Yield the sample's tokens as text; a piece ends where a character does, or targets begin or end.
+    """Yield the sample's tokens as text; a piece ends where a character does, or where targets start or end.
 
-    None of a sample without tokens; where the sample as a whole is the target, no token is.
+    Yields nothing for a sample without tokens. If the target is the whole sample, no token is a target.
     """
     ids = features.arrays["input_ids"].tolist() if "input_ids" in features.arrays else []
     is_target = features.arrays["is_target"].tolist() if "is_target" in features.arrays else [False] * len(ids)
-    start, begun = 0, 0  # of the piece; of what is decoded with it, since a token's blank depends on the one before
+    start = 0  # of the piece
+    context_start = 0  # of the tokens that are decoded with it: a token's leading space depends on the one before
     for end in range(1, len(ids) + 1):
-        before = _decoded(tokenizer, ids[begun:start])
-        text = _decoded(tokenizer, ids[begun:end])[len(before) :]
-        goes_on = end < len(ids) and is_target[end] == is_target[start] and end - start < LONGEST_CHARACTER
-        if text.endswith(REPLACEMENT_CHARACTER) and goes_on:
+        before = _decoded(tokenizer, ids[context_start:start])
+        text = _decoded(tokenizer, ids[context_start:end])[len(before) :]
+        may_continue = end < len(ids) and is_target[end] == is_target[start] and end - start < MAX_CHARACTER_TOKENS
+        if text.endswith(REPLACEMENT_CHARACTER) and may_continue:
             continue
         special = end == start + 1 and is_special(tokenizer, ids[start])
         yield Piece(tuple(ids[start:end]), text, is_target[start], special)
-        begun, start = start, end
+        context_start, start = start, end
 
 
 def spans(pieces: Sequence[Piece]) -> list[Span]:
-    """Return the pieces in stretches of targets and of context, in turn."""
+    """Return the pieces grouped into alternating spans of targets and context."""
     groups: list[list[Piece]] = []
     for piece in pieces:
         if groups and groups[-1][0].is_target == piece.is_target:

@@ -61,9 +61,9 @@ def test_the_chosen_line_comes_first_and_no_line_is_wider_than_the_terminal(
     assert max(len(line) for line in lines) <= columns
     rows = [line.split() for line in lines]
     first = next(number for number, words in enumerate(rows) if words[:2] == ["strategy", "peak"]) + 2
-    assert rows[first][0] == "fsdp2" and lines[first].endswith("take this")
+    assert rows[first][0] == "fsdp2" and lines[first].endswith("recommended")
     assert any("accelerate_configs/fsdp2.yaml" in line for line in lines)
-    for word in ("why", "memory", "step", "pace", "job", "checkpoint", "assumed"):
+    for word in ("why", "memory", "step", "speed", "job", "checkpoint", "assumed"):
         assert any(words[:1] == [word] for words in rows), word
 
 
@@ -84,7 +84,7 @@ def test_a_plan_without_a_fitting_strategy_suggests_what_would_fit(
 ):
     print_plan(planned("8b", gpus="1xT4"))
     printed = capsys.readouterr().out
-    assert "No strategy fits on these GPUs. It would with QLoRA" in printed
+    assert "No strategy fits on these GPUs. It would fit with QLoRA" in printed
 
 
 def test_the_exit_code_of_plan_is_1_if_the_job_does_not_fit(

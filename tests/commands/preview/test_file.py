@@ -47,7 +47,7 @@ FILES = {
 
 def job_of(printed, folder):
     """Return the source of the job that the printed lines and the least that is missing make."""
-    lines = printed.partition("Write in a job:\n\n")[2]
+    lines = printed.partition("Add to the job:\n\n")[2]
     rest = (
         "run: {folder: run}\nmodel: {from_config: {model_type: llama}, tokenizer: {train: {}}}\n"
         "train: {global_batch_size: 1, microbatch_size: 1, steps: 1, learning_rate: 1e-3}\n"
@@ -84,7 +84,7 @@ def test_tokens_are_counted_with_a_tokenizer(tmp_path, capsys):
     (tmp_path / "rows.txt").write_text("abc\n" + "x" * 70 + "\n")
     preview_file(str(tmp_path / "rows.txt"), num_rows=1, tokenizer=str(folder))
     printed = capsys.readouterr().out
-    assert "tokens          half 3, 99% 70, longest 70, all 73" in printed
+    assert "tokens          median 3, 99% 70, longest 70, total 73" in printed
     assert "max_length: 128  # the longest row has 70 tokens" in printed
     with pytest.raises(UserError, match=r"--tokenizer: .*contains no tokenizer"):
         preview_file(str(tmp_path / "rows.txt"), num_rows=1, tokenizer=str(tmp_path))
@@ -95,7 +95,7 @@ def test_an_unreadable_row_is_reported_after_the_readable_rows_before_it(tmp_pat
     with pytest.raises(DataError, match=r"rows\.csv, row 201 \(line 202\)"):
         preview_file(str(tmp_path / "rows.csv"), num_rows=1, tokenizer=None)
     printed = capsys.readouterr().out
-    assert "200, until one that cannot be read" in printed
+    assert "200, up to one that cannot be read" in printed
     assert "format: labelled" in printed
 
 
@@ -105,7 +105,7 @@ def test_columns_that_match_no_format_are_shown_with_the_available_formats(tmp_p
     preview_file(str(tmp_path / "squad.json"), num_rows=1, tokenizer=None)
     printed = capsys.readouterr().out
     assert "No format has the columns `title`, `paragraphs`" in printed
-    assert "`records: data.paragraphs.qas` makes rows of the lists in each." in printed
+    assert "`records: data.paragraphs.qas` makes rows of the nested lists." in printed
     assert "prompt_completion: `prompt`, `completion`" in printed
 
 

@@ -38,7 +38,7 @@ def test_the_preview_lists_files_sizes_and_classes(job, capsys):
     assert "━━ step 1, microbatch 2 of 2\nposition 2  cat/2.png" in said
     assert f"class `dog`  ({job.parent / 'photos'}, row 4)" in said
     assert "the model sees 1 x 12 x 12 (channels, height, width)" in said
-    with pytest.raises(UserError, match="no page of images"):
+    with pytest.raises(UserError, match="not available for images"):
         preview(job, [], num_rows=3, html=job.parent / "page.html", start=0)
 
 

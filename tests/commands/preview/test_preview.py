@@ -173,7 +173,7 @@ def test_a_page_has_charts_tiles_and_the_audit(shown, tmp_path):
 
 def test_a_page_needs_a_file_to_be_written_to(job, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"is a folder\. Name a file: .*preview\.html"):
+    with pytest.raises(UserError, match=r"is a folder\. Pass a file: .*preview\.html"):
         preview(job, [], num_rows=1, html=tmp_path, start=0)
     with pytest.raises(UserError, match="cannot be written"):
         preview(job, [], num_rows=1, html=tmp_path / "file" / "page.html", start=0)

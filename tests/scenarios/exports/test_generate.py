@@ -78,7 +78,7 @@ def test_a_share_of_the_ranks_is_the_whole(trained, answered, monkeypatch, tmp_p
     alone = texts(answered(run))
     parts = tmp_path / ".answers.jsonl.parts"
     monkeypatch.setattr(generating, "_share", lambda: slice(1, None, 2))
-    with pytest.raises(KeyError):  # the joining one finds no answers of the other
+    with pytest.raises(UserError, match="has no answer for row 1 "):  # the other rank has not written its part
         answered(run)
     assert {line["row"] for path in parts.glob("rank-*") for line in read_json_lines(path)} == {1, 3}
     monkeypatch.setattr(generating, "_share", lambda: slice(0, None, 1))
@@ -104,7 +104,7 @@ def test_a_killed_generation_resumes_and_keeps_its_answers(trained, answered, mo
     with part.open("a") as file:
         file.write('{"row": 4, "ans')  # torn
     assert not (tmp_path / "answers.jsonl").exists()
-    with pytest.raises(UserError, match="answers of an earlier start with another model, input or other settings"):
+    with pytest.raises(UserError, match="answers of an earlier command with another model, input or settings"):
         answered(run, batch_size=1, seed=5)
     assert texts(answered(run, batch_size=1)) == alone
     assert len(calls) == 3 + 3  # two of five were there
@@ -114,7 +114,7 @@ def test_an_adapter_is_put_on_its_base(trained, answered):
     final = trained("lora") / "final"
     merged = texts(answered(trained("merged")))
     assert texts(answered(final)) == texts(answered(final / "base", adapter=final)) == merged
-    with pytest.raises(UserError, match="is an adapter itself"):
+    with pytest.raises(UserError, match="is itself an adapter"):
         answered(final, adapter=final)
 
 
@@ -131,7 +131,7 @@ def test_the_system_option_is_used_for_rows_without_a_system_message(trained, an
         ({"messages": [{"role": "assistant", "content": "a"}]}, "has only answers"),
         ({"prompt": "a", "answer": "b"}, "already has a column `answer`"),
         ({"prompt": "a", "images": ["a.png"]}, "only text is supported here"),
-        ({"prompt": "red " * 3000}, "and the model reads 2,048"),
+        ({"prompt": "red " * 3000}, "but the model reads at most 2,048"),
     ],
 )
 def test_a_row_that_asks_nothing_is_named(trained, answered, row, message):
