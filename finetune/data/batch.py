@@ -1,4 +1,4 @@
-"""Batch: one microbatch, what a forward pass and its loss need."""
+"""Batch: one microbatch, the inputs of a forward pass and its loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,11 +13,11 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Targets:
-    """Where a batch's labels are not IGNORED, found in collation: no host-device synchronisation is needed."""
+    """The positions of a batch's labels that are not IGNORED, computed in collation, without device synchronization."""
 
-    positions: Tensor  # [targets], int64: places in the flattened labels, ascending
+    positions: Tensor  # [targets], int64: indices into the flattened labels, ascending
     labels: Tensor  # [targets], int64
-    per_row: tuple[int, ...]  # how many of them each row of the labels has, or each sample of a row without padding
+    per_row: tuple[int, ...]  # number of targets per row of the labels, or per sample of an unpadded row
 
     @classmethod
     def of(cls, labels: np.ndarray) -> "Targets":
@@ -29,64 +29,64 @@ class Targets:
 
     @property
     def none(self) -> "Targets":
-        """Return that there are none, of as many rows."""
+        """Return an empty set of targets with the same number of rows."""
         return Targets(self.positions[:0], self.labels[:0], (0,) * len(self.per_row))
 
     def rows(self, start: int, stop: int, *, begin: int) -> "Targets":
-        """Return the targets of these rows, or samples of a row, alone; the first of them begins at place `begin`."""
-        first, past = sum(self.per_row[:start]), sum(self.per_row[:stop])
-        return Targets(self.positions[first:past] - begin, self.labels[first:past], self.per_row[start:stop])
+        """Return the targets of these rows, or samples of an unpadded row; the first one starts at position `begin`."""
+        first, last = sum(self.per_row[:start]), sum(self.per_row[:stop])
+        return Targets(self.positions[first:last] - begin, self.labels[first:last], self.per_row[start:stop])
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch on one rank. Counts are plain integers: no host-device synchronisation."""
+    """One microbatch on one rank. Counts are plain integers, which need no host-device synchronization."""
 
-    inputs: Mapping[str, Tensor]  # what the model's forward is given; input_ids: [batch, length]
+    inputs: Mapping[str, Tensor]  # keyword arguments of the model's forward; input_ids: [batch, length]
     labels: Tensor  # [batch, length]: the token to be predicted at each position, or IGNORED
     num_targets: int  # positions that count in the loss
     num_tokens: int  # positions that are not padding
-    sample_ids: tuple[int, ...]  # of all samples in it; empty for a dummy batch
-    cumulative_lengths: Tensor | None = None  # int32, where each sample of a row without padding begins, and the end
+    sample_ids: tuple[int, ...]  # of all its samples; empty for a dummy batch
+    cumulative_lengths: Tensor | None = None  # int32, the start of each sample of an unpadded row, and the end
     longest: int = 0  # tokens of the longest of those
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # what only the task's loss reads
-    seed: int = 0  # of the step that it is used in; 0 where nothing is to be random
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that only the task's loss reads
+    seed: int = 0  # of the step that uses it; 0 without randomness
     lengths: tuple[int, ...] = ()  # tokens that the model reads of each sample; known in training
-    targets: Targets | None = None  # where the labels count; None where a label is no token
-    checksums: tuple[int, ...] = ()  # of the contents of those samples (`data/token_cache/integrity.py`)
-    partner_ids: tuple[int, ...] = ()  # of samples that others are mixed with
+    targets: Targets | None = None  # positions of the labels that count; None if labels are not tokens
+    checksums: tuple[int, ...] = ()  # of the samples' contents (`data/token_cache/integrity.py`)
+    partner_ids: tuple[int, ...] = ()  # of the samples that others are mixed with
     partner_checksums: tuple[int, ...] = ()
-    text_ids: tuple[int, ...] = ()  # digests of the sequences, where equal ones matter
-    group_sizes: tuple[int, ...] = ()  # sequences of each sample, where a sample has several
+    text_ids: tuple[int, ...] = ()  # digests of the sequences, if duplicates matter
+    group_sizes: tuple[int, ...] = ()  # number of sequences of each sample, if a sample has several
     num_slices: int = 1  # ranks that share its row; tokens, labels and counts are those of one slice
     slice_number: int = 0
 
     @property
     def positions(self) -> tuple[int, int]:
-        """Return how many rows a forward pass has and how many places in each, padding included."""
-        laid_out = self.inputs.get("input_ids", self.labels)
-        return laid_out.shape[0], laid_out.numel() // max(1, laid_out.shape[0])
+        """Return the number of rows of a forward pass and the positions in each, padding included."""
+        tensor = self.inputs.get("input_ids", self.labels)
+        return tensor.shape[0], tensor.numel() // max(1, tensor.shape[0])
 
     @property
     def counted_ids(self) -> tuple[int, ...]:
-        """Return the ids of the samples that this rank counts: none of a slice that is not the row's first."""
+        """Return the ids of the samples that this rank counts: none unless it has the first slice of the row."""
         return () if self.slice_number else self.sample_ids
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`; Accelerate's dataloader calls this."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory; torch's dataloader calls this."""
-        return self._each(Tensor.pin_memory)
+        return self._map_tensors(Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor in it."""
-        found: list[Tensor] = []
-        self._each(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        return found
+        tensors: list[Tensor] = []
+        self._map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return tensors
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         return replace(
             self,
             inputs={name: change(tensor) for name, tensor in self.inputs.items()},

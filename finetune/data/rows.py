@@ -1,4 +1,4 @@
-"""Rows as a source delivers them, each knowing where it stands."""
+"""Rows as a source yields them, with their origin and number."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,15 +8,15 @@ from typing import Any
 from finetune.errors import DataError
 
 MAX_DEPTH = 100
-"""Lists and objects in one another in a row."""
+"""The maximum nesting depth of lists and objects in a row."""
 
 FAULTS_OF_VALUES = (RecursionError, OverflowError, UnicodeError, MemoryError)
-"""What code raises that meets a value which no row should hold."""
+"""The exceptions that unreasonable values in a row may cause."""
 
 _MAX_SHOWN = 80
-_MAX_PLACES, _DEPTH = 8, 4
-"""Lists that are named, and how many objects they are looked for in."""
-_TOO_DEEP = f"nests lists or objects more than {MAX_DEPTH} deep. Flatten it, or remove it."
+_MAX_PATHS, _DEPTH = 8, 4
+"""The number of record lists that a message names, and the depth to which objects are searched."""
+_TOO_DEEP = f"nests lists or objects more than {MAX_DEPTH} levels deep. Flatten it, or remove it."
 
 Row = Mapping[str, Any]
 """One row: column names and values."""
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row that may not have been parsed yet, so that its encoder pays for the parsing.
+    """A row that may not have been parsed yet, so that parsing happens in the encoding workers.
 
     `number` counts from 1 within `origin` (a file or a hub dataset); in a file of JSON lines it is the line.
     """
@@ -35,11 +35,11 @@ class RawRow:
 
     @property
     def place(self) -> str:
-        """Return where the row stands, for an error message."""
+        """Return the location of the row for messages."""
         return row_location(self.origin, self.number)
 
     def parse(self) -> Row:
-        """Return the row; raises DataError naming the line that is not one JSON object."""
+        """Return the row; raises DataError naming the line if it is not a JSON object."""
         if not isinstance(self.content, bytes):
             return self.content
         try:
@@ -61,12 +61,12 @@ class RawRow:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return what is wrong with bytes that are no UTF-8, and which encoding to try."""
+    """Return a message about bytes that are not valid UTF-8, with the encoding to try."""
     content: bytes = error.object
-    others = {each for each in content.decode("utf-8", "replace") if not each.isascii()} - {"\ufffd"}
+    others = {character for character in content.decode("utf-8", "replace") if not character.isascii()} - {"\ufffd"}
     what = f"not UTF-8 text: byte 0x{content[error.start]:02x} at position {error.start + 1:,} ({error.reason})."
     if others:
-        return f"{what} Other characters next to it are UTF-8: fix this one."
+        return f"{what} Other characters in it are valid UTF-8: fix this one."
     try:
         content.decode("cp1252")
     except UnicodeDecodeError:
@@ -75,10 +75,10 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what the JSON text holds.
+    """Return the value of the JSON text.
 
-    Raises JSONDecodeError or UnicodeDecodeError for what is none, and DataError for what nobody can use: brackets in
-    one another without end, numbers of thousands of digits, a name twice in one object.
+    Raises JSONDecodeError or UnicodeDecodeError for invalid JSON, and DataError for unusable values: excessive nesting,
+    numbers with thousands of digits, duplicate names in an object.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -86,8 +86,8 @@ def parse_json(text: str | bytes) -> Any:
         raise
     except RecursionError as error:
         raise DataError(_TOO_DEEP) from error
-    except ValueError as error:  # Python reads no whole number of more digits than it says
-        raise DataError("holds a number of thousands of digits. Write it as text, or remove it.") from error
+    except ValueError as error:  # Python limits the number of digits of an integer
+        raise DataError("contains a number with thousands of digits. Write it as text, or remove it.") from error
     num_opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
     if num_opened > MAX_DEPTH:
         require_shallow(value)
@@ -95,9 +95,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """Raise DataError where lists and objects stand in one another more than MAX_LEVELS deep."""
+    """Raise DataError if lists and objects are nested more than MAX_DEPTH levels deep."""
     level, num_levels = [value], 0
-    while level := [inner for each in level for inner in _inner(each)]:
+    while level := [inner for parent in level for inner in _inner(parent)]:
         num_levels += 1
         if num_levels > MAX_DEPTH:
             raise DataError(_TOO_DEEP)
@@ -110,42 +110,42 @@ def _inner(value: Any) -> Iterable[Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"has `{shortened(twice)}` twice in one object. Keep one of them.")
-    return made
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"has `{shortened(duplicate)}` twice in one object. Keep one of them.")
+    return value
 
 
 def shortened(text: str) -> str:
-    """Return the beginning of a text for a message, without half characters."""
+    """Return the start of a text for a message, with surrogates escaped."""
     return (text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...").encode(errors="backslashreplace").decode()
 
 
 def require_valid_unicode(text: str) -> str:
-    """Return the text; raises DataError where it holds half a character: JSON can write it, no tokenizer reads it."""
+    """Return the text; raises DataError if it contains a lone surrogate, which JSON allows but tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start : error.start + 1].encode("unicode_escape").decode()
         before = text[max(0, error.start - 12) : error.start]
         raise DataError(
-            f"holds half of a surrogate pair ({half}) behind {before!r}: this is not valid Unicode. Remove it."
+            f"contains half of a surrogate pair ({half}) after {before!r}, which is not valid Unicode. Remove it."
         ) from error
     return text
 
 
 def row_location(origin: str, number: int) -> str:
-    """Return where a row stands, for a message."""
+    """Return the location of a row for messages."""
     return f"{origin}, row {number}"
 
 
 def describe(value: object) -> str:
-    """Return the kind of a value in the words of a JSON file, with the value itself where it is short."""
+    """Return the JSON type of a value in words, with the value itself if it is short."""
     if value is None:
         return "null"
-    kinds = {
+    type_names = {
         bool: "a truth value",
         int: "a number",
         float: "a number",
@@ -153,18 +153,18 @@ def describe(value: object) -> str:
         list: "a list",
         dict: "an object",
     }
-    kind = kinds.get(type(value), f"of type {type(value).__name__}")
+    type_name = type_names.get(type(value), f"of type {type(value).__name__}")
     is_short = isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**40)
-    return f"{kind} ({json.dumps(value)})" if is_short else kind
+    return f"{type_name} ({json.dumps(value)})" if is_short else type_name
 
 
 def record_places(value: Any, *, prefix: str = "", depth: int = _DEPTH) -> list[str]:
-    """Return the dotted places of the lists of objects in an object, the outer ones first."""
+    """Return the dotted paths of the lists of objects in an object, outer ones first."""
     if not isinstance(value, dict) or depth == 0:
         return []
-    inner = {f"{prefix}{name}": each for name, each in value.items() if "." not in name}
-    own = [place for place, each in inner.items() if isinstance(each, list) and each and isinstance(each[0], dict)]
-    further = (
-        place for name, each in inner.items() for place in record_places(each, prefix=f"{name}.", depth=depth - 1)
+    inner = {f"{prefix}{name}": child for name, child in value.items() if "." not in name}
+    paths = [path for path, child in inner.items() if isinstance(child, list) and child and isinstance(child[0], dict)]
+    nested = (
+        path for name, child in inner.items() for path in record_places(child, prefix=f"{name}.", depth=depth - 1)
     )
-    return [*own, *further][:_MAX_PLACES]
+    return [*paths, *nested][:_MAX_PATHS]

@@ -309,7 +309,7 @@ def test_the_copy_of_the_job_reports_redacted_values(session):
 
 
 def test_a_saved_job_with_a_redacted_url_is_rejected_with_a_remedy(session):
-    assert "the secret in this URL was removed from the saved job. Give the URL again" in session.said["evaluate"]
+    assert "the secret in this URL was removed from the saved job. Pass the URL again" in session.said["evaluate"]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(session):

@@ -1,4 +1,4 @@
-"""What will really be trained on: rows, tokens and what became of them, by source and in all, with histograms."""
+"""Audit of the training data: the rows and tokens of every source and in total, with histograms."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -25,56 +25,56 @@ QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Histogram:
-    """Bars of equal width; bar i holds the values in [edges[i], edges[i + 1]), the last one its upper edge too."""
+    """Bars of equal width; bar i counts the values in [edges[i], edges[i + 1]), the last one its upper edge, too."""
 
-    edges: tuple[float, ...]  # one more than there are bars
+    edges: tuple[float, ...]  # one more than bars
     bars: tuple[int, ...]
 
 
 def histogram(values: np.ndarray, *, upper: float, num_bars: int) -> Histogram:
-    """Return the values from 0 to `upper` in this number of bars."""
+    """Return a histogram of the values from 0 to `upper` with `num_bars` bars."""
     bars, edges = np.histogram(values, bins=num_bars, range=(0.0, upper))
     return Histogram(tuple(round(float(edge), 6) for edge in edges), tuple(int(bar) for bar in bars))
 
 
-def length_histogram(lengths: np.ndarray, *, most_bars: int = 32) -> Histogram:
-    """Return the lengths in bars of a whole number of tokens each; no bar where there is no length."""
+def length_histogram(lengths: np.ndarray, *, max_bars: int = 32) -> Histogram:
+    """Return a histogram of lengths whose bars are whole numbers of tokens wide; no bars without lengths."""
     longest = int(lengths.max()) if len(lengths) else 0
-    width = -(-(longest + 1) // most_bars)
+    width = -(-(longest + 1) // max_bars)
     num_bars = -(-(longest + 1) // width)
     return histogram(lengths, upper=width * num_bars, num_bars=num_bars)
 
 
 def quantiles(values: np.ndarray) -> dict[str, int]:
-    """Return the smallest, the largest and some in between, each a value that occurs; empty where there is none.
+    """Return quantiles, which are values that occur, from minimum to maximum; empty without values.
 
     >>> quantiles(np.array([1, 2, 3, 4]))["p50"]
     2
     """
     if not len(values):
         return {}
-    found = np.quantile(values, QUANTILES, method="inverted_cdf")
-    return {f"p{100 * share:g}": int(value) for share, value in zip(QUANTILES, found, strict=True)}
+    selected = np.quantile(values, QUANTILES, method="inverted_cdf")
+    return {f"p{100 * share:g}": int(value) for share, value in zip(QUANTILES, selected, strict=True)}
 
 
 VERSION = 1
-"""Of the form of `audit.json`."""
+"""The format version of `audit.json`."""
 
 
 class Prepared(Protocol):
-    """What an audit needs of a prepared set."""
+    """The interface of a prepared dataset that an audit uses."""
 
     @property
     def counts(self) -> Counts:
-        """Return what became of its rows."""
+        """Return the counts of its rows."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sample."""
+        """Return the number of tokens of each sample."""
 
     @property
     def num_targets_each(self) -> np.ndarray:
-        """Return the targets of each sample."""
+        """Return the number of targets of each sample."""
 
     @property
     def digests(self) -> np.ndarray:
@@ -83,38 +83,38 @@ class Prepared(Protocol):
 
 @dataclass(frozen=True)
 class Streamed:
-    """A source of which only the windows prepared so far are known, by their counts."""
+    """A streamed source: only the counts of the windows prepared so far are known."""
 
     count: Callable[[], Counts]
 
     @property
     def counts(self) -> Counts:
-        """Return what became of the rows of all windows that have been prepared by now."""
+        """Return the counts of all windows that have been prepared so far."""
         return self.count()
 
 
 @dataclass(frozen=True)
 class SourceAudit:
-    """One source, or all of them."""
+    """The audit of one source, or of all."""
 
-    key: str  # its place in the job YAML, or `total`
+    key: str  # its key in the job YAML, or `total`
     counts: Counts
     is_streamed: bool
-    duplicates: int | None  # samples equal to an earlier one, be it of another source; None in a stream
-    in_validation: int | None  # training samples that are among the validation samples; None without any
+    duplicates: int | None  # samples equal to an earlier one of any source; None for a stream
+    in_validation: int | None  # training samples that equal a validation sample; None without validation
     length_quantiles: Mapping[str, int]  # in tokens
     lengths: Histogram | None
     target_shares: Histogram | None  # targets per token, of each sample
 
     @property
     def masked_tokens(self) -> int:
-        """Return the tokens that are no targets."""
+        """Return the number of tokens that are not targets."""
         return self.counts.tokens - self.counts.targets
 
 
 @dataclass(frozen=True)
 class Exceeded:
-    """A share of a source that is above what `data.audit` allows."""
+    """A share of a source that exceeds a limit of `data.audit`."""
 
     key: str  # of the source
     share: Share
@@ -125,19 +125,19 @@ class Exceeded:
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run will be trained on."""
+    """The audit of a run's training data."""
 
     sources: tuple[SourceAudit, ...]
     total: SourceAudit
     validation: SourceAudit | None
-    padding: Padding | None  # None where batches cannot be looked at without waiting for a stream
-    template: TemplateCheck | None  # None where nothing is rendered
+    padding: Padding | None  # None if a stream would have to be waited for
+    template: TemplateCheck | None  # None if nothing is rendered
     exceeded: tuple[Exceeded, ...]
-    classes: Mapping[str, int] = field(default_factory=dict)  # training samples of each, where a sample has one
-    num_sequences: int = 0  # of training samples of several texts
+    classes: Mapping[str, int] = field(default_factory=dict)  # training samples by class, if samples have classes
+    num_sequences: int = 0  # of training samples with several texts
 
     def as_json(self) -> dict[str, Any]:
-        """Return the audit as plain values, what follows from others (masked tokens, shares) included."""
+        """Return the audit as JSON values, including derived ones (masked tokens, shares)."""
         plain = {"version": VERSION, **asdict(self)}
         plain["sources"] = [_plain(source) for source in self.sources]
         plain["total"] = _plain(self.total)
@@ -159,17 +159,17 @@ def audit_sources(
     classes: Mapping[str, int] | None = None,
     num_sequences: int = 0,
 ) -> Audit:
-    """Return the audit of the training sources, by their places in the job YAML and in their order."""
+    """Return the audit of the training sources, which are given by their keys in the job YAML."""
     prepared = {key: each for key, each in sources.items() if not isinstance(each, Streamed)}
     duplicates = dict(zip(prepared, num_duplicates([each.digests for each in prepared.values()]), strict=True))
     audits = tuple(
         _streamed(key, each) if isinstance(each, Streamed) else _audit(key, each, duplicates[key], validation)
         for key, each in sources.items()
     )
-    whole = _total(audits, list(prepared.values()))
+    total = _total(audits, list(prepared.values()))
     return Audit(
         sources=audits,
-        total=whole,
+        total=total,
         validation=_of_validation(validation) if validation is not None else None,
         padding=padding,
         template=template,
@@ -180,15 +180,15 @@ def audit_sources(
 
 
 def refuse_exceeded(sources: Mapping[str, Prepared | Streamed], limits: AuditSection) -> None:
-    """Raise DataError where more samples equal one of another source, too, than `data.audit` allows."""
+    """Raise DataError if duplicates, counted across sources, exceed the limit of `data.audit`."""
     if len(sources) > 1 and limits.max_duplicate_samples is not None:
-        found = audit_sources(sources, limits=limits).exceeded
-        if found:
-            raise DataError("\n".join(f"{each} {REMEDY}" for each in found))
+        limits_exceeded = audit_sources(sources, limits=limits).exceeded
+        if limits_exceeded:
+            raise DataError("\n".join(f"{excess} {REMEDY}" for excess in limits_exceeded))
 
 
 def exceeded(audits: Iterable[SourceAudit], limits: AuditSection) -> Iterator[Exceeded]:
-    """Yield every limit that a source is above."""
+    """Yield every limit that a source exceeds."""
     for audit in audits:
         for share in exceeded_shares(audit.counts, audit.duplicates or 0, limits):
             yield Exceeded(audit.key, share)
@@ -220,7 +220,7 @@ def _total(audits: Sequence[SourceAudit], prepared: Sequence[Prepared]) -> Sourc
 
 
 def _spread(prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """Return how lengths and shares of targets are spread over the samples."""
+    """Return the distributions of lengths and target shares over the samples."""
     if not prepared:
         return {"length_quantiles": {}, "lengths": None, "target_shares": None}
     lengths = np.concatenate([each.lengths for each in prepared])
@@ -245,5 +245,5 @@ def _plain(audit: SourceAudit) -> dict[str, Any]:
     plain = {field.name: getattr(audit, field.name) for field in fields(audit)}
     histograms = {name: asdict(plain[name]) for name in ("lengths", "target_shares") if plain[name]}
     counts = asdict(audit.counts) | {"masked_tokens": audit.masked_tokens}
-    found = {"counts": counts, "shares": _shares(audit), "length_quantiles": dict(audit.length_quantiles)}
-    return plain | histograms | found
+    derived = {"counts": counts, "shares": _shares(audit), "length_quantiles": dict(audit.length_quantiles)}
+    return plain | histograms | derived

@@ -1,4 +1,4 @@
-"""How much of what a forward pass computes is padding: measured on the first batches of the order."""
+"""The share of padding in the forward pass, measured on the first batches of the order."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +12,12 @@ from finetune.data.order.dataset_view import DatasetView
 from finetune.data.order.order import permutation
 
 MAX_MEASURED_SAMPLES = 4096
-"""Samples after which the share is known well enough."""
+"""The number of samples after which the share is accurate enough."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The batches that were looked at, and plain padded batches of the same samples."""
+    """The measured batches, compared with plain padded batches of the same samples."""
 
     num_batches: int
     num_samples: int
@@ -25,26 +25,26 @@ class Padding:
     computed: int  # positions of these batches, padding included
     plain_computed: int  # positions of plain batches, `train.microbatch_size` samples each, in random order
     num_positions: int  # of the order
-    budget: int | None  # tokens that a position may hold; None where it holds one sample
+    budget: int | None  # tokens per position; None if a position holds one sample
 
     @property
     def filled(self) -> float | None:
-        """Return how full the packs or batches by tokens are in the mean; None where there are none."""
+        """Return the mean fill of the packs or token batches; None without a budget."""
         return self.tokens / (self.num_positions * self.budget) if self.budget and self.num_positions else None
 
     @property
     def share(self) -> float:
-        """Return the share of padding in what is computed."""
+        """Return the share of padding in the computed positions."""
         return 1 - self.tokens / self.computed if self.computed else 0.0
 
     @property
     def plain_share(self) -> float:
-        """Return the share that plain padded batches would have."""
+        """Return the share of padding of plain padded batches."""
         return 1 - self.tokens / self.plain_computed if self.plain_computed else 0.0
 
     @property
     def saved(self) -> float:
-        """Return which share of what plain batches would compute is saved."""
+        """Return the share of the positions of plain batches that is saved."""
         return 1 - self.computed / self.plain_computed if self.plain_computed else 0.0
 
 
@@ -56,15 +56,15 @@ def measure_padding(
     microbatch_size: int,
     budget: int | None = None,
 ) -> Padding:
-    """Return the padding of the order's first steps, an epoch at most; of one step at least."""
+    """Return the padding of the order's first steps: at least one step, at most an epoch."""
     num_batches = num_positions = computed = tokens = 0
     lengths: list[int] = []
     for ids in _first_batches(view, global_batch_size=global_batch_size, microbatch_size=microbatch_size):
         batch = collate([view.samples[sample_id] for sample_id in ids.tolist()])
         num_batches, num_positions = num_batches + 1, num_positions + microbatch_size
-        is_each_read = len(batch.lengths) == len(ids)  # of a source and its target, the encoder reads the source
-        lengths.extend(batch.lengths if is_each_read else view.samples.lengths_of(ids).tolist())
-        tokens += sum(batch.lengths) if is_each_read else batch.num_tokens
+        has_all_lengths = len(batch.lengths) == len(ids)  # the encoder of a seq2seq model reads the source only
+        lengths.extend(batch.lengths if has_all_lengths else view.samples.lengths_of(ids).tolist())
+        tokens += sum(batch.lengths) if has_all_lengths else batch.num_tokens
         computed += math.prod(batch.positions)
     plain = plain_computed(np.array(lengths, np.int64), microbatch_size=microbatch_size)
     return Padding(num_batches, len(lengths), tokens, computed, plain, num_positions, budget)

@@ -1,4 +1,4 @@
-"""Text files in other encodings as UTF-8, and what is said of bytes that are no text."""
+"""Transcode text files to UTF-8, with errors for invalid bytes."""
 
 import codecs
 import io
@@ -15,14 +15,14 @@ _MARKS = (
 )
 _CHUNK_BYTES = 1 << 20
 _SAMPLE_BYTES = 4096
-_MANY = 0.4
-"""Share of the bytes of a text that are zero in UTF-16 of mostly Latin letters, of one byte order or the other."""
+_MIN_ZERO_SHARE = 0.4
+"""The share of zero bytes in UTF-16 text of mostly Latin letters, in either byte order."""
 
 
 def as_utf8(stream: io.BufferedReader, *, encoding: str | None, origin: str) -> io.BufferedReader:
-    """Return the stream with its text in UTF-8: as it is, unless an encoding or its byte order mark says otherwise.
+    """Return the stream as UTF-8; it is transcoded if an encoding is configured or a byte order mark indicates one.
 
-    Raises DataError where it looks like UTF-16 without such a mark.
+    Raises DataError if it looks like UTF-16 without a byte order mark.
     """
     if encoding is None:
         start = stream.peek(_SAMPLE_BYTES)[:_SAMPLE_BYTES]
@@ -44,20 +44,20 @@ def decode_line(line: bytes, *, origin: str, number: int) -> str:
 
 
 class _Transcoded(io.RawIOBase):
-    """Reads text in any encoding as UTF-8; raises DataError that names offset and line of a byte that is none."""
+    """Reads text in any encoding as UTF-8; raises DataError naming offset and line of an invalid byte."""
 
     def __init__(self, stream: BinaryIO, encoding: str, origin: str) -> None:
         self._stream, self._encoding, self._origin = stream, encoding, origin
         self._decoder: Any = codecs.getincrementaldecoder(encoding)()
         self._pending = b""
-        self._num_bytes, self._line = 0, 1  # that have been decoded, and in which the next one is
+        self._num_bytes, self._line = 0, 1  # bytes decoded so far, and the line of the next byte
 
     def readable(self) -> bool:
         """Return true."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with UTF-8, and return how many bytes there are; 0 at the end."""
+        """Fill the buffer with UTF-8 and return the number of bytes; 0 at the end."""
         while not self._pending:
             chunk = self._stream.read(_CHUNK_BYTES)
             text = self._decoded(chunk)
@@ -65,40 +65,42 @@ class _Transcoded(io.RawIOBase):
             self._pending = text.encode("utf-8")
             if not chunk:
                 break
-        taken = self._pending[: len(buffer)]
-        buffer[: len(taken)] = taken
-        self._pending = self._pending[len(taken) :]
-        return len(taken)
+        output = self._pending[: len(buffer)]
+        buffer[: len(output)] = output
+        self._pending = self._pending[len(output) :]
+        return len(output)
 
     def _decoded(self, chunk: bytes) -> str:
-        left = len(self._decoder.getstate()[0])
+        num_pending = len(self._decoder.getstate()[0])
         try:
             text: str = self._decoder.decode(chunk, final=not chunk)
             text.encode("utf-8")
         except UnicodeDecodeError as error:
-            at = self._num_bytes - left + error.start
+            offset = self._num_bytes - num_pending + error.start
             before = error.object[: error.start].decode(error.encoding, errors="ignore")
             line = self._line + before.count("\n")
             raise DataError(
-                f"{self._origin}, line {line}: byte 0x{error.object[error.start]:02x} at offset {at:,} is not "
+                f"{self._origin}, line {line}: byte 0x{error.object[error.start]:02x} at offset {offset:,} is not "
                 f"{self._encoding} ({error.reason}). Write another `encoding`, or fix the line."
             ) from error
         except UnicodeEncodeError as error:
-            raise DataError(f"{self._origin}: holds half of a surrogate pair: this is not valid Unicode.") from error
+            raise DataError(
+                f"{self._origin}: contains half of a surrogate pair, which is not valid Unicode."
+            ) from error
         except UnicodeError as error:  # utf-16 and utf-32 without a byte order mark
             raise DataError(
-                f"{self._origin}: has no byte order mark, which says the order of bytes in {self._encoding}. Write "
-                f"`encoding: {self._encoding}-le`, or leave `encoding` out for UTF-8."
+                f"{self._origin}: has no byte order mark, which {self._encoding} requires. Write "
+                f"`encoding: {self._encoding}-le`, or remove `encoding` for UTF-8."
             ) from error
         self._num_bytes += len(chunk)
         return text
 
 
 def _refuse_utf16(start: bytes, origin: str) -> None:
-    """Raise DataError for text with a zero in nearly every second byte."""
+    """Raise DataError for text in which nearly every second byte is zero."""
     for first, name in ((1, "utf-16-le"), (0, "utf-16-be")):
         zeros = start[first::2].count(0)
-        if zeros and zeros >= _MANY * len(start) and not start[1 - first :: 2].count(0):
+        if zeros and zeros >= _MIN_ZERO_SHARE * len(start) and not start[1 - first :: 2].count(0):
             raise DataError(
                 f"{origin}: looks like UTF-16 without a byte order mark: every second byte is zero. Write "
                 f"`encoding: {name}` next to its path."

@@ -1,4 +1,4 @@
-"""Rows of a dataset on the Hugging Face hub; data files only, never a dataset's own code."""
+"""Rows of a dataset on the Hugging Face hub; reads data files only and never runs dataset code."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class HubDataset:
     local: str = ""  # its name, which may be a folder
 
     def digest(self) -> str:
-        """Return the fingerprint that `datasets` gives to the content."""
+        """Return the fingerprint of `datasets`."""
         return str(self.dataset._fingerprint)
 
     def listing(self) -> Any:
-        """Return the fingerprint: it needs no reading."""
+        """Return the fingerprint, which requires no reading."""
         return self.digest()
 
     def image_folders(self) -> Sequence[Path]:
@@ -43,7 +43,7 @@ class HubDataset:
         return _class_names(self.dataset)
 
     def shards(self) -> Sequence["HubDataset"]:
-        """Return itself: what has been downloaded is read from any row on."""
+        """Return itself: a downloaded dataset can be read from any row on."""
         return (self,)
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
@@ -53,7 +53,7 @@ class HubDataset:
             yield RawRow(self.name, number, without_fillers(row))
 
     def num_rows(self, at_most: int) -> int:
-        """Return how many rows there are, or `at_most`."""
+        """Return the number of rows, but at most `at_most`."""
         return min(at_most, len(self.dataset))
 
 
@@ -67,7 +67,7 @@ class HubStream:
     local: str = ""  # its name, which may be a folder
 
     def digest(self) -> str:
-        """Return the version of the files: their content has not been seen."""
+        """Return the version of the files, whose content has not been read."""
         return self.version
 
     def listing(self) -> Any:
@@ -79,7 +79,7 @@ class HubStream:
         return _image_folders(self.local)
 
     def class_names(self) -> ClassNames:
-        """Return the names of its `ClassLabel` columns, as far as the dataset tells its columns."""
+        """Return the names of its `ClassLabel` columns, if the dataset describes its columns."""
         return _class_names(self.dataset)
 
     def shards(self) -> Sequence["HubShard"]:
@@ -110,14 +110,14 @@ class HubShard:
             raise DataError(f"{self.name} cannot be read: {_reason(error)}") from error
 
     def num_rows(self, at_most: int) -> int:
-        """Return how many rows the shard has, or `at_most`."""
+        """Return the number of rows, but at most `at_most`."""
         return sum(1 for _, _ in zip(range(at_most), self.rows(), strict=False))
 
 
 def load_hub_dataset(source: SourceSection) -> Origin:
-    """Return the split, downloading it unless it is cached, or as a stream where the section has one.
+    """Return the split, downloaded unless it is cached, or streamed if the section says so.
 
-    Raises DataError when it cannot be loaded.
+    Raises DataError if it cannot be loaded.
     """
     assert source.name is not None
     is_streamed = isinstance(source, TrainedSourceSection) and source.stream is not None
@@ -126,7 +126,7 @@ def load_hub_dataset(source: SourceSection) -> Origin:
             datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
             set_datasets_offline(datasets, is_offline=is_offline())
             return (_streamed if is_streamed else _downloaded)(datasets, source)
-    except Exception as error:  # `datasets` raises many kinds: none is a fault of ours, all are about this name
+    except Exception as error:  # `datasets` raises many exception types for a bad name
         raise DataError(f"hub dataset {_title(source)} cannot be loaded: {_reason(error)}") from error
 
 
@@ -144,7 +144,7 @@ def _streamed(datasets: Any, source: SourceSection) -> HubStream:
 
 
 def _undecoded(datasets: Any, dataset: Any) -> Any:
-    """Return the dataset with its images as encoded bytes: they are decoded where batches are made."""
+    """Return the dataset with its images as encoded bytes; they are decoded when batches are made."""
     for column, feature in (getattr(dataset, "features", None) or {}).items():
         if isinstance(feature, datasets.Image):
             dataset = dataset.cast_column(column, datasets.Image(decode=False))
@@ -157,7 +157,7 @@ def _image_folders(name: str) -> tuple[Path, ...]:
     datasets = require("datasets", extra="dev", purpose="Reading a hub dataset")
     kept = (datasets.config.HF_DATASETS_CACHE, datasets.config.DOWNLOADED_DATASETS_PATH, HF_HUB_CACHE)
     own = [Path(name).absolute()] if Path(name).is_dir() else []
-    return (*own, *(Path(each).expanduser() for each in kept))
+    return (*own, *(Path(folder).expanduser() for folder in kept))
 
 
 def _class_names(dataset: Any) -> ClassNames:
@@ -174,7 +174,9 @@ def _title(source: SourceSection) -> str:
 def _reason(error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, ConnectionError):
-        return f"the hub cannot be reached ({reason}). Go online once, or give a local file with `path`."
+        return f"the hub cannot be reached ({reason}). Go online once, or pass a local file with `path`."
     if "scripts are no longer supported" in reason:
-        return "it comes as Python code, which is never run. Convert it to Parquet and give that with `path`."
-    return f"{reason.rstrip('.')}. Check `name`, `config`, `split` and `revision`; a private one needs `hf auth login`."
+        return "it consists of Python code, which is never run. Convert it to Parquet and pass that with `path`."
+    return (
+        f"{reason.rstrip('.')}. Check `name`, `config`, `split` and `revision`; private ones require `hf auth login`."
+    )

@@ -1,4 +1,4 @@
-"""Files of rows on this machine: a file, a folder, a glob, or a folder of images whose sub-folders are classes."""
+"""Local data files: a file, a folder, a glob, or a folder of images whose subfolders are classes."""
 
 import glob
 import hashlib
@@ -27,14 +27,14 @@ from finetune.runtime.files.digests import file_digest, files_digest
 from finetune.runtime.files.read import open_regular, require_regular
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
-"""Endings of the images that are looked for."""
+"""The extensions of image files."""
 
 _SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Its own only shard: rows of `image` (the file's path) and `label` (the sub-folder), in the order of the paths."""
+    """Rows of `image` (the file's path) and `label` (the subfolder), in the order of the paths; its own only shard."""
 
     folder: Path
     files: tuple[Path, ...]  # relative to the folder
@@ -45,20 +45,20 @@ class ImageFolder:
         return str(self.folder)
 
     def shards(self) -> Sequence["ImageFolder"]:
-        """Return itself: any row is found at once."""
+        """Return itself: any row is accessible directly."""
         return (self,)
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """Yield a row for each image, without the first `start`; no image is opened."""
+        """Yield a row per image, without the first `start`; no image is opened."""
         for number, file in enumerate(self.files[start:], start=start + 1):
             yield RawRow(self.name, number, {"image": str(self.folder / file), "label": file.parts[0]})
 
     def num_rows(self, at_most: int) -> int:
-        """Return how many images there are, or `at_most`."""
+        """Return the number of images, but at most `at_most`."""
         return min(at_most, len(self.files))
 
     def digest(self) -> str:
-        """Return a digest of all images and their labels; files that were not written since are not read again."""
+        """Return a digest of all images and their labels; unmodified files are not read again."""
         return self._digest
 
     @cached_property
@@ -79,35 +79,35 @@ class ImageFolder:
         return (self.folder,)
 
     def class_names(self) -> ClassNames:
-        """Return none: its labels are names."""
+        """Return an empty mapping: the labels are names already."""
         return {}
 
 
 def find_image_folder(folder: Path) -> ImageFolder | None:
-    """Return the images in the sub-folders, at whatever depth; None where none of them holds any.
+    """Return the images in the subfolders, at any depth; None if there are none.
 
-    Names that begin with `.` or `_` are passed over. Raises DataError for images that are in no sub-folder, and where
-    the sub-folders are splits.
+    Names that start with `.` or `_` are skipped. Raises DataError for images outside of subfolders, and if the
+    subfolders are splits.
     """
-    classes = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith((".", "_")))
-    files = tuple(file.relative_to(folder) for each in classes for file in _images(each))
-    alone = sum(is_image(file) for file in folder.iterdir())
-    if alone:
+    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
+    files = tuple(file.relative_to(folder) for class_folder in classes for file in _images(class_folder))
+    num_unlabelled = sum(is_image(file) for file in folder.iterdir())
+    if num_unlabelled:
         raise DataError(
-            f"{folder} holds {alone:,} images that are in no sub-folder, so that their class is not known. Move each "
-            "into a folder that is named as its class, or write paths and labels to a file of rows."
+            f"{folder} contains {num_unlabelled:,} images outside of subfolders, so their classes are unknown. Move "
+            "each into a folder named after its class, or write paths and labels to a data file."
         )
     if not files:
         return None
     labels = {file.parts[0] for file in files}
     if {label.lower() for label in labels} <= _SPLITS:
-        some = folder / min(labels)
-        raise DataError(f"the sub-folders of {folder} are splits, not classes. Name one of them: {some}.")
+        example = folder / min(labels)
+        raise DataError(f"the subfolders of {folder} are splits, not classes. Name one of them: {example}.")
     return ImageFolder(folder, files)
 
 
 def is_image(path: Path) -> bool:
-    """Tell by its name whether a file is an image."""
+    """Return whether the file is an image, judged by its name."""
     return path.suffix.lower() in ENDINGS and not path.name.startswith((".", "_")) and path.is_file()
 
 
@@ -117,7 +117,7 @@ def _images(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file of this machine."""
+    """A local file."""
 
     path: Path
     faults = (OSError, EOFError, UnicodeDecodeError)
@@ -136,17 +136,17 @@ class LocalFile:
         return file_digest(self.path)
 
     def listing(self) -> Any:
-        """Return name, size and time of its last change; the folder does not matter."""
+        """Return name, size and modification time; the folder does not matter."""
         state = self.path.stat()
         return [self.path.name, state.st_size, state.st_mtime_ns]
 
 
 def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) -> Origin:
-    """Return the file, the files of one kind of a folder, or those that a glob matches, in the order of their names.
+    """Return the file, the data files of a folder, or the matches of a glob, sorted by name.
 
-    Of a folder whose sub-folders hold images and that has no rows, these images, the sub-folders being their classes.
-    Raises DataError when there are none, when a kind is unknown, or when a folder or glob leads outside of its base
-    through a link and `follow_links` is not set. What is in a folder and not read is said.
+    A folder without data files whose subfolders contain images is a folder of images; the subfolders are the classes.
+    Raises DataError if there are no files, if a format is unknown, or if a link leads out of the folder or the base of
+    the glob and `follow_links` is not set. Logs the entries of a folder that are not read.
     """
     assert section.path is not None
     path = Path(section.path)
@@ -154,29 +154,29 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
         images = None if _has_rows(path) else find_image_folder(path)
         if images is not None:
             if not section.follow_links:
-                _refuse_links_out([path / each for each in images.files], path, key=key)
+                _refuse_links_out([path / file for file in images.files], path, key=key)
             return images
-        found, base = _of_folder(path, key=key, log=log), path
+        files, base = _of_folder(path, key=key, log=log), path
     elif path.exists():
         if path.is_symlink():
             log(f"{key}.path: {path} is a link to {path.resolve()}")
         _require_file(path)
-        found, base = [path], None
+        files, base = [path], None
     else:
         base = _base(path)
-        found = sorted(each for each in base.glob(str(path.relative_to(base))) if each.is_file())
-    if not found:
+        files = sorted(match for match in base.glob(str(path.relative_to(base))) if match.is_file())
+    if not files:
         raise DataError(f"{path}: there is no such file. A relative path is resolved against the config file's folder.")
-    for file in found:
+    for file in files:
         require_readable(str(file))
         _require_no_hole(file)
     if base is not None and not section.follow_links:
-        _refuse_links_out(found, base, key=key)
-    return Files(section.path, tuple(map(LocalFile, found)), base or path.parent)
+        _refuse_links_out(files, base, key=key)
+    return Files(section.path, tuple(map(LocalFile, files)), base or path.parent)
 
 
 def _require_file(path: Path) -> None:
-    """Raise DataError for a FIFO or a device: rows are read more than once, the first of them before all others."""
+    """Raise DataError for a FIFO or a device: rows are read more than once."""
     try:
         require_regular(path)
     except NotAFile as error:
@@ -187,9 +187,9 @@ _HOLE_BYTES = 1 << 20
 
 
 def _require_no_hole(path: Path) -> None:
-    """Raise DataError where a file of text has a part that was never written, which reads as zero bytes.
+    """Raise DataError if a text file has a hole, which reads as zero bytes.
 
-    A terabyte of them takes no place on the disk, and hours to read.
+    A terabyte of zero bytes takes no disk space and hours to read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -198,29 +198,29 @@ def _require_no_hole(path: Path) -> None:
             file.seek(hole)
             if not file.read(_HOLE_BYTES).strip(b"\0"):
                 raise DataError(
-                    f"{path}: has only zero bytes from byte {hole:,} on: the file was not written to its end."
+                    f"{path}: has only zero bytes from byte {hole:,} on: the file was not written completely."
                 )
 
 
 def _has_rows(folder: Path) -> bool:
-    return any(is_readable(each.name) and each.is_file() for each in folder.iterdir())
+    return any(is_readable(path.name) and path.is_file() for path in folder.iterdir())
 
 
 def _of_folder(folder: Path, *, key: str, log: Callable[[str], None]) -> list[Path]:
     entries = sorted(folder.iterdir())
-    held, others = select_one_kind([str(each) for each in entries if each.is_file()], folder=str(folder))
-    folders = [f"{each.name}/" for each in entries if each.is_dir() and not each.name.startswith(".")]
+    data_files, others = select_one_kind([str(entry) for entry in entries if entry.is_file()], folder=str(folder))
+    folders = [f"{entry.name}/" for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     unread = [*(Path(other).name for other in others), *folders]
     if unread:
         log(f"{key}.path: {folder} {format_not_read(unread)}")
-    return [Path(each) for each in held]
+    return [Path(name) for name in data_files]
 
 
 def _base(pattern: Path) -> Path:
-    """Return the folder of a glob in which it looks: all parts before the first that stands for several names."""
-    for number, part in enumerate(pattern.parts):
+    """Return the base folder of a glob: all path components before the first pattern."""
+    for index, part in enumerate(pattern.parts):
         if glob.has_magic(part):
-            return Path(*pattern.parts[:number])
+            return Path(*pattern.parts[:index])
     return pattern.parent
 
 

@@ -1,4 +1,4 @@
-"""What the job says of how files of text are read: delimiter, quotes, encoding, positions, and where records are."""
+"""The job's options for reading text files: delimiter, quotes, encoding, column positions, and the path of records."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -11,22 +11,22 @@ from finetune.errors import DataError
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The defaults read every file as UTF-8, with the delimiter of its ending and a header."""
+    """The defaults read every file as UTF-8, with the delimiter of its extension and a header."""
 
     delimiter: str | None = None
     quotes: bool | None = None
     encoding: str | None = None
     records: str | None = None
     has_header: bool = True
-    names: tuple[tuple[int, str], ...] = ()  # of columns by position, where there is no header
+    names: tuple[tuple[int, str], ...] = ()  # of columns by position, without a header
 
     def identity(self) -> Mapping[str, Any]:
-        """Return, as JSON can hold it, what is not read by default."""
-        written = asdict(self)
-        return {each.name: written[each.name] for each in fields(self) if written[each.name] != each.default}
+        """Return the options that differ from the defaults, as JSON values."""
+        values = asdict(self)
+        return {option.name: values[option.name] for option in fields(self) if values[option.name] != option.default}
 
     def column_name(self, position: int) -> str:
-        """Return the name of a column without a header: the one that is given to it, else its position."""
+        """Return the name of a column without a header: the configured name, or else its position."""
         return dict(self.names).get(position, str(position))
 
 
@@ -34,13 +34,13 @@ DEFAULT_OPTIONS = ReadOptions()
 
 
 def read_options(section: SourceSection, endings: Iterable[str], *, key: str) -> ReadOptions:
-    """Return how files of these kinds are read; raises DataError for a key that their kind does not have."""
-    found = set(endings)
+    """Return the options for files with these extensions; raises DataError for an option that they do not have."""
+    extensions = set(endings)
     if section.has_positions:
-        _require_kind(found, KINDS_WITH_POSITIONS, key=f"{key}.columns", what="columns by position are")
+        _require_kind(extensions, KINDS_WITH_POSITIONS, key=f"{key}.columns", what="columns by position are")
     for name, allowed in KINDS_OF_KEYS.items():
         if getattr(section, name) is not None:
-            _require_kind(found, allowed, key=f"{key}.{name}", what="it is")
+            _require_kind(extensions, allowed, key=f"{key}.{name}", what="it is")
     return ReadOptions(
         section.delimiter,
         section.quotes,
@@ -51,7 +51,7 @@ def read_options(section: SourceSection, endings: Iterable[str], *, key: str) ->
     )
 
 
-def _require_kind(found: set[str], allowed: tuple[str, ...], *, key: str, what: str) -> None:
-    others = sorted(found - set(allowed))
+def _require_kind(extensions: set[str], allowed: tuple[str, ...], *, key: str, what: str) -> None:
+    others = sorted(extensions - set(allowed))
     if others:
         raise DataError(f"{key}: {what} read of {' and '.join(allowed)} files only, not of {others[0]}. Remove it.")

@@ -1,4 +1,4 @@
-"""From an open file to rows: JSON lines, JSON, CSV, TSV, plain text, CoNLL, Parquet and Arrow."""
+"""Read rows from open files: JSON lines, JSON, CSV, TSV, plain text, CoNLL, Parquet and Arrow."""
 
 import csv
 import io
@@ -20,10 +20,10 @@ from finetune.data.sources.unpacking import MAX_ROW_BYTES
 from finetune.errors import DataError
 
 MAX_JSON_BYTES = 2 << 30
-"""Of a JSON file that is one array or object, which is held in memory; JSON lines have no limit."""
+"""The limit of a JSON file with one array or object, which is held in memory; JSON lines have no limit."""
 
 MAX_SENTENCE_BYTES = 256 << 20
-"""Of the longest sentence that is read."""
+"""The limit of a sentence."""
 
 _DOCUMENT_START = "-DOCSTART-"
 
@@ -36,14 +36,14 @@ _DELIMITER_NAMES = {",": "comma", "\t": "tab", ";": "semicolon", "|": "pipe"}
 def rows_of(
     stream: BinaryIO, kind: str, *, origin: str, options: ReadOptions = DEFAULT_OPTIONS, start: int = 0
 ) -> Iterator[RawRow]:
-    """Yield the rows of a file of that kind without the first `start`.
+    """Yield the rows of a file of that format without the first `start`.
 
-    Raises DataError naming the place in the file, besides what reading the stream raises.
+    Raises DataError naming the location in the file, and any exception of the stream.
     """
     if kind in _TABLES:
         yield from _TABLES[kind](stream, origin, start)
     else:
-        raw: Any = stream  # decompressors and downloads have `readinto`, which is all that is needed
+        raw: Any = stream  # decompressors and downloads implement `readinto`, which is sufficient
         buffered = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(raw, 1 << 20)
         text = as_utf8(buffered, encoding=options.encoding, origin=origin)
         yield from islice(_TEXTS[kind](text, origin, options), start, None)
@@ -52,7 +52,7 @@ def rows_of(
 def count_rows(
     stream: BinaryIO, kind: str, *, origin: str, at_most: int, options: ReadOptions = DEFAULT_OPTIONS
 ) -> int:
-    """Return how many rows the file has, or `at_most`."""
+    """Return the number of rows, but at most `at_most`."""
     if kind == ".parquet":
         return min(at_most, num_parquet_rows(stream))
     return sum(1 for _ in islice(rows_of(stream, kind, origin=origin, options=options), at_most))
@@ -66,12 +66,12 @@ def _json_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) ->
 def _plain_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
     for number, line in _lines(stream, origin, keep_blanks_around=True):
         if line.startswith(b"\0") and not line.strip(b"\0"):
-            raise DataError(f"{origin}, line {number}: has only zero bytes: the file was not written to its end.")
+            raise DataError(f"{origin}, line {number}: has only zero bytes: the file was not written completely.")
         yield RawRow(origin, number, {"text": decode_line(line, origin=origin, number=number)})
 
 
 def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, each with its number; DataError where blank ones do not end."""
+    """Yield the non-blank lines with their numbers; raises DataError for an endless run of blank lines."""
     last = 0
     for number, line in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
         if len(line) > MAX_ROW_BYTES:
@@ -82,11 +82,11 @@ def _lines(stream: io.BufferedReader, origin: str, *, keep_blanks_around: bool =
             last = number
             yield number, content.rstrip(b"\r\n") if keep_blanks_around else stripped
         elif number - last > _MAX_BLANK_LINES:
-            raise DataError(f"{origin}, line {last + 1}: more than {_MAX_BLANK_LINES:,} blank lines begin here.")
+            raise DataError(f"{origin}, line {last + 1}: more than {_MAX_BLANK_LINES:,} blank lines start here.")
 
 
 def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
-    """Yield the objects of one array; a file whose first line is a whole value is read as JSON lines."""
+    """Yield the objects of one array; a file whose first line is a complete value is read as JSON lines."""
     if options.records is not None:
         records = records_at(_parsed(_whole(stream, origin), origin), options.records, origin)
         yield from (RawRow(origin, number, record) for number, record in enumerate(records, start=1))
@@ -106,7 +106,7 @@ def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Itera
 def _whole(stream: io.BufferedReader, origin: str) -> bytes:
     content = stream.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
-        raise DataError(f"{origin}: has more than {MAX_JSON_BYTES >> 30} GB. Write one object on each line, as .jsonl.")
+        raise DataError(f"{origin}: has more than {MAX_JSON_BYTES >> 30} GB. Write one object per line, as .jsonl.")
     return content
 
 
@@ -131,69 +131,69 @@ def _parsed(content: bytes, origin: str) -> Any:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
-            "The file must be an array of objects, or one object on each line."
+            "The file must be an array of objects, or one object per line."
         ) from error
 
 
 def _refuse_one_object(value: Any, origin: str) -> NoReturn:
-    places = record_places(value)
-    if places:
-        advice = f"its rows seem to be in `{places[0]}`. Write `records: {places[0]}` next to its path."
+    paths = record_places(value)
+    if paths:
+        advice = f"its rows seem to be in `{paths[0]}`. Write `records: {paths[0]}` next to its path."
     else:
-        advice = "no list of objects is in it. Write its rows as an array, or as one object on each line."
+        advice = "it contains no list of objects. Write its rows as an array, or as one object per line."
     raise DataError(f"{origin}: is one object, not an array of objects; {advice}")
 
 
-def records_at(value: Any, place: str, origin: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects at a dotted place; raises DataError where there is none.
+def records_at(value: Any, path: str, origin: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects at a dotted path; raises DataError if there are none.
 
-    Lists on the way are joined: the other values of their objects are added to every object in them.
+    Lists along the path are flattened: the other values of their objects are added to every object in them.
     """
-    names = place.split(".")
-    yield from _records(value, names, origin, place="", carried={})
+    names = path.split(".")
+    yield from _records(value, names, origin, path="", carried={})
 
 
 def _records(
-    value: Any, names: Sequence[str], origin: str, *, place: str, carried: Mapping[str, Any], number: int = 0
+    value: Any, names: Sequence[str], origin: str, *, path: str, carried: Mapping[str, Any], number: int = 0
 ) -> Iterator[dict[str, Any]]:
-    where = f"`{place}`" if place else "the file"
-    if isinstance(value, list) and place:
+    where = f"`{path}`" if path else "the file"
+    if isinstance(value, list) and path:
         for index, record in enumerate(value, start=1):
             if not isinstance(record, dict):
                 raise DataError(f"{origin}: element {index:,} of {where} is not an object with columns.")
             if names:
                 others = {name: inner for name, inner in record.items() if name != names[0]}
-                yield from _records(record, names, origin, place=place, carried={**carried, **others}, number=index)
+                yield from _records(record, names, origin, path=path, carried={**carried, **others}, number=index)
             else:
                 yield {**carried, **record}
         return
     if not names:
-        raise DataError(f"{origin}: `records: {place}` is not a list of objects.{_places_advice(value, f'{place}.')}")
+        raise DataError(f"{origin}: `records: {path}` is not a list of objects.{_paths_advice(value, f'{path}.')}")
     if not isinstance(value, dict):
-        raise DataError(f"{origin}: is an array already, or a single value. Remove `records`.")
+        raise DataError(f"{origin}: is already an array, or a single value. Remove `records`.")
     if names[0] not in value:
         at = f" of element {number:,}" if number else ""
-        raise DataError(f"{origin}: `records`: there is no `{names[0]}` in {where}{at}.{_places_advice(value, '')}")
-    inner_place = f"{place}.{names[0]}" if place else names[0]
-    yield from _records(value[names[0]], names[1:], origin, place=inner_place, carried=carried)
+        raise DataError(f"{origin}: `records`: there is no `{names[0]}` in {where}{at}.{_paths_advice(value, '')}")
+    inner_path = f"{path}.{names[0]}" if path else names[0]
+    yield from _records(value[names[0]], names[1:], origin, path=inner_path, carried=carried)
 
 
-def _places_advice(value: Any, prefix: str) -> str:
-    places = record_places(value, prefix=prefix)
-    return f" Lists of objects are in {', '.join(f'`{path}`' for path in places)}." if places else ""
+def _paths_advice(value: Any, prefix: str) -> str:
+    paths = record_places(value, prefix=prefix)
+    return f" Lists of objects are in {', '.join(f'`{path}`' for path in paths)}." if paths else ""
 
 
 def conll_rows(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
-    """Yield a row for each sentence: `tokens` and `tags`, the first and the last column, or columns by position.
+    """Yield a row per sentence: `tokens` and `tags` from the first and the last column, or columns by position.
 
     Each line has a word and its tags, and a blank line ends a sentence (Tjong Kim Sang & De Meulder, 2003,
     https://aclanthology.org/W03-0419).
-    Lines with `-DOCSTART-` and comments before a sentence are left out. Raises DataError with the line that has more
+    Lines with `-DOCSTART-` and comments before a sentence are skipped. Raises DataError naming the line if it has more
     or fewer columns than the first one.
     """
     for number, sentence in enumerate(_sentences(stream, origin), start=1):
         columns = [list(column) for column in zip(*sentence, strict=True)]
-        if options.has_header:  # no column has been named
+        if options.has_header:  # no column names are configured
             row = {"tokens": columns[0], "tags": columns[-1]}
         else:
             row = {options.column_name(position): column for position, column in enumerate(columns)}
@@ -201,7 +201,7 @@ def conll_rows(stream: io.BufferedReader, origin: str, options: ReadOptions) -> 
 
 
 def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str]]]:
-    """Yield the words of each sentence with their tags, all of the same width."""
+    """Yield the words and tags of each sentence, all with the same number of columns."""
     sentence: list[list[str]] = []
     width = num_bytes = 0
     for number, text in _sentence_lines(stream, origin):
@@ -219,12 +219,12 @@ def _sentences(stream: io.BufferedReader, origin: str) -> Iterator[list[list[str
         if width < 2:
             raise DataError(
                 f"{origin}, line {number}: has one column, but each line needs a word and its tag, separated by a "
-                "blank or a tab."
+                "space or a tab."
             )
         if len(fields) != width:
             raise DataError(
-                f"{origin}, line {number}: has {len(fields)} column{'s' * (len(fields) != 1)}, and the lines before "
-                f"it {width}. Each line is a word and its tags; a blank line ends a sentence."
+                f"{origin}, line {number}: has {len(fields)} column{'s' * (len(fields) != 1)}, but the lines before "
+                f"it have {width}. Each line is a word and its tags; a blank line ends a sentence."
             )
         num_bytes += len(text)
         if num_bytes > MAX_SENTENCE_BYTES:
@@ -245,16 +245,16 @@ def _sentence_lines(stream: io.BufferedReader, origin: str) -> Iterator[tuple[in
 
 
 class _DelimitedLines:
-    """The file's lines as texts, and where the row began that is being read."""
+    """The lines of the file, and the position of the current row."""
 
     def __init__(self, stream: io.BufferedReader, origin: str) -> None:
         self._stream, self._origin = stream, origin
-        self._num_bytes = 0  # of the row
-        self.number = 0  # lines that have been handed out
-        self.first = 1  # line of the row
+        self._num_bytes = 0  # of the current row
+        self.number = 0  # of lines read
+        self.first = 1  # first line of the current row
 
     def begin_row(self) -> None:
-        """Count the row's lines and bytes from here."""
+        """Start counting the lines and bytes of a new row."""
         self.first, self._num_bytes = self.number + 1, 0
 
     def __iter__(self) -> Iterator[str]:
@@ -263,7 +263,7 @@ class _DelimitedLines:
             if self._num_bytes > MAX_ROW_BYTES:
                 raise DataError(
                     f"{self._origin}, line {self.first}: the row has more than {MAX_ROW_BYTES >> 20} MB: a quotation "
-                    "mark in it is never closed, or this is not a CSV file. `quotes: false` takes them as they are."
+                    "mark in it is never closed, or this is not a CSV file. `quotes: false` reads them as characters."
                 )
             text = decode_line(line, origin=self._origin, number=self.number + 1)
             if self.number == 0:
@@ -274,11 +274,11 @@ class _DelimitedLines:
 
 
 def delimited_rows(stream: io.BufferedReader, origin: str, options: ReadOptions, *, delimiter: str) -> Iterator[RawRow]:
-    """Yield the rows of a CSV file: those below the header line, or all, where columns have positions.
+    """Yield the rows of a CSV file: those below the header line, or all if columns have positions.
 
-    Raises DataError with the line of a row that has more or fewer fields, and of damaged quotes or bytes.
+    Raises DataError with the line of a row that has more or fewer fields, or of damaged quotes or bytes.
     """
-    csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
+    csv.field_size_limit(sys.maxsize)  # the default limit is 128 KiB
     delimiter = options.delimiter or delimiter
     lines = _DelimitedLines(stream, origin)
     names: Sequence[str] | None = None
@@ -291,13 +291,13 @@ def delimited_rows(stream: io.BufferedReader, origin: str, options: ReadOptions,
             names = [options.column_name(position) for position in range(len(fields))]
         number += 1
         if len(fields) == len(names) + 1 and not fields[-1]:
-            fields.pop()  # a delimiter at the end of the line
+            fields.pop()  # a trailing delimiter
         if len(fields) != len(names):
             first = "the header" if options.has_header else "the first row"
             raise DataError(
-                f"{origin}, row {number} (line {lines.number}): does not have the {len(names)} fields of {first}, but "
-                f"{len(fields)}. A {_DELIMITER_NAMES.get(delimiter, f'`{delimiter}`')} inside a text needs quotes "
-                "around it."
+                f"{origin}, row {number} (line {lines.number}): has {len(fields)} fields, but {first} has "
+                f"{len(names)}. A {_DELIMITER_NAMES.get(delimiter, f'`{delimiter}`')} inside a text must be "
+                "quoted."
             )
         yield RawRow(origin, number, dict(zip(names, fields, strict=True)))
 
@@ -323,25 +323,25 @@ def _parsed_fields(lines: _DelimitedLines, origin: str, *, delimiter: str, quote
 def _damage(error: csv.Error, lines: _DelimitedLines) -> str:
     if "unexpected end of data" in str(error):
         return (
-            f"not valid CSV: a quotation mark in the row that begins here is not closed until the end of the file "
+            f"not valid CSV: a quotation mark in the row that starts here is not closed before the end of the file "
             f"(line {lines.number}). Close it, or write `quotes: false` if quotation marks are ordinary characters."
         )
-    advice = "A quotation mark inside of quotes is written twice; `quotes: false` takes them as they are."
+    advice = "A quotation mark inside of quotes is written twice; `quotes: false` reads them as characters."
     return f"not valid CSV: {error}. {advice}"
 
 
 def _refuse_rows_in_quotes(fields: Sequence[str], lines: _DelimitedLines, origin: str) -> None:
-    """Raise DataError where tabs and line breaks stand inside of quotes, as if several rows had become one."""
+    """Raise DataError if quotes contain both tabs and line breaks, which suggests that they merged several rows."""
     if any("\t" in field and ("\n" in field or "\r" in field) for field in fields):
         raise DataError(
-            f"{origin}, lines {lines.first} to {lines.number}: are one row, since a quotation mark at the beginning of "
+            f"{origin}, lines {lines.first} to {lines.number}: are one row, since a quotation mark at the start of "
             "a field is closed several lines later, with tabs in between. Write `quotes: false` next to the path if "
             "quotation marks are ordinary characters, `quotes: true` if this is one row."
         )
 
 
 def _header(fields: list[str], origin: str) -> list[str]:
-    """Return the names of the columns; a further one without a name is called by its position."""
+    """Return the names of the columns; all but the first column without a name are named by their position."""
     blank = fields.index("") if "" in fields else 0
     names = [name or ("" if position == blank else str(position)) for position, name in enumerate(fields)]
     if len(set(names)) < len(names):
@@ -363,4 +363,4 @@ _TABLES: Mapping[str, Callable[[BinaryIO, str, int], Iterator[RawRow]]] = {
     ".arrow": arrow_rows,
 }
 TEXT_KINDS, TABLE_KINDS = tuple(_TEXTS), tuple(_TABLES)
-"""The endings that can be read; the texts also when they are compressed."""
+"""The supported extensions; text formats may also be compressed."""

@@ -1,7 +1,7 @@
-"""What a source takes of an origin: the rows between `skip` and `take`, and of them one side of a split.
+"""The part of an origin that belongs to a source: the rows from `skip` to `take`, on one side of a split.
 
-Rows are held out to evaluate on, or excluded from training because they are among those. Files that rows refer to,
-such as images, belong to the content.
+Rows are held out for validation, or excluded from training because validation rows have the same content. Files that
+rows refer to, such as images, are part of the content.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ _DIGEST_BYTES = 16
 
 
 class RowPosition(NamedTuple):
-    """Where a row stands in its origin, whatever is skipped: shard and row in it, both from 0."""
+    """The position of a row in its origin, skipped rows included: shard and row in it, both from 0."""
 
     shard: int
-    place: int
+    row: int
 
 
 class RowContent:
-    """What a row says, read once and only when somebody asks."""
+    """The content of a row, read lazily and once."""
 
     def __init__(self, raw: RawRow, form: RowFormat) -> None:
         self._raw = raw
@@ -42,34 +42,34 @@ class RowContent:
 
     @cached_property
     def row(self) -> Row:
-        """Return the row as its format reads it; raises DataError naming what is wrong with it."""
+        """Return the row as its format reads it; raises DataError for an invalid row."""
         return self._format.read(self._raw)
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a digest that rows have in common exactly when their format reads the same from them."""
+        """Return a digest that is equal for rows whose format reads the same content."""
         return content_digest(self.row)
 
 
 class Split(Protocol):
-    """A rule that holds a share of the rows out of training."""
+    """A rule that holds out a share of the rows for validation."""
 
-    def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
-        """Return whether the row is held out for evaluation."""
+    def holds_out(self, position: RowPosition, content: RowContent) -> bool:
+        """Return whether the row is held out for validation."""
 
     def identity(self) -> Any:
-        """Return, as JSON can hold it, what decides which rows these are."""
+        """Return JSON values that determine which rows are held out."""
 
 
 class PositionSplit(NamedTuple):
-    """About `share` of the rows, drawn by seed and place in the file: no row needs to know of another."""
+    """Holds out about `share` of the rows, drawn from the seed and the row's position."""
 
     share: float
     seed: int
 
-    def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
-        """Return whether the lot falls on this place."""
-        return _uniform(f"{self.seed} {spot.shard} {spot.place}".encode()) < self.share
+    def holds_out(self, position: RowPosition, content: RowContent) -> bool:
+        """Return whether the row at this position is drawn."""
+        return _uniform(f"{self.seed} {position.shard} {position.row}".encode()) < self.share
 
     def identity(self) -> Any:
         """Return the share and the seed."""
@@ -77,12 +77,12 @@ class PositionSplit(NamedTuple):
 
 
 class ContentSplit(NamedTuple):
-    """About `share` of the rows, drawn by what they say: equal rows are never on both sides."""
+    """Holds out about `share` of the rows, drawn by content: equal rows are on the same side."""
 
     share: float
 
-    def holds_out(self, spot: RowPosition, content: RowContent) -> bool:
-        """Return whether the lot falls on rows that say this."""
+    def holds_out(self, position: RowPosition, content: RowContent) -> bool:
+        """Return whether rows with this content are drawn."""
         return _uniform(content.digest) < self.share
 
     def identity(self) -> Any:
@@ -92,29 +92,29 @@ class ContentSplit(NamedTuple):
 
 @dataclass(frozen=True)
 class ValidationContents:
-    """What the validation rows say, read when it is first asked for."""
+    """The contents of the validation rows, read lazily."""
 
     rows: Callable[[], Iterator[Row]]
-    identity: Mapping[str, Any]  # what decides which rows these are
+    identity: Mapping[str, Any]  # JSON values that determine the rows
 
     @cached_property
     def digests(self) -> frozenset[bytes]:
-        """Return the digests of all of them."""
+        """Return the digests of all validation rows."""
         return frozenset(content_digest(row) for row in self.rows())
 
 
 class Exclusion:
-    """Leaves the rows of one source out that say what a validation row says, and counts them."""
+    """Excludes the rows of a source whose content equals a validation row's, and counts them."""
 
     def __init__(self, contents: ValidationContents) -> None:
         self.contents = contents
         self.num_left_out = 0
 
     def leaves_out(self, content: RowContent) -> bool:
-        """Return whether the row is among the validation rows."""
-        is_among = content.digest in self.contents.digests
-        self.num_left_out += is_among
-        return is_among
+        """Return whether a validation row has this content."""
+        is_excluded = content.digest in self.contents.digests
+        self.num_left_out += is_excluded
+        return is_excluded
 
 
 def content_digest(row: Row) -> bytes:
@@ -124,20 +124,20 @@ def content_digest(row: Row) -> bytes:
 
 
 def _content(value: Any) -> str:
-    """Return what JSON cannot hold as text: of an image its digest, wherever it lies."""
+    """Return a string for a value that JSON does not support: the digest of an image, whatever its path."""
     return value.digest() if isinstance(value, StoredImage) else str(value)
 
 
-def _uniform(drawn_by: bytes) -> float:
-    """Return a number from 0 up to 1, as good as random, that these bytes always draw."""
-    drawn = hashlib.blake2b(drawn_by, digest_size=8, person=b"finetune split").digest()
-    return int.from_bytes(drawn, "big") / 2**64
+def _uniform(key: bytes) -> float:
+    """Return a pseudo-random number in [0, 1) that is determined by these bytes."""
+    digest = hashlib.blake2b(key, digest_size=8, person=b"finetune split").digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def referenced_digest(origin: Origin, form: RowFormat) -> str | None:
-    """Return a digest of the files that the rows refer to; None where the first row refers to none.
+    """Return a digest of the files that the rows refer to; None if the first row refers to none.
 
-    A folder of images is known by them already. Raises DataError for a file that cannot be read.
+    A folder of images includes them in its own digest. Raises DataError for a file that cannot be read.
     """
     if isinstance(origin, ImageFolder):
         return None
@@ -160,16 +160,16 @@ def _files_of(raw: RawRow, form: RowFormat) -> list[Path]:
 
 
 def referenced_files(row: Row) -> Iterator[Path]:
-    """Yield the files that the row refers to, in its order; raises DataError for one that may not be read."""
+    """Yield the files that the row refers to, in order; raises DataError for one that must not be read."""
     for value in row.values():
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(each, StoredImage) and each.path is not None:
-                yield each.file()
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, StoredImage) and item.path is not None:
+                yield item.file()
 
 
 @dataclass(frozen=True)
 class SliceShard:
-    """The rows that a source takes of one file, or of one shard of a hub dataset."""
+    """The rows of a source in one file, or in one shard of a hub dataset."""
 
     source_slice: "SourceSlice"
     number: int  # of the shard in its origin
@@ -179,22 +179,22 @@ class SliceShard:
 
     @property
     def name(self) -> str:
-        """Return what the file or shard is called in messages."""
+        """Return the name of the file or shard for messages."""
         return self.whole.name
 
     def num_rows(self) -> int | None:
-        """Return how many rows it has, as far as that is known without parsing them."""
+        """Return the number of rows, or None if rows must be parsed to know it."""
         if not self.source_slice.keeps_all:
             return None
         return max(0, self.whole.num_rows(sys.maxsize if self.stop is None else self.stop) - self.first)
 
     @property
     def num_left_out(self) -> int:
-        """Return how many rows of the source have been passed over by now because they are evaluated on."""
+        """Return the number of rows of the source that have been excluded so far by validation rows."""
         return self.source_slice.exclusion.num_left_out if self.source_slice.exclusion else 0
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """Yield the rows but for the first `start` of them, which are passed over as cheaply as the file allows."""
+        """Yield the rows without the first `start`, which are skipped as cheaply as the file allows."""
         if self.source_slice.keeps_all:
             first = self.first + start
             yield from islice(self.whole.rows(first), None if self.stop is None else max(0, self.stop - first))
@@ -203,15 +203,15 @@ class SliceShard:
 
     def _selected(self) -> Iterator[RawRow]:
         rows = islice(self.whole.rows(self.first), None if self.stop is None else self.stop - self.first)
-        for place, raw in enumerate(rows, start=self.first):
+        for row, raw in enumerate(rows, start=self.first):
             content = RowContent(raw, self.source_slice.format)
-            if self.source_slice.keeps(RowPosition(self.number, place), content):
+            if self.source_slice.keeps(RowPosition(self.number, row), content):
                 yield raw if not self.source_slice.is_held_out else RawRow(raw.origin, raw.number, content.row)
 
 
 @dataclass(frozen=True)
 class SourceSlice:
-    """A part of an origin. Rows that are held out are delivered as their format reads them."""
+    """A part of an origin. Held-out rows are yielded as read by their format."""
 
     section: SourceSection
     origin: Origin
@@ -225,25 +225,25 @@ class SourceSlice:
         """Return whether every row between `skip` and `take` belongs to it."""
         return self.split is None and self.exclusion is None
 
-    def keeps(self, spot: RowPosition, content: RowContent) -> bool:
-        """Return whether the row belongs to it; one that is left out because it is evaluated on, too, is counted."""
-        if self.split is not None and self.split.holds_out(spot, content) != self.is_held_out:
+    def keeps(self, position: RowPosition, content: RowContent) -> bool:
+        """Return whether the row belongs to it; rows excluded by validation rows are counted."""
+        if self.split is not None and self.split.holds_out(position, content) != self.is_held_out:
             return False
         return self.exclusion is None or not self.exclusion.leaves_out(content)
 
     @cached_property
     def shards(self) -> tuple[SliceShard, ...]:
-        """Return the shards that have rows between `skip` and `take`; rows are counted only as far as that needs."""
+        """Return the shards with rows between `skip` and `take`; counts only as many rows as necessary."""
         return tuple(self._cut(self.origin.shards()))
 
     def identity(self) -> Mapping[str, Any]:
-        """Return what decides the rows and how they are read, their content as a digest."""
+        """Return JSON values that determine the rows and how they are read, with a digest of their content."""
         referenced = referenced_digest(self.origin, self.format)
         files = {} if referenced is None else {"referenced": referenced}
         return {"content": self.origin.digest(), **files, **self._choice()}
 
     def listing_identity(self) -> Mapping[str, Any]:
-        """Return the same without reading the content: names, sizes and times or tags of the files instead."""
+        """Return the same without reading content, from names, sizes and times or tags of the files."""
         return {"listing": self.origin.listing(), **self._choice()}
 
     def _choice(self) -> Mapping[str, Any]:
@@ -267,9 +267,9 @@ class SourceSlice:
                 yield SliceShard(self, number, whole, skip, needed)
                 skip = 0
                 continue
-            found = whole.num_rows(at_most=skip + 1 if needed is None else needed)
-            if found > skip:
+            num_rows = whole.num_rows(at_most=skip + 1 if needed is None else needed)
+            if num_rows > skip:
                 yield SliceShard(self, number, whole, skip, needed)
             if take is not None:
-                take -= max(0, found - skip)
-            skip = max(0, skip - found)
+                take -= max(0, num_rows - skip)
+            skip = max(0, skip - num_rows)

@@ -1,4 +1,4 @@
-"""The sources of a job: training rows, validation rows, and how they are kept separate."""
+"""The sources of a job: training rows, validation rows, and how they are separated."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,13 +38,13 @@ from finetune.errors import DataError
 Log = Callable[[str], None]
 
 EXCERPT_ROWS, EXCERPT_SHARDS = 50_000, 16
-"""What a tokenizer is trained on, of a stream."""
+"""The rows and shards of a stream that a tokenizer is trained on."""
 
 
 class Source:
-    """The rows of one place in the job YAML, and the format that reads them.
+    """The rows of one source section of the job YAML, and the format that reads them.
 
-    `key` is that place (`data.train`, `data.train.mix.0`, `data.validation`), `section` what is written there.
+    `key` is the key of the section in the job YAML (`data.train`, `data.train.mix.0`, `data.validation`).
     """
 
     def __init__(
@@ -55,41 +55,41 @@ class Source:
         self.format = form
         self._slices = tuple(slices)
         self._log = log
-        self.num_left_out = 0  # rows, because they are evaluated on, in the last whole pass of `rows`
+        self.num_left_out = 0  # rows excluded by validation rows in the last complete pass of `rows`
 
     def rows(self) -> Iterator[RawRow]:
-        """Yield the rows in their order."""
+        """Yield the rows in order."""
         before = self._num_left_out()
         yield from chain.from_iterable(shard.rows() for shard in self.shards())
         self.num_left_out = self._num_left_out() - before
 
     def num_rows(self) -> int | None:
-        """Return how many rows there are, None where only parsing them would tell; reads all files once."""
-        each = [shard.num_rows() for shard in self.shards()]
-        known = [number for number in each if number is not None]
-        return sum(known) if len(known) == len(each) else None
+        """Return the number of rows, or None if rows must be parsed to know it; reads all files once."""
+        counts = [shard.num_rows() for shard in self.shards()]
+        known = [number for number in counts if number is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     def shards(self) -> tuple[SliceShard, ...]:
-        """Return the parts that can be read without the others, in the order in which `rows` goes through them."""
+        """Return the parts that can be read independently, in the order of `rows`."""
         return tuple(chain.from_iterable(each_slice.shards for each_slice in self._slices))
 
     def excerpt(self) -> Iterator[RawRow]:
-        """Yield all rows, or of a stream a few, which is said: what a tokenizer is trained on."""
+        """Yield the rows that a tokenizer is trained on: all, or an excerpt of a stream, which is logged."""
         if stream_of(self.section) is None:
             yield from self.rows()
             return
         self._log(
-            f"{self.key}: as it is a stream, the tokenizer is trained on at most {EXCERPT_ROWS:,} rows, from the "
-            f"beginnings of at most {EXCERPT_SHARDS} of its files"
+            f"{self.key}: since it is a stream, the tokenizer is trained on at most {EXCERPT_ROWS:,} rows, from the "
+            f"start of at most {EXCERPT_SHARDS} of its files"
         )
         yield from excerpt(self.shards(), num_rows=EXCERPT_ROWS, num_shards=EXCERPT_SHARDS)
 
     def identity(self) -> Mapping[str, Any]:
-        """Return what decides the rows and how they are read, as JSON can hold it; reads all local files once."""
+        """Return JSON values that determine the rows and how they are read; reads all local files once."""
         return _joined([each_slice.identity() for each_slice in self._slices])
 
     def listing_identity(self) -> Mapping[str, Any]:
-        """Return the same without reading any content: names, sizes and times or tags instead."""
+        """Return the same without reading content, from names, sizes and times or tags."""
         return _joined([each_slice.listing_identity() for each_slice in self._slices])
 
     def _num_left_out(self) -> int:
@@ -105,13 +105,13 @@ class OpenedSources:
 
 
 def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
-    """Return the sources of the job; the first row of each is read, and what was chosen for it is said.
+    """Return the sources of the job; reads the first row of each and logs the detected format.
 
-    Raises DataError when there are no rows, when they cannot be loaded, or when their format cannot be inferred.
+    Raises DataError if there are no rows, if they cannot be read, or if their format cannot be detected.
     """
-    written: dict[str, SourceSection] = {f"data.train.mix.{n}": each for n, each in enumerate(section.train.mix)}
-    written = written or {"data.train": section.train}
-    slices = {key: _open(each, key=key, log=log) for key, each in written.items()}
+    sections: dict[str, SourceSection] = {f"data.train.mix.{n}": each for n, each in enumerate(section.train.mix)}
+    sections = sections or {"data.train": section.train}
+    slices = {key: _open(each, key=key, log=log) for key, each in sections.items()}
     validation = None
     if section.validation is not None:
         split = _split(section.validation, seed=seed)
@@ -122,7 +122,7 @@ def open_sources(section: DataSection, *, seed: int, log: Log) -> OpenedSources:
                 partial(_contents, validation.shards(), validation.format), validation.identity()
             )
             slices = {key: replace(each_slice, exclusion=Exclusion(contents)) for key, each_slice in slices.items()}
-    train = (Source(written[key], [each], key=key, form=each.format, log=log) for key, each in slices.items())
+    train = (Source(sections[key], [each], key=key, form=each.format, log=log) for key, each in slices.items())
     return OpenedSources(tuple(train), validation)
 
 
@@ -133,19 +133,19 @@ def open_source(section: SourceSection, *, key: str, log: Log) -> Source:
 
 
 def stream_of(section: SourceSection) -> StreamSection | None:
-    """Return how the source is streamed; None where it is prepared as a whole."""
+    """Return the stream section of the source; None if it is prepared as a whole."""
     return section.stream if isinstance(section, TrainedSourceSection) else None
 
 
 def texts(sources: Sequence[Source]) -> Iterator[str]:
-    """Yield every text of the sources' rows as their formats read them: what a tokenizer is trained on."""
+    """Yield every text of the sources' rows, as read by their formats, to train a tokenizer on."""
     for source in sources:
         for raw in source.excerpt():
             yield from texts_of(source.format.read(raw))
 
 
 def rows_read(sources: Sequence[Source]) -> Iterator[Row]:
-    """Yield every row of the sources as their formats read them; of a stream a few, which is said."""
+    """Yield every row of the sources, as read by their formats; of a stream an excerpt, which is logged."""
     for source in sources:
         for raw in source.excerpt():
             yield source.format.read(raw)
@@ -171,7 +171,7 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
 
 
 def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> ImageRoot:
-    """Return where the files lie that rows of the source may name as images."""
+    """Return the root folder of the image files that the source's rows may name."""
     if section.image_root is None:
         return ImageRoot(tuple(folders), key, section.follow_links)
     root = Path(section.image_root)
@@ -181,18 +181,18 @@ def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> 
 
 
 def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
-    """Return where the section's rows come from; raises DataError, which names the key, where there is nothing."""
+    """Return the origin of the section's rows; raises DataError naming the key if there is none."""
     if section.path is None:
-        place, find = f"{key}.name", load_hub_dataset
+        origin_key, find = f"{key}.name", load_hub_dataset
     else:
         finder = find_remote if "://" in section.path else find_local
-        place, find = f"{key}.path", partial(finder, key=key, log=log)
+        origin_key, find = f"{key}.path", partial(finder, key=key, log=log)
     try:
         origin = find(section)
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{origin_key}: {error}") from error
     except OSError as error:
-        raise DataError(f"{place}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
+        raise DataError(f"{origin_key}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
     if isinstance(origin, Files):
         return replace(origin, options=read_options(section, origin.endings, key=key))
     read_options(section, ["a folder of images" if section.path else "a hub dataset"], key=key)
@@ -211,9 +211,9 @@ def _validation(section: ValidationSourceSection, train: Sequence[SourceSlice], 
         return open_source(section, key=key, log=log)
     held_out = [replace(each_slice, is_held_out=True) for each_slice in train]
     if not _has_rows(held_out):
-        raise DataError(f"{key}: no training row falls into this share. Choose a larger one.")
+        raise DataError(f"{key}: no training row falls into this share. Increase it.")
     if not _has_rows(train):
-        raise DataError(f"{key}: all training rows fall into this share. Choose a smaller one.")
+        raise DataError(f"{key}: all training rows fall into this share. Decrease it.")
     return Source(section, held_out, key=key, form=ALREADY_READ, log=log)
 
 

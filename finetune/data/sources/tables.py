@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, from any row on, a batch at a time, and the class names in their schemas."""
+"""Read rows of Parquet and Arrow files in batches, from any row on, and the class names in their schemas."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,31 +12,31 @@ from finetune.errors import DataError
 from finetune.runtime.optional import require
 
 ClassNames = Mapping[str, tuple[str, ...]]
-"""From a column to the names of 0, 1, 2, ..."""
+"""The names of the classes 0, 1, 2, ... by column."""
 
 _METADATA = b"huggingface"
 
 
 def class_names(features: Mapping[str, Any]) -> ClassNames:
-    """Return the columns of whole numbers, or of lists of them, that have names.
+    """Return the class names of columns of integers, or of lists of integers.
 
-    `features` is what `datasets` writes of its features: `{"label": {"names": [...], "_type": "ClassLabel"}}`.
+    `features` is the description that `datasets` writes: `{"label": {"names": [...], "_type": "ClassLabel"}}`.
     """
-    found = {column: _names(described) for column, described in features.items()}
-    return {column: names for column, names in found.items() if names}
+    names_of = {column: _names(described) for column, described in features.items()}
+    return {column: names for column, names in names_of.items() if names}
 
 
 def class_names_in(metadata: Mapping[bytes, bytes] | None) -> ClassNames:
-    """Return those that stand in the metadata of a Parquet or Arrow schema; none where nothing can be read there."""
+    """Return the class names in the metadata of a Parquet or Arrow schema; empty if it cannot be parsed."""
     try:
         written = json.loads((metadata or {})[_METADATA])
         return class_names(written["info"]["features"])
-    except (KeyError, ValueError, TypeError, AttributeError):  # anybody may write anything there
+    except (KeyError, ValueError, TypeError, AttributeError):  # the metadata may be anything
         return {}
 
 
 def _names(described: Any) -> tuple[str, ...]:
-    """Return the names in a column's description; lists are `{"feature": ..., "_type": "List"}` or, of old, `[...]`."""
+    """Return the names in a column's description; lists are `{"feature": ..., "_type": "List"}`, formerly `[...]`."""
     if isinstance(described, list) and len(described) == 1:
         return _names(described[0])
     if not isinstance(described, Mapping):
@@ -52,9 +52,9 @@ _ARROW_MAGIC = b"ARROW1"
 
 
 def parquet_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
-    """Yield the rows without the first `start`; groups of rows before them are not read.
+    """Yield the rows without the first `start`; row groups before them are not read.
 
-    Raises DataError when it is no Parquet.
+    Raises DataError if the file is not valid Parquet.
     """
     with _readable(origin, "Parquet"), _parquet().ParquetFile(stream) as table:
         first, groups = start, list(range(table.num_row_groups))
@@ -65,13 +65,13 @@ def parquet_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
 
 
 def num_parquet_rows(stream: BinaryIO) -> int:
-    """Return the number of rows that the file says it has."""
+    """Return the number of rows in the file's metadata."""
     with _parquet().ParquetFile(stream) as table:
         return int(table.metadata.num_rows)
 
 
 def table_class_names(stream: BinaryIO, kind: str) -> ClassNames:
-    """Return the names that the file's schema gives to whole numbers; none where it gives none or cannot be read."""
+    """Return the class names in the file's schema; empty if it has none or cannot be read."""
     arrow = require("pyarrow", extra="dev", purpose="Reading tables")
     try:
         if kind == ".parquet":
@@ -80,12 +80,12 @@ def table_class_names(stream: BinaryIO, kind: str) -> ClassNames:
         is_file = stream.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
         stream.seek(0)
         return class_names_in((ipc.open_file if is_file else ipc.open_stream)(stream).schema.metadata)
-    except arrow.ArrowException:  # reported where its rows are read
+    except arrow.ArrowException:  # reported when its rows are read
         return {}
 
 
 def arrow_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
-    """Yield the rows of Arrow's file format or of its stream without the first `start`; DataError when it is neither.
+    """Yield the rows of an Arrow file or stream without the first `start`; raises DataError for anything else.
 
     Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
     """
@@ -102,11 +102,11 @@ def arrow_rows(stream: BinaryIO, origin: str, start: int) -> Iterator[RawRow]:
 
 
 def _numbered(batches: Iterator[Any], origin: str, *, passed: int, skipped: int) -> Iterator[RawRow]:
-    """Yield the batches' rows without the first `skipped`; `passed` rows of the file stand before the first batch."""
+    """Yield the batches' rows without the first `skipped`; `passed` rows of the file precede the first batch."""
     for batch in batches:
-        batch.validate(full=True)  # offsets beyond the data, as of a damaged file, are read without a look at them
-        for begin in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
-            for number, row in _read(batch.slice(begin, _BATCH_ROWS), origin, first=passed + begin + 1):
+        batch.validate(full=True)  # otherwise offsets beyond the data of a damaged file are read unchecked
+        for start in range(min(skipped, batch.num_rows), batch.num_rows, _BATCH_ROWS):
+            for number, row in _read(batch.slice(start, _BATCH_ROWS), origin, first=passed + start + 1):
                 yield RawRow(origin, number, without_fillers(row))
         passed += batch.num_rows
         skipped = max(0, skipped - batch.num_rows)
@@ -125,8 +125,8 @@ def _read(batch: Any, origin: str, *, first: int) -> Iterator[tuple[int, Row]]:
 def without_fillers(row: Row) -> Row:
     """Return the row without the nulls inside of its lists and objects.
 
-    A table gives all objects of a column the same keys and writes null where a row had none: what stands there cannot
-    be distinguished from a key that was never written, and that is what it nearly always is.
+    A table gives all objects of a column the same keys and writes null for absent ones. These cannot be distinguished
+    from explicit nulls, which are rare.
     """
     return {name: _unfilled(value) if isinstance(value, list | dict) else value for name, value in row.items()}
 
@@ -148,9 +148,9 @@ def _readable(origin: str, kind: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (arrow.ArrowException, *_FAULTS) as error:  # of the file, and of values that Python has no like of
-        raise DataError(f"{origin}: not {kind} that can be read: {error}") from error
+    except (arrow.ArrowException, *_FAULTS) as error:  # from the file, and from values without a Python equivalent
+        raise DataError(f"{origin}: not readable as {kind}: {error}") from error
     except OSError as error:
-        if error.errno is not None:  # of the disk, not of what Arrow found there
+        if error.errno is not None:  # a disk error, not invalid content
             raise
-        raise DataError(f"{origin}: damaged, not {kind} that can be read: {error}") from error
+        raise DataError(f"{origin}: damaged, not readable as {kind}: {error}") from error

@@ -1,4 +1,4 @@
-"""Bounds on what a file may become when it is unpacked: a few kilobytes of it can stand for terabytes of rows."""
+"""Limits on decompressed data: a few kilobytes can decompress to terabytes of rows."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -8,37 +8,37 @@ from finetune.errors import DataError
 from finetune.runtime.optional import require
 
 MAX_ROW_BYTES = 256 << 20
-"""Of the longest row that is read."""
+"""The limit of a row."""
 
 MAX_TIMES, FREE_BYTES = 300, 64 << 20
-"""How many times its own bytes a file may become, and what every file may; text of people becomes 3 to 30 times."""
+"""The largest compression ratio, and a size that is always allowed; natural text has a ratio of 3 to 30."""
 
 _MAX_BATCH_BYTES = 256 << 20
-_ROW_BYTES = 16  # that an empty row counts as
+_ROW_BYTES = 16  # the cost of an empty row
 
 
 def require_no_bomb(unpacked: int, *, packed: int, origin: str) -> None:
-    """Raise DataError where this number of bytes cannot be compressed data."""
+    """Raise DataError if the decompressed size suggests a decompression bomb."""
     if unpacked > FREE_BYTES + MAX_TIMES * packed:
         raise DataError(
-            f"{origin}: {packed:,} bytes of it unpack to more than {unpacked >> 20:,} MB, over {MAX_TIMES} times as "
-            "much: it repeats one thing without end. If it is meant, write the rows uncompressed, as .jsonl."
+            f"{origin}: {packed:,} bytes decompress to more than {unpacked >> 20:,} MB, over {MAX_TIMES} times as "
+            "much, which suggests a decompression bomb. If it is intended, write the rows uncompressed, as .jsonl."
         )
 
 
 class BoundedStream(io.RawIOBase):
-    """What a compressed file unpacks to; reading it raises DataError where that is out of all proportion."""
+    """A decompressed stream; reading it raises DataError if the compression ratio is too large."""
 
     def __init__(self, unpacked: Any, packed: BinaryIO, origin: str) -> None:
         self._unpacked, self._packed, self._origin = unpacked, packed, origin
         self._num_bytes = 0
 
     def readable(self) -> bool:
-        """Return that it can be read."""
+        """Return true."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes into the buffer; return how many."""
+        """Read the next bytes into the buffer and return their number."""
         count = int(self._unpacked.readinto(buffer))
         self._num_bytes += count
         require_no_bomb(self._num_bytes, packed=self._packed.tell(), origin=self._origin)
@@ -46,11 +46,11 @@ class BoundedStream(io.RawIOBase):
 
 
 def parquet_batches(stream: BinaryIO, table: Any, groups: list[int], *, origin: str, num_rows: int) -> Iterator[Any]:
-    """Yield batches of at most this number of rows of these groups of a Parquet file, each of a bounded size in memory.
+    """Yield batches of at most `num_rows` rows of these row groups of a Parquet file, with bounded memory.
 
-    A dictionary page holds a text once, however many rows have it. Where its longest text could make a batch too large,
-    the texts stay in the dictionary, and are counted before rows are made of them. Raises DataError for rows, or for a
-    file, that would be too large.
+    A dictionary page stores a text once for any number of rows. If its longest text could make a batch too large, the
+    texts stay dictionary-encoded and their sizes are checked before rows are created. Raises DataError for rows, or for
+    a file, that would be too large.
     """
     parquet = require("pyarrow.parquet", extra="dev", purpose="Reading Parquet")
     packed, unpacked = stream.seek(0, io.SEEK_END), 0
@@ -72,9 +72,9 @@ def parquet_batches(stream: BinaryIO, table: Any, groups: list[int], *, origin: 
 
 
 def _longest_texts(parquet: Any, stream: BinaryIO, metadata: Any, group: int) -> Mapping[int, int]:
-    """Return the length of the longest text in the first dictionary of each column of texts that has one."""
+    """Return the length of the longest text in the first dictionary of each dictionary-encoded text column."""
     compute = require("pyarrow.compute", extra="dev", purpose="Reading Parquet")
-    facts, found = metadata.row_group(group), {}
+    facts, longest = metadata.row_group(group), {}
     for number in range(facts.num_columns):
         column = facts.column(number)
         if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page and facts.num_rows:
@@ -82,14 +82,14 @@ def _longest_texts(parquet: Any, stream: BinaryIO, metadata: Any, group: int) ->
             reader = parquet.ParquetFile(stream, metadata=metadata, read_dictionary=[path])
             batch = next(reader.iter_batches(batch_size=1, row_groups=[group], columns=[path]))
             texts = _first_dictionary(batch.columns[0])
-            found[number] = 0 if texts is None else compute.max(compute.binary_length(texts)).as_py() or 0
-    return found
+            longest[number] = 0 if texts is None else compute.max(compute.binary_length(texts)).as_py() or 0
+    return longest
 
 
 def _first_dictionary(array: Any) -> Any:
     if hasattr(array, "dictionary"):
         return array.dictionary
-    return next((found for inner in _inner(array) if (found := _first_dictionary(inner)) is not None), None)
+    return next((dictionary for inner in _inner(array) if (dictionary := _first_dictionary(inner)) is not None), None)
 
 
 def _inner(array: Any) -> list[Any]:
@@ -101,17 +101,17 @@ def _inner(array: Any) -> list[Any]:
 
 
 def _small_slices(batches: Iterator[Any], origin: str) -> Iterator[Any]:
-    """Yield the rows of batches one by one; raises DataError for a row that is too large."""
+    """Yield the rows of batches one at a time; raises DataError for a row that is too large."""
     for batch in batches:
-        for begin in range(batch.num_rows):
-            row = batch.slice(begin, 1)
+        for index in range(batch.num_rows):
+            row = batch.slice(index, 1)
             if sum(map(_unpacked_bytes, row.columns)) > MAX_ROW_BYTES:
                 raise DataError(f"{origin}: a row has more than {MAX_ROW_BYTES >> 20} MB: this is not a row.")
             yield row
 
 
 def _unpacked_bytes(array: Any) -> int:
-    """Return how many bytes the values have, those from a dictionary as often as they occur."""
+    """Return the decoded size of the values in bytes; a dictionary value counts for every occurrence."""
     if hasattr(array, "dictionary"):
         compute = require("pyarrow.compute", extra="dev", purpose="Reading Parquet")
         lengths = compute.binary_length(array.dictionary).cast("int64")

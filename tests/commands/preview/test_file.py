@@ -138,7 +138,7 @@ def test_preview_reports_a_bad_file_with_the_message_of_training(tmp_path, name)
 def test_a_folder_of_mixed_kinds_names_them(tmp_path):
     for name in ("a.csv", "b.jsonl"):
         (tmp_path / name).write_text("x\n")
-    with pytest.raises(DataError, match=r"holds files of several kinds \(1 \.csv, 1 \.jsonl\)"):
+    with pytest.raises(DataError, match=r"contains files of several formats \(1 \.csv, 1 \.jsonl\)"):
         preview_file(str(tmp_path), num_rows=1, tokenizer=None)
 
 

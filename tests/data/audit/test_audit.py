@@ -19,7 +19,7 @@ def test_short_lengths_have_a_bar_each():
 
 
 def test_long_lengths_share_bars_of_whole_tokens():
-    found = length_histogram(np.array([10, 1000]), most_bars=32)
+    found = length_histogram(np.array([10, 1000]), max_bars=32)
     assert len(found.bars) <= 32 and sum(found.bars) == 2
     assert found.edges[1] == 32.0
     assert found.edges[-1] > 1000

@@ -194,9 +194,11 @@ def test_a_text_that_ends_with_end_of_sequence_gets_no_second_one(tokenizer):
 def test_half_a_character_is_named_and_spoils_no_other_row(tokenizer):
     half = json.loads('"Two \\ud800 and"')
     wrong, well = TextEncoder(tokenizer)([{"text": half}, {"text": "Two"}])
-    assert str(wrong) == "holds half of a surrogate pair (\\ud800) behind 'Two ': this is not valid Unicode. Remove it."
+    assert (
+        str(wrong) == "contains half of a surrogate pair (\\ud800) after 'Two ', which is not valid Unicode. Remove it."
+    )
     assert well.num_targets == well.length - 1
-    with pytest.raises(DataError, match="holds half of a surrogate pair"):
+    with pytest.raises(DataError, match="contains half of a surrogate pair"):
         encode_turns([ASKED, turn("assistant", half)], tokenizer)
 
 

@@ -37,19 +37,19 @@ HINTS = {
 }
 DAMAGE = {
     "half a line": ("rows.jsonl", JSONL[:-6], {}, r"rows\.jsonl, line 2: not valid JSON"),
-    "half a row": ("rows.csv", CSV[:-3], {}, r"rows\.csv, row 2 \(line 3\): does not have the 2 fields"),
+    "half a row": ("rows.csv", CSV[:-3], {}, r"rows\.csv, row 2 \(line 3\): has 1 fields, but the header has 2"),
     "a row too long": (
         "rows.csv",
         CSV + b"3,c,d\n",
         {},
-        r"row 3 \(line 4\): does not have the 2 fields .* but 3. A comma",
+        r"row 3 \(line 4\): has 3 fields, but .* has 2. A comma",
     ),
-    "mixed delimiters": ("rows.csv", CSV + b"3;c\n", {}, r"row 3 \(line 4\): does not have the 2 fields .* but 1"),
+    "mixed delimiters": ("rows.csv", CSV + b"3;c\n", {}, r"row 3 \(line 4\): has 1 fields, but .* has 2"),
     "never closed": (
         "rows.csv",
         CSV + b'3,"c\n4,d\n',
         {},
-        r"line 4: .*not closed until the end of the file \(line 5\)",
+        r"line 4: .*not closed before the end of the file \(line 5\)",
     ),
     "text behind quotes": ("rows.csv", CSV + b'3,"c"d\n', {}, r"line 4: not valid CSV.*`quotes: false`"),
     "latin-1": ("rows.csv", CSV + b"3,caf\xe9\n", {}, r"line 4: not UTF-8 text: byte 0xe9 .*`encoding: cp1252`"),

@@ -35,8 +35,8 @@ def test_sentences_are_skipped_taken_and_counted(tmp_path):
 
 
 BAD = {
-    "another width": ("a O\nb X O\n", r"line 2: has 3 columns, and the lines before it 2"),
-    "no tag": ("a O\n\nb\n", r"line 3: has 1 column, and the lines before it 2"),
+    "another width": ("a O\nb X O\n", r"line 2: has 3 columns, but the lines before it have 2"),
+    "no tag": ("a O\n\nb\n", r"line 3: has 1 column, but the lines before it have 2"),
     "words only": ("a\nb\n", r"line 1: has one column, but each line needs a word and its tag"),
     "nothing": ("\n\n# comment here\n", r"has no rows"),
     "a position too far": ("a O\n", r"columns: there is no column at position 4 in .*rows\.conll: it has 2"),

@@ -20,12 +20,15 @@ from finetune.errors import DataError
 
 DEEP, DIGITS = "[" * 100_000 + "]" * 100_000, "9" * 5000
 LINES = {
-    "brackets without end": (f'{{"text": "a", "x": {DEEP}}}', "line 2: .*more than 100 deep"),
-    "brackets that Python still reads": ('{"text": "a", "x": %s}' % ("[" * 900 + "]" * 900), "line 2: .*100 deep"),
+    "brackets without end": (f'{{"text": "a", "x": {DEEP}}}', "line 2: .*more than 100 levels deep"),
+    "brackets that Python still reads": (
+        '{"text": "a", "x": %s}' % ("[" * 900 + "]" * 900),
+        "line 2: .*100 levels deep",
+    ),
     "a number of many digits": (f'{{"text": "a", "x": {DIGITS}}}', "line 2: .*thousands of digits"),
     "a name twice": ('{"text": "a", "text": "b"}', "line 2: has `text` twice"),
     "a list": ("[1]", "line 2: a row must be a JSON object"),
-    "half a character": (r'{"text": "a\ud800"}', "row 2: holds half of a surrogate pair"),
+    "half a character": (r'{"text": "a\ud800"}', "row 2: contains half of a surrogate pair"),
 }
 MESSAGES = {
     "a role that is no word": (
@@ -34,7 +37,7 @@ MESSAGES = {
     ),
     "arguments without end": (
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]},
-        "more than 100 deep",
+        "more than 100 levels deep",
     ),
     "arguments of many digits": (
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DIGITS}}]},
@@ -61,7 +64,7 @@ def test_a_line_of_json_is_named(tmp_path, tokenizer, kind):
 @pytest.mark.parametrize("content", [f"[{DIGITS}]", f'[{{"text": {DEEP}}}]', f'{{"text": {DEEP}}}'])
 def test_a_json_file_is_named(tmp_path, tokenizer, content):
     (tmp_path / "rows.json").write_text(content)
-    with pytest.raises(DataError, match=r"rows\.json.*(100 deep|digits)"):
+    with pytest.raises(DataError, match=r"rows\.json.*(100 levels deep|digits)"):
         encode(tmp_path / "rows.json", tokenizer)
 
 

@@ -68,7 +68,7 @@ class FailingHub:
 
 
 HUB_ERRORS = [
-    (ConnectionError("Couldn't reach the Hub"), "the hub cannot be reached.*or give a local file with `path`"),
+    (ConnectionError("Couldn't reach the Hub"), "the hub cannot be reached.*or pass a local file with `path`"),
     (FileNotFoundError("Dataset 'me/mine' doesn't exist."), "Dataset 'me/mine' doesn't exist. Check `name`"),
     (RuntimeError("Dataset scripts are no longer supported, but found mine.py"), "Python code, which is never run"),
 ]

@@ -99,7 +99,7 @@ def test_images_without_a_class_and_splits_are_refused(photos, tmp_path):
     with pytest.raises(DataError, match=r"are splits, not classes. Name one of them: .*train\."):
         opened(tmp_path)
     (tmp_path / "train" / "stray.png").write_bytes(png(1))
-    with pytest.raises(DataError, match="1 images that are in no sub-folder"):
+    with pytest.raises(DataError, match="1 images outside of subfolders"):
         opened(tmp_path / "train")
 
 
@@ -134,7 +134,7 @@ def folder(tmp_path):
 
 def found(path, said=None, **keys):
     files = find_local(SourceSection(path=str(path), **keys), key=KEY, log=(said if said is not None else []).append)
-    return [place.path.name for place in files.places]
+    return [file.path.name for file in files.files]
 
 
 def test_a_source_folder_reads_all_row_files_and_logs_what_it_skips(folder):
@@ -147,17 +147,17 @@ def test_a_source_folder_reads_all_row_files_and_logs_what_it_skips(folder):
 
 def test_a_folder_holds_files_of_one_kind(folder):
     (folder / "d.csv").touch()
-    with pytest.raises(DataError, match=r"several kinds \(1 .csv, 2 .jsonl\). Name one kind: .*/\*.csv"):
+    with pytest.raises(DataError, match=r"several formats \(1 .csv, 2 .jsonl\). Select one: .*/\*.csv"):
         found(folder)
 
 
 def test_a_folder_without_row_files_is_rejected_with_its_content(tmp_path):
     with pytest.raises(
-        DataError, match=r"holds no data files: it has no files. For its subfolders, write .*/\*\*/\*.jsonl"
+        DataError, match=r"contains no data files, and no other files. For its subfolders, write .*/\*\*/\*.jsonl"
     ):
         found(tmp_path)
     (tmp_path / "notes.md").touch()
-    with pytest.raises(DataError, match=r"it has only .*notes\.md"):
+    with pytest.raises(DataError, match=r"no data files, only .*notes\.md"):
         found(tmp_path)
 
 

@@ -44,7 +44,7 @@ REFUSED = {
         {"data": {"items": ITEMS}},
         {},
     ),
-    "no list of objects is in it": ({"a": 1, "b": [1, 2]}, {}),
+    "it contains no list of objects": ({"a": 1, "b": [1, 2]}, {}),
     "there is no `dta` in the file. Lists of objects are in `data`": ({"data": ITEMS}, {"records": "dta"}),
     "`records: data` is not a list of objects. Lists of objects are in `data.items`": (
         {"data": {"items": ITEMS}},
@@ -52,7 +52,7 @@ REFUSED = {
     ),
     "element 2 of `data` is not an object": ({"data": [{"text": "a"}, 3]}, {"records": "data"}),
     "there is no `qas` in `data` of element 2": ({"data": [{"qas": ITEMS}, {"x": 1}]}, {"records": "data.qas"}),
-    "is an array already": (ITEMS, {"records": "data"}),
+    "is already an array": (ITEMS, {"records": "data"}),
     "data.train: .*has no rows": ({"data": []}, {"records": "data"}),
 }
 

@@ -74,7 +74,7 @@ def test_a_missing_remote_file_is_named(folder):
         with pytest.raises(DataError, match=r"(nothing\.jsonl|\*\.csv): there is no such file"):
             opened(url)
     put(f"{folder}/rows/c.csv", b"text\nd\n")
-    with pytest.raises(DataError, match=r"/rows holds files of several kinds \(1 .csv, 2 .jsonl\)"):
+    with pytest.raises(DataError, match=r"/rows contains files of several formats \(1 .csv, 2 .jsonl\)"):
         opened(f"{folder}/rows")
 
 
@@ -128,5 +128,5 @@ def test_a_source_url_with_a_new_signature_has_the_same_identity(site):
 
 
 def test_an_address_that_was_written_down_without_its_secret_is_refused():
-    with pytest.raises(DataError, match=r"the secret in this URL was removed .* Give the URL again"):
+    with pytest.raises(DataError, match=r"the secret in this URL was removed .* Pass the URL again"):
         opened("https://h/rows.jsonl?sig=[redacted]")

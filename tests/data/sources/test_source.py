@@ -133,7 +133,7 @@ def test_a_fraction_is_drawn_from_the_seed_alone(write_rows):
 
 
 @pytest.mark.parametrize(
-    ("share", "message"), [(0.001, "no training row .* Choose a larger"), (0.999, "all training rows .* smaller")]
+    ("share", "message"), [(0.001, "no training row .* Increase it"), (0.999, "all training rows .* Decrease it")]
 )
 def test_a_share_of_few_rows_may_be_none_or_all_of_them(write_rows, share, message):
     for keys in ({"fraction": share}, {"hash_fraction": share}):

@@ -41,7 +41,7 @@ def write_table(path, column):
 def test_a_parquet_whose_rows_share_one_long_text_is_refused_before_its_rows_are_made(tmp_path, is_nested):
     path = write_table(tmp_path / "rows.parquet", repeated(3000, is_nested=is_nested))
     assert path.stat().st_size < 2000
-    with pytest.raises(DataError, match=r"rows.parquet: .* bytes of it unpack to more than .* over 300 times as much"):
+    with pytest.raises(DataError, match=r"rows.parquet: .* bytes decompress to more than .* over 300 times as much"):
         rows_of(path)
 
 
@@ -67,7 +67,7 @@ def test_a_gz_of_one_repeated_row_is_refused_and_one_of_different_rows_is_read(t
     monkeypatch.setattr(unpacking, "FREE_BYTES", 1 << 20)
     path = tmp_path / "rows.json.gz"
     path.write_bytes(gzip.compress(b"[" + b'{"text": "a"},' * 1_000_000 + b'{"text": "a"}]'))
-    with pytest.raises(DataError, match=r"rows.json.gz: .* bytes of it unpack to more than"):
+    with pytest.raises(DataError, match=r"rows.json.gz: .* bytes decompress to more than"):
         rows_of(path)
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b"".join(b'{"text": "number %d"}\n' % n for n in range(100_000))))
@@ -77,12 +77,12 @@ def test_a_gz_of_one_repeated_row_is_refused_and_one_of_different_rows_is_read(t
 def test_blank_lines_without_end_and_arrays_too_large_for_memory_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + b"\n" * 1_000_002)
-    with pytest.raises(DataError, match=r"rows.jsonl, line 2: more than 1,000,000 blank lines begin here"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: more than 1,000,000 blank lines start here"):
         rows_of(path)
     monkeypatch.setattr(readers, "MAX_JSON_BYTES", 10)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "a"}]))
-    with pytest.raises(DataError, match="Write one object on each line"):
+    with pytest.raises(DataError, match="Write one object per line"):
         rows_of(path)
 
 
@@ -90,5 +90,5 @@ def test_a_file_that_was_never_written_to_its_end_is_refused_at_once(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 1000)
     os.truncate(path, 1 << 40)
-    with pytest.raises(DataError, match=r"has only zero bytes from byte .* on: the file was not written to its end"):
+    with pytest.raises(DataError, match=r"has only zero bytes from byte .* on: the file was not written completely"):
         rows_of(path)
