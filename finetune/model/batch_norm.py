@@ -1,9 +1,9 @@
-"""Batch normalisation that does not depend on how a step's batch is cut into microbatches and ranks.
+"""Batch normalization that does not depend on how a step's batch is split into microbatches and ranks.
 
-By default it normalises over the microbatch of one rank (Ioffe & Szegedy, 2015, arXiv:1502.03167), so the loss
-depends on the number of processes. Here it is either frozen, as is usual in fine-tuning, or normalises over groups of
-consecutive samples of the step (ghost batch normalisation: Hoffer et al., 2017, arXiv:1705.08741). The groups are the
-same however the step is cut, as long as each microbatch holds whole groups.
+Standard batch norm normalizes over the microbatch of one rank (Ioffe & Szegedy, 2015, arXiv:1502.03167), so the loss
+depends on the number of processes. Here it is either frozen, as is usual in fine-tuning, or normalizes over groups of
+consecutive samples of the step (ghost batch normalization: Hoffer et al., 2017, arXiv:1705.08741). The groups do not
+depend on the split, as long as every microbatch contains whole groups.
 """
 
 from collections.abc import Iterator
@@ -19,35 +19,35 @@ from finetune.errors import ModelError
 from finetune.runtime import distributed
 
 SUPPORTED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Modules that only normalise; subclasses may do more."""
+"""Modules that only normalize; subclasses may do more."""
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is_new: bool) -> None:
-    """Freeze the model's batch norms, or have them normalise over groups of `mode` samples.
+    """Freeze the model's batch norms, or make them normalize over groups of `mode` samples.
 
-    By default those of pre-trained weights are frozen; a new model (`is_new`) has no statistics to keep. Raises
-    ModelError where the key is missing or has no effect.
+    The default is to freeze pre-trained batch norms; a new model (`is_new`) has no statistics to keep. Raises
+    ModelError if the key is missing or has no effect.
     """
-    found: list[tuple[str, Any]] = [
+    norms: list[tuple[str, Any]] = [
         (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
     ]
-    if not found:
+    if not norms:
         if mode is not None:
             raise ModelError("model.batch_norm: the model has no batch norm. Remove the key.")
         return
     if mode is None and is_new:
         raise ModelError(
-            "model.batch_norm: a new model has no statistics for its batch norms. Write over how "
-            "many samples they normalise: a divisor of `train.microbatch_size`, such as 16."
+            "model.batch_norm: a new model has no statistics for its batch norms. Write the number of samples to "
+            "normalize over: a divisor of `train.microbatch_size`, such as 16."
         )
-    for name, module in found:
+    for name, module in norms:
         if mode is None or mode == "frozen":
             module.train = MethodType(_stay_in_evaluation, module)
         elif type(module) not in SUPPORTED_NORMS or module.running_mean is None:
             raise ModelError(
-                f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`. Write that."
+                f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`. Write `frozen`."
             )
         else:
             _replace(model, module, by=GhostBatchNorm(module, group_size=mode))
@@ -55,7 +55,7 @@ def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is
 
 
 def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Use the running statistics and never update them, in training too."""
+    """Stay in evaluation mode: use the running statistics and never update them."""
     return type(module).train(module, False)
 
 
@@ -68,7 +68,7 @@ def _replace(model: nn.Module, module: nn.Module, *, by: nn.Module) -> None:
 
 @dataclass
 class _GroupStatistics:
-    """Statistics of a norm since its running statistics were last written."""
+    """Statistics of a batch norm since its running statistics were last written."""
 
     size: int  # samples per group
     sums: Tensor | None = None  # [2, channels]: means and variances, summed over this step's groups
@@ -77,10 +77,10 @@ class _GroupStatistics:
 
 
 class GhostBatchNorm(_BatchNorm):
-    """A batch norm over groups of consecutive samples in training.
+    """A batch norm that normalizes over groups of consecutive samples in training.
 
-    Its running statistics are updated once per step, by the mean over all of the step's groups. They are written to the
-    buffers by `sync_batch_norm`; until then each rank keeps its own.
+    Its running statistics are updated once per step with the mean over the step's groups. `sync_batch_norm` writes them
+    to the buffers; until then every rank has its own.
     """
 
     def __init__(self, norm: Any, *, group_size: int) -> None:
@@ -92,25 +92,25 @@ class GhostBatchNorm(_BatchNorm):
         self.train(norm.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, [samples, channels, ...]; an incomplete group uses the running statistics."""
+        """Return the normalized input, [samples, channels, ...]; an incomplete group uses the running statistics."""
         num_samples, size = input.shape[0], self.groups.size
         if not self.training or num_samples % size:
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        return torch.cat([self._normalised(group) for group in torch.split(input, size)])
+        return torch.cat([self._normalize(group) for group in torch.split(input, size)])
 
-    def _normalised(self, group: Tensor) -> Tensor:
-        found = torch.zeros_like(_running_statistics(self))
-        normalised = functional.batch_norm(group, found[0], found[1], self.weight, self.bias, True, 1.0, self.eps)
-        state, found = self.groups, found.float()
-        state.sums = found if state.sums is None else state.sums + found
+    def _normalize(self, group: Tensor) -> Tensor:
+        moments = torch.zeros_like(_running_statistics(self))  # momentum 1: filled with the group's mean and variance
+        output = functional.batch_norm(group, moments[0], moments[1], self.weight, self.bias, True, 1.0, self.eps)
+        state, moments = self.groups, moments.float()
+        state.sums = moments if state.sums is None else state.sums + moments
         state.count += 1
-        return normalised
+        return output
 
 
 def update_running_statistics(model: nn.Module) -> None:
-    """Update each norm's running statistics on this rank by those of the step's groups, if there are any.
+    """Update the running statistics on this rank with those of the step's groups, if there are any.
 
     Non-finite statistics are ignored: such a step is skipped, too.
     """
@@ -128,9 +128,10 @@ def update_running_statistics(model: nn.Module) -> None:
 
 
 def sync_batch_norm(model: nn.Module) -> None:
-    """Write the running statistics, averaged over ranks, to the buffers of each. Collective.
+    """Write the running statistics, averaged over ranks, to the buffers on every rank. Collective.
 
-    A running mean is linear in its inputs, and all ranks have the same number of groups: so this equals one process.
+    A running mean is linear in its inputs and all ranks have the same number of groups, so the result equals that of
+    one process.
     """
     update_running_statistics(model)
     moved = [(norm, norm.groups.running) for norm in _ghost_norms(model) if norm.groups.running is not None]
@@ -152,7 +153,7 @@ def _ghost_norms(model: nn.Module) -> Iterator[GhostBatchNorm]:
 
 
 def _running_statistics(norm: GhostBatchNorm) -> Tensor:
-    """Return running mean and variance, [2, channels], as in the buffers."""
+    """Return running mean and variance, [2, channels], in the buffers' dtype."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return torch.stack([norm.running_mean, norm.running_var])

@@ -1,4 +1,4 @@
-"""A model's stacks of layers: where they are, which layers are alike, and the model and its config with fewer."""
+"""A model's layer stacks: finding them, comparing their layers, and building a copy with fewer layers."""
 
 import copy
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 MIN_LAYERS = 2
-"""Layers of a stack in a model made small: its first and its last are two."""
+"""Minimum layers of a stack in a shortened model, so that its first and last layer differ."""
 
 LAYER_COUNTS = (
     "num_hidden_layers",
@@ -21,32 +21,33 @@ LAYER_COUNTS = (
     "num_decoder_layers",
     "depth",
 )
-"""Keys of a config that count layers."""
+"""Config keys that are numbers of layers."""
 
 _LAYER_INDICES = ("layer_idx", "layer_index", "layer_id", "layer_number")
 """Attributes of a module that hold the index of its layer."""
 
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _LAYER_PATTERN = "hybrid_override_pattern"
-"""Key of a config with one letter per layer (Nemotron-H)."""
+"""Config key of a string with one letter per layer (Nemotron-H)."""
 
 KeptLayers = Mapping[str, Sequence[int]]
-"""For each stack, by its name in the model: the indices of the layers that are kept."""
+"""The indices of the kept layers of every stack, by the stack's name in the model."""
 
 
 @dataclass(frozen=True)
 class LayerStack:
-    """A list of layers that run one after the other."""
+    """A list of layers that run in sequence."""
 
     name: str
-    kinds: tuple[Hashable, ...]  # of each layer; layers of equal kinds are alike
+    kinds: tuple[Hashable, ...]  # per layer; layers of equal kinds are interchangeable
 
 
 def find_stacks(model: nn.Module, *, with_sizes: bool) -> tuple[LayerStack, ...]:
-    """Return the model's outermost lists of layers in the order of its modules; lists of experts are parts of a layer.
+    """Return the model's outermost lists of layers in module order; lists of experts are parts of a layer.
 
-    Layers are alike where their modules have the same classes, parameters and switches; `with_sizes`: and the same
-    shapes, dtypes, numbers and entries in the config's lists, so that they take the same memory.
+    Layers have equal kinds if their modules have the same classes, parameters and boolean or string attributes; with
+    `with_sizes`, also the same shapes, dtypes, numbers and entries in the config's lists, so that they take the same
+    memory.
     """
     stacks: list[LayerStack] = []
     for name, module in model.named_modules():
@@ -90,9 +91,9 @@ def _lists_of_config(owner: nn.Module, *, length: int) -> list[Sequence[Any]]:
 
 
 def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, lengths: set[int]) -> None:
-    """Have a config's values describe these layers only: counts, lists with an entry per layer, lists of indices.
+    """Shorten a config's values to these layers, in place: counts, lists with one entry per layer, lists of indices.
 
-    `lengths` are the numbers of layers that the config counts now.
+    `lengths` are the current numbers of layers.
     """
     for name, value in list(values.items()):
         if name in LAYER_COUNTS and value in lengths:
@@ -104,8 +105,8 @@ def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, l
         elif name.endswith("_only_layers") and isinstance(value, list):
             values[name] = [layers.index(index) for index in value if index in layers]
         elif name.endswith(("_indexes", "_indices")) and isinstance(value, list):
-            most = max(lengths)
-            values[name] = sorted({index if index < 0 else index * len(layers) // most for index in value})
+            num_layers = max(lengths)
+            values[name] = sorted({index if index < 0 else index * len(layers) // num_layers for index in value})
     if isinstance(values.get("attention_types"), list):  # GPT-Neo: a pattern and the number of its repetitions
         values["attention_types"] = [
             [pattern, max(len(layers) // len(pattern), 1)] for pattern, _ in values["attention_types"][:1]
@@ -113,12 +114,12 @@ def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, l
 
 
 def can_be_extrapolated(stacks: Sequence[LayerStack], *, max_kinds: int = 6) -> bool:
-    """Return whether the model consists of few kinds of layers."""
+    """Return whether the model has few enough kinds of layers to extrapolate from one layer of each."""
     return 0 < sum(len(set(stack.kinds)) for stack in stacks) <= max_kinds
 
 
 def fewest_layers(stacks: Sequence[LayerStack]) -> KeptLayers:
-    """Return the fewest layers that include every kind, in their order; no stack is left with a single layer."""
+    """Return the fewest layers that include every kind, in order; every stack keeps at least MIN_LAYERS."""
     kept = {}
     for stack in stacks:
         firsts = sorted(stack.kinds.index(kind) for kind in set(stack.kinds))
@@ -128,18 +129,18 @@ def fewest_layers(stacks: Sequence[LayerStack]) -> KeptLayers:
 
 
 def with_one_more(stacks: Sequence[LayerStack], layers_of: KeptLayers) -> Iterator[tuple[int, KeptLayers]]:
-    """Yield for each kind of which layers are left out: their number, and the kept layers with one of them more."""
+    """Yield, for every kind with omitted layers, their number and the kept layers plus one of them."""
     for stack in stacks:
         own = layers_of[stack.name]
         num_kept = Counter(stack.kinds[index] for index in own)
         for kind, number in Counter(stack.kinds).items():
             if number > num_kept[kind]:
-                more = next(index for index, each in enumerate(stack.kinds) if each == kind and index not in own)
+                more = next(index for index, other in enumerate(stack.kinds) if other == kind and index not in own)
                 yield number - num_kept[kind], {**layers_of, stack.name: sorted([*own, more])}
 
 
 def with_layers(model: Any, layers_of: KeptLayers) -> Any:
-    """Return a copy of the model that consists of these layers alone, like a smaller model of its type."""
+    """Return a copy of the model with these layers only, like a smaller model of its type."""
     whole = {name: model.get_submodule(name) for name in layers_of}
     for name, indices in layers_of.items():
         _set(model, name, nn.ModuleList([whole[name][index] for index in indices]))

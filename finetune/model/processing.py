@@ -1,4 +1,4 @@
-"""What turns text and images into tensors: a tokenizer, an image processor, or a processor of both."""
+"""Preprocessing of text and images into tensors: a tokenizer, an image processor, or a processor for both."""
 
 import hashlib
 import json
@@ -22,13 +22,13 @@ from finetune.runtime.upstream import without_hub_retries
 
 
 def build_image_processor(section: ImageProcessorSection) -> Any:
-    """Return an image processor that resizes to the section's size and normalises each channel by its values."""
+    """Return an image processor that resizes to the section's size and normalizes each channel by its values."""
     if len(section.mean) != len(section.std):
         raise ModelError(
             f"model.image_processor: `mean` has {len(section.mean)} numbers and `std` {len(section.std)}. "
             "Both need one number per channel."
         )
-    with without_warnings():  # that torchvision is missing, which is not needed
+    with without_warnings():  # about torchvision, which is not needed
         processor_class: Any = transformers.ViTImageProcessor
     return processor_class(
         do_resize=True,
@@ -51,19 +51,19 @@ def with_image_size(processor: Any, size: int) -> Any:
 
 
 def check_image_shape(config: PreTrainedConfig, processor: Any) -> None:
-    """Raise ModelError if the model expects another image size or number of channels than the processor gives."""
+    """Raise ModelError if the processor's image size or number of channels is not what the model expects."""
     mean = getattr(processor, "image_mean", None)
     if not isinstance(mean, list | tuple):
         return
-    num_channels, wanted = len(mean), getattr(config, "num_channels", None)
-    if wanted not in (None, num_channels):
+    num_channels, model_channels = len(mean), getattr(config, "num_channels", None)
+    if model_channels not in (None, num_channels):
         raise ModelError(
-            f"the model expects {wanted} channels, but `mean` and `std` of the image processor have {num_channels}. "
-            f"Write `num_channels: {num_channels}` in `model.from_config.values`, or {wanted} numbers "
-            "in `model.image_processor.mean` and `std`."
+            f"the model expects {model_channels} channels, but `mean` and `std` of the image processor have "
+            f"{num_channels}. Write `num_channels: {num_channels}` in `model.from_config.values`, or "
+            f"{model_channels} numbers in `model.image_processor.mean` and `std`."
         )
     expected = getattr(config, "image_size", None)
-    if expected is None or not hasattr(config, "patch_size"):  # without patches a model accepts any size
+    if expected is None or not hasattr(config, "patch_size"):  # models without patches accept any size
         return
     height, width = processed_image_size(processor, num_channels=num_channels)
     if (height, width) != (tuple(expected) if isinstance(expected, list | tuple) else (expected, expected)):
@@ -81,9 +81,9 @@ def processed_image_size(processor: Any, *, num_channels: int) -> tuple[int, int
 
 
 def _set_keys(size: Any) -> frozenset[str]:
-    """Return the keys that are set in a processor's `size`, a dict or transformers' own record."""
-    found = dict(size) if isinstance(size, dict) else vars(size)
-    return frozenset(name for name, value in found.items() if value is not None)
+    """Return the keys that are set in a processor's `size`, a dict or transformers' SizeDict."""
+    values = dict(size) if isinstance(size, dict) else vars(size)
+    return frozenset(name for name, value in values.items() if value is not None)
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -91,20 +91,20 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class Processing:
-    """What makes the model's inputs; for images only there is no tokenizer, for text only no processor."""
+    """Tokenizer and processor of a model; image tasks have no tokenizer, text tasks no processor."""
 
     tokenizer: Any = None
     processor: Any = None
 
     def save(self, folder: Path) -> None:
-        """Write it into the folder in the format of transformers."""
+        """Save both to the folder in transformers' format."""
         for part in (self.tokenizer, self.processor):
             if part is not None:
                 part.save_pretrained(folder)
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return what determines how images become tensors; empty for text only."""
+        """Return a digest of the image preprocessing; empty for text tasks."""
         if self.processor is None:
             return {}
         described = type(self.processor).__name__ + json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
@@ -120,7 +120,7 @@ def load_processing(
     log: Callable[[str], None],
     image_size: int | None = None,
 ) -> Processing:
-    """Return what rows of this kind need for this model; raises ModelError.
+    """Return the tokenizer and processor for this input type and model; raises ModelError.
 
     `image_size` overrides the image processor's own.
     """
@@ -141,16 +141,16 @@ def load_processing(
 
 
 def load_saved_processing(place: str | Path, *, reads: InputKind, key: str, trust_remote_code: bool) -> Processing:
-    """Return what `save` wrote into the folder, or what the local cache has for a hub name.
+    """Return the tokenizer and processor that `save` wrote to the folder, or the cached ones of a hub name.
 
-    Raises ModelError, which names `key`, if it cannot be read.
+    Raises ModelError, which names `key`, if they cannot be loaded.
     """
-    kind = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
+    auto_class = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
     with loading_errors(str(place), key=key), without_hub_retries(is_local=True):
-        found = load_auto_class(kind, place, trust_remote_code=trust_remote_code, local_files_only=True)
+        loaded = load_auto_class(auto_class, place, trust_remote_code=trust_remote_code, local_files_only=True)
         if reads == "text":
-            return Processing(found)
-        return Processing(None if reads == "images" else found.tokenizer, found)
+            return Processing(loaded)
+        return Processing(None if reads == "images" else loaded.tokenizer, loaded)
 
 
 def has_processing(folder: Path, *, reads: InputKind) -> bool:
@@ -173,15 +173,15 @@ def _image_processor(model: ModelSection) -> Any:
     return _load_pretrained(model, AutoImageProcessor, key="model.name")
 
 
-def _load_pretrained(model: ModelSection, kind: Any, *, key: str) -> Any:
-    """Return the processor of the model, or of the model that is named as its tokenizer."""
+def _load_pretrained(model: ModelSection, auto_class: Any, *, key: str) -> Any:
+    """Return the processor of `model.tokenizer.name`, or of the model if that is not set."""
     tokenizer = model.tokenizer
     name = tokenizer.name if tokenizer is not None and tokenizer.name is not None else model.name
     if name is None:
         raise ModelError("model.tokenizer: a model built `from_config` has no processor. Write `name`.")
     with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
         return load_auto_class(
-            kind,
+            auto_class,
             resolve_name(name, key=key),
             revision=model.revision if name == model.name else None,
             cache_dir=model.cache_folder,

@@ -1,8 +1,8 @@
-"""Every workaround for transformers, Accelerate, peft and bitsandbytes in this wing.
+"""Workarounds of `finetune.model` for transformers, Accelerate, peft and bitsandbytes.
 
-Each says which fault of which version it works around, and when it can be removed. `CHECKED` names the newest version
-for which all of them have been checked; a test per workaround fails as soon as it is no longer needed. Nothing else in
-this wing patches a library or mutates a class that is not ours.
+Each workaround names the bug, the version, and when it can be removed. `CHECKED` holds the newest version against which
+all of them have been checked; a test per workaround fails as soon as it is no longer needed. Nothing else in this
+package patches a library or mutates a third-party class.
 """
 
 import inspect
@@ -33,12 +33,12 @@ with lazily():
 CHECKED = {"transformers": (5, 24), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 13)}
 
 Patch = tuple[Any, str, Any]
-"""A module or class, the name of an attribute that it defines, and what replaces it."""
+"""A module or class, the name of an attribute that it defines, and the replacement."""
 
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Replace attributes in this context; raises KeyError for one that its owner does not define itself (any more)."""
+    """Replace attributes in this context; raises KeyError if an owner does not (or no longer) define the attribute."""
     originals: list[Patch] = []
     try:
         for owner, name, replacement in patches:
@@ -53,9 +53,9 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 # Loading: no code from a model's files may run.
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-"""transformers 5.23 asks on stdin whether to run remote code (`resolve_trust_remote_code`) if its caller does not
-say: AutoProcessor for its parts, peft for the tokenizer of a prompt. With a timeout of 0 it raises ValueError.
-Holds for the whole process; can go when nothing asks any more."""
+"""transformers 5.23 prompts on stdin whether to run remote code (`resolve_trust_remote_code`) if its caller does not
+pass `trust_remote_code`: AutoProcessor for its parts, peft for the tokenizer of a prompt. With a timeout of 0 it raises
+ValueError instead. Applies to the whole process; can be removed when no caller prompts."""
 
 REMOTE_CODE_HOOKS = ("check_imports", "get_relative_import_files")
 """Functions of `dynamic_module_utils` that transformers 5.17 to 5.23 calls between finding and running a file of code,
@@ -64,17 +64,17 @@ also for callers that import the functions around them by name, such as `generat
 
 @contextmanager
 def data_only_loading(*, trust_remote_code: bool) -> Iterator[None]:
-    """Read a model's files as data only; raises ModelError where they would run code.
+    """Read a model's files as data only; raises ModelError if they would run code.
 
-    Even if they are trusted, refuses an adapter inside a whole model, and an index that names files in other folders.
-    Can go when transformers has an option that rules out remote code, pickles and adapters for everything it loads.
+    Even for trusted files it rejects an adapter inside a full model, and an index with files in other folders. Can be
+    removed when transformers has an option that disables remote code, pickles and adapters for everything it loads.
     """
     with patched(loading_patches(trust_remote_code=trust_remote_code)):
         yield
 
 
 def loading_patches(*, trust_remote_code: bool) -> Iterator[Patch]:
-    """Yield the patches of transformers and torch through which files of a model cannot run code."""
+    """Yield the patches of transformers and torch that prevent a model's files from running code."""
     for user in (auto_factory, peft_integration):
         yield user, "find_adapter_config_file", _without_adapter(user.find_adapter_config_file)
     yield modeling_utils, "get_checkpoint_shard_files", _checked_index(modeling_utils.get_checkpoint_shard_files)
@@ -98,15 +98,15 @@ def _refuse(advice: str) -> Callable[..., None]:
 
 
 def _without_adapter(find: Callable[..., str | None]) -> Callable[..., None]:
-    """Return a search for an adapter in a model's folder that raises ModelError where it finds one.
+    """Return transformers' search for an adapter in a model's folder, which now raises ModelError if there is one.
 
-    transformers 5.23 would load it with the model, or load the base that the adapter names instead of this model.
+    transformers 5.23 would load it with the model, or load the adapter's base model instead of this model.
     """
 
     def find_none(model_id: Any, **options: Any) -> None:
         if find(model_id, **options) is not None:
             raise ModelError(
-                f"{model_id}: contains an adapter, but is used as a whole model. Use the base it was trained on "
+                f"{model_id}: contains an adapter, but is used as a full model. Use the base it was trained on "
                 "(`base_model_name_or_path` in its adapter_config.json), or a copy without adapter_config.json."
             )
 
@@ -114,7 +114,7 @@ def _without_adapter(find: Callable[..., str | None]) -> Callable[..., None]:
 
 
 def _checked_index(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' reader of a weights index with the file names checked: it joins any path to the folder."""
+    """Return transformers' weights-index reader with a check of the file names, which it joins to the folder as is."""
 
     def resolve_checked(model: Any, index: str, *more: Any, **options: Any) -> Any:
         check_index(index)
@@ -124,18 +124,18 @@ def _checked_index(resolve: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restricted_to(find: Callable[..., Any], base: type) -> Callable[..., Any]:
-    """Return a search for a class by name that finds only subclasses of `base`.
+    """Return a lookup of classes by name that accepts only subclasses of `base`.
 
-    transformers 5.23 accepts any of its names: `tokenizer_class: AutoModel` would load a model.
+    transformers 5.23 accepts all of its class names: `tokenizer_class: AutoModel` would load a model.
     """
 
     def find_class(name: Any, *more: Any, **options: Any) -> Any:
-        found = find(name, *more, **options)
-        if found is None or type(found).__name__ == "DummyObject":  # it says which package is missing
-            return found
-        if not (inspect.isclass(found) and issubclass(found, base)):
+        result = find(name, *more, **options)
+        if result is None or type(result).__name__ == "DummyObject":  # its error names the missing package
+            return result
+        if not (inspect.isclass(result) and issubclass(result, base)):
             raise ModelError(f"The model cannot be loaded: its files name {name!r}, which is not a {base.__name__}.")
-        return found
+        return result
 
     return find_class
 
@@ -145,10 +145,10 @@ def _restricted_to(find: Callable[..., Any], base: type) -> Callable[..., Any]:
 
 @contextmanager
 def skip_weight_init() -> Iterator[None]:
-    """Build models without initial values, which `initialize_weights` draws anyway: saves three quarters of the time.
+    """Build models without initializing weights, which `initialize_weights` does later: saves 75% of the time.
 
     Embeddings and matrices are marked with a NaN, see `initialize_marked`. transformers 5.23 has no public way to build
-    from a config without initialization; can go when it has one.
+    from a config without initialization; can be removed when it has one.
     """
     patches: tuple[Patch, ...] = (
         (PreTrainedModel, "initialize_weights", lambda self: None),
@@ -160,7 +160,7 @@ def skip_weight_init() -> Iterator[None]:
 
 
 def initialize_marked(module: nn.Module) -> None:
-    """Initialize a module as torch does if `skip_weight_init` marked it and the model's own rules left it out."""
+    """Initialize a module as torch does if `skip_weight_init` marked it and the model's init rules skipped it."""
     if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.numel() == 0 or module.weight.is_meta:
         return
     if module.weight.view(-1)[0].isnan():
@@ -176,9 +176,9 @@ def _mark_uninitialized(module: Any) -> None:
 
 
 def checkpoint_activations(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
-    """Enable gradient checkpointing under either of its names.
+    """Enable gradient checkpointing under its old or new method name.
 
-    transformers before 5.20 has `gradient_checkpointing_enable` only; can go when pyproject.toml requires a newer one.
+    transformers before 5.20 has `gradient_checkpointing_enable` only; can be removed when pyproject.toml requires 5.20.
     """
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
@@ -186,26 +186,26 @@ def checkpoint_activations(model: PreTrainedModel, settings: Mapping[str, Any]) 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
 
 
-# Sharding: units of FSDP2 must not share parameters, and Accelerate asks for names that not every model has.
+# Sharding: FSDP2 units must not share parameters, and Accelerate reads attributes that not every model has.
 
 
 def allow_missing_embeddings(model: PreTrainedModel) -> None:
-    """Make a model without embeddings return None: transformers raises, and Accelerate's FSDP2 (1.15) always asks."""
+    """Make a model without embeddings return None: transformers raises, and FSDP2 in Accelerate 1.15 reads them."""
     if input_embeddings(model) is None:
         model.get_input_embeddings = lambda: None
 
 
 def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    """Return the input embeddings; None where transformers knows of none, as in a ResNet."""
+    """Return the input embeddings; None if transformers does not define them, as for a ResNet."""
     try:
-        found: nn.Module | None = model.get_input_embeddings()
+        embeddings: nn.Module | None = model.get_input_embeddings()
     except NotImplementedError:
         return None
-    return found
+    return embeddings
 
 
 def output_embeddings(model: PreTrainedModel) -> Any:
-    """Return the output embeddings; None where transformers knows of none."""
+    """Return the output embeddings; None if transformers does not define them."""
     try:
         return model.get_output_embeddings()
     except NotImplementedError:
@@ -214,61 +214,61 @@ def output_embeddings(model: PreTrainedModel) -> Any:
 
 @contextmanager
 def head_as_one_unit(model: Any) -> Iterator[None]:
-    """Return the whole head as output embeddings in this context, where both share more than the embedding matrix.
+    """Return the whole head as output embeddings in this context if both share more than the embedding matrix.
 
-    BERT's head shares the bias of its decoder. Accelerate 1.15 makes the output embeddings a unit of FSDP2, and torch
-    2.13 refuses a parameter in two units ("is shared with a parameter already managed by another FSDP group"). Can go
-    when Accelerate groups all modules that share a parameter. `model` is not wrapped by adapters.
+    BERT's head shares the bias of its decoder. Accelerate 1.15 makes the output embeddings an FSDP2 unit, and torch
+    2.13 rejects a parameter in two units ("is shared with a parameter already managed by another FSDP group"). Can be
+    removed when Accelerate groups all modules that share a parameter. `model` is not wrapped by adapters.
     """
     decoder = output_embeddings(model)
     head = None if decoder is None else _module_sharing_parameters(model, decoder)
     if head is None:
         yield
         return
-    kind: Any = type(head)
-    kind.weight = property(lambda _: decoder.weight)  # Accelerate compares it with the input embeddings
+    head_class: Any = type(head)
+    head_class.weight = property(lambda _: decoder.weight)  # Accelerate compares it with the input embeddings
     model.get_output_embeddings = lambda: head
     try:
         yield
     finally:
-        del model.get_output_embeddings, kind.weight
+        del model.get_output_embeddings, head_class.weight
 
 
 def _module_sharing_parameters(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """Return the module around the decoder that has one of its parameters as its own, too; None if there is none."""
+    """Return the module that contains the decoder and shares one of its parameters; None if there is none."""
     own = {id(parameter) for parameter in decoder.parameters()}
     for module in model.modules():
         shares = any(id(parameter) in own for parameter in module.parameters(recurse=False))
-        if shares and module is not decoder and any(each is decoder for each in module.modules()):
+        if shares and module is not decoder and any(child is decoder for child in module.modules()):
             return module
     return None
 
 
 def keep_own_no_split_modules(model: PreTrainedModel) -> None:
-    """Reduce `_no_split_modules` to layers that the model has and that do not contain the input embeddings.
+    """Reduce `_no_split_modules` to layers that exist in the model and do not contain the input embeddings.
 
-    Accelerate makes the embeddings, with the head that they are tied to, a unit of FSDP2 of their own, and fails if a
-    layer's unit contains them, as BERT's embeddings layer would. A model with a CLIP image encoder also names CLIP's
-    text embeddings, and Accelerate refuses a name without a layer ("Could not find the transformer layer class").
-    accelerate 1.15, transformers 5.23; can go when either leaves such names out.
+    Accelerate makes the embeddings, with the head tied to them, a separate FSDP2 unit, and fails if a layer's unit
+    contains them, as BERT's embeddings layer would. A model with a CLIP image encoder also names CLIP's text
+    embeddings, and Accelerate rejects a name without a layer ("Could not find the transformer layer class").
+    accelerate 1.15, transformers 5.23; can be removed when either omits such names.
     """
     embeddings = input_embeddings(model)
-    kinds = {
+    class_names = {
         type(module).__name__
         for module in model.modules()
-        if embeddings is None or all(each is not embeddings for each in module.modules())
+        if embeddings is None or all(child is not embeddings for child in module.modules())
     }
     names = getattr(model, "_no_split_modules", None) or ()
-    own = [name for name in names if name in kinds]
+    own = [name for name in names if name in class_names]
     if own and len(own) < len(names):
         model._no_split_modules = set(own) if isinstance(names, set) else own
 
 
 def unify_tied_embeddings(model: PreTrainedModel) -> None:
-    """Replace modules that equal the input embeddings, with the same weight, by the input embeddings.
+    """Replace modules that equal the input embeddings and share their weight by the input embeddings.
 
-    transformers 5.23 gives encoder and decoder of a T5 one module each with one weight, and FSDP2 refuses a weight in
-    two of its units. Can go when T5's decoder has the encoder's module.
+    transformers 5.23 gives a T5's encoder and decoder separate modules with one shared weight, and FSDP2 rejects a
+    weight in two units. Can be removed when T5's decoder uses the encoder's module.
     """
     embeddings = input_embeddings(model)
     if embeddings is None:
@@ -283,17 +283,17 @@ def _is_same_embedding(one: nn.Module, other: nn.Module) -> bool:
     if type(one) is not type(other) or not isinstance(one, nn.Embedding):
         return False
     settings = [
-        {name: value for name, value in vars(each).items() if not name.startswith("_")} for each in (one, other)
+        {name: value for name, value in vars(module).items() if not name.startswith("_")} for module in (one, other)
     ]
     return one.weight is other.weight and settings[0] == settings[1]
 
 
 @contextmanager
 def expose_hidden_size(config: Any) -> Iterator[None]:
-    """Give the config the `hidden_size` of its text part in this context, if it has none of its own.
+    """Set the config's `hidden_size` to that of its text config in this context, if it has none.
 
-    Accelerate 1.15 computes ZeRO-3's `auto` buckets from `config.hidden_size` and refuses models of images and text,
-    whose size is in `text_config`. Can go when it uses `get_text_config()`.
+    Accelerate 1.15 computes ZeRO-3's `auto` buckets from `config.hidden_size` and rejects vision-language models,
+    whose size is in `text_config`. Can be removed when it uses `get_text_config()`.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "hidden_size", None)
@@ -311,11 +311,11 @@ def expose_hidden_size(config: Any) -> Iterator[None]:
 
 
 def skip_redundant_casts(model: nn.Module) -> None:
-    """Have LoRA layers pass a 16-bit input to their matrices unchanged where autocast would round it back anyway.
+    """Make LoRA layers pass 16-bit inputs to their matrices without a cast if autocast would undo it.
 
-    peft 0.21 widens every input to the adapter's float32, which autocast undoes at once: the same bits, for two passes
-    over the activations of every adapted layer. Layers with dropout or DoRA depend on the dtype and are left alone. Can
-    go when peft leaves casts to autocast.
+    peft 0.21 casts every input to the adapter's float32, and autocast casts it back: bitwise the same result, for two
+    extra passes over the activations of every adapted layer. Layers with dropout or DoRA depend on the dtype and are
+    not changed. Can be removed when peft leaves casts to autocast.
     """
     for layer in model.modules():
         if isinstance(layer, peft_lora.LoraLayer) and _has_plain_lora(layer):
@@ -323,7 +323,7 @@ def skip_redundant_casts(model: nn.Module) -> None:
 
 
 def _has_plain_lora(layer: Any) -> bool:
-    has_dropout = any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values())
+    has_dropout = any(not isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
     return not has_dropout and not getattr(layer, "lora_variant", {})
 
 
@@ -334,7 +334,7 @@ def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None
 
 @contextmanager
 def adapters_disabled(model: Any) -> Iterator[None]:
-    """Compute without adapters in this context. peft 0.21's own switch also resets `requires_grad` of the adapters."""
+    """Disable adapters in this context. peft 0.21's own context manager also resets the adapters' `requires_grad`."""
     switches = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     for module in switches:
         module._disable_adapters = True
@@ -346,25 +346,26 @@ def adapters_disabled(model: Any) -> Iterator[None]:
 
 
 def disable_cpu_repacking(model: nn.Module) -> None:
-    """Have 4-bit layers of bitsandbytes keep their weights as stored.
+    """Make bitsandbytes' 4-bit layers keep their weights as stored.
 
     On CPUs with bfloat16 instructions, bitsandbytes 0.50 repacks them in place at the first evaluation. FSDP gathers
-    weights only temporarily, so its shards stay unpacked and the evaluation is wrong. Can go when that is optional.
+    weights only temporarily, so its shards stay unpacked and the evaluation is wrong. Can be removed when repacking is
+    optional.
     """
-    modules: Iterator[Any] = (each for each in model.modules() if hasattr(each, "support_avx512bf16_for_cpu"))
+    modules: Iterator[Any] = (module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu"))
     for module in modules:
         module.support_avx512bf16_for_cpu = False
 
 
 def written_head_size(config: PreTrainedConfig, parameters: Mapping[str, Any]) -> dict[str, int]:
-    """Return `head_dim` where the config leaves it open and the scaling needs it; nothing elsewhere.
+    """Return `head_dim` if the config does not set it and the scaling needs it, else an empty dict.
 
     transformers 5.23 computes `yarn`, `dynamic` and `longrope` with `getattr(config, "head_dim", ...)`, which is None
-    in Mixtral and MiniMax (`modeling_rope_utils.py`): TypeError. `linear` and `llama3` take `hidden_size /
-    num_attention_heads` then, as the models do. It is written into the config, so that the export loads as well.
+    in Mixtral and MiniMax (`modeling_rope_utils.py`): TypeError. `linear` and `llama3` fall back to `hidden_size /
+    num_attention_heads`, as the models do. It is written into the config, so that the export can be loaded, too.
     """
-    layers: list[Mapping[str, Any]] = [each for each in parameters.values() if isinstance(each, dict)]
-    needs = any(each.get("rope_type") in ("yarn", "dynamic", "longrope") for each in layers or [parameters])
+    layers: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
+    needs = any(rope.get("rope_type") in ("yarn", "dynamic", "longrope") for rope in layers or [parameters])
     if not needs or getattr(config, "is_heterogeneous", False) or getattr(config, "head_dim", 0) is not None:
         return {}
     values: Any = config

@@ -1,7 +1,7 @@
-"""A table of entries that a job chooses by name: facts, and where each entry is implemented.
+"""Registry tables: entries that a job selects by name, with their properties and the path of their implementation.
 
-An entry is added by one `register`, by this package or by another one. Code that needs to know something about an
-optimizer, a task or a loss asks its entry; nobody keeps a list of names.
+An entry is added with `register`, by this package or a plugin. Code that needs a property of an optimizer, a task or a
+loss reads it from the entry; no other module keeps lists of names.
 """
 
 import difflib
@@ -19,10 +19,10 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One thing that a job chooses by name. Raises RegistryError where it is invalid.
+    """An entry that a job selects by name. Raises RegistryError if it is invalid.
 
-    `description` follows the name on the reference page. `implementation` is `package.module:attribute`, imported when
-    it is used; empty where only the facts are needed. A job cannot choose an internal entry.
+    `description` follows the name on the reference page. `implementation` is `package.module:attribute`, imported on
+    first use; empty if the entry has no code. A job cannot select an internal entry.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise RegistryError(f"`{self.name}`: a name has lowercase letters, digits and underscores.")
+            raise RegistryError(f"`{self.name}`: a name consists of lowercase letters, digits and underscores.")
         if self.implementation and not _PATH.fullmatch(self.implementation):
             raise RegistryError(f"{self.name}: `{self.implementation}` is not of the form package.module:attribute.")
 
@@ -41,10 +41,10 @@ EntryType = TypeVar("EntryType", bound=Entry)
 
 
 class Table(Generic[EntryType]):
-    """Entries by name, in the order in which they were registered."""
+    """Entries by name, in order of registration."""
 
     def __init__(self, title: str, entry_type: type[EntryType], entries: Iterable[EntryType] = ()) -> None:
-        """`title` is what one entry is called in messages, such as `optimizer`."""
+        """`title` is the word for an entry in messages, such as `optimizer`."""
         self.title = title
         self._entry_type = entry_type
         self._entries: dict[str, EntryType] = {}
@@ -52,7 +52,7 @@ class Table(Generic[EntryType]):
             self.register(entry)
 
     def register(self, entry: EntryType) -> None:
-        """Add the entry; raises RegistryError for another type of entry, or where the name is taken."""
+        """Add the entry; raises RegistryError if its type is wrong or its name is taken."""
         if not isinstance(entry, self._entry_type):
             expected = self._entry_type.__name__
             raise RegistryError(f"{self.title} `{entry.name}`: is a {type(entry).__name__}, not a {expected}.")
@@ -64,7 +64,7 @@ class Table(Generic[EntryType]):
         self._entries[entry.name] = entry
 
     def __getitem__(self, name: str) -> EntryType:
-        """Return the entry; raises RegistryError with the closest name for an unknown one."""
+        """Return the entry; raises RegistryError with the closest match for an unknown name."""
         if name in self._entries:
             return self._entries[name]
         near = difflib.get_close_matches(name, self._entries, n=1)
@@ -79,23 +79,23 @@ class Table(Generic[EntryType]):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the names that a job can choose."""
+        """Return the names that a job can select."""
         return tuple(entry.name for entry in self if not entry.is_internal)
 
     def resolve(self, name: str) -> Any:
-        """Return the implementation of the entry, which is imported now."""
+        """Import and return the implementation of the entry."""
         return import_attribute(self[name].implementation)
 
     def describe(self) -> str:
-        """Return the sentences of the reference page: what each name that a job can choose means."""
+        """Return the names that a job can select with their descriptions, for the reference page."""
         entries = [self[name] for name in self.choices]
         return " ".join(f"`{entry.name}`{entry.description and f': {entry.description}'}." for entry in entries)
 
 
 def import_attribute(path: str) -> Any:
-    """Return what `package.module:attribute` names; raises RegistryError where the module does not have it."""
-    module, _, attribute = path.partition(":")
-    found = importlib.import_module(module)
-    if not hasattr(found, attribute):
+    """Return the object at `package.module:attribute`; raises RegistryError if the module does not define it."""
+    module_name, _, attribute = path.partition(":")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
         raise RegistryError(f"{path}: the module has no `{attribute}`.")
-    return getattr(found, attribute)
+    return getattr(module, attribute)

@@ -1,6 +1,6 @@
-"""Masked-language modelling: predict masked tokens from the tokens on both sides of them.
+"""Masked language modeling: predict masked tokens from the tokens on both sides.
 
-Which tokens are masked is drawn for each sample alone, so it depends neither on the batch nor on the world size.
+Masked positions are drawn per sample, so they depend neither on the batch nor on the world size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,17 +29,17 @@ from finetune.task.row_formats import RequireText
 
 @dataclass(frozen=True)
 class TokenMasker:
-    """Hides tokens as BERT does (Devlin et al., 2018, arXiv:1810.04805)."""
+    """Masks tokens as BERT does (Devlin et al., 2018, arXiv:1810.04805)."""
 
     section: MaskedLmSection
     mask_id: int
-    ordinary_ids: np.ndarray  # the tokens that may stand where one is replaced: all but the special ones
+    ordinary_ids: np.ndarray  # random replacement tokens: all but the special ones
 
     def __call__(self, features: Features) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that are read and the labels, both int64 [length], drawn from its seed and its id.
+        """Return the masked input ids and the labels, both int64 [length], drawn from the sample's seed and id.
 
-        Of the n tokens that may be masked, `fraction * n` are, rounded, and at least one. Of whole words there are
-        as many as fit in, the first one drawn in any case.
+        Of n maskable tokens, `fraction * n` are masked, rounded, and at least one. With whole words, words are drawn
+        until no other fits into that number; the first one is always masked.
         """
         draw = np.random.default_rng(derive_seed(features.seed, "hiding", features.sample_id))
         ids = features.arrays["input_ids"].astype(np.int64)
@@ -47,36 +47,36 @@ class TokenMasker:
         labels = np.full(len(ids), IGNORED, np.int64)
         labels[masked] = ids[masked]
         drawn = draw.random(len(masked))
-        random, kept = self.section.random_fraction, self.section.kept_fraction
-        replaced = masked[drawn < random]
+        random_fraction, kept_fraction = self.section.random_fraction, self.section.kept_fraction
+        replaced = masked[drawn < random_fraction]
         ids[replaced] = draw.choice(self.ordinary_ids, len(replaced))
-        ids[masked[drawn >= random + kept]] = self.mask_id
+        ids[masked[drawn >= random_fraction + kept_fraction]] = self.mask_id
         return ids, labels
 
     def _masked_positions(self, features: Features, draw: np.random.Generator) -> np.ndarray:
-        places = np.flatnonzero(features.arrays["is_target"])
-        num_masked = max(1, round(self.section.fraction * len(places)))
+        positions = np.flatnonzero(features.arrays["is_target"])
+        num_masked = max(1, round(self.section.fraction * len(positions)))
         if not self.section.whole_words:
-            return np.sort(draw.choice(places, num_masked, replace=False))
-        words = np.cumsum(features.arrays["is_word_start"])[places]  # the number of each token's word
+            return np.sort(draw.choice(positions, num_masked, replace=False))
+        words = np.cumsum(features.arrays["is_word_start"])[positions]  # the word number of every token
         numbers, sizes = np.unique(words, return_counts=True)
-        turn = draw.permutation(len(numbers))
-        chosen, num_chosen = [turn[0]], int(sizes[turn[0]])
-        for each in turn[1:]:
-            if num_chosen + sizes[each] <= num_masked:
-                chosen.append(each)
-                num_chosen += int(sizes[each])
-        return places[np.isin(words, numbers[chosen])]
+        order = draw.permutation(len(numbers))
+        chosen, num_chosen = [order[0]], int(sizes[order[0]])
+        for word in order[1:]:
+            if num_chosen + sizes[word] <= num_masked:
+                chosen.append(word)
+                num_chosen += int(sizes[word])
+        return positions[np.isin(words, numbers[chosen])]
 
 
 MASK_TOKENS = ("<mask>", "[MASK]")
-"""What a mask is called where a tokenizer has one without saying so, such as a token added by the job."""
+"""Names of the mask token in tokenizers that do not declare it, such as a token added by the job."""
 
 
 class MaskedLmTask(BaseTask):
-    """Predict masked tokens (Devlin et al., 2018, arXiv:1810.04805); raises DataError for a tokenizer without a mask.
+    """Predict masked tokens (Devlin et al., 2018, arXiv:1810.04805); raises DataError without a mask token.
 
-    Which tokens are masked is drawn again in every step; in evaluations it is always the same tokens.
+    Masked positions are redrawn at every step; evaluations always mask the same ones.
     """
 
     head: ModelHead = "masked_lm"
@@ -101,36 +101,36 @@ class MaskedLmTask(BaseTask):
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples of at most `data.max_length` tokens; every part of a text keeps the special tokens."""
+        """Return samples of at most `data.max_length` tokens; every part of a split text has the special tokens."""
         data = self.data
         limit = SampleLengthLimit(data.longest, data.over_length, data.truncate_side, self._frame)
         return replace(super().samples, length_limit=limit, identity={"words": self._section.whole_words})
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded, or end to end, and masked; labels[b, t] is the masked token at t."""
+        """Return the masked samples, padded or concatenated; labels[b, t] is the original token at a masked t."""
         if is_padding_free(self.data.batching):
-            masked = [self._mask(each) for each in features]
+            masked = [self._mask(sample) for sample in features]
             token_labels = np.concatenate([labels for _, labels in masked])
             return collate_row(features, {"input_ids": [ids for ids, _ in masked]}, token_labels=token_labels)
-        longest = max(each.length for each in features)
+        longest = max(sample.length for sample in features)
         input_ids = np.full((len(features), longest), self.pad_id, dtype=np.int64)
         attention_mask = np.zeros((len(features), longest), dtype=np.int64)
         labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
-        for place, each in enumerate(features):
-            input_ids[place, : each.length], labels[place, : each.length] = self._mask(each)
-            attention_mask[place, : each.length] = 1
+        for row, sample in enumerate(features):
+            input_ids[row, : sample.length], labels[row, : sample.length] = self._mask(sample)
+            attention_mask[row, : sample.length] = 1
         targets = Targets.of(labels)
         return Batch(
             inputs={"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)},
             labels=torch.from_numpy(labels),
             num_targets=len(targets.labels),
             num_tokens=int(attention_mask.sum()),
-            sample_ids=tuple(each.sample_id for each in features),
+            sample_ids=tuple(sample.sample_id for sample in features),
             targets=targets,
         )
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy`."""
+        """Return `loss_sum` and, with label smoothing or z-loss, the plain `cross_entropy`."""
         return self.loss.sums(model, batch)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -145,13 +145,13 @@ class MaskedLmTask(BaseTask):
 
 
 def _mask_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that hides; one of the usual names becomes the tokenizer's mask where it has none."""
+    """Return the id of the mask token; sets the tokenizer's `mask_token` from MASK_TOKENS if it has none."""
     if tokenizer.mask_token_id is None:
         vocabulary = tokenizer.get_vocab()
         tokenizer.mask_token = next((name for name in MASK_TOKENS if name in vocabulary), None)
     if tokenizer.mask_token_id is None:
         raise DataError(
-            "task.masked_lm: the tokenizer has no mask token to hide words with. Write `model.new_tokens: {special: "
-            "['<mask>']}`, or use the tokenizer of a model that was trained so."
+            "task.masked_lm: the tokenizer has no mask token. Write `model.new_tokens: {special: ['<mask>']}`, or use "
+            "the tokenizer of a masked language model."
         )
     return int(tokenizer.mask_token_id)

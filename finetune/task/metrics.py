@@ -1,7 +1,7 @@
-"""Metrics of an evaluation: of tokens, from sums; of classes, numbers and entities, from the records of all samples.
+"""Evaluation metrics: token metrics from sums; class, regression and entity metrics from the records of all samples.
 
-Sums are added up over batches and ranks. Metrics that are not sums (F1, correlations) are computed once, through
-`torchmetrics`, from the gathered records. Entities are found and compared as CoNLL's evaluation and `seqeval` do
+Sums are added over batches and ranks. Metrics that are not sums (F1, correlations) are computed once with
+`torchmetrics` from the gathered records. Entities are extracted and compared as in CoNLL's evaluation and `seqeval`
 (Tjong Kim Sang and Buchholz, 2000, https://www.clips.uantwerpen.be/conll2000/chunking/conlleval.txt): a tag is `O`,
 or the position of a word in an entity (`B`egin, `I`nside; also `E`nd and `S`ingle) and the entity's type, as in
 `B-LOC`.
@@ -22,7 +22,7 @@ from finetune.task.lm_loss.token_loss import cross_entropy_sum
 
 
 def token_sums(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return the summed loss, the number of targets and how many of them have the highest logit, as scalars."""
+    """Return the summed loss, the number of targets and the number of correctly predicted targets, as scalars."""
     is_target = labels != IGNORED  # [batch, length]
     return {
         "loss_sum": cross_entropy_sum(logits, labels),
@@ -41,7 +41,7 @@ def token_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinite where a float cannot hold it."""
+    """Return exp(loss), or infinity if it overflows a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -51,32 +51,32 @@ def perplexity(loss: float) -> float:
 def class_metrics(labels: Tensor, predicted: Tensor, *, num_classes: int) -> dict[str, float]:
     """Return accuracy, F1 averaged over classes (macro) and over samples (micro), and Matthews' correlation.
 
-    Both are indices of classes, [samples]. A class that is neither there nor predicted does not count in `macro_f1`.
+    Both are class indices, [samples]. Classes that neither occur nor are predicted do not count in `macro_f1`.
     """
     library = _library("classification")
-    targets, found, num_labels = labels.long(), predicted.long(), max(2, num_classes)
+    targets, classes, num_labels = labels.long(), predicted.long(), max(2, num_classes)
     f1 = library.multiclass_f1_score
     return {
-        "accuracy": float((targets == found).double().mean()),
-        "macro_f1": float(f1(found, targets, num_classes=num_labels, average="macro")),
-        "micro_f1": float(f1(found, targets, num_classes=num_labels, average="micro")),
-        "mcc": float(library.multiclass_matthews_corrcoef(found, targets, num_classes=num_labels)),
+        "accuracy": float((targets == classes).double().mean()),
+        "macro_f1": float(f1(classes, targets, num_classes=num_labels, average="macro")),
+        "micro_f1": float(f1(classes, targets, num_classes=num_labels, average="micro")),
+        "mcc": float(library.multiclass_matthews_corrcoef(classes, targets, num_classes=num_labels)),
     }
 
 
 def multi_label_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
-    """Return the share of samples whose classes are all right, F1 averaged over classes (macro) and over all (micro).
+    """Return the share of samples whose classes are all correct, and F1 averaged over classes (macro) and all (micro).
 
     Both are 0 or 1, [samples, classes].
     """
     library = _library("classification")
-    targets, found = labels.long(), predicted.long()
-    subset_accuracy = float((targets == found).all(dim=1).double().mean())
-    if targets.shape[1] == 1:  # the library wants several: twice the same class has the same F1
-        targets, found = targets.expand(-1, 2), found.expand(-1, 2)
+    targets, classes = labels.long(), predicted.long()
+    subset_accuracy = float((targets == classes).all(dim=1).double().mean())
+    if targets.shape[1] == 1:  # torchmetrics requires at least two: a duplicated class has the same F1
+        targets, classes = targets.expand(-1, 2), classes.expand(-1, 2)
     scores = {
         f"{average}_f1": float(
-            library.multilabel_f1_score(found, targets, num_labels=targets.shape[1], average=average)
+            library.multilabel_f1_score(classes, targets, num_labels=targets.shape[1], average=average)
         )
         for average in ("macro", "micro")
     }
@@ -84,9 +84,9 @@ def multi_label_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
 
 
 def regression_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
-    """Return the mean squared error, Pearson's and Spearman's correlation; of num_labels numbers, the mean over them.
+    """Return mean squared error, Pearson and Spearman correlation, averaged over the numbers of a label.
 
-    Both are float64, [samples, numbers]. There is no correlation (NaN) with what is the same for every sample.
+    Both are float64, [samples, numbers]. The correlation is NaN if the labels or predictions are constant.
     """
     library = _library("regression")
     return {
@@ -97,32 +97,32 @@ def regression_metrics(labels: Tensor, predicted: Tensor) -> dict[str, float]:
 
 
 def _correlation(correlation: Callable[[Tensor, Tensor], Tensor], labels: Tensor, predicted: Tensor) -> float:
-    if len(labels) < 2 or any((each == each[0]).all(dim=0).any() for each in (labels, predicted)):
+    if len(labels) < 2 or any((values == values[0]).all(dim=0).any() for values in (labels, predicted)):
         return math.nan
     columns = zip(predicted.T.contiguous(), labels.T.contiguous(), strict=True)
-    return float(torch.stack([correlation(found, targets) for found, targets in columns]).mean())
+    return float(torch.stack([correlation(prediction, target) for prediction, target in columns]).mean())
 
 
 def _library(part: str) -> ModuleType:
-    """Return a part of `torchmetrics.functional`, which takes a second to import: only evaluations pay for it."""
+    """Return a module of `torchmetrics.functional`, imported on first use because it takes a second."""
     return require(f"torchmetrics.functional.{part}", extra="dev", purpose="Measuring classes and numbers")
 
 
 TOP_K = 5
-"""An answer among this number of the likeliest ones counts for `top5_accuracy`."""
+"""The number of most likely classes that count as correct in `top5_accuracy`."""
 
 
 def image_metrics(records: Tensor, *, num_classes: int) -> dict[str, float]:
-    """Return `accuracy`, `macro_f1` and, where there are more than TOP classes, `top5_accuracy`.
+    """Return `accuracy`, `macro_f1` and, with more than TOP_K classes, `top5_accuracy`.
 
-    `records` are [images, 4]: id, class, likeliest class, and how many classes are likelier than the image's own.
-    Macro F1 is the mean over the classes that occur as label or as answer.
+    `records` are [images, 4]: id, class, most likely class, and the number of classes more likely than the true one.
+    Macro F1 is the mean over the classes that occur as label or prediction.
     """
-    measured = class_metrics(records[:, 1], records[:, 2], num_classes=num_classes)
-    found = {name: measured[name] for name in ("accuracy", "macro_f1")}
+    all_metrics = class_metrics(records[:, 1], records[:, 2], num_classes=num_classes)
+    metrics = {name: all_metrics[name] for name in ("accuracy", "macro_f1")}
     if num_classes > TOP_K:
-        found["top5_accuracy"] = (records[:, 3] < TOP_K).double().mean().item()
-    return found
+        metrics["top5_accuracy"] = (records[:, 3] < TOP_K).double().mean().item()
+    return metrics
 
 
 Entity = tuple[int, int, str]
@@ -133,29 +133,29 @@ _TAG = re.compile(r"[BIES]-.+", re.DOTALL)
 
 
 def are_entity_tags(names: Iterable[str]) -> bool:
-    """Return whether the classes are such tags, with some that begin an entity."""
+    """Return whether the classes are entity tags, at least one of them a `B-` tag."""
     inside = [name for name in names if name != OUTSIDE]
     return all(_TAG.fullmatch(name) for name in inside) and any(name.startswith("B-") for name in inside)
 
 
 def find_entities(tags: Sequence[str]) -> Iterator[Entity]:
-    """Yield the entities of one sentence in their order.
+    """Yield the entities of one sentence in order.
 
-    An entity begins at `B` and `S`, at another type, and at an `I` or `E` that follows `O`, `E` or `S`.
+    An entity starts at `B` and `S`, at a change of type, and at an `I` or `E` that follows `O`, `E` or `S`.
     """
-    start, before = 0, (OUTSIDE, "")
+    start, previous = 0, (OUTSIDE, "")
     for number, tag in enumerate([*tags, OUTSIDE]):
-        here = _split_tag(tag)
-        if before[0] != OUTSIDE and _ends_entity(before, here):
-            yield start, number - 1, before[1]
-        if here[0] != OUTSIDE and _begins_entity(before, here):
+        current = _split_tag(tag)
+        if previous[0] != OUTSIDE and _ends_entity(previous, current):
+            yield start, number - 1, previous[1]
+        if current[0] != OUTSIDE and _starts_entity(previous, current):
             start = number
-        before = here
+        previous = current
 
 
 @dataclass(frozen=True)
 class EntityScores:
-    """How many entities are found, exactly: the same words and the same type."""
+    """Exact-match scores of entities: the same words and the same type."""
 
     precision: float
     recall: float
@@ -163,31 +163,32 @@ class EntityScores:
 
 
 def entity_scores(sentences: Iterable[tuple[Sequence[str], Sequence[str]]]) -> EntityScores:
-    """Return precision, recall and F1 over the entities of all sentences, each its right and its predicted tags.
+    """Return precision, recall and F1 over the entities of all sentences, given as pairs of true and predicted tags.
 
-    A share of nothing is 0.
+    A score is 0 if its denominator is 0.
     """
-    num_right = num_predicted = num_true = 0
+    num_correct = num_predicted = num_true = 0
     for tags, predicted in sentences:
-        there, found = set(find_entities(tags)), set(find_entities(predicted))
-        num_true, num_predicted = num_true + len(there), num_predicted + len(found)
-        num_right += len(there & found)
-    precision = num_right / num_predicted if num_predicted else 0.0
-    recall = num_right / num_true if num_true else 0.0
-    f1 = 2 * num_right / (num_predicted + num_true) if num_right else 0.0
+        true_entities, predicted_entities = set(find_entities(tags)), set(find_entities(predicted))
+        num_true += len(true_entities)
+        num_predicted += len(predicted_entities)
+        num_correct += len(true_entities & predicted_entities)
+    precision = num_correct / num_predicted if num_predicted else 0.0
+    recall = num_correct / num_true if num_true else 0.0
+    f1 = 2 * num_correct / (num_predicted + num_true) if num_correct else 0.0
     return EntityScores(precision, recall, f1)
 
 
 def _split_tag(tag: str) -> tuple[str, str]:
-    place, _, kind = tag.partition("-")
-    return place, kind
+    prefix, _, entity_type = tag.partition("-")
+    return prefix, entity_type
 
 
-def _ends_entity(before: tuple[str, str], here: tuple[str, str]) -> bool:
-    """Return whether the entity of the word before is over."""
-    return before[0] in "ES" or here[0] in "BSO" or before[1] != here[1]
+def _ends_entity(previous: tuple[str, str], current: tuple[str, str]) -> bool:
+    """Return whether the previous word ends its entity."""
+    return previous[0] in "ES" or current[0] in "BSO" or previous[1] != current[1]
 
 
-def _begins_entity(before: tuple[str, str], here: tuple[str, str]) -> bool:
-    """Return whether an entity begins at this word."""
-    return here[0] in "BS" or before[0] in "ESO" or before[1] != here[1]
+def _starts_entity(previous: tuple[str, str], current: tuple[str, str]) -> bool:
+    """Return whether the current word starts an entity."""
+    return current[0] in "BS" or previous[0] in "ESO" or previous[1] != current[1]

@@ -1,4 +1,4 @@
-"""From samples to a language model's inputs: collated with padding or padding-free, and given to the wrapped model."""
+"""The inputs of a language model: samples collated with padding or padding-free, and passed to the wrapped model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -16,20 +16,20 @@ from finetune.runtime.packed_rows import SAMPLE_LENGTHS, SampleLengths
 
 
 def is_padding_free(batching: BatchingSection) -> bool:
-    """Return whether the samples of a forward pass are packed into one row; `auto` has been resolved before."""
+    """Return whether a microbatch is packed into one row; `padding_free: auto` must be resolved."""
     return batching.padding_free is True or batching.by == "packs"
 
 
 def collate_padded(features: Sequence[Features], *, pad_id: int) -> Batch:
-    """Return the samples padded on the right; labels[b, t] is the token at t + 1 where that one is a target."""
-    longest = max(each.length for each in features)
+    """Return the samples padded on the right; labels[b, t] is the token at t + 1 if it is a target."""
+    longest = max(sample.length for sample in features)
     input_ids = np.full((len(features), longest), pad_id, dtype=np.int64)
     attention_mask = np.zeros((len(features), longest), dtype=np.int64)
     labels = np.full((len(features), longest), IGNORED, dtype=np.int64)
-    for place, each in enumerate(features):
-        input_ids[place, : each.length] = each.arrays["input_ids"]
-        attention_mask[place, : each.length] = 1
-        labels[place, : each.length] = _labels(each)
+    for row, sample in enumerate(features):
+        input_ids[row, : sample.length] = sample.arrays["input_ids"]
+        attention_mask[row, : sample.length] = 1
+        labels[row, : sample.length] = _labels(sample)
     targets = Targets.of(labels)
     inputs = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
     return Batch(
@@ -37,7 +37,7 @@ def collate_padded(features: Sequence[Features], *, pad_id: int) -> Batch:
         labels=torch.from_numpy(labels),
         num_targets=len(targets.labels),
         num_tokens=int(attention_mask.sum()),
-        sample_ids=tuple(each.sample_id for each in features),
+        sample_ids=tuple(sample.sample_id for sample in features),
         targets=targets,
     )
 
@@ -45,10 +45,11 @@ def collate_padded(features: Sequence[Features], *, pad_id: int) -> Batch:
 def collate_padding_free(features: Sequence[Features]) -> Batch:
     """Return the samples in one row without padding and without an attention mask.
 
-    Positions start at 0 in every sample and so mark the boundaries. No label is a token of the next sample.
+    Positions start at 0 in every sample, which marks the boundaries. No label is a token of the next sample.
     """
-    labels = np.concatenate([_labels(each) for each in features])
-    return collate_row(features, {"input_ids": [each.arrays["input_ids"] for each in features]}, token_labels=labels)
+    labels = np.concatenate([_labels(sample) for sample in features])
+    columns = {"input_ids": [sample.arrays["input_ids"] for sample in features]}
+    return collate_row(features, columns, token_labels=labels)
 
 
 def collate_row(
@@ -58,24 +59,24 @@ def collate_row(
     labels: Tensor | None = None,
     token_labels: np.ndarray | None = None,
 ) -> Batch:
-    """Return the samples in one row; `columns` are what the model reads of each, `input_ids` first.
+    """Return the samples in one row; `columns` are the model's input arrays per sample, `input_ids` first.
 
-    The labels are those of the samples, or `token_labels`, those of the row's tokens: these are the targets then.
+    Pass `labels` with one label per sample, or `token_labels` with one per token, which then define the targets.
     """
-    lengths = [len(each) for each in columns["input_ids"]]
+    lengths = [len(ids) for ids in columns["input_ids"]]
     ends = np.cumsum([0, *lengths])
-    inputs = {name: torch.from_numpy(np.concatenate(each, dtype=np.int64))[None] for name, each in columns.items()}
+    inputs = {name: torch.from_numpy(np.concatenate(arrays, dtype=np.int64))[None] for name, arrays in columns.items()}
     inputs["position_ids"] = torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths))[None]
     targets = None if token_labels is None else _targets_of_samples(token_labels, ends)
     if token_labels is not None:
         labels = torch.from_numpy(token_labels)[None]
-    assert labels is not None, "samples have labels, or their tokens have"
+    assert labels is not None, "pass `labels` or `token_labels`"
     return Batch(
         inputs=inputs,
         labels=labels,
         num_targets=len(features) if targets is None else len(targets.labels),
         num_tokens=int(ends[-1]),
-        sample_ids=tuple(each.sample_id for each in features),
+        sample_ids=tuple(sample.sample_id for sample in features),
         cumulative_lengths=torch.from_numpy(ends.astype(np.int32)),
         longest=max(lengths),
         lengths=tuple(lengths),
@@ -84,26 +85,26 @@ def collate_row(
 
 
 def _targets_of_samples(labels: np.ndarray, ends: np.ndarray) -> Targets:
-    """Return the targets of a row's labels, counted by sample; `ends` are where samples begin, and the row's end."""
+    """Return the targets of a row, with counts per sample; `ends` are the sample starts followed by the row's end."""
     positions = np.flatnonzero(labels != IGNORED)
     per_sample = np.diff(np.searchsorted(positions, ends))
     return Targets(torch.from_numpy(positions), torch.from_numpy(labels[positions]), tuple(per_sample.tolist()))
 
 
 def _labels(features: Features) -> np.ndarray:
-    """Return the token after each position where it is a target; there is none after the last."""
+    """Return the next token of every position if it is a target, else IGNORED; the last position has none."""
     ids, is_target = features.arrays["input_ids"], features.arrays["is_target"]
     return np.append(np.where(is_target[1:], ids[1:].astype(np.int64), IGNORED), IGNORED)
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits as the model gives them, e.g. [batch, length, vocabulary]."""
+    """Return the model's logits, e.g. [batch, length, vocabulary]."""
     logits: Tensor = model(**forward_inputs(model, batch)).logits
     return logits
 
 
 def forward_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return what the model is given."""
+    """Return the keyword arguments of the model's forward."""
     return {**batch.inputs, **_positions(model, batch), **_boundaries(model, batch), "use_cache": False}
 
 
@@ -120,15 +121,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the boundaries of the samples in a row, named as in transformers; nothing for attention without need.
+    """Return the sample boundaries of a row, named as in transformers; empty if the attention does not use them.
 
-    Without them flash attention computes them in every layer, with a host-device synchronisation each. Ours is given
-    every length, too, and transformers that the mask is made already: it uses none.
+    Without them flash attention computes them in every layer, with a host-device synchronization each. `per_sample`
+    also receives the sample lengths, and a dummy mask so that transformers does not build one.
     """
     ends, attention = batch.cumulative_lengths, _attention(model)
     if batch.num_slices > 1 and attention != PER_SAMPLE_ATTENTION:
         raise StrategyError(
-            f"sequence parallelism needs our attention of whole samples, and this model has `{attention}`. Write "
+            f"sequence parallelism needs `per_sample` attention, and this model has `{attention}`. Write "
             "`model.attention: auto`, or launch without parallelism_config_sp_size."
         )
     if ends is None or not takes_boundaries(attention):
@@ -146,9 +147,9 @@ def _boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _positions(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the positions of a row as the model counts them, where it does not count from 0 (RoBERTa's relatives).
+    """Return the positions of a row for models that do not count from 0 (RoBERTa and derivatives); else empty.
 
-    Those count the tokens that are no padding from `padding_idx` + 1, and padding is at `padding_idx`.
+    They count non-padding tokens from `padding_idx` + 1; padding tokens have position `padding_idx`.
     """
     body: Any = getattr(unwrap_model(model), "base_model", None)
     embeddings: Any = getattr(body, "embeddings", None)
@@ -167,10 +168,11 @@ def _attention(model: nn.Module) -> str | None:
 
 
 def decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
-    """Return what an encoder-decoder's decoder reads to predict the labels: the labels, shifted by one.
+    """Return the input ids of an encoder-decoder's decoder: the labels, shifted by one position.
 
-    A model that shifts labels itself is asked (mBART begins with the language, for example). The others (M2M100, NLLB,
-    Blenderbot, SeamlessM4T) shift inside `forward(labels=...)`, which would compute a mean loss, and do it as here.
+    Uses the model's own shift method if it has one (mBART's starts with the language, for example). Other models
+    (M2M100, NLLB, Blenderbot, SeamlessM4T) shift inside `forward(labels=...)`, which would compute a mean loss, in the
+    same way as this function.
     """
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shift is not None:

@@ -1,6 +1,6 @@
-"""The Task protocol, one of the two seams: rows become features, features batches, batches a summed loss.
+"""The Task protocol: encodes rows to features, collates features to batches, computes the summed loss of a batch.
 
-`TaskContext` is what every task is built from.
+Every task is built from a `TaskContext`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,12 +29,12 @@ def no_rows() -> Iterable[Row]:
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task is built from. A part that a task needs and that is missing is our error, not the user's."""
+    """The inputs of a task's constructor. A missing part that the task needs is a bug, not a user's error."""
 
     section: TaskSection
     data: DataSection
-    tokenizer: Any = None  # a PreTrainedTokenizerBase; None for images alone
-    processor: Any = None  # an image processor, or a processor of images and text; None for text alone
+    tokenizer: Any = None  # a PreTrainedTokenizerBase; None for image-only tasks
+    processor: Any = None  # an image processor, or a processor of images and text; None for text-only tasks
     rows: Callable[[], Iterable[Row]] = no_rows  # the training rows
     facts: Mapping[str, Any] | None = None  # `DataFacts.values` of an earlier start of the run
     loss_kernel: LossKernel = "auto"
@@ -51,93 +51,93 @@ class GenerationPrompt:
     reference_ids: tuple[int, ...]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # further inputs of the model, such as pixels
     companion_ids: tuple[int, ...] = ()  # a second row with a blank image, for a prompt without images
-    per_token: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # inputs of each token of a row
+    per_token: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # per-token inputs, by row
 
 
 @dataclass(frozen=True)
 class EvaluationOutput:
-    """What an evaluation keeps of a batch."""
+    """The evaluation results of a batch."""
 
     sums: Mapping[str, Tensor]  # scalars, summed over batches and ranks
-    records: Tensor | None = None  # [records, k]: what metrics that are not sums need; column 0 is the sample's id
+    records: Tensor | None = None  # [records, k], for metrics that are not sums; column 0 is the sample id
 
 
 @dataclass(frozen=True)
 class Precomputed:
-    """Arrays of each sample that a frozen model computes once, before training; they are stored next to the dataset."""
+    """Per-sample arrays that a frozen model computes once before training; they are stored next to the dataset."""
 
     title: str  # for messages: `reference log-probabilities`
     scorer: Literal["reference", "teacher"]  # the model that the run starts from, or another one
     identity: Mapping[str, Any]  # JSON: the settings of the task on which the arrays depend
     compute: Callable[[nn.Module, Batch], Sequence[Mapping[str, np.ndarray]]]
-    """From a model in evaluation mode and a batch to the arrays (1-D, by name) of each sample, in order.
+    """Computes the arrays (1-D, by name) of every sample of a batch in order, with a model in evaluation mode.
 
-    From then on the samples hold these arrays in `Features.arrays`, too. A batch without samples takes as many forward
-    passes as any other: collective where the model is.
+    They are then part of `Features.arrays`. A batch without samples runs as many forward passes as any other batch, and
+    the call is collective if the model's forward is.
     """
 
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """How the rows of a task become samples, as far as the data package must know."""
+    """The data package's view of a task: how its rows are encoded to samples."""
 
     encode: Encode
-    """From rows to the features of each, None where there is nothing to train on, or the error of the row.
+    """Encodes rows to features, to None for a row without targets, or to the row's error.
 
-    Never raises for a row: the caller knows its place and reports it. It is sent to other processes: the less it holds,
-    the sooner they start.
+    Never raises for a row: the caller knows the row's location and reports the error. It is pickled to other processes:
+    the smaller it is, the sooner they start.
     """
-    length_limit: LengthLimit | None = None  # what is done with samples that are too long; None: as `data:` says
+    length_limit: LengthLimit | None = None  # handles samples that are too long; None: as configured in `data:`
     loading_cost: LoadingCost = "light"  # of a sample in the data loader
-    has_partners: bool = False  # each sample is trained together with another one, `Features.partner`
+    has_partners: bool = False  # every sample is trained together with another one, `Features.partner`
     identity: Mapping[str, Any] = field(default_factory=dict)  # JSON: settings and facts on which `encode` depends
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the task read from the training rows, such as the names of the classes."""
+    """Facts that the task read from the training rows, such as the class names."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)  # JSON: a task is built again from them, without the rows
-    lines: tuple[str, ...] = ()  # the same for the user
+    values: Mapping[str, Any] = field(default_factory=dict)  # JSON: the task can be rebuilt from them without the rows
+    lines: tuple[str, ...] = ()  # log lines about them
 
 
 class Task(Protocol):
-    """What is trained. The loop calls these members and knows nothing else about the task."""
+    """A training task. The training loop uses only these members."""
 
     head: ModelHead
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return values of the model's config that the task decides, such as `num_labels`."""
+        """Return model config values that the task determines, such as `num_labels`."""
 
     @property
     def samples(self) -> SampleSpec:
-        """Return how rows become samples."""
+        """Return the encoding of rows to samples."""
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return what the task read from the training rows."""
+        """Return the facts that the task read from the training rows."""
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return what a frozen model must compute for each sample before training; None for nothing."""
+        """Return the arrays that a frozen model must compute per sample before training; None if there are none."""
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return JSON files to write next to the exported model of this config, by relative path."""
+        """Return the JSON files to export with a model of this config, by relative path."""
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return the samples padded and stacked as one microbatch.
 
-        Random numbers are drawn from `(features.seed, features.sample_id)`, so they do not depend on the world size.
+        Random numbers are seeded with `(features.seed, features.sample_id)`, so they do not depend on the world size.
         """
 
     def dummy_batch(self, features: Features) -> Batch:
-        """Return a batch in the shape of one sample without targets, for a rank that has no rows left to evaluate."""
+        """Return a batch with the shape of one sample but no targets, for a rank without remaining evaluation rows."""
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return this rank's microbatches of one step with what their losses need from the whole step. Collective.
+        """Return this rank's microbatches of one step with the values that their losses need from the whole step.
 
-        Leaves gradients and random numbers as they are.
+        Does not change gradients or the random state. Collective.
         """
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -147,19 +147,19 @@ class Task(Protocol):
         """
 
     def step_metrics(self, sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
-        """Return what a step logs of the world's sums besides the loss."""
+        """Return a step's logged metrics, except the loss, from the sums of all ranks."""
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return what an evaluation keeps of the batch."""
+        """Return the evaluation results of the batch."""
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return the metrics of the sums and records of all ranks, `loss` among them.
+        """Return the metrics, including `loss`, from the sums and records of all ranks.
 
         The records are float64 on the CPU, [records, k], ordered by sample id, each sample's once.
         """
 
     def label_text(self, features: Features) -> str:
-        """Return the label of the sample as text; empty where its tokens are the label."""
+        """Return the label of the sample as text; empty if its tokens are the label."""
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return the prompt of the sample and its reference answer for a generation; None for no generation."""
+        """Return the sample's generation prompt and reference answer; None if the task does not generate."""

@@ -1,4 +1,4 @@
-"""Vision-language supervised fine-tuning: train the answers of conversations with images."""
+"""Vision-language supervised fine-tuning: train on the answers of conversations with images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +19,10 @@ from finetune.task.row_formats import RequireImageMessages
 
 
 class VisionLanguageSftTask(SftTask):
-    """`sft` with images in the turns, by the model's own processor; the tokens of an image are never targets.
+    """`sft` with images in the turns, encoded by the model's own processor; image tokens are never targets.
 
-    Every batch holds an image: a batch without one gets a row with a blank image and without targets. If the image
-    encoder ran on some ranks only, these would wait for the others forever (DDP, FSDP, ZeRO-3).
+    A batch without an image gets a row with a blank image and without targets, so that the image encoder runs on every
+    rank; otherwise ranks would wait for each other forever (DDP, FSDP, ZeRO-3).
     """
 
     head: ModelHead = "image_text_to_text"
@@ -36,29 +36,28 @@ class VisionLanguageSftTask(SftTask):
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return the token that stands for a piece of an image, as the processor writes it."""
+        """Return the id of the processor's image token."""
         return {"image_token_id": self._pictures.token_id}
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples whose images make them slow to load."""
+        """Return samples with a heavy loading cost, because of their images."""
         return replace(super().samples, loading_cost="heavy")
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded on the right, with what the processor makes of their images."""
-        has_images = any(len(each.arrays["image_sizes"]) for each in features)
+        """Return the samples padded on the right, with the processor's image inputs."""
+        has_images = any(len(sample.arrays["image_sizes"]) for sample in features)
         rows = features if has_images else [*features, self._blank]
         batch = collate_padded(rows, pad_id=self.pad_id)
         inputs = {**batch.inputs, **self._per_token(rows), **self._pixels(rows)}
-        num_tokens = sum(each.length for each in features)
-        return replace(
-            batch, inputs=inputs, num_tokens=num_tokens, sample_ids=tuple(each.sample_id for each in features)
-        )
+        num_tokens = sum(sample.length for sample in features)
+        sample_ids = tuple(sample.sample_id for sample in features)
+        return replace(batch, inputs=inputs, num_tokens=num_tokens, sample_ids=sample_ids)
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return everything before the last answer, its images, and that answer with its end-of-turn token.
 
-        A prompt without an image has a companion row with a blank one. None where an image follows the prompt.
+        A prompt without an image has a companion row with a blank one. None if an image follows the prompt.
         """
         prompt = super().prompt(features)
         assert prompt is not None
@@ -87,24 +86,24 @@ class VisionLanguageSftTask(SftTask):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Return the names of the arrays that have a value for each token."""
+        """Return the names of the arrays with one value per token."""
         return ("input_ids", "is_target", *self._pictures.per_token)
 
     def _per_token(self, rows: Sequence[Features]) -> dict[str, Tensor]:
-        """Return what else the model is given of each token, [batch, length], 0 where there is padding."""
-        longest = max(each.length for each in rows)
+        """Return the model's other per-token inputs, [batch, length], 0 at padding."""
+        longest = max(row.length for row in rows)
         values_by_name = {}
         for name in self._pictures.per_token:
             values = np.zeros((len(rows), longest), dtype=np.int64)
-            for place, each in enumerate(rows):
-                values[place, : each.length] = each.arrays[name]
+            for index, row in enumerate(rows):
+                values[index, : row.length] = row.arrays[name]
             values_by_name[name] = torch.from_numpy(values)
         return values_by_name
 
     def _pixels(self, rows: Sequence[Features]) -> dict[str, Tensor]:
-        """Return what the processor makes of the rows' images, as it batches them itself."""
-        images = [images_of(each) for each in rows]
-        texts = [self._pictures.mark * len(each) for each in images]
+        """Return the processor's inputs for the rows' images, batched by the processor."""
+        images = [images_of(row) for row in rows]
+        texts = [self._pictures.mark * len(row_images) for row_images in images]
         outputs = self._processor(text=texts, images=images, padding=True, return_tensors="pt")
         of_text = {"input_ids", "attention_mask", *self._pictures.per_token}
         return {name: value for name, value in outputs.items() if name not in of_text and isinstance(value, Tensor)}

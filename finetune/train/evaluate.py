@@ -1,6 +1,6 @@
-"""Evaluation: exact sums over the validation rows, each counted once whatever the number of ranks.
+"""Evaluation: exact sums over the validation rows, each counted once with any number of ranks.
 
-Evaluated and exported are the weights that are trained, or an average of them that the optimizer keeps.
+Evaluation and export use the trained weights, or their average if the optimizer keeps one.
 """
 
 import time
@@ -32,11 +32,11 @@ from finetune.train.optim.averages import average_from_fast
 from finetune.train.parts import Evaluation
 
 Formula = Callable[[Tensor, Tensor], Tensor]
-"""From a parameter and a tensor of its optimizer state, both flat, to the value that is measured and exported."""
+"""Computes the evaluated and exported value from a parameter and a tensor of its optimizer state, both flat."""
 
 
 class EvaluationWeights(Protocol):
-    """The weights of a run."""
+    """The weights that a run evaluates and exports."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Return a context in which the model holds the weights to evaluate and export. Collective."""
@@ -52,34 +52,37 @@ class TrainedWeights:
 
 @dataclass(frozen=True)
 class AveragedWeights:
-    """The average that the optimizer keeps replaces the weights, which are restored bitwise."""
+    """The optimizer's average of the weights, which temporarily replaces them; they are restored bitwise."""
 
     access: StateAccess
-    key: str  # of the optimizer's state that the formula reads
+    key: str  # of the optimizer state that the formula reads
     formula: Formula
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Swap the average in; needs memory for one more copy of what this rank trains.
+        """Swap the average in; needs memory for another copy of this rank's trained parameters.
 
-        Parameters without state, which have not been updated yet, are their own average. After an error nothing is put
-        back, since that would wait for other ranks. Collective.
+        Parameters without state, which have not been updated yet, are their own average. After an error the weights are
+        not restored, since that would wait for other ranks. Collective.
         """
-        kept = self._replace()
+        original = self._replace()
         yield
-        self._write(kept)
+        self._write(original)
 
     @torch.no_grad()
     def _replace(self) -> dict[TensorRecord, Tensor]:
-        """Write the average and return what was there before. Collective."""
+        """Write the average and return the original values. Collective."""
         self.access.begin_reading()
         records = {(record.name, record.key): record for record in self.access.records()}
         pairs = {records[name, PARAMETER]: record for (name, key), record in records.items() if key == self.key}
-        kept = {parameter: self.access.read(parameter).clone() for parameter in pairs}
+        original = {parameter: self.access.read(parameter).clone() for parameter in pairs}
         self._write(
-            {parameter: self.formula(kept[parameter], self.access.read(state)) for parameter, state in pairs.items()}
+            {
+                parameter: self.formula(original[parameter], self.access.read(state))
+                for parameter, state in pairs.items()
+            }
         )
-        return kept
+        return original
 
     def _write(self, values: Mapping[TensorRecord, Tensor]) -> None:
         self.access.begin_reading()  # an evaluation may have left modules gathered
@@ -90,7 +93,7 @@ class AveragedWeights:
 
 @dataclass(frozen=True)
 class EvaluationWithWeights:
-    """An evaluation of the weights that count."""
+    """Runs an evaluation with the evaluation weights swapped in."""
 
     weights: EvaluationWeights
     evaluate: Evaluation
@@ -102,7 +105,7 @@ class EvaluationWithWeights:
 
 
 def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
-    """Return what the average is read from and how; None where the trained weights themselves count."""
+    """Return the optimizer-state key and formula of the average; None if the trained weights are evaluated."""
     fast_key = OPTIMIZERS[section.optimizer.name].fast_key
     if fast_key is not None:
         beta = section.optimizer.betas[0]
@@ -113,7 +116,7 @@ def average_formula(section: TrainSection) -> tuple[str, Formula] | None:
 
 
 class NoEvaluation:
-    """There are no validation rows; it is never due and measures nothing."""
+    """The evaluation of a run without validation rows: never due, without metrics."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return no metrics."""
@@ -122,11 +125,11 @@ class NoEvaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures the model on every validation row, and on generated answers where configured."""
+    """Evaluates the model on all validation rows, and on generated answers if configured."""
 
     task: Task
     model: nn.Module  # as Accelerate prepared it
-    batches: Iterable[tuple[Batch, ...]]  # one each, on the device; ranks without a row left get dummy batches
+    batches: Iterable[tuple[Batch, ...]]  # one per group, on the device; ranks without remaining rows get dummy batches
     rows: TokenCache
     reporter: Reporter
     answers: GenerationEvaluator | None
@@ -172,10 +175,10 @@ class Evaluator:
 
 
 def _gather_records(records: Sequence[Tensor]) -> Tensor | None:
-    """Return the records of all ranks by sample, float64 on the CPU; None where the task keeps none. Collective."""
+    """Return the records of all ranks ordered by sample, float64 on the CPU; None if there are none. Collective."""
     own = torch.cat(list(records)).to("cpu", torch.float64).numpy() if records else None
     everyone = [records for records in distributed.gather_objects(own) if records is not None]
     if not everyone:
         return None
-    together = np.concatenate(everyone)
-    return torch.from_numpy(together[np.argsort(together[:, 0], kind="stable")])
+    combined = np.concatenate(everyone)
+    return torch.from_numpy(combined[np.argsort(combined[:, 0], kind="stable")])

@@ -1,6 +1,6 @@
 """Measurements of the steps: sums that stay on the device until they are read, and the time spent waiting for data.
 
-Reading the sums is the one place that synchronises host and device.
+Reading the sums is the only host-device synchronization.
 """
 
 import math
@@ -19,19 +19,19 @@ from finetune.report.gpu import DeviceColumns, NoGpu
 from finetune.runtime import distributed
 
 MAX_WAIT_SHARE = 0.1
-"""Share of the time spent waiting for data from which a run is warned."""
+"""Fraction of the time spent waiting for data above which a warning is logged."""
 
 WINDOW_STEPS, WINDOW_SECONDS = 20, 10.0
-"""The share is measured over at least this many steps and seconds, so that one slow batch causes no warning."""
+"""The fraction is measured over at least this many steps and seconds, so that one slow batch causes no warning."""
 
 
 class DataWaitMonitor:
-    """Measures the waiting of one rank in consecutive windows, and warns once."""
+    """Measures one rank's time spent waiting for data in consecutive windows, and warns once."""
 
     def __init__(self) -> None:
         self._is_first = True
         self._has_warned = False
-        self._begin()
+        self._start_window()
 
     def add(self, waited_seconds: float, *, of_seconds: float) -> None:
         """Add a step; the first one waits for the loader to start and does not count."""
@@ -43,11 +43,11 @@ class DataWaitMonitor:
         self._seconds += of_seconds
 
     def warning(self) -> str | None:
-        """Return a warning where too much of a full window was spent waiting; then a new window starts."""
+        """Return a warning if too much of a full window was spent waiting, else None; a full window is reset."""
         if self._has_warned or self._num_steps < WINDOW_STEPS or self._seconds < WINDOW_SECONDS:
             return None
         share, num_steps = self._waited / self._seconds, self._num_steps
-        self._begin()
+        self._start_window()
         if share < MAX_WAIT_SHARE:
             return None
         self._has_warned = True
@@ -56,7 +56,7 @@ class DataWaitMonitor:
             "--config JOB.yaml` measures the loader and recommends its settings (data.num_workers and others)."
         )
 
-    def _begin(self) -> None:
+    def _start_window(self) -> None:
         self._num_steps = 0
         self._waited = self._seconds = 0.0
 
@@ -67,18 +67,18 @@ class StepRecord:
 
     number: int  # of the step, from 1
     losses: Tensor  # [microbatches]: their summed losses on this rank
-    gradient_norm: Tensor  # a scalar, as the sums
-    is_taken: bool | None  # None: where the norm is finite, which is read later
-    sample_ids: tuple[tuple[int, ...], ...]  # of each microbatch of this rank
+    gradient_norm: Tensor  # a scalar
+    is_taken: bool | None  # None: if the norm is finite, which is read later
+    sample_ids: tuple[tuple[int, ...], ...]  # per microbatch of this rank
     learning_rate: float
-    num_targets: int  # of all ranks, as num_tokens
+    num_targets: int  # of all ranks, like num_tokens
     num_tokens: int
     samples_sha256: str  # of all samples so far
     epoch: float | None
     seconds: float
     data_seconds: float
-    device: Mapping[str, float] = field(default_factory=dict)  # what the GPU was last seen to do
-    sums: Mapping[str, Tensor] = field(default_factory=dict)  # of this rank, the other sums of the task, of any shape
+    device: Mapping[str, float] = field(default_factory=dict)  # the latest GPU readings
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # the task's other sums on this rank, of any shape
 
 
 StepMetrics = Callable[..., Mapping[str, float]]
@@ -86,7 +86,7 @@ StepMetrics = Callable[..., Mapping[str, float]]
 
 
 def no_metrics(sums: Mapping[str, float], *, num_targets: int) -> Mapping[str, float]:
-    """Return nothing."""
+    """Return no metrics."""
     return {}
 
 
@@ -100,14 +100,14 @@ class Meters:
         self._wait = DataWaitMonitor()
 
     def add(self, record: StepRecord) -> None:
-        """Add a step, without waiting for the device."""
+        """Add a step without waiting for the device."""
         self._records.append(replace(record, device=self._device.columns))
         self._wait.add(record.data_seconds, of_seconds=record.seconds)
 
     def read(self) -> list[tuple[StepRecord, StepTaken]]:
-        """Return the collected steps with their events, losses summed over the ranks, and drop them.
+        """Return and drop the collected steps with their events; losses are summed over the ranks.
 
-        The device is read once. Collective where there are any.
+        The device is read once. Collective if there are any steps.
         """
         records, self._records = self._records, []
         if not records:
@@ -122,24 +122,24 @@ class Meters:
         return list(zip(records, events, strict=True))
 
     def warning(self) -> str | None:
-        """Return a warning, each once: too much of the time was spent waiting for batches, or the GPU is lost."""
+        """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
         return self._wait.warning() or self._device.warning()
 
     def _metrics(self, record: StepRecord, sums: Sequence[float]) -> Mapping[str, float]:
-        """Return the metrics that the task logs of a step."""
+        """Return the task's metrics of a step."""
         if not record.sums:
             return {}
         return dict(self._step_metrics(_by_name(record.sums, sums), num_targets=record.num_targets))
 
 
 def _by_name(sums: Mapping[str, Tensor], numbers: Sequence[float]) -> dict[str, Any]:
-    """Return the numbers by the names of the sums and in their shapes: a float, or nested lists."""
+    """Return the numbers by the sums' names, in their shapes: a float, or nested lists."""
     flat = torch.split(torch.tensor(numbers, dtype=torch.float64), [value.numel() for value in sums.values()])
     return {name: part.view(value.shape).tolist() for (name, value), part in zip(sums.items(), flat, strict=True)}
 
 
 def _other_sums(records: Sequence[StepRecord]) -> list[Tensor]:
-    """Return the other sums of all ranks, [steps, numbers], as a list of one; of none where there are none."""
+    """Return a list of one tensor with the other sums of all ranks, [steps, numbers]; empty if there are none."""
     if not records[0].sums:
         return []
     flat = [torch.cat([value.flatten() for value in record.sums.values()]) for record in records]
@@ -147,9 +147,9 @@ def _other_sums(records: Sequence[StepRecord]) -> list[Tensor]:
 
 
 def _rows(records: Sequence[StepRecord], losses: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return norm, loss and other sums of each step, [steps, 2 + numbers], on the device of the losses.
+    """Return norm, loss and other sums of every step, [steps, 2 + numbers], on the losses' device.
 
-    Where parameters are offloaded, as by `fsdp_offload_params`, the norm of their gradients is on the CPU.
+    If parameters are offloaded, as with `fsdp_offload_params`, the gradient norm is on the CPU.
     """
     norms = torch.stack([record.gradient_norm for record in records])
     return torch.cat([norms[:, None].to(losses), losses[:, None], *others], dim=1)
@@ -163,7 +163,7 @@ def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def peak_memory_bytes() -> int:
-    """Return this rank's peak: allocated device memory, or resident memory where there is no device."""
+    """Return this rank's peak memory: allocated device memory, or resident memory without a GPU."""
     if torch.cuda.is_available():
         return max(_peak_before_reset, torch.cuda.max_memory_allocated())
     unit_bytes = 1 if sys.platform == "darwin" else 1024
@@ -172,7 +172,7 @@ def peak_memory_bytes() -> int:
 
 @contextmanager
 def keep_peak_memory() -> Iterator[None]:
-    """Have what is allocated on a GPU meanwhile not count in its peak."""
+    """Exclude GPU allocations in this context from the peak memory."""
     global _peak_before_reset
     if not torch.cuda.is_available():
         yield

@@ -1,7 +1,7 @@
-"""NEFTune (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings while training.
+"""NEFTune (Jain et al., 2023, arXiv:2310.05914): uniform noise on the embeddings in training.
 
-The noise of a sample is a function of the step's seed and the sample's id: it depends neither on the number of
-processes nor on how the global batch is cut, and a continued run draws it again.
+A sample's noise is a function of the step's seed and the sample's id: it depends neither on the number of processes nor
+on how the global batch is split, and a resumed run draws the same noise.
 """
 
 import math
@@ -29,9 +29,9 @@ class EmbeddingNoise:
         embeddings.register_forward_hook(self._add)
 
     def set_batch(self, batch: Batch) -> None:
-        """Set the batch that is trained next; without one, as in evaluations, there is no noise.
+        """Set the next training batch; without one, as in evaluations, no noise is added.
 
-        Raises ModelError where the model has not called its input embeddings for the previous batch.
+        Raises ModelError if the model did not call its input embeddings for the previous batch.
         """
         if self._batch is not None:
             raise ModelError(
@@ -46,21 +46,21 @@ class EmbeddingNoise:
 
 @torch.no_grad()
 def sample_noise(batch: Batch, embedded: Tensor, *, alpha: float) -> Tensor:
-    """Return the noise of the samples, [batch, length, width] like what is embedded; padding has none.
+    """Return the noise of the samples, [batch, length, width] like `embedded`; padding has none.
 
-    Sample i with L tokens of width d gets uniform numbers in alpha / sqrt(L * d) * [-1, 1).
+    A sample with L tokens of width d gets uniform values in alpha / sqrt(L * d) * [-1, 1).
     """
     noise = torch.zeros_like(embedded)
     width = embedded.shape[-1]
-    for place, sample_id, length in _places(batch, noise):
+    for target, sample_id, length in _sample_views(batch, noise):
         generator = torch.Generator(noise.device).manual_seed(derive_seed(batch.seed, "embedding noise", sample_id))
         drawn = torch.rand((length, width), generator=generator, device=noise.device, dtype=torch.float32)
-        place[:length] = ((2.0 * drawn - 1.0) * (alpha / math.sqrt(length * width))).to(noise.dtype)
+        target[:length] = ((2.0 * drawn - 1.0) * (alpha / math.sqrt(length * width))).to(noise.dtype)
     return noise
 
 
-def _places(batch: Batch, noise: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield for each sample where its tokens begin, its id and its number of tokens."""
+def _sample_views(batch: Batch, noise: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield a view that starts at the sample's first token, its id and its number of tokens, for every sample."""
     is_row = batch.cumulative_lengths is not None
     start = 0
     for row, (sample_id, length) in enumerate(zip(batch.sample_ids, batch.lengths, strict=True)):

@@ -1,4 +1,4 @@
-"""The parts of a run, handed to the loop as one frozen record; nothing here is built."""
+"""The components of a run, passed to the loop as one frozen record; nothing is built here."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +23,16 @@ from finetune.train.update import Update
 
 
 class StepTask(Protocol):
-    """What a step calls of a `Task`, or of what adds a loss to one."""
+    """The methods of a `Task`, or of a wrapper that adds a loss, that a step calls."""
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the step's microbatches with what their losses need from all of them. Collective."""
+        """Return the step's microbatches with the values that their losses need from all of them. Collective."""
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, detached, the other sums that a step logs, each the same shape for every batch."""
+        """Return `loss_sum` and, detached, the other sums that a step logs; shapes are the same for every batch."""
 
     def step_metrics(self, sums: Mapping[str, Any], *, num_targets: int) -> Mapping[str, float]:
-        """Return what a step logs of the world's sums besides the loss."""
+        """Return a step's logged metrics, except the loss, from the sums of all ranks."""
 
 
 class Evaluation(Protocol):
@@ -43,38 +43,38 @@ class Evaluation(Protocol):
 
 
 class CheckpointSaving(Protocol):
-    """Keeps the state of the run."""
+    """Saves checkpoints of the run."""
 
     @property
     def has_failed(self) -> bool:
-        """Return whether writing has failed for good and the run must stop because of it."""
+        """Return whether writing has failed permanently, so that the run must stop."""
 
     def __call__(self, progress: Progress) -> None:
-        """Take a checkpoint, which may be written in the background; waits for the previous one. Collective."""
+        """Save a checkpoint, possibly in the background; waits for the previous one. Collective."""
 
     def report_written(self) -> None:
-        """Report what has been written in the background since the last call."""
+        """Report checkpoints that were written in the background since the last call."""
 
     def wait_for_writes(self) -> None:
-        """Wait for what is being written; raises CheckpointError where it failed and the run stops then. Collective."""
+        """Wait for pending writes; raises CheckpointError if one failed and the run must stop. Collective."""
 
 
 @dataclass(frozen=True)
 class TrainingComponents:
-    """Everything that the loop works with."""
+    """Everything that the training loop uses."""
 
     accelerator: Accelerator
     model: nn.Module  # as Accelerate prepared it
-    optimizer: torch.optim.Optimizer  # likewise
+    optimizer: torch.optim.Optimizer  # as Accelerate prepared it
     task: StepTask
-    groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group a step, from `first_step`
+    groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group per step, from `first_step`
     plan: StepPlan
-    deliveries: SampleVerifier  # of which samples a step must consist, and of which it does
-    place: Callable[[int], str]  # where the row of a sample stands, for a message
+    deliveries: SampleVerifier  # compares the expected and the received samples of a step
+    place: Callable[[int], str]  # the location of a sample's row, for messages
     seed: int
     update: Update
     nonfinite: NonFiniteSection
-    scales_loss: bool  # fp16: a gradient overflow is part of the game
+    scales_loss: bool  # fp16: gradient overflows are expected
     meters: Meters
     reporter: Reporter
     evaluate: Evaluation
@@ -85,7 +85,7 @@ class TrainingComponents:
     stop_sources: StopSources
     stop_after_steps: int | None
     early_stopping: EarlyStopping | NeverStop
-    before_batch: Callable[[Batch], None] = no_op  # called with each batch before its forward pass
-    reduces_every_microbatch: bool = False  # over the ranks, where the strategy leaves the choice
+    before_batch: Callable[[Batch], None] = no_op  # called with every batch before its forward pass
+    reduces_every_microbatch: bool = False  # over the ranks, if the strategy leaves the choice
     profile: Profile = field(default_factory=NullProfile)
     counts_ahead: bool = True  # the next group may be requested before the backward passes of a step are done

@@ -1,4 +1,4 @@
-"""From the budget and the batch to numbers of steps and shapes of groups, with the arithmetic in words."""
+"""The step plan: the number of steps and their batches from the training budget, and a description of both."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from finetune.train.optim.schedule import Schedule, build_schedule, scaled_learn
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The number of steps, and the batches of each."""
+    """The number of steps, and the microbatches per step."""
 
     num_steps: int
-    num_positions: int | None  # of one pass over the training data; None where it is unknown
+    num_positions: int | None  # of one pass over the training data; None if unknown
     global_batch_size: int
     microbatch_size: int
     world: int
@@ -23,24 +23,24 @@ class StepPlan:
 
     @property
     def num_batches(self) -> int:
-        """Return the microbatches of one step on one rank: the accumulation."""
+        """Return the number of microbatches per step on one rank: the gradient accumulation."""
         return self.num_batches_of(self.microbatch_size)
 
     def num_batches_of(self, microbatch_size: int) -> int:
-        """Return the same with another size."""
+        """Return the number of microbatches per step on one rank with this microbatch size."""
         return self.global_batch_size // (microbatch_size * self.world // self.sequence_size)
 
     def with_microbatch_size(self, size: int) -> "StepPlan":
-        """Return the plan with the size that `auto` has come to."""
+        """Return the plan with the microbatch size that `auto` was resolved to."""
         changed = replace(self, microbatch_size=size)
         return replace(changed, arithmetic=(f"{_batch_line(changed)} (microbatch_size: auto)", *self.arithmetic[1:]))
 
     def epoch(self, step: int) -> float | None:
-        """Return how many passes over the training data `step` steps are; None where it is unknown."""
+        """Return the number of passes over the training data after `step` steps; None if unknown."""
         return step * self.global_batch_size / self.num_positions if self.num_positions else None
 
     def num_due(self, every_steps: int | None, *, after: int) -> int:
-        """Return how often something is due after `after` steps that is due every N steps and at the end."""
+        """Return how often something that is due every N steps and at the end is due after the first `after` steps."""
         if every_steps is None or after >= self.num_steps:
             return int(after < self.num_steps)
         return -(-self.num_steps // every_steps) - after // every_steps
@@ -55,10 +55,10 @@ def make_plan(
     steps_for_tokens: Callable[[int], int],
     sequence_size: int = 1,
 ) -> StepPlan:
-    """Return the plan; `steps_for_tokens` answers how many steps it takes to see that many tokens.
+    """Return the plan; `steps_for_tokens` returns the number of steps to process a number of tokens.
 
-    `unit` is what stands at a position. With `num_positions` None the budget must be in steps. `sequence_size`
-    of the `world`'s ranks share each microbatch.
+    `unit` is the plural name of what a position holds. If `num_positions` is None, the budget must be in steps.
+    `sequence_size` ranks share each microbatch.
     """
     num_steps, budget = _budget(section, num_positions, unit, steps_for_tokens)
     peak = scaled_learning_rate(

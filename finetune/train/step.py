@@ -1,7 +1,7 @@
 """One optimizer step.
 
-The world's number of targets is known before the first backward pass, so no gradient is ever rescaled afterwards, and
-the result does not depend on how the global batch is cut into ranks and microbatches.
+The number of targets over all ranks is known before the first backward pass, so gradients are never rescaled afterwards
+and the result does not depend on how the global batch is split into ranks and microbatches.
 """
 
 import math
@@ -31,19 +31,19 @@ from finetune.train.stopping import StopRequest, stop_request_of
 
 LOSS_SCALE, NON_FINITE = "loss scale", "non-finite"
 MAX_NAMED_ROWS = 16
-"""Rows that a message names of those in which a loss is not finite."""
+"""Maximum number of rows with a non-finite loss to name in a message."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of a step's group over all ranks, and what they agree on."""
+    """Counts of a step's group and flags, reduced over all ranks."""
 
     num_targets: int
     num_tokens: int
     samples: int  # the mark of the samples (`data/sample_checks.py`)
     stop_request: StopRequest
-    has_news: bool  # of a step that was left out, on some rank
-    is_slow: bool = False  # on some rank, so a stop that is requested now must not take effect a step later
+    has_news: bool  # some rank has read a skipped step
+    is_slow: bool = False  # on some rank: handle a stop request now, not one step later
 
 
 def take_step(
@@ -56,9 +56,9 @@ def take_step(
     data_seconds: float,
     before_last_backward: Callable[[], None] = no_op,
 ) -> StepRecord:
-    """Take the step that follows `progress.step` steps, or leave it out. Collective.
+    """Take the step after `progress.step` steps, or skip it. Collective.
 
-    `started` is when it began, by `time.perf_counter`, and `data_seconds` how long its batches took.
+    `started` is its start time by `time.perf_counter`, `data_seconds` the time spent waiting for its batches.
     `before_last_backward` is called when the last forward pass is done, or queued on the device.
     """
     seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank())
@@ -91,9 +91,9 @@ def take_step(
 def start_step_counts(
     parts: TrainingComponents, group: tuple[Batch, ...], *, step: int, is_slow: bool = False
 ) -> Callable[[], StepCounts]:
-    """Start one all-reduce of the group's counts and of the stop requests, and return what waits for the sums.
+    """Start one all-reduce of the group's counts and the stop requests; return a function that waits for the sums.
 
-    That raises TrainingError for samples that are not this step's, or not what was prepared. Collective, both.
+    The function raises TrainingError if the samples are damaged or not those of this step. Both are collective.
     """
     delivery = parts.deliveries.received(group)
     wait = distributed.start_sum_counts(
@@ -117,8 +117,8 @@ def _step_counts(parts: TrainingComponents, delivery: Delivery, sums: Sequence[i
     samples = join_uint64(low, high)
     if samples != parts.deliveries.expected(step):
         raise TrainingError(
-            f"the samples of step {step + 1} are not those that the data order assigns to it: a bug of ours or of a "
-            "data loader. The step was not taken. Please report it."
+            f"the samples of step {step + 1} are not those that the data order assigns to it, because of a bug in "
+            "finetune or a data loader. The step was not taken. Please report it."
         )
     return StepCounts(
         num_targets,
@@ -131,9 +131,9 @@ def _step_counts(parts: TrainingComponents, delivery: Delivery, sums: Sequence[i
 
 
 def _raise_damaged(parts: TrainingComponents, delivery: Delivery, *, step: int) -> None:
-    """Raise TrainingError that names what was delivered damaged to any rank; it is set aside. Collective."""
-    concerned = delivery.damaged or delivery.problem
-    gathered = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if concerned else ())
+    """Raise TrainingError that names the damaged samples of all ranks, whose cache is set aside. Collective."""
+    is_damaged = delivery.damaged or delivery.problem
+    gathered = distributed.gather_objects(parts.deliveries.explain(delivery.damaged) if is_damaged else ())
     lines = dict.fromkeys(line for of_rank in gathered for line in of_rank)
     raise TrainingError(f"step {step + 1} is not taken because its data is damaged:\n" + "\n".join(lines))
 
@@ -141,9 +141,9 @@ def _raise_damaged(parts: TrainingComponents, delivery: Delivery, *, step: int) 
 def _backward(
     parts: TrainingComponents, group: tuple[Batch, ...], *, num_targets: int, step: int, before_last: Callable[[], None]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Accumulate the gradient of the mean loss over the world's targets.
+    """Accumulate the gradient of the mean loss over the targets of all ranks.
 
-    Returns the summed loss of each microbatch, [microbatches], and the task's other sums over all of them.
+    Returns the summed loss of every microbatch, [microbatches], and the task's other sums over all microbatches.
     """
     accelerator, losses = parts.accelerator, []
     accumulate = partial(accumulate_gradients, accelerator, parts.model, reduces=parts.reduces_every_microbatch)
@@ -181,36 +181,36 @@ def record_skipped_step(parts: TrainingComponents, progress: Progress, record: S
 
 
 def _num_allowed(parts: TrainingComponents, progress: Progress) -> int:
-    """Return how many more steps may be skipped because they are not finite."""
+    """Return the number of further steps that may be skipped because they are not finite."""
     skips = parts.nonfinite.action == "skip"
     return parts.nonfinite.max_skips - progress.num_nonfinite_skips if skips else 0
 
 
 def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
-    """Return the ids in microbatches whose loss is not finite, or all of the step's when every loss is. Collective."""
+    """Return the ids in microbatches with a non-finite loss, or all ids if every loss is finite. Collective."""
     losses = record.losses.tolist()
-    guilty = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
-    gathered = distributed.gather_objects((guilty, [i for ids in record.sample_ids for i in ids]))
-    named = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
-    return tuple(sorted(set(named)))  # ranks that share a row name the same
+    nonfinite = [i for ids, loss in zip(record.sample_ids, losses, strict=True) if not math.isfinite(loss) for i in ids]
+    gathered = distributed.gather_objects((nonfinite, [i for ids in record.sample_ids for i in ids]))
+    sample_ids = [i for ids, _ in gathered for i in ids] or [i for _, ids in gathered for i in ids]
+    return tuple(sorted(set(sample_ids)))  # ranks that share a row report the same ids
 
 
 def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
-    """Return the places of the first samples, and the number of the others."""
-    places = [place(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
-    more = len(sample_ids) - len(places)
-    return "; ".join([*places, f"and {more} more"] if more else places)
+    """Return the locations of the first samples, and the number of the others."""
+    locations = [place(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
+    more = len(sample_ids) - len(locations)
+    return "; ".join([*locations, f"and {more} more"] if more else locations)
 
 
 def _stop_unless_skipping(parts: TrainingComponents, progress: Progress, *, number: int, rows: str) -> None:
-    where = (
+    problem = (
         f"the loss or gradient of step {number} is not finite. Training rows: {rows}. {parts.update.nonfinite_effect}"
     )
     if parts.nonfinite.action == "stop":
         raise NonFiniteError(
-            f"{where} Look at these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
+            f"{problem} Inspect these rows, lower train.learning_rate, or set train.nonfinite.action: skip."
         )
     if progress.num_nonfinite_skips >= parts.nonfinite.max_skips:
         raise NonFiniteError(
-            f"{where} {parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)."
+            f"{problem} {parts.nonfinite.max_skips} steps have already been skipped (train.nonfinite.max_skips)."
         )

@@ -1,12 +1,12 @@
-"""The update: gradients clipped to their global norm, then the optimizer's step, unless the gradient is not finite.
+"""The update: clips gradients to their global norm, then steps the optimizer unless the gradient is not finite.
 
-On a GPU the host does not wait to know whether it is. A fused optimizer reads a flag on the device that makes it change
-nothing (`found_inf`, the protocol of `torch.amp.GradScaler`), and the host reads the norms at the next log point.
+On a GPU the host does not wait for the finite check. A fused optimizer reads a flag on the device that makes it skip
+the update (`found_inf`, the protocol of `torch.amp.GradScaler`), and the host reads the norms at the next log point.
 
-`UpdateInBackward` updates each parameter as soon as its gradient is whole, and then frees the gradient: no more than
-a few gradients exist at a time (LOMO: Lv et al., 2023, arXiv:2306.09782; any rule here, not SGD alone). The numbers
-are those of the ordinary step. What is lost is the gradient norm before the first update of a step: nothing is
-clipped by it, and a gradient that is not finite is detected only when it is computed.
+`UpdateInBackward` updates every parameter as soon as its gradient is complete, and then frees the gradient, so only a
+few gradients exist at a time (LOMO: Lv et al., 2023, arXiv:2306.09782; here with any optimizer, not only SGD). Results
+equal those of the ordinary step. The gradient norm is not known before the first update of a step, so nothing is
+clipped, and a non-finite gradient is detected only when it is computed.
 """
 
 import math
@@ -23,18 +23,18 @@ from finetune.train.upstream import supports_found_inf, without_accelerate_wrapp
 
 
 class DeferredFiniteCheck:
-    """Flags every step whose gradient is not finite, and all steps after more of them than allowed."""
+    """Flags every step whose gradient is not finite, and every later step once there are too many of them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._num_unread = torch.zeros((), device=device)  # skipped steps of which the host does not know yet
+        self._num_unread = torch.zeros((), device=device)  # skipped steps that the host has not read yet
         self._is_on_cpu = device.type == "cpu"
         self._copy: Tensor | None = None  # of that number, in flight to the host
         self._arrival: torch.Event | None = None
 
     def flag(self, norm: Tensor, *, num_allowed: int) -> Tensor:
-        """Return 1 where the step of this gradient norm is to change nothing, else 0: a float32 scalar.
+        """Return 1 if the step with this gradient norm must be skipped, else 0: a float32 scalar.
 
-        `num_allowed` is how many more steps may be left out before no later one is taken either.
+        `num_allowed` is the number of further skips after which every later step is skipped, too.
         """
         is_bad = (~torch.isfinite(norm)).float()
         self._num_unread += is_bad
@@ -51,38 +51,38 @@ class DeferredFiniteCheck:
         return is_bad
 
     def reset(self) -> None:
-        """Reset the count: the host has read every step by now."""
+        """Reset the count after the host has read every step."""
         self._num_unread.zero_()
         self._copy = None
 
     def _send(self) -> None:
-        """Start a copy to the host, unless one is in flight."""
+        """Start a copy to the host unless one is in flight."""
         if self._copy is not None:
             return
         if self._is_on_cpu:
             self._copy = self._num_unread.clone()
             return
-        self._copy = self._num_unread.to("cpu", non_blocking=True)  # torch pins what it copies to
+        self._copy = self._num_unread.to("cpu", non_blocking=True)  # torch pins the destination
         self._arrival = torch.Event(device=self._num_unread.device)
         self._arrival.record()
 
 
 _REPLICATED_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU")
-"""Distributed types under which every rank holds whole gradients when they are clipped."""
+"""Distributed types with unsharded gradients on every rank at clipping time."""
 
 
 def defers_check_on(device: torch.device) -> bool:
-    """Return whether reading the check later saves a synchronisation: on a CPU there is none."""
+    """Return whether reading the check later saves a synchronization, which a CPU does not need."""
     return device.type == "cuda"
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Return whether the host has the tensor's value already."""
+    """Return whether the tensor is in host memory."""
     return tensor.device.type == "cpu"
 
 
 class Update:
-    """Takes the gradients of one step from backward pass to weights."""
+    """Runs the backward pass, gradient clipping and optimizer step of one training step."""
 
     nonfinite_effect = "This step has not changed the weights."
     """The effect of a step whose gradient is not finite, for the message."""
@@ -107,7 +107,7 @@ class Update:
         self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this share of the step's loss to what is there."""
+        """Accumulate the gradient of this microbatch's share of the step's loss."""
         if self._has_whole_gradients:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -116,24 +116,24 @@ class Update:
     def clip(self) -> Tensor:
         """Clip to the global norm and return the norm before clipping, a scalar that is equal on every rank.
 
-        It is the norm over the parameters that are unfrozen by now. Collective.
+        The norm is over the parameters that are unfrozen at this step. Collective.
         """
         drop_not_yet_unfrozen(self._optimizer)
         if self._has_whole_gradients:
             return self._clip_whole().detach().float()
         limit = math.inf if self._limit is None else self._limit
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
-        if not isinstance(norm, Tensor):  # DeepSpeed has clipped and stepped already, and answers with a float
+        if not isinstance(norm, Tensor):  # DeepSpeed has already clipped and stepped, and returns a float
             return torch.tensor(float(norm), device=self._accelerator.device)
         full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return full.detach().float()
 
     def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
-        """Update the weights where the norm is finite, drop the gradients, and tell whether the weights were updated.
+        """Update the weights if the norm is finite, drop the gradients, and return whether the weights were updated.
 
-        None: this is known when the norm is read. Until then, a norm that is not finite prevents its own update
-        and, after `num_allowed` unread others, every later one. The norm is of the whole gradient,
-        so every rank does the same. DeepSpeed leaves the step out by itself.
+        None means that the result is known once the norm is read. Until then, a non-finite norm prevents its own update
+        and, after `num_allowed` unread others, every later one. The norm is that of the full gradient, so every rank
+        does the same. DeepSpeed skips the step itself.
         """
         if self.finite_check is not None:
             self._optimizer.found_inf = self.finite_check.flag(norm, num_allowed=num_allowed)
@@ -153,14 +153,14 @@ class Update:
         return self.finite_check is not None and self.finite_check.has_news
 
     def mark_all_read(self) -> None:
-        """Note that the norm of every step has been read."""
+        """Record that the norm of every step has been read."""
         if self.finite_check is not None:
             self.finite_check.reset()
 
     def _clip_whole(self) -> Tensor:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        # Where reading it is free, gradients that would be multiplied by 1 are left alone.
+        # If reading the norm needs no synchronization, skip the multiplication by 1.
         if self._limit is not None and not (is_on_host(norm) and norm.item() + _EPSILON <= self._limit):
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._limit, norm)
         return norm
@@ -173,11 +173,11 @@ class Update:
 
 
 _EPSILON = 1e-6
-"""What torch adds to the norm by which it divides."""
+"""The epsilon that torch adds to the norm in the divisor."""
 
 
 class UpdateInBackward(Update):
-    """Steps the optimizer one parameter at a time; each has a group of its own (`one_group_per_parameter`)."""
+    """Steps the optimizer one parameter at a time; every parameter has its own group (`one_group_per_parameter`)."""
 
     nonfinite_effect = (
         "If the loss itself is not finite, this step has not changed the weights. Otherwise it has changed those whose "
@@ -189,14 +189,14 @@ class UpdateInBackward(Update):
         super().__init__(accelerator, model, optimizer, max_gradient_norm=None)
         self._groups = self._optimizer.param_groups
         self._norms: dict[Tensor, Tensor] = {}
-        self._is_bad = torch.zeros((), device=accelerator.device)  # 1 from the first number that is not finite
+        self._is_bad = torch.zeros((), device=accelerator.device)  # 1 after the first non-finite value
         for group in self._groups:
             (parameter,) = group["params"]
             parameter.register_post_accumulate_grad_hook(self._gradient_hook(group))
 
     def backward(self, loss: Tensor) -> None:
-        """Update every parameter from this loss, which is that of the whole step, unless it is not finite."""
-        self._note(loss.detach())
+        """Update every parameter from the loss of the whole step, unless it is not finite."""
+        self._check(loss.detach())
         super().backward(loss)
 
     def clip(self) -> Tensor:
@@ -207,14 +207,14 @@ class UpdateInBackward(Update):
         return torch.where(self._is_bad > 0, torch.full_like(self._is_bad, math.nan), total_norm.to(torch.float32))
 
     def __call__(self, norm: Tensor, *, num_allowed: int) -> bool | None:
-        """Return whether the weights have been updated; None: it will be known when the norm is read."""
+        """Return whether the weights have been updated; None means that it is known once the norm is read."""
         if self.finite_check is not None:
             self.finite_check.flag(norm, num_allowed=num_allowed)
             return None
         return math.isfinite(norm.item())
 
     def mark_all_read(self) -> None:
-        """Note that the norm of every step has been read."""
+        """Record that the norm of every step has been read."""
         super().mark_all_read()
         self._is_bad.zero_()
 
@@ -223,17 +223,17 @@ class UpdateInBackward(Update):
             if parameter.grad is not None and not group.get(NOT_YET_UNFROZEN):
                 norm = torch.linalg.vector_norm(parameter.grad)
                 self._norms[parameter] = norm
-                self._note(norm)
+                self._check(norm)
                 self._step(group)
             parameter.grad = None
 
         return update
 
-    def _note(self, number: Tensor) -> None:
+    def _check(self, number: Tensor) -> None:
         self._is_bad = torch.maximum(self._is_bad, (~torch.isfinite(number)).to(torch.float32))
 
     def _step(self, group: dict[str, Any]) -> None:
-        """Step the optimizer on this group alone, unless a number was not finite before."""
+        """Step the optimizer on this group only, unless a value was not finite."""
         if self.finite_check is None and self._is_bad.item():
             return
         self._optimizer.param_groups = [group]

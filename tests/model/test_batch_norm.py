@@ -118,7 +118,7 @@ def test_a_batch_of_no_whole_group_is_normalised_as_in_evaluation():
 @pytest.mark.parametrize(
     ("model", "how", "is_new", "message"),
     [
-        (small_model(), None, True, "over how many samples"),
+        (small_model(), None, True, "the number of samples to normalize over"),
         (nn.Linear(2, 2), "frozen", False, "has no batch norm. Remove the key"),
         (nn.SyncBatchNorm(2), 4, True, "supports only `frozen`"),
     ],

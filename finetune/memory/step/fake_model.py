@@ -1,4 +1,4 @@
-"""A job's model without values: on the meta device whole, and as fake tensors with a few of its layers."""
+"""A job's model without values: the full model on the meta device, and a few of its layers as fake tensors."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _NO_TOKENS = SpecialTokenIds(bos=0, eos=0, pad=0)
 
 
 def with_method(section: ModelSection, method: Method, *, gradient_checkpointing: Any) -> ModelSection:
-    """Return the section as this method trains it: its own adapter and quantization where it has them."""
+    """Return the section for this training method; keeps its own adapter and quantization if they fit the method."""
     changed: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     if method == "full":
         changed |= dict.fromkeys(("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"))
@@ -39,9 +39,9 @@ def with_method(section: ModelSection, method: Method, *, gradient_checkpointing
 
 
 def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
-    """Return the whole model on the meta device, before adapters; raises ModelError."""
-    kind = section.from_config.model_type if section.from_config is not None else str(section.name)
-    with model_build_errors(section, kind=kind):
+    """Return the full model on the meta device, without adapters; raises ModelError."""
+    name = section.from_config.model_type if section.from_config is not None else str(section.name)
+    with model_build_errors(section, kind=name):
         return load_empty_model(
             section,
             head=task.head,
@@ -52,7 +52,7 @@ def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
 
 
 def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) -> Any:
-    """Return the model with quantized weights, adapters and frozen parameters as the section has them."""
+    """Return the model with the section's quantization, adapters and frozen parameters."""
     if section.quantization is not None:
         _quantize(model, section.quantization, dtype=getattr(torch, section.dtype))
     adapter = adapter_config(section)
@@ -63,33 +63,33 @@ def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) 
     if section.adapter is not None or section.prompt_tuning is not None:
         raise ModelError("model: the memory of a saved adapter or of prompt tuning cannot be predicted.")
     if isinstance(adapter, LoraSection):
-        adapter = adapter.model_copy(update={"init": "default"})  # which reads no values of the weights
+        adapter = adapter.model_copy(update={"init": "default"})  # does not read the weights' values
     return build.add_adapter(model, adapter, AdapterContext(seed=seed, head=task.head))
 
 
 def materialize_fake(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
-    """Give parameters and buffers memory without values; called in a FakeTensorMode.
+    """Replace parameters and buffers by fake tensors; call it in a FakeTensorMode.
 
-    `dtype` is that of all floating-point parameters, where the strategy converts them.
+    `dtype` is the dtype of all floating-point parameters if the strategy converts them.
     """
-    found: dict[int, nn.Parameter] = {}
+    fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                wanted = None if isinstance(module, QuantizedLinear) and name == "weight" else dtype
-                module._parameters[name] = found.setdefault(id(parameter), _empty(parameter, wanted))
+                new_dtype = None if isinstance(module, QuantizedLinear) and name == "weight" else dtype
+                module._parameters[name] = fakes.setdefault(id(parameter), _empty(parameter, new_dtype))
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _empty(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    return nn.Parameter(torch.empty(parameter.shape, dtype=wanted), requires_grad=parameter.requires_grad)
+    new_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return nn.Parameter(torch.empty(parameter.shape, dtype=new_dtype), requires_grad=parameter.requires_grad)
 
 
 def _vocabulary_size(config: RunConfig) -> int | None:
-    """Return the tokenizer's size where the model's config has none; of one to be trained, its greatest size."""
+    """Return the tokenizer's size if the model's config has none; its maximum size if it is yet to be trained."""
     section = config.model
     values = {} if section.from_config is None else section.from_config.values
     text = values.get("text_config")
@@ -104,7 +104,7 @@ def _vocabulary_size(config: RunConfig) -> int | None:
 
 
 class _Dequantized(torch.autograd.Function):
-    """A product with a weight that is unpacked in both passes and kept packed in between."""
+    """A matrix product whose weight is dequantized in both passes and stays packed in between."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -119,16 +119,16 @@ class _Dequantized(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer of packed weights, as bitsandbytes computes with them, without values."""
+    """A linear layer with packed weights without values, with the memory of bitsandbytes' layers."""
 
     def __init__(self, plain: nn.Linear, section: QuantizationSection, *, storage: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.compute_dtype = getattr(torch, section.compute_dtype)
         self.num_values = plain.weight.numel()
-        kept = torch.int8 if section.bits == 8 else storage
-        packed = -(-self.num_values * section.bits // (8 * torch.empty((), dtype=kept).element_size()))
-        empty = torch.empty(packed, 1, dtype=kept, device="meta")
+        packed_dtype = torch.int8 if section.bits == 8 else storage
+        num_packed = -(-self.num_values * section.bits // (8 * torch.empty((), dtype=packed_dtype).element_size()))
+        empty = torch.empty(num_packed, 1, dtype=packed_dtype, device="meta")
         self.weight = nn.Parameter(empty, requires_grad=False)
         block_bytes = 0 if section.bits == 8 else (1 if section.double else 4)
         self.register_buffer("scales", torch.empty(self.num_values // 64 * block_bytes, dtype=torch.uint8))
@@ -136,8 +136,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product in the dtype of the input."""
-        found: Tensor = _Dequantized.apply(input.to(self.compute_dtype), self.weight, self._shape)  # type: ignore[no-untyped-call]  # torch has no types for it
-        return (found if self.bias is None else found + self.bias).to(input.dtype)
+        output: Tensor = _Dequantized.apply(input.to(self.compute_dtype), self.weight, self._shape)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return (output if self.bias is None else output + self.bias).to(input.dtype)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -145,7 +145,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def _quantize(model: Any, section: QuantizationSection, *, dtype: torch.dtype) -> None:
-    """Replace every linear layer but the head by one of packed weights."""
+    """Replace every linear layer except the head by a QuantizedLinear."""
     head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

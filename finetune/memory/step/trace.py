@@ -1,4 +1,4 @@
-"""One step of a job, run without values: what it holds in each of its phases, and its FLOPs."""
+"""Traces one training step with fake tensors: its memory in every phase, and its FLOPs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,15 +34,15 @@ HEAD, BETWEEN = "backward of the head", "backward"
 FIRST, LAST = "backward of the last layer", "backward of the first layer"  # in the order of the backward pass
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}
-"""The dtype of the computation by `train.precision`; fp16 takes the memory of bf16."""
+"""The compute dtype by `train.precision`; fp16 uses the same memory as bf16."""
 
 Values = Mapping[tuple[str, ...], float]
-"""Figures of a step by name, all of which grow linearly with the number of layers."""
+"""Measurements of a step by name, all of which grow linearly with the number of layers."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are stored: whole, in the precision of training (ZeRO), or in shards of FSDP2."""
+    """The storage of parameters: unsharded, in training precision (ZeRO), or sharded by FSDP2."""
 
     is_half: bool = False
     num_shards: int = 1
@@ -50,13 +50,13 @@ class Sharding:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether FSDP2 shards them."""
+        """Return whether FSDP2 shards the parameters."""
         return self.num_shards * self.num_copies > 1
 
 
 @contextmanager
 def fake_mesh(sharding: Sharding) -> Iterator[Any]:
-    """Yield a mesh of these ranks, of which this process is the first; nothing is ever sent."""
+    """Yield a device mesh with a fake process group, in which this process is rank 0; nothing is communicated."""
     if not sharding.is_sharded:
         yield None
         return
@@ -75,9 +75,9 @@ def fake_mesh(sharding: Sharding) -> Iterator[Any]:
 def trace_step(
     config: RunConfig, model: Any, *, task: Task, batch: Batch, layers: list[nn.Module], sharding: Sharding, device: str
 ) -> Values:
-    """Return the figures of a step of this model on the meta device, with its optimizer state allocated before.
+    """Return the measurements of a step of this meta-device model, with its optimizer state already allocated.
 
-    `layers` are the model's, whose hooks mark the phases.
+    `layers` are the model's layers; hooks on them mark the phases.
     """
     tracer, half = Tracer(), COMPUTE.get(config.train.precision)
     with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
@@ -85,7 +85,7 @@ def trace_step(
         keep_experts_in_graph(model)
         materialize_fake(model, dtype=half if sharding.is_half else None)
         with unset_fake_temporarily():
-            find_lm_head(model)  # which asks the model's own forward, by the values of a probe
+            find_lm_head(model)  # runs the model's forward on the values of a probe
         if sharding.is_sharded:
             model = _shard(model, mesh, half)
         elif half is not None and not sharding.is_half:
@@ -98,12 +98,13 @@ def trace_step(
 
 
 def _count(model: nn.Module) -> tuple[int, int, int]:
-    """Return the number of parameters, of the trained ones, and of the largest."""
+    """Return the numbers of all parameters, of trained parameters, and of elements of the largest one."""
     parameters = list(model.parameters())
-    packed = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
-    added = sum(each.num_values - each.weight.numel() for each in packed)
-    sizes = [each.numel() for each in parameters]
-    return sum(sizes) + added, sum(each.numel() for each in parameters if each.requires_grad), max(sizes)
+    packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    added = sum(module.num_values - module.weight.numel() for module in packed)
+    sizes = [parameter.numel() for parameter in parameters]
+    num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return sum(sizes) + added, num_trained, max(sizes)
 
 
 def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
@@ -130,7 +131,7 @@ def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
 
 
 def _autocast(model: Any, dtype: torch.dtype) -> None:
-    """Have the forward pass run as Accelerate wraps it for mixed precision."""
+    """Wrap the forward pass as Accelerate does for mixed precision."""
     forward = torch.autocast("cpu", dtype)(model.forward)
     model.forward = convert_outputs_to_fp32(forward)
 
@@ -146,7 +147,7 @@ def _optimizer(config: RunConfig, model: Any, tracer: Tracer) -> torch.optim.Opt
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)
-        _update(config, model, optimizer)  # DTensors plan each operator once, with tensors of the whole size
+        _update(config, model, optimizer)  # DTensor plans every operator once, with unsharded tensors
         optimizer.zero_grad()
     return optimizer
 
@@ -163,7 +164,7 @@ def _update(config: RunConfig, model: Any, optimizer: torch.optim.Optimizer) -> 
 def _take_step(
     config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, *, task: Task, batch: Batch, tracer: Tracer
 ) -> None:
-    """Take a step of one microbatch as `finetune.train.step` does."""
+    """Take a step of one microbatch, as `finetune.train.step` does."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(lambda weight: tracer.reclassify(weight.grad, GRADIENTS))
@@ -183,14 +184,14 @@ def _take_step(
 
 
 class _Phases:
-    """Sets the phase of a tracer by the layers that compute."""
+    """Sets the phase of a tracer with hooks on the layers."""
 
     def __init__(self, tracer: Tracer, layers: list[nn.Module]) -> None:
         self._tracer, self._layers = tracer, layers
-        self._num_done = 0  # layers of the forward pass
+        self._num_done = 0  # layers that the forward pass has run
 
     def watch(self) -> None:
-        """Hook the layers."""
+        """Register the hooks."""
         for layer in self._layers:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave)
@@ -215,7 +216,7 @@ class _Phases:
         number, self._num_done = self._num_done, self._num_done + 1
         states = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
         if states is not None:
-            states.register_hook(self._entering_backward(number))  # type: ignore[no-untyped-call]  # likewise
+            states.register_hook(self._entering_backward(number))  # type: ignore[no-untyped-call]  # as above
         self._tracer.begin(LOSS)
 
     def _entering_backward(self, number: int) -> Callable[[Tensor], None]:

@@ -1,4 +1,4 @@
-"""The microbatch of a run that takes the most memory: the one with the most positions, padding included."""
+"""The microbatch of a run that needs the most memory: the one with the most positions, including padding."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from finetune.task.model_inputs import is_padding_free
 from finetune.task.protocol import Task
 
 MAX_POSITIONS = 1 << 22
-"""Positions of a run that are searched where each is one sample; a run of more has its first ones searched."""
+"""Maximum number of positions to search if a position is one sample; of longer runs the first ones are searched."""
 
 MAX_GROUPED_POSITIONS = 1 << 14
-"""The same where a position is a pack: any of them is nearly full."""
+"""The same if a position is a pack: all packs are nearly full."""
 
 _NUM_COLLATED = 3
 _CHUNK_POSITIONS = 1 << 18
@@ -30,11 +30,11 @@ class LongestBatch:
 
     batch: Batch
     step: int  # counts from 1
-    is_of_all: bool  # every microbatch of the run was looked at
+    is_of_all: bool  # every microbatch of the run was searched
 
     @property
     def num_positions(self) -> int:
-        """Return the positions of its forward pass, padding included."""
+        """Return the number of positions in its forward pass, including padding."""
         rows, length = self.batch.positions
         return rows * length
 
@@ -58,7 +58,7 @@ def find_longest_batch(
 ) -> LongestBatch:
     """Return the longest microbatch of these steps, on the host; the same on every rank.
 
-    `batching` is the job's, with its values of `auto` resolved.
+    `batching` is the job's section with `auto` values resolved.
     """
     is_row = is_padding_free(batching)
     searched = _searched(config, view, steps)
@@ -85,21 +85,21 @@ def find_longest_batch(
 
 
 def _searched(config: RunConfig, view: DatasetView, steps: range) -> range:
-    """Return the steps that are looked at; of a stream, whose rows come later, the first."""
+    """Return the steps to search; only the first for a stream, whose rows are not available yet."""
     if view.order.num_positions is None:
         return steps[:1]
-    most = MAX_POSITIONS if config.data.batching.by == "samples" else MAX_GROUPED_POSITIONS
-    return steps[: max(1, most // config.train.global_batch_size)]
+    max_positions = MAX_POSITIONS if config.data.batching.by == "samples" else MAX_GROUPED_POSITIONS
+    return steps[: max(1, max_positions // config.train.global_batch_size)]
 
 
 Candidates = list[tuple[int, np.ndarray]]
-"""Steps, from 0, and the sample ids of one microbatch of each, the longest first."""
+"""Steps, counted from 0, with the sample ids of one microbatch each, longest first."""
 
 
 def _longest_of_samples(view: DatasetView, steps: range, size: int, global_batch_size: int, is_row: bool) -> Candidates:
-    """Return the longest microbatches where a position is one sample.
+    """Return the longest microbatches if a position is one sample.
 
-    Sorting by length leaves every sample in its window: the windows with the longest samples are found without it.
+    Sorting by length keeps every sample in its window, so the windows with the longest samples are known without it.
     """
     order, start, stop = view.order, steps.start * global_batch_size, steps.stop * global_batch_size
     if not isinstance(order, LengthGroupedOrder):
@@ -112,37 +112,37 @@ def _longest_of_samples(view: DatasetView, steps: range, size: int, global_batch
     ]
     candidates = [
         scored
-        for _, begin in sorted(tops, reverse=True)[:_NUM_COLLATED]
-        for scored in _scored(view, max(start, begin), min(stop, begin + window), size, is_row)
+        for _, window_start in sorted(tops, reverse=True)[:_NUM_COLLATED]
+        for scored in _scored(view, max(start, window_start), min(stop, window_start + window), size, is_row)
     ]
     return _best(iter(candidates), global_batch_size)
 
 
 def _windows_of_lengths(order: LengthGroupedOrder, view: DatasetView, starts: range) -> Iterator[np.ndarray]:
-    """Yield the lengths of each window's samples, before they are sorted."""
+    """Yield the lengths of each window's samples, before sorting."""
     num_windows = max(1, _CHUNK_POSITIONS // starts.step)
-    for begin in range(starts.start, starts.stop, num_windows * starts.step):
-        end = min(begin + num_windows * starts.step, starts.start + len(starts) * starts.step)
-        lengths = view.samples.lengths_of(order.unsorted.samples(begin, end))
+    for start in range(starts.start, starts.stop, num_windows * starts.step):
+        end = min(start + num_windows * starts.step, starts.start + len(starts) * starts.step)
+        lengths = view.samples.lengths_of(order.unsorted.samples(start, end))
         yield from lengths.reshape(-1, starts.step)
 
 
 def _scored(
     view: DatasetView, start: int, stop: int, size: int, is_row: bool
 ) -> Iterator[tuple[tuple[int, int], int, np.ndarray]]:
-    """Yield the longest microbatches at these positions: how long, at which position, and their sample ids."""
+    """Yield the longest microbatches at these positions: their lengths, position and sample ids."""
     chunk = max(1, _CHUNK_POSITIONS // size) * size
-    for begin in range(start, stop, chunk):
-        ids = view.order.samples(begin, min(begin + chunk, stop)).reshape(-1, size)
+    for chunk_start in range(start, stop, chunk):
+        ids = view.order.samples(chunk_start, min(chunk_start + chunk, stop)).reshape(-1, size)
         lengths = view.samples.lengths_of(ids.reshape(-1)).reshape(ids.shape).astype(np.int64)
         longest, total = lengths.max(axis=1), lengths.sum(axis=1)
-        keys = (longest, total) if is_row else (total, longest)  # the last one counts first
+        keys = (longest, total) if is_row else (total, longest)  # lexsort's primary key is the last one
         for row in np.lexsort(keys)[-_NUM_COLLATED:]:
-            yield (int(keys[1][row]), int(keys[0][row])), begin + int(row) * size, ids[row]
+            yield (int(keys[1][row]), int(keys[0][row])), chunk_start + int(row) * size, ids[row]
 
 
 def _longest_of_groups(view: DatasetView, steps: range, size: int, global_batch_size: int, is_row: bool) -> Candidates:
-    """Return the longest microbatches where a position holds several samples."""
+    """Return the longest microbatches if a position holds several samples."""
     start, stop = steps.start * global_batch_size, steps.stop * global_batch_size
     return _best(
         (

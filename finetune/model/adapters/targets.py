@@ -1,7 +1,7 @@
 """Which modules and parameters LoRA adapts: attention, shared experts, routed experts, router.
 
-Routed experts are matrices [experts, rows, columns] of one module, which peft adapts as parameters, not as modules. The
-targets of a mixture of experts are chosen here, by full name; for other models peft chooses the same as always.
+Routed experts are matrices [experts, rows, columns] of one module, which peft adapts as parameters, not as modules. For
+a mixture of experts this module selects the targets by full name; for other models peft selects them as usual.
 """
 
 import re
@@ -40,7 +40,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class LoraTargets:
-    """What gets an adapter, by full name; `left_out`: what does not, and why."""
+    """The full names of the adapted modules and parameters; `left_out` lists those without an adapter, and why."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -49,11 +49,11 @@ class LoraTargets:
 
 def find_experts(model: nn.Module) -> list[Experts]:
     """Return the routed experts of every layer; none in a dense model."""
-    return [found for name, module in model.named_modules() if (found := _experts_of(name, module)) is not None]
+    return [experts for name, module in model.named_modules() if (experts := _experts_of(name, module)) is not None]
 
 
 def _experts_of(name: str, module: nn.Module) -> Experts | None:
-    """Return the experts that a module is, or that it holds in layers next to their router, as JetMoE's do."""
+    """Return the experts of a module: the module itself, or its layers next to a router, as in JetMoE."""
     parent, _, own_name = name.rpartition(".")
     if own_name == _EXPERTS and isinstance(module, nn.ModuleList):
         return Experts(name, len(module), parent)
@@ -63,33 +63,33 @@ def _experts_of(name: str, module: nn.Module) -> Experts | None:
     if not any(hasattr(module, router) for router in _ROUTERS):
         return None
     inner = {
-        f"{child_name}.{each}": count
+        f"{child_name}.{parameter}": count
         for child_name, child in module.named_children()
         if not isinstance(child, nn.Conv1d) and child_name != _EXPERTS
-        for each, count in _stacked(child).items()
+        for parameter, count in _stacked(child).items()
     }
     return Experts(name, next(iter(inner.values())), name, tuple(inner)) if inner else None
 
 
 def _stacked(module: nn.Module) -> dict[str, int]:
-    """Return the module's own matrices of several experts, and of how many."""
-    shapes = {own: full_shape(each) for own, each in module.named_parameters(recurse=False)}
+    """Return the number of experts of every stacked matrix of the module itself, by name."""
+    shapes = {own: full_shape(parameter) for own, parameter in module.named_parameters(recurse=False)}
     return {own: shape[0] for own, shape in shapes.items() if len(shape) == 3}
 
 
 def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[str]:
-    """Return the names of the modules that choose the experts of a token."""
-    blocks = {each.block: model.get_submodule(each.block) for each in experts}
+    """Return the names of the routers of these experts."""
+    blocks = {layer.block: model.get_submodule(layer.block) for layer in experts}
     return [f"{name}.{own}" for name, block in blocks.items() for own in _ROUTERS if hasattr(block, own)]
 
 
 def adapts_experts(lora: LoraSection) -> bool:
-    """Return whether the section asks for adapters on routed experts: unset, they are among all linear layers."""
+    """Return whether routed experts get adapters; the default is True for `target_modules: all-linear`."""
     return lora.target_modules == ALL_LINEAR if lora.experts is None else lora.experts
 
 
 def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
-    """Return what this model's experts and router do not support, with the keys; takes shapes only, no values."""
+    """Return a problem per key that the model's experts and router do not support; reads shapes, not values."""
     experts = find_experts(model)
     problems = []
     if not experts:
@@ -100,12 +100,12 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
         problems.append(Problem("model.lora.router", "no module `gate` or `router` was found. Remove the key."))
     if not adapts_parameters(model, lora):
         return problems
-    what = "experts: false" if adapts_experts(lora) else "router: false"
-    why = "peft adapts the matrices of routed experts and routers as parameters, which supports no"
+    setting = "experts: false" if adapts_experts(lora) else "router: false"
+    reason = "peft adapts the matrices of routed experts and routers as parameters, which does not support"
     if lora.dora:
-        problems.append(Problem("model.lora.dora", f"{why} DoRA. Write `{what}`, or `dora: false`."))
+        problems.append(Problem("model.lora.dora", f"{reason} DoRA. Write `{setting}`, or `dora: false`."))
     if lora.init in _INITS_OF_MODULES:
-        problems.append(Problem("model.lora.init", f"{why} `{lora.init}`. Write `{what}`, or `init: default`."))
+        problems.append(Problem("model.lora.init", f"{reason} `{lora.init}`. Write `{setting}`, or `init: default`."))
     return problems
 
 
@@ -113,11 +113,11 @@ def adapts_parameters(model: PreTrainedModel, lora: LoraSection) -> bool:
     """Return whether experts or routers would be adapted as parameters."""
     experts = find_experts(model)
     has_routers = lora.router and bool(_router_targets(model, find_routers(model, experts))[1])
-    return has_routers or (adapts_experts(lora) and any(each.parameters for each in experts))
+    return has_routers or (adapts_experts(lora) and any(layer.parameters for layer in experts))
 
 
 def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:
-    """Return the targets; None where the model has neither experts nor mixers, and peft finds them itself."""
+    """Return the targets; None for a model without experts and mixers, whose targets peft selects itself."""
     experts = find_experts(model)
     read = [name for name, parent, own in _children(model) if is_read_by_kernel(parent, own)]
     if not experts and not (read and lora.target_modules == ALL_LINEAR):
@@ -127,12 +127,15 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
     left_out = []
     if lora.target_modules == ALL_LINEAR:
         left_out = _left_out(model, lora, modules, read)
-        inside = {*routers, *(() if adapts_experts(lora) else (each.name for each in experts))}
+        inside = {*routers, *(() if adapts_experts(lora) else (layer.name for layer in experts))}
         modules = [name for name in modules if not _is_inside(name, inside) and name not in dict(left_out)]
-    parameters = [f"{each.name}.{own}" for each in experts for own in each.parameters] if adapts_experts(lora) else []
+    parameters = (
+        [f"{layer.name}.{own}" for layer in experts for own in layer.parameters] if adapts_experts(lora) else []
+    )
     if lora.router:
-        more, own = _router_targets(model, routers)
-        modules, parameters = [*modules, *(each for each in more if each not in modules)], [*parameters, *own]
+        router_modules, router_parameters = _router_targets(model, routers)
+        modules = [*modules, *(name for name in router_modules if name not in modules)]
+        parameters = [*parameters, *router_parameters]
     return LoraTargets(
         modules=tuple(name for name in modules if _is_in_layers(name, lora.layers)),
         parameters=tuple(name for name in parameters if _is_in_layers(name, lora.layers)),
@@ -141,7 +144,7 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
 
 
 def _named_modules(model: PreTrainedModel, lora: LoraSection, *, head: str) -> list[str]:
-    """Return the modules that `target_modules` names, or every linear layer but the heads."""
+    """Return the modules that `target_modules` names, or every linear layer except the heads."""
     if lora.target_modules != ALL_LINEAR:
         ends = tuple(f".{name}" for name in lora.target_modules)
         return [name for name, _ in model.named_modules() if name in lora.target_modules or name.endswith(ends)]
@@ -156,28 +159,28 @@ def _named_modules(model: PreTrainedModel, lora: LoraSection, *, head: str) -> l
 def _left_out(
     model: PreTrainedModel, lora: LoraSection, modules: Sequence[str], read: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Return modules that have no adapter although they are linear layers, and why."""
+    """Return the linear layers that get no adapter, with the reason."""
     rewritten = rewritten_names(model.config.model_type)
-    found = []
+    left_out = []
     for name in modules:
         is_rewritten = name.rpartition(".")[2] in rewritten  # saved as a parameter
         if name in read:
-            found.append((name, "a kernel reads its weight"))
+            left_out.append((name, "a kernel reads its weight"))
         elif is_rewritten and lora.dora:
-            found.append((name, "peft loads it as a parameter, without DoRA"))
+            left_out.append((name, "peft loads it as a parameter, without DoRA"))
         elif is_rewritten and not model.get_submodule(name).weight.is_floating_point():
-            found.append((name, "peft loads it as a parameter, which must not be quantized"))
+            left_out.append((name, "peft loads it as a parameter, which must not be quantized"))
         elif lora.init in INITS_FROM_BASE and min(full_shape(model.get_submodule(name).weight)) < lora.rank:
-            found.append((name, "it is smaller than the rank"))
-    return found
+            left_out.append((name, "it is smaller than the rank"))
+    return left_out
 
 
 def _router_targets(model: nn.Module, routers: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the routers' linear layers, and the weights of routers that are none and have none."""
+    """Return the linear layers of the routers, and the weights of routers without linear layers."""
     modules, parameters = [], []
     for name in routers:
         router = model.get_submodule(name)
-        linear = [own for own, each in router.named_modules() if isinstance(each, nn.Linear)]
+        linear = [own for own, module in router.named_modules() if isinstance(module, nn.Linear)]
         modules += [f"{name}.{own}".removesuffix(".") for own in linear]
         weight = router._parameters.get("weight")
         if not linear and weight is not None and len(full_shape(weight)) == 2:
@@ -186,7 +189,7 @@ def _router_targets(model: nn.Module, routers: Sequence[str]) -> tuple[list[str]
 
 
 def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the full name, the parent and the own name of each linear layer."""
+    """Yield the full name, the parent and the name within the parent of every linear layer."""
     for name, parent in model.named_modules():
         for own, child in parent.named_children():
             if isinstance(child, nn.Linear):
@@ -194,11 +197,11 @@ def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in modules)
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
-    """Return whether the name is in one of the layers, by its first number; without layers, every name is."""
+    """Return whether the name is in one of the layers, by its first number; True if `layers` is empty."""
     return not layers or _layer_of(name) in layers
 
 
@@ -219,34 +222,34 @@ def _without_layers(name: str) -> list[str]:
 
 
 def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTargets | None) -> str | None:
-    """Return a line on what is adapted in a mixture of experts or next to mixers, and what is not; else None.
+    """Return a line on what LoRA adapts and what it does not, for a model with experts or mixers; else None.
 
-    It reads the model before adapters are added to it.
+    Call it before adapters are added to the model.
     """
     if targets is None:
         return None
     experts = find_experts(model)
     parts = _groups(targets.modules)
     others = list(targets.left_out)
-    routed = [each for each in experts if f"{each.name}." in "".join(f"{name}." for name in targets.parameters)]
+    routed = [layer for layer in experts if f"{layer.name}." in "".join(f"{name}." for name in targets.parameters)]
     if routed:
         without = ", without dropout" if lora.dropout else ""
-        names = ", ".join(sorted({own for each in routed for own in each.parameters}))
-        number = len({_layer_of(each.name) for each in routed})
-        layers = f"{number} layer{'' if number == 1 else 's'}"
-        parts.append(f"{max(each.num_experts for each in routed)} routed experts in {layers} ({names}{without})")
+        names = ", ".join(sorted({own for layer in routed for own in layer.parameters}))
+        num_layers = len({_layer_of(layer.name) for layer in routed})
+        layers = f"{num_layers} layer{'' if num_layers == 1 else 's'}"
+        parts.append(f"{max(layer.num_experts for layer in routed)} routed experts in {layers} ({names}{without})")
     elif experts and not adapts_experts(lora):
         others.append("routed experts (`model.lora.experts: true` adapts them)")
     if experts and not lora.router:
         others.append("router (`model.lora.router: true` adapts it)")
     elif lora.router:
-        is_parameter = any(each.endswith(".weight") for each in targets.parameters)
+        is_parameter = any(name.endswith(".weight") for name in targets.parameters)
         parts.append(f"router{' (without dropout)' if is_parameter and lora.dropout else ''}")
     return f"LoRA on {', '.join(parts)}" + (f"; not on {', '.join(others)}" if others else "")
 
 
 def _groups(modules: Sequence[str]) -> list[str]:
-    """Return the modules by the part of the layer that they are in: `self_attn (k_proj, q_proj)`."""
+    """Return the modules grouped by their parent within the layer: `self_attn (k_proj, q_proj)`."""
     groups: dict[str, set[str]] = {}
     for name in modules:
         *_, group, own = ["model", *_without_layers(name)]
@@ -255,7 +258,7 @@ def _groups(modules: Sequence[str]) -> list[str]:
 
 
 def shortest_names(chosen: Collection[str], names: Collection[str]) -> list[str]:
-    """Return names, without the layer where that suffices, whose ends match the chosen ones and no other.
+    """Return the shortest suffixes that match the chosen names and no others, without layer numbers if possible.
 
     >>> shortest_names(["h.0.mlp.up", "h.1.mlp.up"], ["h.0.mlp.up", "h.1.mlp.up", "h.0.mlp.down", "h.0.up"])
     ['mlp.up']

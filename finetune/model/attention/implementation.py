@@ -1,12 +1,9 @@
-"""Which attention implementation a model gets; ours for packed samples, `per_sample`.
+"""Selects a model's attention implementation, defines `per_sample` for packed samples, and checks sample isolation.
 
-And the check that it isolates them.
-
-transformers separates packed samples with a mask of the row's length squared and computes what the mask throws away.
-Where a row's sample lengths are given, `per_sample` computes each sample alone, without a mask over the row. Where
-none are given (padded batches, a cache), it calls transformers' own functions and returns what they return. It is
-used for the model types for which tests show it; any model is checked with two tiny forward passes before it
-trains.
+transformers separates packed samples with a mask of quadratic size and computes the masked scores, too. If a row's
+sample lengths are given, `per_sample` computes the attention of each sample separately, without a mask. If not (padded
+batches, a cache), it calls transformers' own functions. It is used for the model types that are covered by tests; every
+model is checked with two tiny forward passes before training.
 """
 
 import importlib.util
@@ -64,7 +61,7 @@ def per_sample_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention's output, [batch, length, heads, width]; the interface is transformers'."""
+    """Return the attention output, [batch, length, heads, width]; the signature is transformers' AttentionInterface."""
     sinks, is_causal = others.get("s_aux"), not is_bidirectional(module, others)
     qkv = QueryKeyValue(query, key, value)
     settings = AttentionSettings(scaling, dropout, softcap, sliding_window, is_causal, sinks)
@@ -90,10 +87,10 @@ def per_sample_attention(
 def _attend_row(
     module: nn.Module, qkv: QueryKeyValue, lengths: SampleLengths, settings: AttentionSettings, others: dict[str, Any]
 ) -> Tensor:
-    """Return the attention of each sample of a row, [1, tokens, heads, width of the values]."""
+    """Return the attention of every sample of a row, [1, tokens, heads, width of the values]."""
     chunk, width = _chunk_size(module), qkv.value.shape[-1]
     qkv = qkv._replace(query=retune_queries(module, qkv.query, others.get("cu_seq_lens_q"), lengths))
-    if width < qkv.query.shape[-1]:  # latent attention: kernels want one width
+    if width < qkv.query.shape[-1]:  # latent attention: kernels require equal widths
         qkv = qkv._replace(value=pad(qkv.value, (0, qkv.query.shape[-1] - width)))
     kernel: Callable[..., Tensor] | None = varlen_kernel(qkv, settings)
     if chunk is not None and max(lengths.values) > chunk:
@@ -108,15 +105,15 @@ def _attend_row(
 
 
 def _in_chunks(lengths: SampleLengths, size: int) -> SampleLengths:
-    """Return the lengths of chunks of at most this size, which restart with each sample."""
-    return SampleLengths([min(size, each - start) for each in lengths.values for start in range(0, each, size)])
+    """Return the lengths of chunks of at most `size` tokens; every sample starts a new chunk."""
+    return SampleLengths([min(size, length - start) for length in lengths.values for start in range(0, length, size)])
 
 
 def _chunk_size(module: nn.Module) -> int | None:
-    """Return how many tokens a chunk has in a layer of chunked attention (Llama 4); None in other layers."""
+    """Return the number of tokens per chunk in a layer with chunked attention (Llama 4); None in other layers."""
     config: Any = getattr(module, "config", None)
-    kinds, place = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds is None or place is None or kinds[place] != "chunked_attention":
+    layer_types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if layer_types is None or layer is None or layer_types[layer] != "chunked_attention":
         return None
     size: int = config.attention_chunk_size
     return size
@@ -124,26 +121,26 @@ def _chunk_size(module: nn.Module) -> int | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop would be recompiled for every row
 def attend_sample_by_sample(qkv: QueryKeyValue, lengths: SampleLengths, settings: AttentionSettings) -> Tensor:
-    """Return the attention of each sample, [1, tokens, heads, width]; samples of equal length in one call."""
+    """Return the attention of every sample, [1, tokens, heads, width]; samples of equal length run in one call."""
     sizes = lengths.values
     if len(sizes) == 1:
         return sample_attention(qkv, settings)
     if len(set(sizes)) == 1:
-        batch = QueryKeyValue(*(_row_as_batch(each, num=len(sizes)) for each in qkv))
+        batch = QueryKeyValue(*(_row_as_batch(tensor, num=len(sizes)) for tensor in qkv))
         return sample_attention(batch, settings).flatten(0, 1)[None]
-    # `split` has one backward pass for all parts; a slice's would fill the whole row for each of them
-    parts = zip(*(torch.split(each, sizes, dim=2) for each in qkv), strict=True)
+    # `split` has one backward pass for all parts; slicing would allocate a gradient of the full row for every part
+    parts = zip(*(torch.split(tensor, sizes, dim=2) for tensor in qkv), strict=True)
     return torch.cat([sample_attention(QueryKeyValue(*part), settings) for part in parts], dim=1)
 
 
 def _row_as_batch(row: Tensor, *, num: int) -> Tensor:
-    """Return equally long samples as a batch: from [1, heads, num * length, width] to [num, heads, length, width]."""
+    """Return a row of samples of equal length as a batch: from [1, heads, num * length, width] to [num, heads, ...]."""
     _, heads, tokens, width = row.shape
     return row[0].transpose(0, 1).reshape(num, tokens // num, heads, width).transpose(1, 2)
 
 
 def requested_attention(name: str) -> str | None:
-    """Return the requested implementation, None for `auto`; raises ModelError if it cannot run here."""
+    """Return the requested implementation, None for `auto`; raises ModelError if this machine cannot run it."""
     package = ATTENTIONS[name].package
     if package is not None and not torch.cuda.is_available():
         raise ModelError(f"model.attention: `{name}` needs a CUDA GPU, and there is none. Write `sdpa` or `auto`.")
@@ -156,7 +153,7 @@ def requested_attention(name: str) -> str | None:
 
 
 def default_attention(config: Any) -> str | None:
-    """Return `per_sample` for models that are known to support it, else None: transformers' default."""
+    """Return `per_sample` for models that are known to support it, else None for transformers' default."""
     if not supports_packed_samples(config):
         return None
     register_per_sample()
@@ -165,11 +162,11 @@ def default_attention(config: Any) -> str | None:
 
 
 PackedRow = Sequence[Sequence[int]]
-"""The token ids of samples that are packed into one row."""
+"""The token ids of the samples that are packed into one row."""
 
 _LENGTHS = (5, 7, 4)
 _TOLERANCE = {"full": (1e-5, 1e-4), "half": (1e-2, 0.1)}
-"""Tolerance if another sample changes, and of a sample in a row against the same sample alone; by precision."""
+"""Maximum differences if another sample changes, and between a sample in a row and the sample alone; by precision."""
 
 
 @torch.no_grad()
@@ -181,11 +178,12 @@ def check_isolation(
     is_half: bool,
     logits_alone: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> None:
-    """Raise ModelError unless each sample of a packed row has the same logits as alone.
+    """Raise ModelError unless every sample of a packed row has the same logits as the sample alone.
 
-    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode, or [samples, outputs] of a head that reads
-    whole samples. Two tiny forward passes: a sample is first and third in a row, then all others in the row change. A
-    third one is the sample in a batch of its own, `logits_alone`, where given. Collective if these are.
+    `logits_of` returns [tokens of the row, vocabulary] in evaluation mode, or [samples, outputs] for a head that reads
+    whole samples. It runs two tiny forward passes: one row has the same sample in first and third place; in the second
+    row all other samples differ. `logits_alone`, if given, runs a third pass with the sample as a batch of one.
+    Collective if the functions are.
     """
     middle, sample, last = (_tokens(length, vocabulary_size, salt) for salt, length in enumerate(_LENGTHS))
     other_middle, other_last = (_tokens(length, vocabulary_size, salt=7) for length in (_LENGTHS[0], _LENGTHS[2]))
@@ -193,55 +191,55 @@ def check_isolation(
     logits = logits_of(rows[0])
     row, changed = _split_by_sample(logits, rows[0]), _split_by_sample(logits_of(rows[1]), rows[1])
     difference = partial(_difference, scale=logits.float().abs().max())
-    seen, misplaced = _TOLERANCE["half" if is_half else "full"]
-    if any(difference(row[place], changed[place]) > seen for place in (0, 2)):
+    max_leak, max_shift = _TOLERANCE["half" if is_half else "full"]
+    if any(difference(row[index], changed[index]) > max_leak for index in (0, 2)):
         attention = getattr(config, "_attn_implementation", None)
         raise _isolation_error(config, f"a sample depends on others in its row (model.attention is `{attention}`)")
-    if difference(row[0], row[2]) > misplaced:
+    if difference(row[0], row[2]) > max_shift:
         raise _isolation_error(
             config, "a sample after another differs from the sample alone: its positions are not reset"
         )
-    if logits_alone is not None and difference(logits_alone(sample), row[0]) > misplaced:
-        raise _isolation_error(config, "a sample in a row differs from the sample in a batch of its own")
+    if logits_alone is not None and difference(logits_alone(sample), row[0]) > max_shift:
+        raise _isolation_error(config, "a sample in a row differs from the sample in its own batch")
 
 
 def require_position_ids(arguments: frozenset[str], *, config: Any) -> None:
-    """Raise ModelError for a model without `position_ids`; `arguments` are those of its forward.
+    """Raise ModelError for a model without `position_ids`; `arguments` are the parameter names of its forward.
 
-    A model of recurrent layers alone needs none where its layers get the lengths.
+    A purely recurrent model does not need them if its layers receive the sample lengths.
     """
     if "position_ids" not in arguments and not (receives_lengths(config) and carries_state(config)):
         raise _isolation_error(config, "it has no `position_ids` argument, which separates the samples")
 
 
 def receives_lengths(config: Any) -> bool:
-    """Return whether the model was built with our attention, so that its forward is given sample lengths."""
+    """Return whether the model uses `per_sample` attention, so that its forward receives sample lengths."""
     return getattr(config, "_attn_implementation", None) == PER_SAMPLE_ATTENTION
 
 
 def _tokens(length: int, vocabulary_size: int, salt: int) -> list[int]:
-    return [(17 + 31 * salt + 13 * place * (salt + 1)) % vocabulary_size for place in range(length)]
+    return [(17 + 31 * salt + 13 * position * (salt + 1)) % vocabulary_size for position in range(length)]
 
 
 def _split_by_sample(logits: Tensor, samples: PackedRow) -> tuple[Tensor, ...]:
     if len(logits) == len(samples):
         return torch.split(logits, 1)
-    edges = accumulate((len(each) for each in samples), initial=0)
+    edges = accumulate((len(sample) for sample in samples), initial=0)
     return tuple(logits[start:stop] for start, stop in pairwise(edges))
 
 
 def _difference(one: Tensor, other: Tensor, *, scale: Tensor) -> float:
-    """Return the largest difference relative to `scale`, a row's largest logit; infinite if a number is not finite.
+    """Return the largest difference relative to `scale`, the row's largest logit; infinite if a value is not finite.
 
-    Not to the sample's own: a classifier has few, which may all be near zero.
+    The sample's own logits are not used as the scale: a classifier has few, and all may be near zero.
     """
     difference = (one.float() - other.float()).abs().max() / scale.clamp(min=1e-6)
     return float(torch.nan_to_num(difference, nan=torch.inf))
 
 
 def _isolation_error(config: Any, reason: str) -> ModelError:
-    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()})
-    layers = f" (layers: {', '.join(kinds)})" if kinds else ""
+    layer_types = sorted({str(layer_type) for layer_type in getattr(config, "layer_types", None) or ()})
+    layers = f" (layers: {', '.join(layer_types)})" if layer_types else ""
     return ModelError(
         f"data.batching: `{config.model_type}`{layers} does not support packed samples: {reason}. "
         "Pad them instead: write `by: tokens`, or `by: samples`, and no `padding_free`."

@@ -1,4 +1,4 @@
-"""What is known of each kind of GPU, and what renting one costs: two tables that can be edited."""
+"""Specifications and rental prices of GPU models, as two editable tables."""
 
 from finetune.runtime.gpus.specifications import GpuKind, find_gpu
 

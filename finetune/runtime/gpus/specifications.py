@@ -1,4 +1,4 @@
-"""The table of GPU kinds: memory, peak FLOP/s by data type, and bandwidths, from the vendors' datasheets."""
+"""The table of GPU models: memory, peak FLOP/s by data type, and bandwidths, from the vendors' datasheets."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ _NUM_NAMES = 6
 
 @dataclass(frozen=True)
 class GpuKind:
-    """One kind of GPU. Bandwidths are bytes per second; those of links are of one direction.
+    """A GPU model. Bandwidths are in bytes per second; link bandwidths are per direction.
 
-    `flops` is the dense peak per second by "bf16", "fp16", "tf32" and "fp32"; a data type that the device lacks is not
-    among them. `link` is how the GPUs of one machine are connected.
+    `flops` maps "bf16", "fp16", "tf32" and "fp32" to the dense peak FLOP/s; data types that the device does not support
+    are missing. `link` is the interconnect between the GPUs of a machine.
     """
 
     name: str
@@ -32,50 +32,50 @@ class GpuKind:
     link: str
     link_bandwidth: float
     pcie_bandwidth: float
-    network_bandwidth: float  # of one GPU to other machines
+    network_bandwidth: float  # per GPU, to other machines
     watts: float
-    matmul_share: float  # of the peak, that large matrix products reach
+    matmul_share: float  # the fraction of the peak that large matrix products reach
     names: tuple[str, ...]
     source: str
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the peak in this data type; that of fp32 where the device lacks it."""
+        """Return the peak FLOP/s in this data type; that of fp32 if the device does not support it."""
         return self.flops.get(dtype, self.flops["fp32"])
 
 
 def find_gpu(name: str, *, table: Path | None = None) -> GpuKind | None:
-    """Return the kind of GPU that torch, nvidia-smi or a user calls so; None for one that is in no table.
+    """Return the GPU model for a name as used by torch, nvidia-smi or a user; None if it is not in the table.
 
     >>> find_gpu("NVIDIA H100 80GB HBM3").name, find_gpu("a100-40gb").name, find_gpu("RTX 4090 Laptop GPU")
     ('H100-80GB', 'A100-40GB', None)
     """
-    wanted = _normalized(name)
-    for kind in gpu_kinds(table):
-        if wanted in {_normalized(each) for each in (kind.name, *kind.names)}:
-            return kind
+    normalized = _normalized(name)
+    for gpu in gpu_kinds(table):
+        if normalized in {_normalized(alias) for alias in (gpu.name, *gpu.names)}:
+            return gpu
     return None
 
 
 def require_gpu(name: str, *, table: Path | None = None, place: str = "--gpus") -> GpuKind:
-    """Return the kind of this name, which is written at `place`; raises UserError that lists the nearest names."""
-    kind = find_gpu(name, table=table)
-    if kind is not None:
-        return kind
+    """Return the GPU model of this name, which is written at `place`; raises UserError with the nearest names."""
+    gpu = find_gpu(name, table=table)
+    if gpu is not None:
+        return gpu
     raise UserError(
         f"{place}: there is no GPU `{name}` in the table. Nearest: {', '.join(nearest_names(name, table=table))}. "
-        "A kind that is missing can be described in a file of your own: --gpu-table FILE."
+        "Describe a missing GPU in your own file: --gpu-table FILE."
     )
 
 
 def nearest_names(name: str, *, table: Path | None = None) -> list[str]:
-    """Return the names of the table that are most like this one, the most likely first; never an empty list."""
-    by_name = {_normalized(each): kind.name for kind in gpu_kinds(table) for each in (kind.name, *kind.names)}
+    """Return the most similar names of the table, best match first; all names if none is similar."""
+    by_name = {_normalized(alias): gpu.name for gpu in gpu_kinds(table) for alias in (gpu.name, *gpu.names)}
     close = get_close_matches(_normalized(name), list(by_name), n=_NUM_NAMES, cutoff=0.5)
-    return list(dict.fromkeys(by_name[each] for each in close)) or [kind.name for kind in gpu_kinds(table)]
+    return list(dict.fromkeys(by_name[match] for match in close)) or [gpu.name for gpu in gpu_kinds(table)]
 
 
 def gpu_kinds(table: Path | None = None) -> Sequence[GpuKind]:
-    """Return all kinds: those of the user's file first, then those of the package. Raises UserError."""
+    """Return all GPU models: those of the user's file first, then the package's. Raises UserError for invalid files."""
     return (*(_read(table) if table is not None else ()), *_read(_OWN_TABLE))
 
 
@@ -114,7 +114,7 @@ def _kind(name: str, values: Any, path: Path) -> GpuKind:
             network_bandwidth=float(values["network_gbps"]) * 1e9,
             watts=float(values["watts"]),
             matmul_share=float(values["matmul_share"]),
-            names=tuple(str(each) for each in values["names"]),
+            names=tuple(str(alias) for alias in values["names"]),
             source=str(values["source"]),
         )
     except (TypeError, ValueError) as error:
@@ -124,5 +124,5 @@ def _kind(name: str, values: Any, path: Path) -> GpuKind:
 
 
 def _normalized(name: str) -> str:
-    """Return the name without what differs between those who write it: `NVIDIA A100-SXM4-40GB` is `a100sxm440gb`."""
+    """Return the name without vendor, case and punctuation: `NVIDIA A100-SXM4-40GB` is `a100sxm440gb`."""
     return re.sub(r"[^a-z0-9]", "", _VENDOR_WORDS.sub("", name.lower()))

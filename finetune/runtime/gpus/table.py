@@ -10,7 +10,7 @@ from finetune.errors import UserError
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Return the entries of the file by name; raises UserError where it cannot be read or is no mapping."""
+    """Return the entries of the file by name; raises UserError if it cannot be read or is not a mapping."""
     try:
         values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YAMLError) as error:

@@ -1,4 +1,4 @@
-"""What all classification tasks share: the classes and their weights, the losses as sums, padded texts."""
+"""Code shared by the classification tasks: classes and their weights, summed losses, padding."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,34 +23,34 @@ from finetune.task.pooling import sample_logits
 from finetune.task.protocol import DataFacts, TaskContext
 
 LabelsOf = Callable[[Row], Iterable[Any]]
-"""From a row to the labels in it."""
+"""Returns the labels of a row."""
 
 _MAX_CLASSES, _MAX_LISTED_CLASSES = 10_000, 20
 
 
 @dataclass(frozen=True)
 class WeightedClasses:
-    """The classes, and the weight of each in the loss; without weights, each weighs 1.
+    """The classes and their weights in the loss; without weights, every class has weight 1.
 
-    'balanced' weights of rows with one class each average 1 over the training rows. The step divides the sum of the
-    weighted losses by the number of targets, never by the sum of their weights: how the batch is cut into microbatches
-    and ranks changes nothing.
+    For single-label rows, 'balanced' weights average 1 over the training rows. A step divides the sum of the weighted
+    losses by the number of targets, not by the sum of the weights, so the result does not depend on how the batch is
+    split into microbatches and ranks.
     """
 
     classes: Classes
     weights: tuple[float, ...] | None = None
-    counts: tuple[int, ...] = field(default=(), compare=False)  # of each class in the training rows, where counted
+    counts: tuple[int, ...] = field(default=(), compare=False)  # rows per class in the training data, if counted
     _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return what `find_classes` reads where there are no rows, and how often each class occurs."""
+        """Return the values that `find_classes` reads when there are no rows, and the class counts as log lines."""
         values = {"labels": list(self.classes.names), "class_weights": self.weights and list(self.weights)}
         return DataFacts(values, self._lines())
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return what the model's config says of the classes; `num_labels` first, as setting it forgets the names."""
+        """Return the model config values of the classes; `num_labels` first, because setting it resets the names."""
         names = self.classes.names
         return {
             "num_labels": len(names),
@@ -59,15 +59,15 @@ class WeightedClasses:
         }
 
     def _lines(self) -> tuple[str, ...]:
-        """Return a line on how often each class occurs and its weight; nothing where nothing was counted."""
+        """Return a line with the count and weight of every class; empty if nothing was counted."""
         if not self.counts:
             return ()
         shown = islice(zip(self.classes.names, self.counts, strict=True), _MAX_LISTED_CLASSES)
-        each = [f"`{name}` {count:,}" for name, count in shown]
+        texts = [f"`{name}` {count:,}" for name, count in shown]
         if self.weights:
-            each = [f"{text} (weight {weight:.3g})" for text, weight in zip(each, self.weights, strict=False)]
-        more = len(self.counts) - len(each)
-        return (f"data.train: {len(self.counts)} classes: {', '.join(each)}{f' and {more} more' if more else ''}",)
+            texts = [f"{text} (weight {weight:.3g})" for text, weight in zip(texts, self.weights, strict=False)]
+        more = len(self.counts) - len(texts)
+        return (f"data.train: {len(self.counts)} classes: {', '.join(texts)}{f' and {more} more' if more else ''}",)
 
     def weight_tensor(self, device: torch.device) -> Tensor | None:
         """Return the weights, [classes], on the device, where they stay: they are copied there once."""
@@ -78,19 +78,19 @@ class WeightedClasses:
         return self._on_device[device]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_on_device": {}}  # a loader's process has no device
+        return {**self.__dict__, "_on_device": {}}  # data loader workers have no device
 
 
 def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
-    """Return the classes and weights that the job names, those of an earlier start, or those found in the rows.
+    """Return the classes and weights of the job's config, of an earlier start, or of the training rows.
 
-    The rows are read once, and only where something of them is needed. Raises DataError where the rows name fewer than
-    two classes: one, where a row may have several or none.
+    The rows are read once, and only if needed. Raises DataError if they contain fewer than two classes (fewer than one
+    for multi-label classification).
     """
     section, facts = context.section.classification, context.facts
     if facts and "labels" in facts:
-        kept = facts.get("class_weights")
-        return WeightedClasses(Classes(tuple(facts["labels"])), tuple(kept) if kept else None)
+        saved_weights = facts.get("class_weights")
+        return WeightedClasses(Classes(tuple(facts["labels"])), tuple(saved_weights) if saved_weights else None)
     is_balanced = section.class_weights == "balanced"
     weights = None if isinstance(section.class_weights, str) else section.class_weights
     if section.labels and not is_balanced:
@@ -98,19 +98,19 @@ def find_classes(context: TaskContext, labels_of: LabelsOf) -> WeightedClasses:
     num_rows, counts = _count_classes(context.rows(), labels_of)
     is_multi = section.kind == "multi_label"
     names = section.labels or _class_names(counts, least=1 if is_multi else 2)
-    each = [counts.get(name, 0) for name in names]
+    class_counts = [counts.get(name, 0) for name in names]
     if is_balanced:
-        weights = positive_weights(each, num_rows) if is_multi else balanced_weights(each)
-    return WeightedClasses(Classes(names), weights, tuple(each))
+        weights = positive_weights(class_counts, num_rows) if is_multi else balanced_weights(class_counts)
+    return WeightedClasses(Classes(names), weights, tuple(class_counts))
 
 
 def class_loss_sum(
     logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the cross-entropy in nats of one class of many, summed over the targets, a float32 scalar.
+    """Return the single-label cross-entropy in nats, summed over the targets, a float32 scalar.
 
-    `labels` are indices, [...] or IGNORED, or the probabilities of all classes, [..., classes], each row one target.
-    A target's loss is multiplied by the weight of its class; smoothing is torch's (Szegedy et al., 2015,
+    `labels` are class indices or IGNORED, [...], or the probabilities of all classes, [..., classes], one target per
+    row. A target's loss is multiplied by the weight of its class; label smoothing is torch's (Szegedy et al., 2015,
     arXiv:1512.00567). The sum is not divided by the weights.
     """
     # logits  # [..., classes]
@@ -124,15 +124,15 @@ def class_loss_sum(
 def multi_label_loss_sum(logits: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """Return the binary cross-entropy in nats, averaged over the classes, summed over the rows, a float32 scalar.
 
-    `labels` are 0 or 1, [rows, classes]; a row of NaN does not count. `weights` multiply the loss of a class where it
-    applies, not where it does not (torch's `pos_weight`).
+    `labels` are 0 or 1, [rows, classes]; a row of NaN does not count. `weights` multiply the loss of positive labels
+    only (torch's `pos_weight`).
     """
     # logits  # [rows, classes]
     counts, targets = _mask_nan_rows(labels)
-    each = functional.binary_cross_entropy_with_logits(
+    losses = functional.binary_cross_entropy_with_logits(
         logits.to(torch.float32), targets, pos_weight=weights, reduction="none"
     )
-    return (each.mean(dim=-1) * counts).sum()
+    return (losses.mean(dim=-1) * counts).sum()
 
 
 def regression_loss_sum(predictions: Tensor, labels: Tensor) -> Tensor:
@@ -145,12 +145,12 @@ def regression_loss_sum(predictions: Tensor, labels: Tensor) -> Tensor:
 
 
 def _mask_nan_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows count, [rows], and the labels without NaN, both float32."""
+    """Return 1 for rows that count and 0 for others, [rows], and the labels without NaN, both float32."""
     return (~labels.isnan().any(dim=-1)).to(torch.float32), labels.nan_to_num().to(torch.float32)
 
 
 def _count_classes(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Counter[str]]:
-    """Return the number of rows and of each class; a wrong label is skipped: encoding its row reports it."""
+    """Return the number of rows, in total and per class; invalid labels are skipped: encoding the row reports them."""
     counts: Counter[str] = Counter()
     num_rows, first = 0, None
     for row in rows:
@@ -160,32 +160,32 @@ def _count_classes(rows: Iterable[Row], labels_of: LabelsOf) -> tuple[int, Count
         except DataError as error:
             first = first or error
     if not counts and first is not None:
-        raise DataError(f"data.train: no row has a label that can be read; the first: {first}") from first
+        raise DataError(f"data.train: no row has a valid label; the first error: {first}") from first
     return num_rows, counts
 
 
 def _class_names(counts: Mapping[str, int], *, least: int) -> tuple[str, ...]:
     if len(counts) < least:
         raise DataError(
-            f"the training rows name {len(counts)} class{'es' if not counts else ''}"
+            f"the training rows contain {len(counts)} class{'es' if not counts else ''}"
             f"{f' (`{next(iter(counts))}`)' if counts else ''}: there is nothing to classify. "
             "Write `task.classification.labels` if there are others."
         )
     if len(counts) > _MAX_CLASSES:
         some = ", ".join(f"`{name}`" for name in islice(counts, 3))
         raise DataError(
-            f"the training rows name {len(counts):,} classes ({some}, ...): is the column a class? "
-            "Map another one with `columns: {label: ...}`, or write `task.classification.labels`."
+            f"the training rows contain {len(counts):,} classes ({some}, ...): is the column a class label? "
+            "Map another column with `columns: {label: ...}`, or write `task.classification.labels`."
         )
     return tuple(sort_names(counts))
 
 
 class TextPadding:
-    """The token that fills up short texts: the tokenizer's, else its end-of-sequence, which becomes its padding.
+    """The padding token: the tokenizer's, else its end-of-sequence token, which becomes the padding token.
 
-    A decoder classifies at the last token that is not padding, which it finds by this id alone: the model's
-    config and the tokenizer must name the same. A text that ends with the padding token itself (where that is
-    end-of-sequence) has its answer read off the token before, alone as in any batch.
+    A decoder classifies at the last token that is not padding, which it locates by this id only, so the model's config
+    and the tokenizer must agree. A text that ends with the padding token itself (if that is end-of-sequence) is
+    classified at the token before, alone and in batches.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -195,14 +195,14 @@ class TextPadding:
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return what the model's config says of it."""
+        """Return the model config values of the padding token."""
         return {"pad_token_id": self.token_id}
 
     def inputs(self, features: Sequence[Features]) -> dict[str, Tensor]:
-        """Return what the model is given, [batch, length] each, padded on the right."""
+        """Return the model inputs, [batch, length] each, padded on the right."""
         pad_values = {"input_ids": self.token_id, "token_type_ids": 0}
         inputs = {name: pad_rows(arrays, pad_values[name]) for name, arrays in input_columns(features).items()}
-        lengths = torch.tensor([each.length for each in features])
+        lengths = torch.tensor([sample.length for sample in features])
         longest = inputs["input_ids"].shape[1]
         return {**inputs, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
 
@@ -216,13 +216,13 @@ def pad_rows(arrays: Sequence[np.ndarray], pad_value: int) -> Tensor:
 
 
 def input_columns(features: Sequence[Features]) -> dict[str, list[np.ndarray]]:
-    """Return what the model reads of each text, by name."""
+    """Return the model's input arrays of every text, by name."""
     names = [name for name in ("input_ids", "token_type_ids") if name in features[0].arrays]
-    return {name: [each.arrays[name] for each in features] for name in names}
+    return {name: [sample.arrays[name] for sample in features] for name in names}
 
 
 def classifier_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the model's logits in float32: [batch, outputs], or [batch, length, outputs] of words."""
+    """Return the model's logits in float32: [batch, outputs], or [batch, length, outputs] for token classification."""
     if batch.cumulative_lengths is None:
         logits: Tensor = model(**batch.inputs).logits
     else:

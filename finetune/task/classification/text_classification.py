@@ -1,4 +1,4 @@
-"""Text classification: the class of a text, any number of them, or numbers; of a text or of two."""
+"""Text classification of single texts or text pairs: single-label, multi-label or regression."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Row, 
 
 
 class ProblemType(Protocol):
-    """The labels, the loss, and the metrics of a classifier of texts."""
+    """The labels, the loss and the metrics of a text classifier."""
 
     @property
     def labels(self) -> LabelEncoder:
@@ -50,14 +50,14 @@ class ProblemType(Protocol):
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return what the model's config says of its outputs."""
+        """Return the model config values of its outputs."""
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return what was read from the rows."""
+        """Return the facts that were read from the rows."""
 
     def batch_labels(self, labels: Tensor) -> Tensor:
-        """Return the labels of a batch, [rows, numbers of a label], as the loss takes them."""
+        """Return a batch's labels, [rows, numbers of a label], in the format of the loss."""
 
     def label_text(self, label: np.ndarray) -> str:
         """Return the label as text."""
@@ -66,10 +66,10 @@ class ProblemType(Protocol):
         """Return the trained loss, summed over the rows."""
 
     def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the same without weights and smoothing: what an evaluation shows."""
+        """Return the loss of evaluations, summed over the rows: without class weights and label smoothing."""
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return the predictions, one row each."""
+        """Return the predictions, one per row."""
 
     def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
         """Return the metrics, from float64 [rows, columns]."""
@@ -77,26 +77,26 @@ class ProblemType(Protocol):
 
 @dataclass(frozen=True)
 class _WithClasses:
-    """What both kinds with classes have in common."""
+    """Base of the problem types with classes."""
 
     classification: WeightedClasses
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return the classes, their weights and how often each occurs."""
+        """Return the classes, their weights and their counts."""
         return self.classification.data_facts
 
 
 @recorded_as("OneOfMany")
 @dataclass(frozen=True)
 class SingleLabel(_WithClasses):
-    """Exactly one class."""
+    """Exactly one class per row."""
 
     label_smoothing: float = 0.0
 
     @property
     def labels(self) -> LabelEncoder:
-        """Return what gives the index of the class."""
+        """Return the encoder of a label to the index of its class."""
         return ClassLabelEncoder(self.classification.classes)
 
     @property
@@ -122,7 +122,7 @@ class SingleLabel(_WithClasses):
         return class_loss_sum(logits, labels)
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return the likeliest class."""
+        """Return the most likely class."""
         return logits.argmax(dim=-1)
 
     def metrics(self, labels: Tensor, predicted: Tensor) -> Mapping[str, float]:
@@ -133,11 +133,11 @@ class SingleLabel(_WithClasses):
 @recorded_as("SomeOfMany")
 @dataclass(frozen=True)
 class MultiLabel(_WithClasses):
-    """Any number of classes, each by itself."""
+    """Any number of independent classes per row."""
 
     @property
     def labels(self) -> LabelEncoder:
-        """Return an encoder of labels to 0 or 1 for each class."""
+        """Return the encoder of labels to 0 or 1 per class."""
         return MultiLabelEncoder(self.classification.classes)
 
     @property
@@ -146,13 +146,13 @@ class MultiLabel(_WithClasses):
         return {**self.classification.head_values, "problem_type": "multi_label_classification"}
 
     def batch_labels(self, labels: Tensor) -> Tensor:
-        """Return 0 or 1 for each class, float32 [rows, classes]."""
+        """Return 0 or 1 per class, float32 [rows, classes]."""
         return labels.to(torch.float32)
 
     def label_text(self, label: np.ndarray) -> str:
-        """Return the names of the classes, or that there is none."""
+        """Return the names of the classes, or `none`."""
         names = self.classification.classes.names
-        return ", ".join(names[place] for place in np.flatnonzero(label)) or "none"
+        return ", ".join(names[index] for index in np.flatnonzero(label)) or "none"
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted binary cross-entropy in nats, averaged over the classes."""
@@ -174,19 +174,19 @@ class MultiLabel(_WithClasses):
 @recorded_as("Regression")
 @dataclass(frozen=True)
 class Regression:
-    """A number, or several."""
+    """One or several numbers per row."""
 
     num_numbers: int
     names: tuple[str, ...] = ()
 
     @property
     def labels(self) -> LabelEncoder:
-        """Return what reads the numbers."""
+        """Return the encoder of the numbers."""
         return NumericLabelEncoder(self.num_numbers)
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return how many numbers there are, and their names where they have any."""
+        """Return the number of outputs and their names."""
         names = self.names or tuple(f"LABEL_{n}" for n in range(self.num_numbers))
         return {
             "num_labels": self.num_numbers,
@@ -197,7 +197,7 @@ class Regression:
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return how many numbers there are."""
+        """Return the number of outputs and their names, if they have any."""
         return DataFacts({"num_numbers": self.num_numbers, "labels": list(self.names)})
 
     def batch_labels(self, labels: Tensor) -> Tensor:
@@ -209,11 +209,11 @@ class Regression:
         return ", ".join(f"{number:g}" for number in label)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the squared error, averaged over the numbers of a row."""
+        """Return the squared error, averaged over the numbers of a row, summed over the rows."""
         return regression_loss_sum(logits, labels)
 
     def unweighted_loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the same."""
+        """Return the same as `loss_sum`."""
         return regression_loss_sum(logits, labels)
 
     def predictions(self, logits: Tensor) -> Tensor:
@@ -226,9 +226,9 @@ class Regression:
 
 
 class TextClassificationTask(BaseTask):
-    """Predict the class, the classes or the numbers of a text; raises DataError where the rows name none.
+    """Predict the class, the classes or the numbers of a text; raises DataError if the rows have no valid labels.
 
-    Rows become `input_ids`, `token_type_ids` where the tokenizer makes them, and `labels`. A row is one target.
+    A row is encoded to `input_ids`, `token_type_ids` if the tokenizer returns them, and `labels`. A row is one target.
     """
 
     head: ModelHead = "sequence_classification"
@@ -246,31 +246,32 @@ class TextClassificationTask(BaseTask):
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return number and names of the outputs, what they are, and the padding token."""
+        """Return number and names of the outputs, the problem type and the padding token."""
         return {**self.problem_type.head_values, **self.padding.head_values}
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return the classes and their weights, or how many numbers there are."""
+        """Return the classes and their weights, or the number of regression outputs."""
         return self.problem_type.data_facts
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples that depend on what the labels are encoded to."""
+        """Return samples whose identity includes the encoding of the labels."""
         facts = {name: value for name, value in self.data_facts.values.items() if name != "class_weights"}
         return replace(super().samples, identity={"kind": recorded_name(self.problem_type), **facts})
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the texts padded, or end to end; labels: int64 [texts] of one class, else float32 [texts, outputs]."""
-        labels = self.problem_type.batch_labels(torch.from_numpy(np.stack([each.arrays[LABELS] for each in features])))
+        """Return the texts padded or concatenated; labels are int64 [texts] or float32 [texts, outputs]."""
+        encoded = torch.from_numpy(np.stack([sample.arrays[LABELS] for sample in features]))
+        labels = self.problem_type.batch_labels(encoded)
         if is_padding_free(self._batching):
             return collate_row(features, input_columns(features), labels=labels)
         return Batch(
             inputs=self.padding.inputs(features),
             labels=labels,
             num_targets=len(features),
-            num_tokens=sum(each.length for each in features),
-            sample_ids=tuple(each.sample_id for each in features),
+            num_tokens=sum(sample.length for sample in features),
+            sample_ids=tuple(sample.sample_id for sample in features),
         )
 
     def label_text(self, features: Features) -> str:
@@ -278,7 +279,7 @@ class TextClassificationTask(BaseTask):
         return self.problem_type.label_text(features.arrays[LABELS])
 
     def dummy_batch(self, features: Features) -> Batch:
-        """Return the row as a batch in which nothing counts: numbers that do not are NaN."""
+        """Return the row as a batch without weight in the loss; floating-point labels are NaN."""
         batch = super().dummy_batch(features)
         is_number = batch.labels.is_floating_point()
         return replace(batch, labels=torch.full_like(batch.labels, torch.nan)) if is_number else batch
@@ -288,7 +289,7 @@ class TextClassificationTask(BaseTask):
         return {"loss_sum": self.problem_type.loss_sum(classifier_logits(model, batch), batch.labels)}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return the sums, and of each row its id, what is right and what is predicted."""
+        """Return the sums, and the id, label and prediction of every row."""
         logits = classifier_logits(model, batch)
         num_targets = torch.full((), batch.num_targets, device=logits.device)
         sums = {"loss_sum": self.problem_type.unweighted_loss_sum(logits, batch.labels), "num_targets": num_targets}
@@ -296,11 +297,11 @@ class TextClassificationTask(BaseTask):
             return EvaluationOutput(sums)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)[:, None]
         columns = (batch.labels, self.problem_type.predictions(logits))
-        both = [each.reshape(len(ids), -1).to("cpu", torch.float64) for each in columns]
-        return EvaluationOutput(sums, torch.cat([ids, *both], dim=1))
+        on_host = [column.reshape(len(ids), -1).to("cpu", torch.float64) for column in columns]
+        return EvaluationOutput(sums, torch.cat([ids, *on_host], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss` and the metrics of the kind."""
+        """Return `loss` and the metrics of the problem type."""
         num_targets = sums["num_targets"]
         loss = {"loss": sums["loss_sum"] / num_targets if num_targets else float("nan")}
         if records is None:
@@ -310,7 +311,7 @@ class TextClassificationTask(BaseTask):
 
 
 def _problem_type_of(context: TaskContext) -> ProblemType:
-    """Return the problem type; reads the rows where the config does not determine it."""
+    """Return the problem type; reads the rows if the config does not determine it."""
     section, facts = context.section.classification, context.facts or {}
     if section.kind == "regression":
         num_numbers = facts.get("num_numbers") or len(section.labels) or _num_numbers(context)
@@ -327,11 +328,11 @@ def _labels_of(row: Row, *, is_multi: bool) -> Iterable[Any]:
 
 
 def _num_numbers(context: TaskContext) -> int:
-    """Return how many numbers the first row with a label of numbers has."""
-    wrong = None
+    """Return the number of values in the first numeric label."""
+    first_error = None
     for row in context.rows():
         try:
             return len(read_label_numbers(label_of(row)))
         except DataError as error:
-            wrong = wrong or error
-    raise DataError(f"data.train: no row has a number as its label; the first error: {wrong}")
+            first_error = first_error or error
+    raise DataError(f"data.train: no row has a number as its label; the first error: {first_error}")

@@ -1,4 +1,4 @@
-"""Token classification: the class of every word, such as the entity that it belongs to."""
+"""Token classification: predict the class of every word, such as its entity tag."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,10 +29,10 @@ from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, Sampl
 
 
 class TokenClassificationTask(BaseTask):
-    """Predict the class of every word; raises DataError for a tokenizer that does not know words.
+    """Predict the class of every word; raises DataError for a tokenizer without word boundaries.
 
-    Rows become `input_ids`, `token_type_ids` where the tokenizer makes them, `is_target` and `labels`. The first token
-    of each word is a target.
+    A row is encoded to `input_ids`, `token_type_ids` if the tokenizer returns them, `is_target` and `labels`. The first
+    token of every word is a target.
     """
 
     head: ModelHead = "token_classification"
@@ -61,26 +61,26 @@ class TokenClassificationTask(BaseTask):
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples that depend on the order of the classes; parts of a sentence keep the special tokens."""
+        """Return samples whose identity includes the class order; every part of a split sentence has special tokens."""
         identity = {"labels": list(self.classification.classes.names)}
         return replace(super().samples, length_limit=self._length_limit, identity=identity)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the sentences padded, or end to end; labels[b, t] is the class of the word that token t begins."""
+        """Return the sentences padded or concatenated; labels[b, t] is the class of the word that starts at token t."""
         if is_padding_free(self._batching):
-            labels_of_tokens = np.concatenate([_labels(each) for each in features])
-            return collate_row(features, input_columns(features), token_labels=labels_of_tokens)
-        labels = pad_rows([_labels(each) for each in features], IGNORED)
+            token_labels = np.concatenate([_labels(sample) for sample in features])
+            return collate_row(features, input_columns(features), token_labels=token_labels)
+        labels = pad_rows([_labels(sample) for sample in features], IGNORED)
         return Batch(
             inputs=self.padding.inputs(features),
             labels=labels,
             num_targets=int((labels != IGNORED).sum()),
-            num_tokens=sum(each.length for each in features),
-            sample_ids=tuple(each.sample_id for each in features),
+            num_tokens=sum(sample.length for sample in features),
+            sample_ids=tuple(sample.sample_id for sample in features),
         )
 
     def label_text(self, features: Features) -> str:
-        """Return the words' tags in their order."""
+        """Return the words' tags in order."""
         names = self.classification.classes.names
         return " ".join(names[label] for label in features.arrays[LABELS][features.arrays["is_target"]])
 
@@ -92,7 +92,7 @@ class TokenClassificationTask(BaseTask):
         return {"loss_sum": loss_sum}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return the sums, and of each word its sample's id, its class and the likeliest class."""
+        """Return the sums, and the sample id, class and most likely class of every word."""
         logits, labels = classifier_logits(model, batch), batch.labels
         sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": (labels != IGNORED).sum()}
         if not batch.sample_ids:
@@ -104,28 +104,30 @@ class TokenClassificationTask(BaseTask):
         else:
             ids = ids.repeat_interleave(torch.tensor(batch.lengths))[None]
         is_target = labels != IGNORED
-        return EvaluationOutput(sums, torch.stack([each[is_target] for each in (ids, labels, predicted)], dim=1))
+        return EvaluationOutput(sums, torch.stack([values[is_target] for values in (ids, labels, predicted)], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss`, `accuracy`, `macro_f1`, and precision, recall and F1 of entities where the tags are such."""
+        """Return `loss`, `accuracy`, `macro_f1`, and precision, recall and F1 of entities if the classes are tags."""
         num_targets = sums["num_targets"]
         loss = {"loss": sums["loss_sum"] / num_targets if num_targets else float("nan")}
         if records is None:
             return loss
         names = self.classification.classes.names
         measured = class_metrics(records[:, 1], records[:, 2], num_classes=len(names))
-        wanted = {name: measured[name] for name in ("accuracy", "macro_f1")}
-        return loss | wanted | (entity_metrics(records, names) if are_entity_tags(names) else {})
+        word_metrics = {name: measured[name] for name in ("accuracy", "macro_f1")}
+        return loss | word_metrics | (entity_metrics(records, names) if are_entity_tags(names) else {})
 
 
 def entity_metrics(records: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return what `entity_scores` gives; records are [words, 3]: sample, class and predicted class, in their order."""
+    """Return the `entity_scores` of records [words, 3] in order: sample, class and predicted class."""
     sentences = groupby(records.long().tolist(), key=lambda record: record[0])
     pairs = ([(label, predicted) for _, label, predicted in words] for _, words in sentences)
-    scores = entity_scores(([names[label] for label, _ in each], [names[found] for _, found in each]) for each in pairs)
+    scores = entity_scores(
+        ([names[label] for label, _ in words], [names[predicted] for _, predicted in words]) for words in pairs
+    )
     return {"entity_f1": scores.f1, "entity_precision": scores.precision, "entity_recall": scores.recall}
 
 
 def _labels(features: Features) -> np.ndarray:
-    """Return the class at each target, IGNORED everywhere else."""
+    """Return the class at targets, IGNORED elsewhere."""
     return np.where(features.arrays["is_target"], features.arrays[LABELS].astype(np.int64), IGNORED)

@@ -1,4 +1,4 @@
-"""Equal texts in a step: a passage that is right for an anchor must not count as wrong because it occurs twice."""
+"""Duplicate texts in a step: a relevant passage must not count as a negative because it occurs twice."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MaskedPairs:
-    """Pairs of a row and a candidate that are left out of the loss."""
+    """Pairs of a row and a candidate that are excluded from the loss."""
 
     rows: np.ndarray  # int64 [pairs], ascending
     candidates: np.ndarray  # int64 [pairs]
@@ -20,7 +20,7 @@ class MaskedPairs:
         return len(self.rows)
 
     def places(self, rows: range, *, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the pairs of these rows as indices into their logits; None where there are none."""
+        """Return the pairs of these rows as indices into their logits; None if there are none."""
         first, last = np.searchsorted(self.rows, [rows.start, rows.stop])
         if first == last:
             return None
@@ -32,34 +32,35 @@ class MaskedPairs:
 
 
 def masked_passages(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range) -> MaskedPairs:
-    """Return which passages are right for the anchor of each of these rows, next to the row's own.
+    """Return the passages relevant to the anchor of each of these rows, except the row's own.
 
-    Row i has anchor i and passage i; both arrays hold digests of texts, of more passages than anchors where there are
-    negatives. Right for an anchor are the texts that are the positive of an equal anchor.
+    Row i has anchor i and passage i; both arrays hold digests of texts. With negatives there are more passages than
+    anchors. A text is relevant to an anchor if it is the positive of an equal anchor.
     """
     positives = passage_ids[: len(anchor_ids)]
-    right = _partners(anchor_ids, positives)
+    relevant = _partners(anchor_ids, positives)
     return _pairs(
-        anchor_ids, passage_ids, rows, right=right, may_have=_occurs_twice(anchor_ids, positives, passage_ids)
+        anchor_ids, passage_ids, rows, relevant=relevant, may_have=_occurs_twice(anchor_ids, positives, passage_ids)
     )
 
 
 def masked_anchors(anchor_ids: np.ndarray, passage_ids: np.ndarray, rows: range) -> MaskedPairs:
-    """Return the anchors for which the positive of each of these rows is right, next to the row's own."""
+    """Return the anchors to which the positive of each of these rows is relevant, except the row's own."""
     positives = passage_ids[: len(anchor_ids)]
-    right = _partners(positives, anchor_ids)
-    return _pairs(positives, anchor_ids, rows, right=right, may_have=_occurs_twice(anchor_ids, positives, positives))
+    relevant = _partners(positives, anchor_ids)
+    may_have = _occurs_twice(anchor_ids, positives, positives)
+    return _pairs(positives, anchor_ids, rows, relevant=relevant, may_have=may_have)
 
 
 def _partners(ids: np.ndarray, others: np.ndarray) -> Mapping[int, set[int]]:
-    found: dict[int, set[int]] = defaultdict(set)
+    partners: dict[int, set[int]] = defaultdict(set)
     for one, other in zip(ids.tolist(), others.tolist(), strict=True):
-        found[one].add(other)
-    return found
+        partners[one].add(other)
+    return partners
 
 
 def _occurs_twice(anchor_ids: np.ndarray, positives: np.ndarray, passage_ids: np.ndarray) -> np.ndarray:
-    """Return of each row whether its anchor or its positive occurs again: no other row has a pair."""
+    """Return whether the anchor or the positive of each row occurs again; only these rows can have pairs."""
     occurs: np.ndarray = _counts(anchor_ids, anchor_ids) + _counts(positives, passage_ids) > 2
     return occurs
 
@@ -71,16 +72,16 @@ def _counts(ids: np.ndarray, among: np.ndarray) -> np.ndarray:
 
 
 def _pairs(
-    ids: np.ndarray, candidates: np.ndarray, rows: range, *, right: Mapping[int, set[int]], may_have: np.ndarray
+    ids: np.ndarray, candidates: np.ndarray, rows: range, *, relevant: Mapping[int, set[int]], may_have: np.ndarray
 ) -> MaskedPairs:
     chosen = [row for row in rows if may_have[row]]
-    found: list[tuple[int, int]] = []
+    row_candidates: list[tuple[int, int]] = []
     if chosen:
-        places: dict[int, list[int]] = defaultdict(list)
-        for place, each in enumerate(candidates.tolist()):
-            places[each].append(place)
+        indices: dict[int, list[int]] = defaultdict(list)
+        for index, text in enumerate(candidates.tolist()):
+            indices[text].append(index)
         for row in chosen:
-            same = (place for text in right[int(ids[row])] for place in places[text] if place != row)
-            found.extend((row, place) for place in sorted(same))
-    pairs = np.array(found, np.int64).reshape(-1, 2)
+            same = (index for text in relevant[int(ids[row])] for index in indices[text] if index != row)
+            row_candidates.extend((row, index) for index in sorted(same))
+    pairs = np.array(row_candidates, np.int64).reshape(-1, 2)
     return MaskedPairs(pairs[:, 0], pairs[:, 1])

@@ -1,7 +1,8 @@
-"""Embedding: a vector for each text, near those of texts that belong to it.
+"""Text embedding: maps related texts to nearby vectors.
 
-The loss is that of the global batch. A step of several microbatches computes each of them twice: without gradients for
-the vectors that the loss needs, and with gradients for its own share. Both passes draw the same random numbers.
+The loss is that of the global batch (GradCache: Gao et al., 2021, arXiv:2101.06983). A step of several microbatches
+runs each of them twice: first without gradients to compute all vectors, then with gradients for its share of the loss.
+Both passes draw the same random numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ ANCHOR, POSITIVE, NEGATIVE = range(3)
 
 
 class EmbeddingTask(BaseTask):
-    """Bring the vectors of texts that belong together near each other. One row is one target."""
+    """Train embeddings in which related texts are close. One row is one target."""
 
     head: ModelHead = "embedding"
 
@@ -44,7 +45,7 @@ class EmbeddingTask(BaseTask):
         self.similarity = Similarity(self.section.normalize, self.section.matryoshka_dims)
         entry = EMBEDDING_LOSSES[self.section.loss]
         self._is_scored = entry.scores is not None
-        self.loss: LossOfStep | None = None  # in which all rows of a step meet; None where each row has its own
+        self.loss: LossOfStep | None = None  # over all rows of a step; None if every row has its own loss
         if entry.compares_rows:
             self.loss = EMBEDDING_LOSSES.resolve(entry.name)(self.similarity, self.section)
         is_cut = self.data.over_length == "truncate"
@@ -70,24 +71,24 @@ class EmbeddingTask(BaseTask):
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples of which each text is limited by `data.max_length`."""
+        """Return samples in which `data.max_length` limits every text."""
         limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
         prompts = self.section.prompts
         identity = {"contents": self._contents, "prompts": [prompts.query, prompts.passage]}
         return replace(super().samples, length_limit=limit, identity=identity)
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return what sentence-transformers reads next to the model: pooling, prompts and the longest text."""
+        """Return the sentence-transformers files to save with the model: pooling, prompts and maximum length."""
         return embedding_files(
             self.section, dimension=config.get_text_config().hidden_size, max_length=self.data.longest
         )
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return all anchors, below them all positives, then all negatives, padded on the right."""
+        """Return a batch of all anchors, then all positives, then all negatives, padded on the right."""
         return collate_groups(features, self.padding)
 
     def label_text(self, features: Features) -> str:
-        """Return the score, or how many texts stand end to end in the sample."""
+        """Return the score, or the lengths of the sample's texts."""
         if SCORE in features.arrays:
             return f"score {features.arrays[SCORE][0]:g}"
         lengths = features.arrays[LENGTHS_OF_SEQUENCES].tolist()
@@ -95,9 +96,9 @@ class EmbeddingTask(BaseTask):
         return f"anchor of {lengths[0]} tokens, positive of {lengths[1]}{negatives}"
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the batches with the loss of the step and the gradients of their vectors. Collective.
+        """Return the batches with the step's loss and the gradients of their vectors. Collective.
 
-        A single microbatch needs no pass of its own: `loss_sums` then does the same.
+        A single microbatch does not need this pass: `loss_sums` computes the same.
         """
         if self.loss is None or len(batches) == 1:
             return batches
@@ -113,15 +114,15 @@ class EmbeddingTask(BaseTask):
         ]
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sum of the losses of the rows, and of the passages that are left out as duplicates.
+        """Return the sum of the rows' losses, and the number of passages masked as duplicates.
 
-        The value is that of the whole step's loss, and the gradient its exact gradient. A batch without `prepare_step`
-        is taken for this rank's only one; this is collective then.
+        Value and gradient are exactly those of the whole step's loss. A batch that did not pass through `prepare_step`
+        is treated as this rank's only microbatch; the call is then collective.
         """
         vectors = self._vectors(model, batch)
         if self.loss is None:
-            found = self.similarity.of_pairs(*vectors.chunk(2)) - batch.labels[:, None]
-            return {"loss_sum": found.square().mean(dim=1).sum()}
+            errors = self.similarity.of_pairs(*vectors.chunk(2)) - batch.labels[:, None]
+            return {"loss_sum": errors.square().mean(dim=1).sum()}
         if GRADIENT not in batch.extras:
             step = self.loss(OwnVectors(vectors.detach(), [batch]))
             loss, gradient = step.row_losses.sum(), step.gradient
@@ -133,25 +134,25 @@ class EmbeddingTask(BaseTask):
         return {**sums, "masked_duplicates": masked} if not self._is_scored else sums
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return of each text its sample, role, digest and vector; of scored pairs the score and the similarities."""
+        """Return sample id, role, digest and vector per text; for scored pairs, score and similarities."""
         vectors = self._vectors(model, batch)
         if not batch.sample_ids:
             return EvaluationOutput({})
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
         if self._is_scored:
-            found = self.similarity.of_pairs(*vectors.chunk(2))
-            columns = torch.cat([batch.labels[:, None].double(), found.double()], dim=1).cpu()
+            similarities = self.similarity.of_pairs(*vectors.chunk(2))
+            columns = torch.cat([batch.labels[:, None].double(), similarities.double()], dim=1).cpu()
             return EvaluationOutput({}, torch.cat([ids[:, None], columns], dim=1))
         num_negatives = torch.tensor(batch.group_sizes) - 2
-        of_each = torch.cat([ids, ids, ids.repeat_interleave(num_negatives)])
-        roles = torch.full((len(of_each),), float(NEGATIVE), dtype=torch.float64)
+        text_sample_ids = torch.cat([ids, ids, ids.repeat_interleave(num_negatives)])
+        roles = torch.full((len(text_sample_ids),), float(NEGATIVE), dtype=torch.float64)
         roles[: 2 * len(ids)] = torch.tensor([ANCHOR, POSITIVE], dtype=torch.float64).repeat_interleave(len(ids))
         digests = torch.tensor(batch.text_ids, dtype=torch.float64)
-        keys = torch.stack([of_each, roles, digests], dim=1)
+        keys = torch.stack([text_sample_ids, roles, digests], dim=1)
         return EvaluationOutput({}, torch.cat([keys, vectors.to("cpu", torch.float64)], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss`, that of one step over all rows, and how well the texts are found or the scores are met."""
+        """Return `loss`, computed as one step over all rows, and retrieval or regression metrics."""
         assert records is not None, "there are no rows to evaluate on"
         if not self._is_scored:
             return self._retrieval_metrics(records)
@@ -163,34 +164,34 @@ class EmbeddingTask(BaseTask):
         return {"loss": float(loss), **regression_metrics(scores[:, None], similarities[:, :1])}
 
     def _retrieval_metrics(self, records: Tensor) -> dict[str, float]:
-        """Return the metrics of finding each anchor's positives among all positives and negatives, each text once."""
+        """Return the metrics of retrieving every anchor's positives among all distinct positives and negatives."""
         assert isinstance(self.loss, InfoNceOfStep)
         roles, order = records[:, 1].sort(stable=True)
         num_rows = int((roles == ANCHOR).sum())
         vectors = records[order, 3:].float()
         ids = records[order, 2].long().numpy()
-        found = {"loss": float(self.loss.of_all(vectors, ids, num_rows=num_rows).mean())}
-        queries, corpus, right = _unique_texts(ids, num_rows=num_rows)
+        metrics = {"loss": float(self.loss.of_all(vectors, ids, num_rows=num_rows).mean())}
+        queries, corpus, relevant = _unique_texts(ids, num_rows=num_rows)
         chosen = (vectors[torch.from_numpy(queries)], vectors[torch.from_numpy(corpus)])
         for number, (anchors, passages) in enumerate(self.similarity.views(*chosen)):
-            measured = ranking_metrics(ranks_among(anchors, passages, right))
+            measured = ranking_metrics(ranks_among(anchors, passages, relevant))
             suffix = f"_dim_{anchors.shape[1]}" if number else ""
-            found |= {f"{name}{suffix}": value for name, value in measured.items()}
-        return found
+            metrics |= {f"{name}{suffix}": value for name, value in measured.items()}
+        return metrics
 
     def _vectors(self, model: nn.Module, batch: Batch) -> Tensor:
         return pooled_vectors(model, batch, self.section.pooling)
 
 
 def _unique_texts(ids: np.ndarray, *, num_rows: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
-    """Return the places of the anchors and of the passages, each text once, and what is right for each anchor.
+    """Return the indices of distinct anchors and distinct passages, and the relevant passages of every anchor.
 
-    `ids` are digests of the anchors, below them of the positives in the same order, then of the negatives.
+    `ids` are digests of the anchors, then of the positives in the same order, then of the negatives.
     """
     anchor_ids, passage_ids = ids[:num_rows], ids[num_rows:]
     _, queries, query_of_row = np.unique(anchor_ids, return_index=True, return_inverse=True)
-    _, corpus, place_of_passage = np.unique(passage_ids, return_index=True, return_inverse=True)
-    right: list[set[int]] = [set() for _ in queries]
-    for query, place in zip(query_of_row.tolist(), place_of_passage[:num_rows].tolist(), strict=True):
-        right[query].add(place)
-    return queries, num_rows + corpus, [sorted(each) for each in right]
+    _, corpus, index_of_passage = np.unique(passage_ids, return_index=True, return_inverse=True)
+    relevant: list[set[int]] = [set() for _ in queries]
+    for query, passage in zip(query_of_row.tolist(), index_of_passage[:num_rows].tolist(), strict=True):
+        relevant[query].add(passage)
+    return queries, num_rows + corpus, [sorted(passages) for passages in relevant]

@@ -1,4 +1,4 @@
-"""Reranking: a cross-encoder reads a query and a passage together and gives them one score."""
+"""Reranking: a cross-encoder reads a query and a passage together and returns one score."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ GROUP = "group_of_sequence"
 
 
 class RerankingTask(BaseTask):
-    """Score the right passage of a query above the others, or as a row says. One row is one target."""
+    """Score a query's positive passage above the negatives, or predict given scores. One row is one target."""
 
     head: ModelHead = "sequence_classification"
 
@@ -55,23 +55,23 @@ class RerankingTask(BaseTask):
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return that there is one score, what sentence-transformers makes of it, and the padding token."""
+        """Return the number of labels (1), sentence-transformers' activation function, and the padding token."""
         activation = {"activation_fn": activation_of(self.section)}
         return {"num_labels": 1, "sentence_transformers": activation, **self.padding.head_values}
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples of which each query with a passage is limited by `data.max_length`."""
+        """Return samples in which `data.max_length` limits a query with one passage."""
         limit = TextsLengthLimit(self.data.longest, self.data.over_length, self.data.truncate_side)
         scored = {} if self._score_range is None else {"scores": list(self._score_range)}
         return replace(super().samples, length_limit=limit, identity={"is_scored": self._is_scored, **scored})
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return what sentence-transformers' `CrossEncoder` reads next to the model."""
+        """Return the files of sentence-transformers' `CrossEncoder` to save with the model."""
         return reranking_files(self.section, max_length=self.data.longest)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return each query with its positive, below them all others of each sample, padded on the right."""
+        """Return the pairs of query and positive, then all other pairs sample by sample, padded on the right."""
         batch = collate_groups(features, self.padding)
         num, sizes = len(features), np.array(batch.group_sizes)
         first = np.arange(num)
@@ -80,7 +80,7 @@ class RerankingTask(BaseTask):
         return replace(batch, extras={GROUP: torch.from_numpy(groups)})
 
     def label_text(self, features: Features) -> str:
-        """Return the score, or how many passages there are."""
+        """Return the score, or the lengths of the query-passage pairs."""
         if SCORE in features.arrays:
             return f"score {features.arrays[SCORE][0]:g}"
         lengths = features.arrays[LENGTHS_OF_SEQUENCES].tolist()
@@ -88,11 +88,11 @@ class RerankingTask(BaseTask):
         return f"with the positive: {lengths[0]} tokens; with the negatives: {others}"
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sum of the losses of the rows."""
+        """Return the sum of the rows' losses."""
         return {"loss_sum": self._losses(_scores(model, batch), batch).sum()}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return of each row its loss, score and prediction, or of each pair its row and score, the positive first."""
+        """Return the sums, and records: id, score and prediction per row, or id and score per pair, positives first."""
         scores = _scores(model, batch)
         if not batch.sample_ids:
             return EvaluationOutput({})
@@ -102,19 +102,19 @@ class RerankingTask(BaseTask):
             predicted = scores.sigmoid() if RERANKING_LOSSES[self.section.loss].is_logit else scores
             columns = torch.stack([batch.labels, predicted], dim=1).to("cpu", torch.float64)
             return EvaluationOutput(sums, torch.cat([ids[:, None], columns], dim=1))
-        of_each = ids[batch.extras[GROUP].cpu()]
-        return EvaluationOutput(sums, torch.stack([of_each, scores.to("cpu", torch.float64)], dim=1))
+        pair_ids = ids[batch.extras[GROUP].cpu()]
+        return EvaluationOutput(sums, torch.stack([pair_ids, scores.to("cpu", torch.float64)], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss` and the metrics of the scores, or of the rankings of each row's own passages."""
+        """Return `loss` and the regression metrics of the scores, or the ranking metrics within every row."""
         assert records is not None, "there are no rows to evaluate on"
         loss = {"loss": sums["loss_sum"] / sums["num_rows"]}
         if self._is_scored:
             return {**loss, **regression_metrics(records[:, 1:2], records[:, 2:3])}
         _, sizes = torch.unique_consecutive(records[:, 0], return_counts=True)
-        # Flipped, the positive stands behind all others: it does not win where scores are equal.
-        groups = [each.flip(0) for each in torch.split(records[:, 1], sizes.tolist())]
-        return {**loss, **ranking_metrics(ranks_in(each, [len(each) - 1]) for each in groups)}
+        # Flipped, the positive comes last, so it does not win ties.
+        groups = [scores.flip(0) for scores in torch.split(records[:, 1], sizes.tolist())]
+        return {**loss, **ranking_metrics(ranks_in(scores, [len(scores) - 1]) for scores in groups)}
 
     def _losses(self, scores: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each row, float32 [rows]."""
@@ -122,7 +122,7 @@ class RerankingTask(BaseTask):
 
 
 def listwise(scores: Tensor, batch: Batch) -> Tensor:
-    """Return the softmax loss over each row's passages, [rows]."""
+    """Return the softmax cross-entropy over each row's passages, [rows]."""
     num, groups = len(batch.group_sizes), batch.extras[GROUP]
     positives = scores[:num]
     highest = torch.full_like(positives, -torch.inf).scatter_reduce(0, groups, scores.detach(), "amax")
@@ -131,12 +131,12 @@ def listwise(scores: Tensor, batch: Batch) -> Tensor:
 
 
 def pairwise(scores: Tensor, batch: Batch) -> Tensor:
-    """Return the mean loss of the positive against each negative of a row, [rows]."""
+    """Return the mean logistic loss of the positive against the negatives of each row, [rows]."""
     num, groups = len(batch.group_sizes), batch.extras[GROUP]
     positives = scores[:num]
-    each = functional.softplus(scores[num:] - positives[groups[num:]])
-    num_negatives = torch.zeros_like(positives).index_add(0, groups[num:], torch.ones_like(each))
-    return torch.zeros_like(positives).index_add(0, groups[num:], each) / num_negatives
+    losses = functional.softplus(scores[num:] - positives[groups[num:]])
+    num_negatives = torch.zeros_like(positives).index_add(0, groups[num:], torch.ones_like(losses))
+    return torch.zeros_like(positives).index_add(0, groups[num:], losses) / num_negatives
 
 
 def binary_cross_entropy(scores: Tensor, batch: Batch) -> Tensor:
@@ -150,5 +150,5 @@ def squared_error(scores: Tensor, batch: Batch) -> Tensor:
 
 
 def _scores(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the score of each query with a passage, float32 [sequences]."""
+    """Return the score of every query-passage pair, float32 [sequences]."""
     return forward_logits(model, batch).squeeze(-1).float()

@@ -1,10 +1,10 @@
-"""Losses on the similarities of vectors: InfoNCE and CoSENT over all rows of a step, and the squared error of a cosine.
+"""Losses on vector similarities: InfoNCE and CoSENT over all rows of a step, and the squared error of the cosine.
 
-Each is the mean over the sizes that are trained (Matryoshka: Kusupati et al., 2022, arXiv:2205.13147): the whole
-vectors, and their first numbers as vectors of their own.
+Every loss is averaged over the trained dimensions (Matryoshka: Kusupati et al., 2022, arXiv:2205.13147): the full
+vectors and their leading components.
 
-The loss of a whole step needs the vectors of all its microbatches and ranks. GradCache (Gao et al., 2021,
-arXiv:2101.06983): it is computed once from these, and each microbatch then gets the gradient of its own vectors.
+The loss of a step needs the vectors of all its microbatches and ranks. It is computed once from these, and every
+microbatch receives the gradient of its own vectors (GradCache: Gao et al., 2021, arXiv:2101.06983).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,33 +22,33 @@ from finetune.runtime import distributed
 from finetune.task.embedding.duplicates import MaskedPairs, masked_anchors, masked_passages
 
 _MAX_LOGITS = 1 << 26
-"""Similarities that are computed at once."""
+"""Maximum number of similarities to compute at once."""
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """How vectors are compared, and at which sizes."""
+    """The similarity of vectors, at one or several dimensions."""
 
     normalize: bool = True
-    sizes: tuple[int, ...] = ()  # below the whole one
+    sizes: tuple[int, ...] = ()  # dimensions below the full one
 
     def views(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the vectors as they are compared, whole and then cut to each size."""
-        whole = vectors[0].shape[-1]
-        for size in dict.fromkeys((whole, *self.sizes)):
+        """Yield the vectors to compare, in full and then truncated to every size."""
+        full = vectors[0].shape[-1]
+        for size in dict.fromkeys((full, *self.sizes)):
             truncated = (tensor[..., :size] for tensor in vectors)
             yield tuple(functional.normalize(view, dim=-1) if self.normalize else view for view in truncated)
 
     def of_pairs(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the similarity of each row of both at each size, [rows, sizes]."""
+        """Return the row-wise similarity of both tensors at every size, [rows, sizes]."""
         return torch.stack([(one * other).sum(dim=-1) for one, other in self.views(first, second)], dim=1)
 
 
 @dataclass(frozen=True)
 class InfoNce:
-    """Cross-entropy of finding the own passage among all (van den Oord et al., 2018, arXiv:1807.03748).
+    """Cross-entropy of identifying an anchor's passage among all (van den Oord et al., 2018, arXiv:1807.03748).
 
-    With `symmetric`, the mean of that and of finding the own anchor among all.
+    With `symmetric`, the mean of this and the cross-entropy of identifying a passage's anchor among all.
     """
 
     similarity: Similarity
@@ -56,10 +56,10 @@ class InfoNce:
     symmetric: bool = False
 
     def __call__(self, anchors: Tensor, passages: Tensor, *, rows: range, masked: Sequence[MaskedPairs]) -> Tensor:
-        """Return the loss of these rows, float32 [rows], and add gradients to both tensors where they require them.
+        """Return the loss of these rows, float32 [rows], and add gradients to both tensors if they require them.
 
-        Row i has anchor i and passage i; further passages are negatives of all rows. `masked` are the pairs that are
-        left out, of the rows with passages and, if symmetric, of the rows with anchors. Works in chunks of rows.
+        Row i has anchor i and passage i; further passages are negatives of all rows. `masked` are the excluded pairs of
+        rows and passages and, if symmetric, of rows and anchors. Computes chunks of rows.
         """
         losses = anchors.new_zeros(len(rows))
         needs_gradient = anchors.requires_grad
@@ -88,22 +88,22 @@ class InfoNce:
 
     def _cross_entropy(self, queries: Tensor, candidates: Tensor, *, rows: range, masked: MaskedPairs) -> Tensor:
         logits = queries @ candidates.T / self.temperature  # [rows, candidates]
-        places = masked.places(rows, device=logits.device)
-        if places is not None:
-            logits = logits.index_put(places, logits.new_full((), -torch.inf))
+        indices = masked.places(rows, device=logits.device)
+        if indices is not None:
+            logits = logits.index_put(indices, logits.new_full((), -torch.inf))
         own = torch.arange(rows.start, rows.stop, device=logits.device)
         return functional.cross_entropy(logits, own, reduction="none")
 
 
 def cosent(similarities: Tensor, scores: Tensor, *, temperature: float) -> Tensor:
-    """Return CoSENT's loss, a scalar: log(1 + sum of exp((s_j - s_i) / T) over pairs of which i has the higher score).
+    """Return the CoSENT loss, a scalar: log(1 + sum of exp((s_j - s_i) / T) over i, j where i has the higher score).
 
-    Both are [pairs] (Su, 2022, https://kexue.fm/archives/8847). By prefix sums over the pairs in the order of their
-    scores: n log n, where the sum has n squared terms.
+    Both inputs are [pairs] (Su, 2022, https://kexue.fm/archives/8847). Uses prefix sums in score order: O(n log n)
+    for a sum of O(n^2) terms.
     """
     ordered, order = scores.sort()
     scaled = similarities[order] / temperature
-    below = torch.searchsorted(ordered, ordered)  # of each pair, how many have a lower score
+    below = torch.searchsorted(ordered, ordered)  # per pair, the number of pairs with a lower score
     prefix = scaled.logcumsumexp(dim=0)
     terms = prefix[(below - 1).clamp(min=0)] - scaled
     terms = terms.masked_fill(below == 0, -torch.inf)
@@ -112,7 +112,7 @@ def cosent(similarities: Tensor, scores: Tensor, *, temperature: float) -> Tenso
 
 @dataclass(frozen=True)
 class OwnVectors:
-    """The vectors of this rank's microbatches; each has its anchors, below them its positives, then its negatives."""
+    """The vectors of this rank's microbatches; each has its anchors, then its positives, then its negatives."""
 
     vectors: Tensor  # [texts, dimensions]
     batches: Sequence[Batch]
@@ -136,14 +136,14 @@ class OwnVectors:
         return np.array(ids, np.int64)
 
     def by_batch(self, row_losses: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return of each microbatch its loss, summed over its rows, and the gradient of its vectors."""
+        """Return the loss summed over rows and the gradient of the vectors, by microbatch."""
         losses = torch.split(row_losses, [len(batch.group_sizes) for batch in self.batches])
         gradients = torch.split(gradient, [len(batch.text_ids) for batch in self.batches])
-        return [(loss.sum(), of_batch) for loss, of_batch in zip(losses, gradients, strict=True)]
+        return [(loss.sum(), batch_gradient) for loss, batch_gradient in zip(losses, gradients, strict=True)]
 
 
 def _roles(batch: Batch) -> tuple[slice, slice, slice]:
-    """Return the texts of a batch that are anchors, positives and negatives."""
+    """Return the slices of a batch's anchors, positives and negatives."""
     num_rows = len(batch.group_sizes)
     return slice(0, num_rows), slice(num_rows, 2 * num_rows), slice(2 * num_rows, len(batch.text_ids))
 
@@ -154,7 +154,7 @@ class StepLoss:
 
     row_losses: Tensor  # float32 [rows]; the sum over all ranks is minimized
     gradient: Tensor  # of that sum, [texts, dimensions]
-    num_masked: int = 0  # passages that are left out because they are right for an anchor of this rank
+    num_masked: int = 0  # passages excluded because they are relevant to an anchor of this rank
 
 
 class LossOfStep(Protocol):
@@ -171,7 +171,7 @@ class InfoNceOfStep:
     loss: InfoNce
 
     def __call__(self, own: OwnVectors) -> StepLoss:
-        """Return the losses of this rank's anchors, and the gradient that the anchors of all ranks give. Collective."""
+        """Return this rank's losses, and its vectors' gradient from the anchors of all ranks. Collective."""
         leaf = own.vectors.detach().requires_grad_()
         with torch.enable_grad():
             sorted_vectors = own.by_role(leaf)
@@ -186,7 +186,7 @@ class InfoNceOfStep:
         return StepLoss(losses, gradient, num_masked=len(masked[0]))
 
     def of_all(self, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> Tensor:
-        """Return the loss of each row where the texts, by role, are those of all ranks."""
+        """Return the loss of every row for the texts of all ranks, ordered by role."""
         everyone = _Everyone.alone(vectors, ids, num_rows=num_rows)
         masked = everyone.masked(symmetric=self.loss.symmetric)
         return self.loss(everyone.anchors, everyone.passages, rows=everyone.own_rows, masked=masked)
@@ -206,7 +206,7 @@ class _Everyone:
 
     @classmethod
     def gather(cls, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> "_Everyone":
-        """Return those of all ranks from this rank's, by role. Collective."""
+        """Gather the vectors and digests of all ranks; `vectors` and `ids` are ordered by role. Collective."""
         gathered = distributed.gather_objects((ids, num_rows))
         all_ids = [rank_ids for rank_ids, _ in gathered]
         all_vectors = distributed.gather_rows(vectors, [len(rank_ids) for rank_ids in all_ids])
@@ -214,12 +214,12 @@ class _Everyone:
 
     @classmethod
     def alone(cls, vectors: Tensor, ids: np.ndarray, *, num_rows: int) -> "_Everyone":
-        """Return these alone."""
+        """Return the texts of a single rank."""
         return cls.of([vectors], [ids], [num_rows], 0)
 
     @classmethod
     def of(cls, vectors: Sequence[Tensor], ids: Sequence[np.ndarray], rows: Sequence[int], rank: int) -> "_Everyone":
-        """Return them from those of each rank."""
+        """Combine the texts of all ranks."""
         vectors_by_rank = list(zip(vectors, rows, strict=True))
         positives = [tensor[num : 2 * num] for tensor, num in vectors_by_rank]
         negatives = [tensor[2 * num :] for tensor, num in vectors_by_rank]
@@ -243,14 +243,14 @@ class _Everyone:
         return range(start, start + self.num_rows[self.rank])
 
     def masked(self, *, symmetric: bool) -> tuple[MaskedPairs, ...]:
-        """Return the pairs that are left out of this rank's rows, and with `symmetric` those of its positives."""
+        """Return the excluded pairs of this rank's anchors and, with `symmetric`, those of its positives."""
         passages = masked_passages(self.anchor_ids, self.passage_ids, self.own_rows)
         if not symmetric:
             return (passages,)
         return passages, masked_anchors(self.anchor_ids, self.passage_ids, self.own_rows)
 
     def own_part(self, both: Tensor) -> Tensor:
-        """Return the part for this rank's texts, by role, of values of all anchors followed by all passages."""
+        """Return this rank's part, ordered by role, of values of all anchors followed by all passages."""
         total, own = sum(self.num_rows), self.own_rows
         num_negatives = [texts - 2 * rows for texts, rows in zip(self.num_texts, self.num_rows, strict=True)]
         first = 2 * total + sum(num_negatives[: self.rank])
@@ -264,7 +264,7 @@ class _Everyone:
 
 @dataclass(frozen=True)
 class CosentOfStep:
-    """CoSENT over all pairs of the step. Each row has the same loss, so that this is their mean."""
+    """CoSENT over all pairs of the step. Every row gets the same loss, so that the step's loss is their mean."""
 
     similarity: Similarity
     temperature: float
@@ -282,13 +282,13 @@ class CosentOfStep:
         everyone = torch.cat(distributed.gather_rows(similarities, sizes)).requires_grad_()
         with torch.enable_grad():
             loss = self.of_similarities(everyone, scores)
-        (of_everyone,) = torch.autograd.grad(loss * len(scores), everyone)
+        (similarity_gradient,) = torch.autograd.grad(loss * len(scores), everyone)
         start = sum(sizes[: distributed.rank()])
-        (gradient,) = torch.autograd.grad(similarities, leaf, of_everyone[start : start + own.num_rows])
+        (gradient,) = torch.autograd.grad(similarities, leaf, similarity_gradient[start : start + own.num_rows])
         return StepLoss(loss.detach().expand(own.num_rows), gradient)
 
     def of_similarities(self, similarities: Tensor, scores: Tensor) -> Tensor:
-        """Return the loss of all pairs, a scalar, from their similarities at each size, [pairs, sizes]."""
+        """Return the loss of all pairs, a scalar, from their similarities at every size, [pairs, sizes]."""
         losses = [cosent(column, scores, temperature=self.temperature) for column in similarities.unbind(dim=1)]
         return torch.stack(losses).mean()
 

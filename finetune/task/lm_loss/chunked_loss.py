@@ -1,8 +1,8 @@
-"""The loss of a linear head over many tokens, in chunks of rows: the logits of all rows never exist at once.
+"""The loss of a linear head over many tokens, in chunks of rows, so that the full logits are never materialized.
 
-Where the loss is a sum, the gradients of hidden states and weights are computed in the forward pass, chunk by chunk,
-so that no logits are computed twice (as Liger does: Hsu et al., 2024, arXiv:2410.10989). Where the weight of each
-row's loss is not known yet, chunks are recomputed in the backward pass (Wijmans et al., 2024, arXiv:2411.09009).
+For a summed loss, the gradients of hidden states and weights are computed in the forward pass, chunk by chunk, so that
+no logits are computed twice (as in Liger: Hsu et al., 2024, arXiv:2410.10989). For per-row losses, whose weights are
+not known yet, chunks are recomputed in the backward pass (Wijmans et al., 2024, arXiv:2411.09009).
 """
 
 from collections.abc import Iterator
@@ -18,87 +18,88 @@ from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512_000_000}
-"""Maximum bytes of all that exists at once of one chunk: logits, probabilities, gradients and their copies."""
+"""Maximum bytes of a chunk's simultaneous tensors: logits, probabilities, gradients and their copies."""
 
 FLOAT32_LOGIT_BYTES = 8
-"""Bytes for each logit: itself, and its probability, which becomes the gradient."""
+"""Bytes per logit: the logit and its probability, which is overwritten by the gradient."""
 
 HALF_LOGIT_BYTES = {"cpu": 10, "cuda": 6}
-"""The same in half precision, with 2 bytes for a logit, which its gradient overwrites. A CPU converts in a copy."""
+"""Bytes per logit in half precision: 2 for the logit, which its gradient overwrites. CPUs convert into a copy."""
 
 TRANSFORMED_HALF_LOGIT_BYTES = 10
-"""The same where the model transforms its logits in float32."""
+"""Bytes per half-precision logit if the model transforms its logits in float32."""
 
 AUTOGRAD_LOGIT_BYTES, SMOOTHED_LOGIT_BYTES = 18, 30
-"""The same where autograd takes the backward pass of the cross-entropy; with smoothing or a z-loss."""
+"""Bytes per logit if autograd differentiates the cross-entropy; without and with label smoothing or z-loss."""
 
 MAX_CHUNK_ROWS = {"cpu": 256, "cuda": 8192}
-"""Maximum rows: more are no faster (`benchmarks/experiments/head.md`), and on a CPU they do not fit the cache."""
+"""Maximum rows per chunk: more are no faster (`benchmarks/experiments/head.py`) and do not fit a CPU's cache."""
 
 MIN_CHUNK_ROWS = 64
-"""Minimum rows of a chunk, however large the vocabulary: with fewer, reading the weights dominates the time."""
+"""Minimum rows per chunk for any vocabulary size: with fewer, reading the weights dominates the time."""
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What is computed from the rows of a head."""
+    """The settings of the chunked loss."""
 
     loss: TokenLoss
     transform: LogitTransform
     dtype: torch.dtype  # of the matrix products; sums and probabilities are float32
-    rows: int  # of a chunk
+    rows: int  # per chunk
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device, *, logit_bytes: int) -> int:
-    """Return the number of rows of a chunk in which each logit takes this number of bytes."""
-    kind = _kind(device)
-    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (logit_bytes * vocabulary)))
+    """Return the number of rows of a chunk if a logit takes `logit_bytes`."""
+    device_type = _device_type(device)
+    max_rows = CHUNK_BYTES[device_type] // (logit_bytes * vocabulary)
+    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS[device_type], max_rows))
 
 
 def bytes_per_logit(dtype: torch.dtype, transform: LogitTransform, device: torch.device) -> int:
-    """Return how many bytes of a chunk exist at once for each of its logits, with products in this dtype."""
+    """Return the peak bytes per logit of a chunk, with matrix products in this dtype."""
     if dtype == torch.float32:
         return FLOAT32_LOGIT_BYTES
-    return HALF_LOGIT_BYTES[_kind(device)] if transform.is_identity else TRANSFORMED_HALF_LOGIT_BYTES
+    return HALF_LOGIT_BYTES[_device_type(device)] if transform.is_identity else TRANSFORMED_HALF_LOGIT_BYTES
 
 
-_ASSUMED_KIND: ContextVar[str | None] = ContextVar("assumed kind of device", default=None)
+_ASSUMED_DEVICE: ContextVar[str | None] = ContextVar("assumed device type", default=None)
 
 
 @contextmanager
-def assume_device(kind: str) -> Iterator[None]:
-    """Compute chunks meanwhile as large as this kind of device has them, to see what they take there."""
-    token = _ASSUMED_KIND.set(kind)
+def assume_device(device_type: str) -> Iterator[None]:
+    """Use the chunk size of this device type in this context, to predict its memory."""
+    token = _ASSUMED_DEVICE.set(device_type)
     try:
         yield
     finally:
-        _ASSUMED_KIND.reset(token)
+        _ASSUMED_DEVICE.reset(token)
 
 
-def _kind(device: torch.device) -> str:
-    kind = _ASSUMED_KIND.get() or device.type
-    return kind if kind in CHUNK_BYTES else "cuda"
+def _device_type(device: torch.device) -> str:
+    device_type = _ASSUMED_DEVICE.get() or device.type
+    return device_type if device_type in CHUNK_BYTES else "cuda"
 
 
 @dataclass
 class Chunk:
-    """Some of the rows, and the buffers for their logits, which all chunks share."""
+    """A chunk of rows, and the buffers for its logits, which all chunks share."""
 
-    rows: Tensor  # [chunk, hidden], in the dtype of the products, as the weights
+    rows: Tensor  # [chunk, hidden], in the dtype of the products, like the weights
     weight: Tensor
     bias: Tensor | None
     transform: LogitTransform
-    logits_buffer: Tensor | None = None  # [at least chunk, vocabulary], in that dtype
-    fp32_buffer: Tensor | None = None  # the same in float32, for probabilities
-    transformed_buffer: Tensor | None = None  # the same for logits; None: these are transformed where they are
+    logits_buffer: Tensor | None = None  # [at least chunk, vocabulary], in the dtype of the products
+    fp32_buffer: Tensor | None = None  # the same shape in float32, for probabilities
+    transformed_buffer: Tensor | None = None  # the same in float32, for logits; None: transform them in place
 
     @classmethod
     def without_buffers(cls, rows: Tensor, weight: Tensor, spec: LossSpec) -> "Chunk":
-        """Return a chunk of all rows whose logits are not computed."""
+        """Return a chunk of all rows for which no logits are computed."""
         return cls(rows.to(spec.dtype), weight.to(spec.dtype), None, spec.transform)
 
     def logits(self) -> Tensor:
-        """Return the logits, [chunk, vocabulary]; in float32 where the model transforms them."""
+        """Return the logits, [chunk, vocabulary]; in float32 if the model transforms them."""
         assert self.logits_buffer is not None
         output = torch.mm(self.rows, self.weight.t(), out=self.logits_buffer[: len(self.rows)])
         if self.bias is not None:
@@ -109,7 +110,7 @@ class Chunk:
         return self.transform.apply_(output if buffer is None else buffer[: len(output)].copy_(output))
 
     def softmax(self, logits: Tensor, *, highest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the probabilities in float32, and of each row the logarithm of their denominator, [chunk].
+        """Return the probabilities in float32 and each row's log-sum-exp, [chunk].
 
         The probabilities are in a buffer that may be overwritten. `highest` is the highest logit of each row.
         """
@@ -124,14 +125,14 @@ class Chunk:
         return buffer.div_(denominators[:, None]), top + denominators.log()
 
     def cast(self, gradient: Tensor) -> Tensor:
-        """Return the gradient in the dtype of the products, in place of the logits where these have a buffer."""
+        """Return the gradient in the dtype of the products, in the logits' buffer if there is one."""
         if gradient.dtype == self.rows.dtype or self.logits_buffer is None:
             return gradient.to(self.rows.dtype)
         return self.logits_buffer[: len(gradient)].copy_(gradient)
 
 
 def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: LossSpec) -> Iterator[tuple[slice, Chunk]]:
-    """Yield the chunks in order, each with its slice of the rows."""
+    """Yield every chunk in order, with its slice of the rows."""
     size, vocabulary = min(spec.rows, len(rows)), len(weight)
     logits_buffer = rows.new_empty(size, vocabulary, dtype=spec.dtype)
     fp32_buffer = rows.new_empty(size, vocabulary, dtype=torch.float32)
@@ -144,9 +145,9 @@ def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: Loss
 
 
 class LinearGradients:
-    """Accumulates the required gradients over the chunks; None for those that are not required.
+    """Accumulates the required gradients over the chunks; gradients that are not required are None.
 
-    Gradients of the weights are accumulated in float32, even for weights in half precision.
+    Weight gradients are accumulated in float32, even for half-precision weights.
     """
 
     def __init__(self, ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -154,29 +155,27 @@ class LinearGradients:
         self._dtype = weight.dtype
         self._rows = torch.empty_like(rows) if for_rows else None
         self._weight: Tensor | None = None
-        self._wanted = weight if for_weight else None
+        self._trained_weight = weight if for_weight else None
         self._bias = bias.new_zeros(bias.shape, dtype=torch.float32) if for_bias and bias is not None else None
 
     def __bool__(self) -> bool:
-        return any(each is not None for each in (self._rows, self._wanted, self._bias))
+        return any(tensor is not None for tensor in (self._rows, self._trained_weight, self._bias))
 
     @property
     def values(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of rows, weights and bias, and two None."""
-        if self._wanted is not None and self._weight is None:  # no rows
-            self._weight = torch.zeros_like(self._wanted)
-        weight, bias = (None if each is None else each.to(self._dtype) for each in (self._weight, self._bias))
+        """Return the gradients of rows, weights and bias, and None twice (for labels and spec)."""
+        if self._trained_weight is not None and self._weight is None:  # no rows
+            self._weight = torch.zeros_like(self._trained_weight)
+        weight = None if self._weight is None else self._weight.to(self._dtype)
+        bias = None if self._bias is None else self._bias.to(self._dtype)
         return self._rows, weight, bias, None, None
 
     def add(self, gradient: Tensor, chunk: Chunk, part: slice) -> None:
-        """Accumulate the gradients that follow from the chunk's gradient at the head's output, float32.
-
-        The logits are overwritten.
-        """
+        """Accumulate a chunk's gradients from the float32 gradient at the head's output; overwrites the logits."""
         cast = chunk.cast(gradient)
         if self._rows is not None:
             self._rows[part] = torch.mm(cast, chunk.weight)
-        if self._wanted is not None:
+        if self._trained_weight is not None:
             self._add_to_weight(cast, chunk.rows, is_only=self._rows is not None and len(cast) == len(self._rows))
         if self._bias is not None:
             self._bias.add_(gradient.sum(dim=0))
@@ -188,7 +187,7 @@ class LinearGradients:
             self._weight = _fp32_product(gradient.t(), rows) if is_half else torch.mm(gradient.t(), rows)
         elif is_float32:
             self._weight.addmm_(gradient.t(), rows)
-        elif gradient.is_cuda:  # the product itself accumulates half-precision products in float32
+        elif gradient.is_cuda:  # the matrix product accumulates in float32
             torch.addmm(self._weight, gradient.t(), rows, out_dtype=torch.float32, out=self._weight)
         else:
             self._weight.add_(torch.mm(gradient.t(), rows))
@@ -199,11 +198,11 @@ def _fp32_product(one: Tensor, other: Tensor) -> Tensor:
 
 
 def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:
-    """Return the loss summed over the rows and, without gradient, their summed cross-entropy: [2], float32.
+    """Return the loss and the cross-entropy (without gradient), summed over the rows: [2], float32.
 
     `rows` are [targets, hidden], `weight` [vocabulary, hidden].
     """
-    if len(rows) <= spec.rows or spec.dtype == torch.float16:  # fp16 gradients that are not scaled underflow
+    if len(rows) <= spec.rows or spec.dtype == torch.float16:  # unscaled fp16 gradients underflow
         losses, plain = row_losses(rows, weight, bias, labels, spec)
         return torch.stack([losses.sum(), plain.sum()])
     loss, plain = _SummedLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -213,14 +212,14 @@ def loss_sums(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
 def row_losses(
     rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row and, without gradient, its cross-entropy: both [targets], float32."""
-    losses, plain = _RowLosses.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]  # likewise
+    """Return the loss and the cross-entropy (without gradient) of each row: both [targets], float32."""
+    losses, plain = _RowLosses.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]  # as above
     return losses, plain
 
 
 @torch.no_grad()
 def loss_and_num_correct(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec) -> Tensor:
-    """Return the summed cross-entropy and how many rows have the highest logit at their label: [2], float32."""
+    """Return the summed cross-entropy and the number of rows whose label has the highest logit: [2], float32."""
     sums = rows.new_zeros(2, dtype=torch.float32)
     with torch.autocast(rows.device.type, enabled=False):
         for part, chunk in iterate_chunks(rows, weight, bias, spec):
@@ -248,13 +247,13 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         values = ctx.saved_tensors
-        return (*(None if each is None else each.mul_(upstream[0]) for each in values), None, None)
+        return (*(None if gradient is None else gradient.mul_(upstream[0]) for gradient in values), None, None)
 
 
 def _add_chunks(
     gradients: LinearGradients, inputs: tuple[Tensor, Tensor, Tensor | None], *, labels: Tensor, spec: LossSpec
 ) -> Tensor:
-    """Return loss and cross-entropy, summed over the rows: [2]; accumulates the gradients that are required."""
+    """Return loss and cross-entropy, summed over the rows: [2]; accumulates the required gradients."""
     sums = inputs[0].new_zeros(2, dtype=torch.float32)
     with torch.autocast(sums.device.type, enabled=False):
         for part, chunk in iterate_chunks(*inputs, spec):
@@ -268,13 +267,13 @@ def _add_chunks(
 
 
 class _RowLosses(torch.autograd.Function):
-    """The loss of each row; a single chunk keeps its gradient at the logits, several chunks are recomputed."""
+    """The loss of each row; a single chunk saves its gradient at the logits, several chunks are recomputed."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: LossSpec
     ) -> tuple[Tensor, Tensor]:
-        needs, kept = any(ctx.needs_input_grad), None
+        needs_gradient, saved = any(ctx.needs_input_grad), None
         parts: list[tuple[Tensor, Tensor]] = []
         with torch.autocast(rows.device.type, enabled=False):
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
@@ -282,23 +281,23 @@ class _RowLosses(torch.autograd.Function):
                 softmax, denominators = chunk.softmax(logits)
                 losses, plain = _losses(logits, denominators, labels[part], spec.loss)
                 parts.append((losses, plain))
-                if needs and len(rows) <= spec.rows:
-                    kept = _gradient_(softmax, logits, labels[part], denominators, spec)
+                if needs_gradient and len(rows) <= spec.rows:
+                    saved = _gradient_(softmax, logits, labels[part], denominators, spec)
         ctx.spec = spec
-        ctx.save_for_backward(rows, weight, bias, labels, kept)
+        ctx.save_for_backward(rows, weight, bias, labels, saved)
         empty = rows.new_zeros(0, dtype=torch.float32)
-        losses, plain = (torch.cat(each) for each in zip(*parts, strict=True)) if parts else (empty, empty.clone())
+        losses, plain = (torch.cat(chunks) for chunks in zip(*parts, strict=True)) if parts else (empty, empty.clone())
         ctx.mark_non_differentiable(plain)
         return losses, plain
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, labels, kept = ctx.saved_tensors
+        rows, weight, bias, labels, saved = ctx.saved_tensors
         spec: LossSpec = ctx.spec
         gradients, of_rows = LinearGradients(ctx, rows, weight, bias), upstream[0][:, None]
         with torch.autocast(rows.device.type, enabled=False):
-            if kept is not None:
-                gradients.add(kept.mul_(of_rows), Chunk.without_buffers(rows, weight, spec), slice(None))
+            if saved is not None:
+                gradients.add(saved.mul_(of_rows), Chunk.without_buffers(rows, weight, spec), slice(None))
                 return gradients.values
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
                 logits = chunk.logits()
@@ -309,19 +308,19 @@ class _RowLosses(torch.autograd.Function):
 
 
 def _losses(logits: Tensor, denominators: Tensor, labels: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
-    """Return each row's loss and its cross-entropy, [chunk] each; `denominators` are logarithms."""
+    """Return the loss and the cross-entropy of each row, [chunk] each; `denominators` are the rows' log-sum-exps."""
     plain = denominators - logits.gather(1, labels[:, None]).squeeze(1).float()
     losses = plain
     if loss.label_smoothing:
-        evenly = denominators - logits.mean(dim=1, dtype=torch.float32)
-        losses = losses + loss.label_smoothing * (evenly - plain)
+        uniform = denominators - logits.mean(dim=1, dtype=torch.float32)
+        losses = losses + loss.label_smoothing * (uniform - plain)
     if loss.z_loss:
         losses = losses + loss.z_loss * denominators.square()
     return losses, plain
 
 
 def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor, spec: LossSpec) -> Tensor:
-    """Return the gradient of the rows' losses at the head's output; it overwrites the softmax, and may the logits."""
+    """Return the gradient of the rows' losses at the head's output; overwrites the softmax, and possibly the logits."""
     loss, chosen = spec.loss, labels[:, None]
     if loss.z_loss:
         softmax.mul_(1 + 2 * loss.z_loss * denominators[:, None])

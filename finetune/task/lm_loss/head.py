@@ -1,4 +1,4 @@
-"""The head of a language model, found inside all wrappers, and its forward pass intercepted."""
+"""The head of a language model: locates it inside all wrappers and intercepts its forward pass."""
 
 import sys
 import weakref
@@ -18,14 +18,14 @@ from finetune.task.upstream import replaced_forward
 
 Forward = Callable[[Tensor], Tensor]
 Interceptor = Callable[[Tensor, Forward], Tensor]
-"""From the head's input and its own forward to its output."""
+"""Computes the head's output from its input and its own forward."""
 
 
 class LmHead:
-    """The module that makes logits over a vocabulary, and what the model does with its output."""
+    """The module that produces logits over a vocabulary, and the model's transform of its output."""
 
     def __init__(self, module: nn.Module, transform: LogitTransform | None, *, is_rowwise: bool) -> None:
-        """`transform` None: the model does something unknown with the output; `is_rowwise`: with each row by itself."""
+        """`transform` is None if it is unknown; `is_rowwise`: the model transforms every row independently."""
         self.module = module
         self.transform = transform
         self.is_rowwise = is_rowwise
@@ -36,13 +36,13 @@ class LmHead:
 
     @classmethod
     def of_logits(cls) -> "LmHead":
-        """Return a head whose input is logits already."""
+        """Return a head whose input is already logits."""
         return cls(nn.Identity(), LogitTransform(), is_rowwise=True)
 
     def linear_weights(self, rows: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return weight and bias where the head is a plain linear map of such rows; otherwise None.
+        """Return weight and bias if the head is a plain linear layer for such rows, else None.
 
-        A layer with LoRA, a quantized one or one with sharded weights is not plain.
+        A layer with LoRA, quantized weights or sharded weights is not plain.
         """
         weight: Any = getattr(self.module, "weight", None)
         is_plain = getattr(self._own_forward, "__func__", None) is nn.Linear.forward
@@ -54,18 +54,18 @@ class LmHead:
 
     @property
     def is_partitioned(self) -> bool:
-        """Return whether the weights are whole only during the forward of the head (ZeRO-3), or there are none."""
+        """Return whether the weights are gathered only during the head's forward (ZeRO-3), or there are none."""
         parameters = list(self.module.parameters())
-        return not parameters or any(hasattr(each, "ds_id") for each in parameters)
+        return not parameters or any(hasattr(parameter, "ds_id") for parameter in parameters)
 
     @property
     def is_linear(self) -> bool:
-        """Return whether the module is one linear layer; one with LoRA and a quantized one are not."""
+        """Return whether the module is a single linear layer; layers with LoRA and quantized layers are not."""
         return getattr(self.module.forward, "__func__", None) is nn.Linear.forward
 
     @staticmethod
     def compute_dtype(rows: Tensor) -> torch.dtype:
-        """Return the dtype in which a linear map of the rows would be computed."""
+        """Return the dtype in which a linear layer would compute these rows."""
         device = rows.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
@@ -76,7 +76,7 @@ class LmHead:
 
     @contextmanager
     def intercept(self, interceptor: Interceptor) -> Iterator[None]:
-        """Replace the module's forward by the interceptor within the context."""
+        """Replace the module's forward by the interceptor in this context."""
         self._own_forward, self._interceptor = self.module.forward, interceptor
         try:
             with replaced_forward(self.module, self._forward):
@@ -96,18 +96,18 @@ def map_chunks(
     *others: Tensor,
     logit_bytes: int = AUTOGRAD_LOGIT_BYTES,
 ) -> list[Tensor]:
-    """Return the results of `function` over chunks of the rows and of the tensors that belong to them.
+    """Return the results of `function` over chunks of the rows and of the tensors `others`, which have one row per row.
 
-    The logits are recomputed in the backward pass. This is for a head that is not a plain linear map, such as one with
-    LoRA, and for losses of any kind; `logit_bytes` exist at once for each logit of a chunk. Weights that ZeRO-3 has
-    partitioned are gathered once, for all rows.
+    The logits are recomputed in the backward pass. It supports any loss and heads that are not plain linear layers,
+    such as with LoRA; `logit_bytes` is the peak memory per logit of a chunk. Weights that ZeRO-3 has partitioned are
+    gathered once for all rows.
     """
     size = len(rows)
     if not head.is_partitioned:
         size = rows_per_chunk(head.vocabulary, rows.device, logit_bytes=logit_bytes)
     if len(rows) <= size:
         return [function(rows, *others)]
-    parts = zip(*(torch.split(each, size) for each in (rows, *others)), strict=True)
+    parts = zip(*(torch.split(tensor, size) for tensor in (rows, *others)), strict=True)
     return [checkpoint(function, *part, use_reentrant=False) for part in parts]
 
 
@@ -115,33 +115,33 @@ _HEADS: "weakref.WeakKeyDictionary[nn.Module, LmHead]" = weakref.WeakKeyDictiona
 
 
 def find_lm_head(model: nn.Module) -> LmHead | None:
-    """Return the head of the model inside all wrappers; None where it has none over a vocabulary.
+    """Return the head of the model inside all wrappers; None if it has no head over a vocabulary.
 
-    The transform of its output is determined at the first call for a model.
+    The transform of its output is determined in the first call for a model.
     """
     inner: Any = unwrap_model(model)
     module = _output_embeddings(inner)
     if module is None:
         return None
-    known = _HEADS.get(inner)
-    if known is None or known.module is not module:
+    head = _HEADS.get(inner)
+    if head is None or head.module is not module:
         transform = find_logit_transform(inner, module)
-        known = LmHead(module, transform, is_rowwise=transform is not None or is_rowwise(inner, module))
-        _HEADS[inner] = known
-    return known
+        head = LmHead(module, transform, is_rowwise=transform is not None or is_rowwise(inner, module))
+        _HEADS[inner] = head
+    return head
 
 
 def _output_embeddings(model: Any) -> nn.Module | None:
-    """Return the module that makes logits over a vocabulary; None where the model has none or does not tell."""
+    """Return the module that produces logits over a vocabulary; None if the model does not define it."""
     try:
-        found: nn.Module | None = model.get_output_embeddings()
+        module: nn.Module | None = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    return found
+    return module
 
 
 def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Exclude the function from compilation where torch.compile is loaded: it differs between forward passes."""
+    """Exclude the function from compilation, if torch.compile is loaded, because it differs between forward passes."""
     if "torch._dynamo" not in sys.modules:
         return function
     uncompiled: Callable[..., Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -1,4 +1,4 @@
-"""How a model turns the output of its head into logits: read from its config, confirmed by its own forward."""
+"""The transform from a head's output to logits: inferred from the model's config, verified with its own forward."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 MULTIPLIERS = ("logit_scale", "logits_scaling", "output_multiplier")
-"""Names of a config for a factor of the logits: of Cohere, of HyperCLOVA X, of Muse."""
+"""Config names for a factor of the logits: Cohere, HyperCLOVA X, Muse."""
 
 DIVISORS = ("logits_scaling",)
-"""Names of a config for a divisor of the logits: of Granite."""
+"""Config names for a divisor of the logits: Granite."""
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names of a config for a cap of the logits: of Gemma 2 and later, of RecurrentGemma, of xLSTM."""
+"""Config names for a soft cap of the logits: Gemma 2 and later, RecurrentGemma, xLSTM."""
 
 _NUM_ROWS, _WIDTH = 3, 16
 
@@ -28,7 +28,7 @@ class LogitTransform:
 
     @property
     def is_identity(self) -> bool:
-        """Return whether the head's output is the logits."""
+        """Return whether the head's output equals the logits."""
         return self.scale == 1.0 and self.soft_cap is None
 
     def apply(self, output: Tensor) -> Tensor:
@@ -43,63 +43,63 @@ class LogitTransform:
         return output if self.soft_cap is None else output.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Overwrite the gradient at the logits with the one at the head's output, and a capped model's logits, too."""
+        """Turn the gradient at the logits into that at the head's output, in place; overwrites soft-capped logits."""
         if self.soft_cap is not None:
             gradient.mul_(logits.div_(self.soft_cap).square_().neg_().add_(1))
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
 
 
 def find_logit_transform(model: nn.Module, head: nn.Module) -> LogitTransform | None:
-    """Return what the model makes of its head's output; None where nothing that its config says explains its forward.
+    """Return the transform that the model applies to its head's output; None if its config does not determine it.
 
-    `model` is the one inside all wrappers, `head` its linear map. The model's own `forward` is run once per mode with a
-    probe for the head's output and stand-ins for all other modules: no weight is read, no hook called, the model is
-    left alone, and it costs about a millisecond.
+    `model` is the unwrapped model, `head` its linear layer. The model's own `forward` runs once per mode (training and
+    evaluation) with a probe as the head's output and stand-ins for all other modules: no weight is read, no hook is
+    called, the model does not change, and it takes about a millisecond.
     """
     probe = _probe(_WIDTH, device=_device(head))
     try:
         logits = [_run_shell(model, head, probe=probe, training=mode) for mode in (True, False)]
-    except Exception:  # a forward that stumbles over the probe: it is not known
+    except Exception:  # the forward does not support the probe
         return None
-    if any(each.shape != probe.shape or each.requires_grad for each in logits):  # such as a scale that is trained
+    if any(output.shape != probe.shape or output.requires_grad for output in logits):  # such as a trained scale
         return None
-    confirmed = (each for each in candidates(getattr(model, "config", None)) if _explains(each, probe, logits))
-    return next(confirmed, None)
+    transforms = candidates(getattr(model, "config", None))
+    return next((transform for transform in transforms if _explains(transform, probe, logits)), None)
 
 
 def candidates(config: Any) -> Iterator[LogitTransform]:
-    """Yield the transforms that a config may mean, none at first; a name can stand for a factor or for a divisor."""
+    """Yield the transforms that a config may define, the identity first; some names mean a factor or a divisor."""
     text = getattr(config, "get_text_config", lambda: config)()
-    scales = [1.0, *(1.0 / each for each in _numbers(text, DIVISORS)), *_numbers(text, MULTIPLIERS)]
+    scales = [1.0, *(1.0 / divisor for divisor in _numbers(text, DIVISORS)), *_numbers(text, MULTIPLIERS)]
     for soft_cap in (None, *_numbers(text, SOFT_CAPS)):
         yield from (LogitTransform(scale, soft_cap) for scale in scales)
 
 
 def is_rowwise(model: nn.Module, head: nn.Module) -> bool:
-    """Return whether each row of logits depends on the same row of the head's output alone."""
+    """Return whether every row of logits depends on the same row of the head's output only."""
     probe = _probe(int(getattr(head, "out_features", _WIDTH)), device=_device(head))
     first = probe[:, :1]
-    behind_others = torch.cat([2 * probe, first], dim=1)
+    after_others = torch.cat([2 * probe, first], dim=1)
     try:
         return all(
-            before.shape == probe.shape and torch.equal(alone, before[:, :1]) and torch.equal(alone, after[:, -1:])
+            leading.shape == probe.shape and torch.equal(alone, leading[:, :1]) and torch.equal(alone, trailing[:, -1:])
             for mode in (True, False)
-            for alone, before, after in [
-                [_run_shell(model, head, probe=each, training=mode) for each in (first, probe, behind_others)]
+            for alone, leading, trailing in [
+                [_run_shell(model, head, probe=rows, training=mode) for rows in (first, probe, after_others)]
             ]
         )
-    except Exception:  # likewise
+    except Exception:  # as above
         return False
 
 
 def _numbers(config: Any, names: tuple[str, ...]) -> list[float]:
     values = (getattr(config, name, None) for name in names)
-    return [float(each) for each in values if isinstance(each, int | float) and each]
+    return [float(value) for value in values if isinstance(value, int | float) and value]
 
 
 def _explains(transform: LogitTransform, probe: Tensor, logits: list[Tensor]) -> bool:
-    wanted = transform.apply(probe)
-    return all(torch.allclose(wanted, each.to(wanted.dtype), rtol=3e-6, atol=0.0) for each in logits)
+    expected = transform.apply(probe)
+    return all(torch.allclose(expected, output.to(expected.dtype), rtol=3e-6, atol=0.0) for output in logits)
 
 
 def _device(head: nn.Module) -> torch.device:
@@ -107,17 +107,22 @@ def _device(head: nn.Module) -> torch.device:
 
 
 def _probe(width: int, *, device: torch.device) -> Tensor:
-    """Return values that tell a scale, a cap and anything else apart, [1, rows, width]; rows differ."""
+    """Return values that distinguish a scale, a cap and any other transform, [1, rows, width]; rows differ."""
     values = torch.linspace(-4.0, 4.0, _NUM_ROWS * width)
     return (values.sign() * 10.0 ** values.abs()).view(1, _NUM_ROWS, width).to(device)  # up to 10^4, both signs
 
 
 @torch.enable_grad()
 def _run_shell(model: nn.Module, head: nn.Module, *, probe: Tensor, training: bool) -> Tensor:
-    """Return the logits of a shell of the model whose head answers with the probe; raises ValueError unless once."""
+    """Return the logits of a shell of the model whose head returns the probe.
+
+    Raises ValueError unless the head is called exactly once.
+    """
     calls: list[None] = []
     shell: Any = _shell(model, head=head, stand_in=_StandIn(probe, calls), training=training)
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=probe.device)  # fewer than rows: nothing may depend on how many
+    ids = torch.zeros(
+        1, 2, dtype=torch.int64, device=probe.device
+    )  # fewer tokens than probe rows: their number must not matter
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids
@@ -128,8 +133,8 @@ def _run_shell(model: nn.Module, head: nn.Module, *, probe: Tensor, training: bo
 
 
 def _shell(module: nn.Module, *, head: nn.Module, stand_in: "_StandIn", training: bool) -> nn.Module:
-    """Return the module without hooks: the way to the head is kept, all other modules are stand-ins."""
-    copy = object.__new__(type(module))  # FSDP2's classes have a `__new__` of their own, which would call `__init__`
+    """Return a copy without hooks: modules on the path to the head are copied, all others are stand-ins."""
+    copy = object.__new__(type(module))  # FSDP2's classes override `__new__`, which would call `__init__`
     copy.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         copy.__dict__[name] = type(copy.__dict__[name])()
@@ -137,7 +142,7 @@ def _shell(module: nn.Module, *, head: nn.Module, stand_in: "_StandIn", training
     for name, child in module._modules.items():
         if child is head:
             children[name] = stand_in
-        elif child is not None and any(each is head for each in child.modules()):
+        elif child is not None and any(module is head for module in child.modules()):
             children[name] = _shell(child, head=head, stand_in=stand_in, training=training)
         else:
             children[name] = None if child is None else _StandIn(_hidden_states(stand_in.device))
@@ -150,7 +155,7 @@ def _hidden_states(device: torch.device) -> Tensor:
 
 
 class _StandIn(nn.Module):
-    """Answers with one tensor, whatever it is given."""
+    """Returns the same tensor for all inputs."""
 
     device: torch.device
 
@@ -164,7 +169,7 @@ class _StandIn(nn.Module):
         return torch.empty(0) if name in ("weight", "bias") else self  # such as the decoder of a body
 
     def forward(self, *values: Any, **named: Any) -> Tensor:
-        """Return the answer."""
+        """Return the stand-in's tensor."""
         if self.__dict__["_calls"] is not None:
             self.__dict__["_calls"].append(None)
         answer: Tensor = self.__dict__["_answer"]
@@ -172,7 +177,7 @@ class _StandIn(nn.Module):
 
 
 class _BodyOutput(Tensor):
-    """Hidden states that are also the output of a body: its `last_hidden_state` and its first; all else is None."""
+    """Hidden states that also act as a body's output: `last_hidden_state` and index 0 are itself, the rest is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -1,4 +1,4 @@
-"""What the preference tasks share: samples of several sequences, their log-probabilities, and sums over pairs."""
+"""Code shared by the preference tasks: samples of several sequences, their log-probabilities, sums over pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,37 +25,37 @@ NUM_PAIRS = "num_firsts"
 
 
 def collate_pairs(features: Sequence[Features], *, pad_id: int | None) -> Batch:
-    """Return the first half of each sample's sequences and below these the second half of each, padded on the right.
+    """Return a batch of the first half of every sample's sequences, followed by the second halves, padded on the right.
 
-    Without a `pad_id` they stand end to end in one row in this order, the upper half first.
+    Without `pad_id` the sequences are concatenated into one row in the same order.
 
-    `labels[b, t]` is the token at t + 1 where that is a target. There are as many targets of the batch as sequences in
-    the upper half. Extras: how many sequences of each sample stand in the upper half (`num_firsts`), and of each of
-    these whether it counts (`counts`, 0 in a filler).
+    `labels[b, t]` is the token at t + 1 if it is a target. `num_targets` is the number of sequences in the upper half.
+    Extras: `num_firsts`, the number of sequences per sample in the upper half, and `counts`, the weight of each of them
+    (1, or 0 in a dummy batch).
     """
-    sequences = [_sequences(each) for each in features]
-    num_firsts = [len(each) // 2 for each in sequences]
-    upper = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[:num]]
-    lower = [one for each, num in zip(sequences, num_firsts, strict=True) for one in each[num:]]
+    samples = [_sequences(sample) for sample in features]
+    num_firsts = [len(sequences) // 2 for sequences in samples]
+    upper = [one for sequences, num in zip(samples, num_firsts, strict=True) for one in sequences[:num]]
+    lower = [one for sequences, num in zip(samples, num_firsts, strict=True) for one in sequences[num:]]
     ordered = [*upper, *lower]
     batch = collate_padding_free(ordered) if pad_id is None else collate_padded(ordered, pad_id=pad_id)
     extras = {
         NUM_PAIRS: torch.tensor(num_firsts),
         PAIR_WEIGHTS: torch.ones(len(upper)),
     }
-    ids = tuple(each.sample_id for each in features)
+    ids = tuple(sample.sample_id for sample in features)
     return replace(batch, num_targets=len(upper), sample_ids=ids, extras=extras)
 
 
 def join_halves(arrays: Sequence[np.ndarray]) -> Tensor:
-    """Return one value of each sequence of each sample in the order of `halves`, [sequences]."""
-    upper = [each[: len(each) // 2] for each in arrays]
-    lower = [each[len(each) // 2 :] for each in arrays]
+    """Return the per-sequence values of all samples in the order of `collate_pairs`, [sequences]."""
+    upper = [values[: len(values) // 2] for values in arrays]
+    lower = [values[len(values) // 2 :] for values in arrays]
     return torch.from_numpy(np.concatenate([*upper, *lower]))
 
 
 def split_by_sample(values: Tensor, batch: Batch) -> list[np.ndarray]:
-    """Return one value of each sequence of the batch, [sequences], by sample: the inverse of `join_halves`."""
+    """Return the per-sequence values of a batch, [sequences], split by sample: the inverse of `join_halves`."""
     num_firsts = batch.extras[NUM_PAIRS].tolist()
     upper, lower = values.detach().chunk(2)
     pairs = zip(torch.split(upper, num_firsts), torch.split(lower, num_firsts), strict=True)
@@ -73,20 +73,20 @@ def lower_half(batch: Batch) -> Batch:
 
 
 def sequence_log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the log-probability in nats of each sequence's targets, summed, in float32: [sequences]."""
+    """Return the log-probability in nats of every sequence, summed over its targets, in float32: [sequences]."""
     assert batch.targets is not None  # `collate_pairs` sets them
-    each = log_probabilities_at_targets(model, batch)  # [targets]
-    everywhere = each.new_zeros(batch.labels.numel()).index_copy(0, batch.targets.positions, each)
-    return _by_sequence(everywhere.view(batch.labels.shape), batch).sum(dim=1)
+    at_targets = log_probabilities_at_targets(model, batch)  # [targets]
+    dense = at_targets.new_zeros(batch.labels.numel()).index_copy(0, batch.targets.positions, at_targets)
+    return _by_sequence(dense.view(batch.labels.shape), batch).sum(dim=1)
 
 
 def num_target_tokens(batch: Batch) -> Tensor:
-    """Return the number of targets of each sequence, at least 1: [sequences]."""
+    """Return the number of targets per sequence, at least 1: [sequences]."""
     return _by_sequence(batch.labels != IGNORED, batch).sum(dim=1).clamp(min=1)
 
 
 def _by_sequence(values: Tensor, batch: Batch) -> Tensor:
-    """Return what belongs to each place of the labels by sequence, [sequences, places], 0 beyond a sequence's end."""
+    """Return per-position values by sequence, [sequences, positions], padded with 0."""
     return values if batch.cumulative_lengths is None else pad_samples(values[0], batch)
 
 
@@ -100,20 +100,20 @@ def _sequences(features: Features) -> list[Features]:
 
 
 def _select(batch: Batch, sequences: slice) -> Batch:
-    """Return the batch with these sequences alone; its extras stay."""
+    """Return the batch with these sequences only; its extras do not change."""
     start, stop, _ = sequences.indices(_num_sequences(batch))
-    ends, num_places = batch.cumulative_lengths, batch.labels.shape[1]
+    ends, length = batch.cumulative_lengths, batch.labels.shape[1]
     if ends is None:
         inputs = {name: tensor[sequences] for name, tensor in batch.inputs.items()}
-        targets = None if batch.targets is None else batch.targets.rows(start, stop, begin=start * num_places)
+        targets = None if batch.targets is None else batch.targets.rows(start, stop, begin=start * length)
         return replace(batch, inputs=inputs, labels=batch.labels[sequences], targets=targets)
     lengths = batch.lengths[sequences]
     first = sum(batch.lengths[:start])
-    places = slice(first, first + sum(lengths))
+    positions = slice(first, first + sum(lengths))
     return replace(
         batch,
-        inputs={name: tensor[:, places] for name, tensor in batch.inputs.items()},
-        labels=batch.labels[:, places],
+        inputs={name: tensor[:, positions] for name, tensor in batch.inputs.items()},
+        labels=batch.labels[:, positions],
         targets=None if batch.targets is None else batch.targets.rows(start, stop, begin=first),
         cumulative_lengths=ends[start : stop + 1] - first,
         longest=max(lengths, default=0),
@@ -122,9 +122,9 @@ def _select(batch: Batch, sequences: slice) -> Batch:
 
 
 class AnswerPairsTask(BaseTask):
-    """Encodes answers of which one is preferred; raises DataError for a tokenizer without chat template.
+    """Trains on preferred and rejected answers; raises DataError for a tokenizer without a chat template.
 
-    Rows become several sequences, each the prompt and one answer; a target of a batch is a pair.
+    A row is encoded to several sequences of the prompt and one answer; a target of a batch is a pair.
     """
 
     def __init__(self, context: TaskContext, *, judged: bool = False, margin: bool = False) -> None:
@@ -143,7 +143,7 @@ class AnswerPairsTask(BaseTask):
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples whose prompt with each answer is limited by `data.max_length`."""
+        """Return samples in which `data.max_length` limits the prompt with one answer."""
         data = self._data
         limit = SequencesLengthLimit(data.longest, data.over_length, data.truncate_side)
         options = {"judged": self._answers.judged, "margin": self._answers.margin}
@@ -151,19 +151,19 @@ class AnswerPairsTask(BaseTask):
         return replace(super().samples, length_limit=limit, identity=identity)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return chosen answers and below them rejected ones, padded or end to end: they share one forward pass."""
+        """Return chosen answers followed by rejected ones, padded or concatenated, for one shared forward pass."""
         return collate_pairs(features, pad_id=None if is_padding_free(self._data.batching) else self.pad_id)
 
     def dummy_batch(self, features: Features) -> Batch:
-        """Return the sample as a batch in which nothing counts."""
+        """Return the sample as a batch without weight in the loss."""
         batch = super().dummy_batch(features)
         return replace(batch, extras={**batch.extras, PAIR_WEIGHTS: torch.zeros_like(batch.extras[PAIR_WEIGHTS])})
 
 
 def pair_sums(losses: Tensor, chosen: Tensor, rejected: Tensor, *, counts: Tensor) -> dict[str, Tensor]:
-    """Return the sums of the losses and, detached, of both rewards and of how often the chosen one is higher.
+    """Return the sums over pairs of the losses and, detached, of the rewards, their margins and the accuracy.
 
-    All are [pairs]; `counts` is 0 for a pair that does not count, else 1.
+    All inputs are [pairs]; `counts` is 1, or 0 for a pair that does not count.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
@@ -176,7 +176,7 @@ def pair_sums(losses: Tensor, chosen: Tensor, rejected: Tensor, *, counts: Tenso
 
 
 def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the means over `num_pairs` of all other sums, the loss among them; NaN without pairs."""
+    """Return the means of all sums over `num_pairs`, including the loss; NaN without pairs."""
     num_pairs = sums["num_pairs"] or float("nan")
     names = {name: "loss" if name == "loss_sum" else name for name in sums if name != "num_pairs"}
     return {title: sums[name] / num_pairs for name, title in names.items()}

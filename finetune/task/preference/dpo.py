@@ -1,4 +1,4 @@
-"""Preference tuning on pairs of answers: DPO and its relatives with a reference model; ORPO, SimPO, CPO without."""
+"""Preference tuning on pairs of answers: DPO and variants with a reference model; ORPO, SimPO and CPO without."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ from finetune.task.preference.answer_pairs import (
 from finetune.task.protocol import ModelHead, Precomputed, TaskContext
 
 REFERENCE = "reference"
-"""The array of a sample that holds the reference's log-probability of each of its sequences."""
+"""The name of a sample's array with the reference log-probability of every sequence."""
 
 
 class PreferenceTask(AnswerPairsTask):
-    """Prefer the chosen answer to the rejected one. One pair is one target."""
+    """Train the model to prefer the chosen answer over the rejected one. One pair is one target."""
 
     head: ModelHead = "causal_lm"
 
@@ -37,11 +37,11 @@ class PreferenceTask(AnswerPairsTask):
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return the reference's log-probabilities, where the loss has a reference."""
+        """Return the computation of reference log-probabilities, or None if the loss has no reference model."""
         return precomputed_reference() if PREFERENCE_LOSSES[self.section.loss].has_reference else None
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return chosen answers and below them rejected ones, with what the reference says of each."""
+        """Return chosen answers followed by rejected ones, with their reference log-probabilities."""
         return attach_reference(super().collate(features), features)
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -66,7 +66,7 @@ class PreferenceTask(AnswerPairsTask):
 
 @dataclass(frozen=True)
 class PairLogProbabilities:
-    """Log-probabilities of a batch's answers and how many tokens each has, all [pairs]."""
+    """Log-probabilities and token counts of a batch's answers, all [pairs]."""
 
     chosen: Tensor
     rejected: Tensor
@@ -80,19 +80,19 @@ class PairLogProbabilities:
         """Return the pairs of a batch whose sequences have these log-probabilities, [sequences]."""
         reference = batch.extras.get(REFERENCE)
         chosen, rejected = log_probability.chunk(2)
-        of_chosen, of_rejected = (None, None) if reference is None else reference.chunk(2)
+        chosen_reference, rejected_reference = (None, None) if reference is None else reference.chunk(2)
         chosen_tokens, rejected_tokens = num_target_tokens(batch).chunk(2)
-        return cls(chosen, rejected, chosen_tokens, rejected_tokens, of_chosen, of_rejected)
+        return cls(chosen, rejected, chosen_tokens, rejected_tokens, chosen_reference, rejected_reference)
 
     def losses(self, section: PreferenceSection) -> Tensor:
-        """Return the loss of each pair."""
+        """Return the loss of every pair, [pairs]."""
         entry = PREFERENCE_LOSSES[section.loss]
         preferred: Tensor = PREFERENCE_LOSSES.resolve(entry.name)(*self._scores(entry.score), section)
         weight = entry.sft_weight if section.sft_weight is None else section.sft_weight
         return preferred if weight == 0 else preferred - weight * self.chosen / self.chosen_tokens
 
     def rewards(self, section: PreferenceSection) -> tuple[Tensor, Tensor]:
-        """Return the implicit reward of the chosen and of the rejected answers: beta times what the loss compares."""
+        """Return the implicit rewards of chosen and rejected answers: beta times the scores that the loss compares."""
         score = PREFERENCE_LOSSES[section.loss].score
         if score == "mean_log_probability":
             return section.beta * self.chosen / self.chosen_tokens, section.beta * self.rejected / self.rejected_tokens
@@ -100,12 +100,12 @@ class PairLogProbabilities:
         return section.beta * chosen, section.beta * rejected
 
     def _scores(self, score: Score) -> tuple[Tensor, Tensor]:
-        """Return what a loss compares, of the chosen and of the rejected answers."""
+        """Return the scores of the chosen and rejected answers that a loss compares."""
         if score == "log_probability":
             return self.chosen, self.rejected
         if score == "mean_log_probability":
             return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
-        assert self.chosen_reference is not None and self.rejected_reference is not None, "it is precomputed"
+        assert self.chosen_reference is not None and self.rejected_reference is not None, "the reference is precomputed"
         chosen, rejected = self.chosen - self.chosen_reference, self.rejected - self.rejected_reference
         if score == "ratio":
             return chosen, rejected
@@ -113,18 +113,18 @@ class PairLogProbabilities:
 
 
 def precomputed_reference() -> Precomputed:
-    """Return how the reference model's log-probabilities of a sample's sequences are computed."""
+    """Return the computation of the reference model's log-probabilities of a sample's sequences."""
     return Precomputed("reference log-probabilities", "reference", {}, reference_log_probabilities)
 
 
 def reference_log_probabilities(model: nn.Module, batch: Batch) -> Sequence[Mapping[str, np.ndarray]]:
-    """Return the model's log-probability of each sequence, by sample."""
-    return [{REFERENCE: each} for each in split_by_sample(sequence_log_probabilities(model, batch), batch)]
+    """Return the model's log-probabilities of the sequences, by sample."""
+    return [{REFERENCE: values} for values in split_by_sample(sequence_log_probabilities(model, batch), batch)]
 
 
 def attach_reference(batch: Batch, features: Sequence[Features]) -> Batch:
-    """Return the batch with what the reference says of each sequence, where that is known already."""
+    """Return the batch with the sequences' reference log-probabilities, if they have been computed."""
     if REFERENCE not in features[0].arrays:
         return batch
-    reference = join_halves([each.arrays[REFERENCE] for each in features])
+    reference = join_halves([sample.arrays[REFERENCE] for sample in features])
     return replace(batch, extras={**batch.extras, REFERENCE: reference})

@@ -1,9 +1,8 @@
-"""KTO: answers that are good or bad, each by itself, against a reference point that a whole step shares.
+"""KTO (Ethayarajh et al., 2024, arXiv:2402.01306): single good or bad answers against a reference point.
 
-The paper takes the reference point from a microbatch, so that the loss depends on how a batch is cut. Here a pass
-without gradients over all microbatches of the step, on all ranks, comes before the step: the estimate is the paper's
-with the global batch as its batch, and the loss is the same however that is cut. In an evaluation it is taken from all
-validation rows.
+The paper estimates the reference point from a microbatch, so the loss depends on how the batch is split. Here a pass
+without gradients over all microbatches of the step on all ranks runs before the step: the estimate is the paper's over
+the global batch, and the loss does not depend on the split. Evaluations estimate it from all validation rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ REFERENCE_POINT = "reference_point"
 
 
 class KtoTask(AnswerPairsTask):
-    """Make good answers likelier and bad ones less likely. One judged answer is one target; a pair has two."""
+    """Make good answers more likely and bad ones less likely. One judged answer is one target; a pair has two."""
 
     head: ModelHead = "causal_lm"
 
@@ -43,13 +42,13 @@ class KtoTask(AnswerPairsTask):
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return the reference's log-probabilities of the answers, and of those that belong to other prompts."""
+        """Return the reference's log-probabilities of the answers, and of the mismatched answers (of other prompts)."""
         return precomputed_reference()
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the answers and below them the prompts with answers that belong to others."""
+        """Return the prompts with their answers, followed by the prompts with mismatched answers."""
         batch = super().collate(features)
-        is_good = torch.from_numpy(np.concatenate([each.arrays[IS_GOOD] for each in features]))
+        is_good = torch.from_numpy(np.concatenate([sample.arrays[IS_GOOD] for sample in features]))
         return attach_reference(replace(batch, extras={**batch.extras, IS_GOOD: is_good}), features)
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
@@ -64,9 +63,9 @@ class KtoTask(AnswerPairsTask):
         return [replace(batch, extras={**batch.extras, REFERENCE_POINT: point}) for batch in batches]
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sums over the answers of loss and reference point; of good and bad ones, rewards and number.
+        """Return loss and reference point, summed over answers, and rewards and counts of good and bad answers.
 
-        A batch without `prepare_step` is taken for the whole step; this is collective then.
+        A batch that did not pass through `prepare_step` is treated as the whole step; the call is then collective.
         """
         if REFERENCE_POINT not in batch.extras:
             (batch,) = self.prepare_step(model, [batch])
@@ -92,26 +91,27 @@ class KtoTask(AnswerPairsTask):
         if not num_targets:
             return {}
         good, bad = sums["num_good"] or float("nan"), sums["num_bad"] or float("nan")
-        of_kind = {name: value / good for name, value in sums.items() if name.endswith("_chosen")}
-        of_kind |= {name: value / bad for name, value in sums.items() if name.endswith("_rejected")}
-        margin = of_kind["reward_chosen"] - of_kind["reward_rejected"]
-        return {"reference_point": sums["reference_point"] / num_targets, **of_kind, "reward_margin": margin}
+        means = {name: value / good for name, value in sums.items() if name.endswith("_chosen")}
+        means |= {name: value / bad for name, value in sums.items() if name.endswith("_rejected")}
+        margin = means["reward_chosen"] - means["reward_rejected"]
+        return {"reference_point": sums["reference_point"] / num_targets, **means, "reward_margin": margin}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return of each answer: its sample, whether it is good, its ratio, and that of the one of another prompt."""
+        """Return sample id, goodness, log-ratio and the mismatched answer's log-ratio of every answer."""
         ratio = sequence_log_probabilities(model, batch) - batch.extras[REFERENCE]
         own, other = ratio.double().chunk(2)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
         if not len(ids):
             return EvaluationOutput({}, ids.new_zeros(0, 4))
-        of_each = ids.repeat_interleave(batch.extras[NUM_PAIRS].cpu())
+        answer_ids = ids.repeat_interleave(batch.extras[NUM_PAIRS].cpu())
         columns = torch.stack([batch.extras[IS_GOOD].double(), own, other]).cpu()
-        return EvaluationOutput({}, torch.stack([of_each, *columns], dim=1))
+        return EvaluationOutput({}, torch.stack([answer_ids, *columns], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss`, `reference_point`, the rewards, and the share of good-bad couples in which the good one wins.
+        """Return `loss`, `reference_point`, the rewards and `preference_accuracy`.
 
-        That share, `preference_accuracy`, is the area under the ROC curve of the rewards; NaN where one kind lacks.
+        The latter is the area under the ROC curve of the rewards: the fraction of good-bad pairs in which the good
+        answer has the higher reward. NaN without good or without bad answers.
         """
         assert records is not None, "there are no rows to evaluate on"
         is_good, ratio, others = records[:, 1].bool(), records[:, 2], records[:, 3]
@@ -141,14 +141,14 @@ class KtoTask(AnswerPairsTask):
 
 
 def win_rate(good: Tensor, bad: Tensor) -> Tensor:
-    """Return the share of all couples in which the good one is higher, a draw being half: NaN without any couple."""
+    """Return the fraction of good-bad pairs in which the good value is higher, ties count half; NaN without pairs."""
     ordered = bad.sort().values
     wins = torch.searchsorted(ordered, good) + torch.searchsorted(ordered, good, right=True)
     return wins.double().sum() / (2 * len(good) * len(bad)) if len(good) and len(bad) else torch.tensor(torch.nan)
 
 
 def _ratio_sums(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the sum of the ratios of answers that belong to other prompts, and how many there are: [2]."""
+    """Return the sum of the mismatched answers' log-ratios and their number: [2]."""
     ratio = sequence_log_probabilities(model, lower_half(batch)) - batch.extras[REFERENCE].chunk(2)[1]
     counts = batch.extras[PAIR_WEIGHTS]
     return torch.stack([(ratio * counts).sum(), counts.sum()])

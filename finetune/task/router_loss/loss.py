@@ -1,20 +1,21 @@
 """The load-balancing loss of a whole step, added to a task's loss.
 
 Fedus, Zoph and Shazeer, "Switch Transformers" (2021, arXiv:2101.03961, equations 4 to 6), as transformers computes it
-(`load_balancing_loss_func`): over E experts, with all layers and tokens in one pool of N (layers x tokens),
+(`load_balancing_loss_func`): for E experts, with N = layers x tokens,
 
-    aux = E * sum_e f_e P_e,    f_e = 1/N * sum of tokens sent to e,    P_e = 1/N * sum of probabilities of e
+    aux = E * sum_e f_e P_e,    f_e = 1/N * number of tokens routed to e,    P_e = 1/N * sum of probabilities of e
 
-so that perfect balance gives the number of experts for each token. The gradient flows through P alone; f is a constant.
+so that perfect balance gives the number of experts per token. The gradient flows through P only; f is a constant.
 
-transformers takes the pool from a microbatch: its loss depends on how a batch is cut. Here it is the step's, of all
-ranks and microbatches, without padding. With F summed over the step, each microbatch contributes `E / N^2 * sum F S`
-with its own sums S of probabilities: the contributions add up to the loss above, and their gradients to its gradient.
+transformers computes it over a microbatch, so its loss depends on how a batch is split. Here N covers all ranks and
+microbatches of the step, without padding. With F, the token counts of the step, each microbatch contributes
+`E / N^2 * sum F S` with its own sums S of probabilities: the contributions add up to the loss above, and their
+gradients to its gradient.
 
-F and N must be known before the first backward pass. With one microbatch a step, they are summed over the ranks
-between its forward and its backward pass. With several, each is first run without gradients and with the same random
-numbers: one more forward pass, a third to a half more time. Nothing smaller is exact, since the gradient of the first
-microbatch depends on the choices of the last.
+F and N must be known before the first backward pass. With one microbatch per step, they are summed over the ranks
+between its forward and backward pass. With several, each first runs without gradients and with the same random numbers:
+an additional forward pass that takes a third to a half more time. It cannot be avoided, because the gradient of the
+first microbatch depends on the routing of the last.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,23 +37,23 @@ from finetune.task.router_loss.routers import Router, RouterOutput, expert_proba
 ROUTER_AUX_LOSS = "router_aux_loss"
 TOKENS_PER_EXPERT = "tokens_per_expert"
 STEP_TOTALS = "router_totals"
-"""The extra of a batch that holds the step's tokens of each expert and, last, its number of targets."""
+"""The batch extra with the step's token count per expert and, last, the number of targets."""
 
 
 def load_balancing_loss(tokens: Tensor, probability_sums: Tensor, *, top_k: int) -> Tensor:
-    """Return `E * sum_e f_e P_e` for tokens sent to each of E experts and sums of probabilities, both [experts].
+    """Return `E * sum_e f_e P_e` for the token counts and probability sums of E experts, both [experts].
 
-    The probabilities may be those of a part of the tokens: what is returned is then this part's contribution.
+    If the probabilities are those of some of the tokens, the result is their contribution to the loss.
     """
     pool = tokens.sum() / top_k  # layers x tokens
     return len(tokens) * (tokens / pool * probability_sums).sum() / pool
 
 
 def load_metrics(tokens: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return `expert_load_max` and `experts_unused` of tokens by layer and expert.
+    """Return `expert_load_max` and `experts_unused` for token counts by layer and expert.
 
-    The first is the load of the busiest expert of all layers, 1 being an equal share of its layer's; the second counts
-    the experts of all layers that were sent no token.
+    The former is the highest load of an expert in any layer, where 1 is an equal share of the layer's tokens; the
+    latter is the number of experts in all layers without tokens.
     """
     loads = [max(layer) * len(layer) / sum(layer) for layer in tokens if sum(layer)]
     unused = sum(count == 0 for layer in tokens for count in layer)
@@ -63,16 +64,16 @@ def load_metrics(tokens: Sequence[Sequence[float]]) -> dict[str, float]:
 class Routing:
     """The output of one router in one forward pass."""
 
-    layer: int  # counts the layers that have a router
+    layer: int  # index among the layers with a router
     output: RouterOutput
-    is_token: Tensor | None  # bool [tokens], false for padding; None: there is none
+    is_token: Tensor | None  # bool [tokens], false for padding; None without padding
 
 
 class RoutingRecorder:
-    """Records the routing of a model within `recording()`, by hooks on its routers.
+    """Records the routing of a model within `recording()`, with hooks on its routers.
 
-    Gradient checkpointing calls the routers a second time, in the backward pass: nothing is recorded then. The model is
-    the innermost one, whose attention mask marks padding.
+    Gradient checkpointing calls the routers again in the backward pass, which is not recorded. `model` is the unwrapped
+    model, whose attention mask marks padding.
     """
 
     def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
@@ -85,17 +86,17 @@ class RoutingRecorder:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts of a layer."""
+        """Return the number of experts per layer."""
         return self.routers[0].num_experts
 
     @property
     def top_k(self) -> int:
-        """Return the number of experts to which a token is sent."""
+        """Return the number of experts per token."""
         return self.routers[0].top_k
 
     @contextmanager
     def recording(self) -> Iterator[list[Routing]]:
-        """Yield the list to which every call of a router in training mode is added within the context."""
+        """Yield a list to which router calls in training mode are added in this context."""
         routings: list[Routing] = []
         self._routings = routings
         try:
@@ -104,7 +105,7 @@ class RoutingRecorder:
             self._routings, self._is_token = None, None
 
     def tokens_per_expert(self, routings: Sequence[Routing]) -> Tensor:
-        """Return how many tokens each expert was sent, int64 [layers, experts]; padding does not count."""
+        """Return the number of tokens routed to every expert, int64 [layers, experts]; padding does not count."""
         device = routings[0].output.experts.device
         counts = torch.zeros(len(self.routers) * self.num_experts, dtype=torch.int64, device=device)
         for routing in routings:
@@ -116,7 +117,7 @@ class RoutingRecorder:
         return counts.view(len(self.routers), self.num_experts)
 
     def probability_sums(self, routings: Sequence[Routing]) -> Tensor:
-        """Return the probabilities of each expert, summed over tokens and layers: float32 [experts], with gradient."""
+        """Return the experts' probabilities summed over tokens and layers: float32 [experts], with gradient."""
         sums = []
         for routing in routings:
             probabilities = expert_probabilities(routing.output.logits, self.routers[routing.layer].score_function)
@@ -134,30 +135,30 @@ class RoutingRecorder:
         if self._routings is None or not module.training:
             return
         read = read_output(output, logits_index=router.logits_index)
-        assert read is not None, "a router's output has the form that it had when the router was detected"
+        assert read is not None, "the output has the same structure as when the router was detected"
         is_token = self._is_token
         if is_token is not None and len(is_token) != len(read.logits):
             raise ModelError(
                 f"train.router_aux_loss: {router.name} routes {len(read.logits)} tokens and the attention mask has "
-                f"{len(is_token)}: which of them are padding is not known. Remove the key, and `report.expert_load`."
+                f"{len(is_token)}, so padding cannot be identified. Remove the key, and `report.expert_load`."
             )
         self._routings.append(Routing(layer, read, is_token))
 
 
 @dataclass(frozen=True)
 class RoutedTask:
-    """A task's methods that a step calls, which also record the routing and, given a coefficient, add the balance loss.
+    """Wraps a task for training: records the routing and, with a coefficient, adds the load-balancing loss.
 
-    The value of the loss stays the task's own; the balance loss adds its gradient, and is logged next to it.
+    The value of the loss stays the task's own; the load-balancing loss adds only its gradient and is logged separately.
     """
 
     task: Task
     recorder: RoutingRecorder
-    coefficient: float | None  # of the balance loss; None: there is none
-    before_batch: Callable[[Batch], None]  # what the step calls before each forward pass
+    coefficient: float | None  # of the load-balancing loss; None: no such loss
+    before_batch: Callable[[Batch], None]  # called before every forward pass
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the batches as the task prepares them, each of several with the step's totals. Collective."""
+        """Return the batches that the task prepared, with the step's totals if there are several. Collective."""
         batches = self.task.prepare_step(model, batches)
         if self.coefficient is None or len(batches) == 1:
             return batches
@@ -167,9 +168,9 @@ class RoutedTask:
         return [replace(batch, extras={**batch.extras, STEP_TOTALS: totals}) for batch in batches]
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the task's sums, the balance loss of this batch and the tokens of each expert, [layers, experts].
+        """Return the task's sums, this batch's load-balancing loss and the token counts, [layers, experts].
 
-        A batch without totals is taken for this rank's whole step; this is collective then.
+        A batch without totals is treated as this rank's whole step; the call is then collective.
         """
         with self.recorder.recording() as routings:
             sums = dict(self.task.loss_sums(model, batch))
@@ -195,7 +196,7 @@ class RoutedTask:
         return {**self.task.step_metrics(others, num_targets=num_targets), **own}
 
     def _tokens(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the tokens that a forward pass sends to each expert, summed over the layers, [experts]."""
+        """Return the number of tokens that a forward pass routes to every expert, summed over layers, [experts]."""
         self.before_batch(batch)
         with self.recorder.recording() as routings:
             self.task.loss_sums(model, batch)
@@ -203,6 +204,6 @@ class RoutedTask:
 
 
 def _step_totals(tokens: Tensor, *, num_targets: int) -> Tensor:
-    """Return the tokens of each expert, [experts], and their number of targets, of all ranks. Collective."""
+    """Return the token counts per expert and the number of targets, over all ranks, [experts + 1]. Collective."""
     own = torch.full((1,), num_targets, dtype=tokens.dtype, device=tokens.device)
     return distributed.sum_tensor(torch.cat([tokens, own]))

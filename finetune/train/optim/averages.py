@@ -1,12 +1,13 @@
 """Averages of the weights: an exponential moving average kept as optimizer state, and schedule-free AdamW's average.
 
-The moving average is stored with the optimizer's moments, so every strategy that shards its state (ZeRO's fp32
-partitions, FSDP2's rows) shards the average alike. An optimizer's own hooks keep it, so its class stays what it is.
+The moving average is stored with the optimizer's moments, so every strategy that shards optimizer state (ZeRO's fp32
+partitions, FSDP2's rows) shards the average, too. It is updated in optimizer hooks, so the optimizer's class does not
+change.
 
-In schedule-free AdamW (Defazio et al., 2024, arXiv:2405.15682) the trained weights, y, lie between a fast sequence z
-and its average x, which is evaluated and needs no schedule. The rule is the authors' own (package `schedulefree`);
-here its counts are kept by parameter instead of by group, as plain numbers of the optimizer's state, so that they are
-saved by name and hold where a strategy steps a part of the groups at a time (ZeRO).
+In schedule-free AdamW (Defazio et al., 2024, arXiv:2405.15682) the trained weights y interpolate between a fast
+sequence z and its average x, which is evaluated and needs no schedule. The update rule is the authors' own (package
+`schedulefree`); here its counters are kept per parameter instead of per group, as plain numbers in the optimizer
+state, so that they are saved by name and remain correct where a strategy steps some groups at a time (ZeRO).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,11 @@ from finetune.runtime.optional import require
 from finetune.runtime.parameters import AVERAGE, AVERAGE_DECAY
 
 INITIAL_COUNTS = {"step": 0, "weight_sum": 0.0, "lr_max": -1.0}
-"""The counts before the first update: updates, sum of the average's weights, highest learning rate."""
+"""The counters before the first update: updates, sum of the average's weights, highest learning rate."""
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """The package's rule; its `train` and `eval` are not used; `average_from_fast` computes the average."""
+    """The package's update rule; its `train` and `eval` are not used; `average_from_fast` computes the average."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         self._rule.state = self.state
         for group in self.param_groups:
             for counts, parameters in _by_counts(self.state, group["params"]):
-                is_plain = not any(isinstance(each, DTensor) for each in parameters)
+                is_plain = not any(isinstance(parameter, DTensor) for parameter in parameters)
                 one = {**group, "params": parameters, "foreach": is_plain, "k": counts["step"], **counts}
                 self._rule.param_groups = [one]
                 self._rule.step()
@@ -54,31 +55,30 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
 
 def average_from_fast(weights: Tensor, fast: Tensor, *, beta: float) -> Tensor:
-    """Return x where y = `weights` lies between it and z = `fast`: y = beta * x + (1 - beta) * z."""
+    """Return the average x from y = `weights` and z = `fast`, where y = beta * x + (1 - beta) * z."""
     return weights.lerp(fast, 1.0 - 1.0 / beta)
 
 
 def _by_counts(state: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """Yield the parameters that have a gradient, those with equal counts together."""
-    found: dict[tuple[Any, ...], list[Tensor]] = {}
+    """Yield the parameters that have a gradient, grouped by equal counters."""
+    by_counts: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             own = state[parameter]
-            found.setdefault(tuple(own.get(name, first) for name, first in INITIAL_COUNTS.items()), []).append(
-                parameter
-            )
-    for counts, alike in found.items():
-        yield dict(zip(INITIAL_COUNTS, counts, strict=True)), alike
+            counts = tuple(own.get(name, initial) for name, initial in INITIAL_COUNTS.items())
+            by_counts.setdefault(counts, []).append(parameter)
+    for counts, group in by_counts.items():
+        yield dict(zip(INITIAL_COUNTS, counts, strict=True)), group
 
 
 _STARTS_AFTER, _CONFIGURED_DECAY = "average_after", "average_kept"
-"""Keys of a group: the steps before the average starts, and its decay from then on."""
+"""Keys of a parameter group: the number of steps before the average starts, and its decay from then on."""
 
 
 def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> None:
-    """Have the optimizer keep average = decay * average + (1 - decay) * weights after each of its updates.
+    """Register hooks that update average = decay * average + (1 - decay) * weights after every optimizer step.
 
-    The average equals the weights until `after_steps` steps are done; see `set_average_decay`.
+    The average equals the weights for the first `after_steps` steps; see `set_average_decay`.
     """
     first: dict[Tensor, Tensor] = {}
 
@@ -105,15 +105,15 @@ def keep_average(optimizer: torch.optim.Optimizer, section: AverageSection) -> N
 
 
 def set_average_decay(group: dict[str, Any], *, step: int) -> None:
-    """Set the decay of a group's average for the update that follows `step` steps."""
+    """Set the decay of a group's average for the update after `step` steps."""
     if AVERAGE_DECAY in group:
         group[AVERAGE_DECAY] = group[_CONFIGURED_DECAY] if step >= group[_STARTS_AFTER] else 0.0
 
 
 def _weight_share(optimizer: Any, *, decay: float, like: Tensor) -> float | Tensor:
-    """Return the share of the weights in the new average: 0 after an update that an fp16 overflow has prevented.
+    """Return the weight of the parameters in the new average: 0 if an fp16 overflow skipped the update.
 
-    A fused optimizer is stepped nevertheless and reads the same flag, on the device (`torch.amp.GradScaler`).
+    A fused optimizer's `step` is called nevertheless and reads the same flag on the device (`torch.amp.GradScaler`).
     """
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)
     return 1.0 - decay if overflow is None else (1.0 - decay) * (1.0 - overflow.to(like.device))
@@ -124,4 +124,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]

@@ -1,6 +1,6 @@
 """Lion (Chen et al., 2023, arXiv:2302.06675): the sign of an interpolated momentum, with one moment per parameter.
 
-Every number is updated by itself, so each rank updates its own part of a parameter, whatever part that is.
+The update is elementwise, so each rank updates its own shard of a parameter, however it is sharded.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from finetune.train.optim.optimizers import OptimizerInputs
 
 MOMENT = "exp_avg"
-"""The key of the moment among a parameter's optimizer state."""
+"""The key of the momentum in a parameter's optimizer state."""
 
 
 class Lion(torch.optim.Optimizer):
-    """Moves each weight by the learning rate, in the direction of the sign of its interpolated momentum."""
+    """Moves every weight by the learning rate in the direction of the sign of its interpolated momentum."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, learning_rate: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "weight_decay": 0.0})

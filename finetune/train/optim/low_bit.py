@@ -1,13 +1,13 @@
-"""AdamW (Loshchilov & Hutter, 2017) with moments, or weights, stored in fewer bits than it computes with.
+"""AdamW (Loshchilov & Hutter, 2017) whose moments or weights are stored in lower precision than its arithmetic.
 
-Each update is computed in float32, some rows at a time, and rounded stochastically: up or down, so that values are
-right on average. Rounded to nearest, moments would stand still: with beta 0.999 a second moment falls by a thousandth
-a step, less than half of bfloat16's last place. The random bits of an element are a hash of run.seed, its parameter's
-name, the step and its place in the whole tensor: the same on every device, under every strategy, and after a resume.
-Blocks of 8-bit moments lie within a row, so FSDP2 does not split them.
+Updates are computed in float32, a few rows at a time, and rounded stochastically, so that values are unbiased. Rounding
+to nearest would stall the moments: with beta 0.999 a second moment decays by a thousandth per step, less than half a
+unit in the last place of bfloat16. The random bits of an element are a hash of run.seed, the parameter's name, the step
+and the element's index in the full tensor: identical on every device, under every strategy and after a resume. Blocks
+of 8-bit moments do not cross rows, so FSDP2 does not split them.
 
-On a GPU an update is one kernel per parameter (`low_bit_kernel`), without host-device synchronisation; elsewhere, and
-where triton is missing, plain operators do the same. Both heed `found_inf`, as torch's fused optimizers do.
+On a GPU an update is one kernel per parameter (`low_bit_kernel`), without host-device synchronization; on other devices
+and without triton, it uses plain operators. Both respect `found_inf`, as torch's fused optimizers do.
 """
 
 import functools
@@ -40,37 +40,37 @@ with lazily():
     from finetune.train.optim import low_bit_kernel as kernel
 
 ROUNDING_KEYS = "rounding_keys"
-"""The key of a group that holds a number for each of its parameters, derived from the seed and the name."""
+"""The parameter-group key of one integer per parameter, derived from the seed and the parameter's name."""
 
 ROUNDING_STEP = "rounding_step"
-"""The key of a group that holds the number of its next step, from which random bits are derived, from 1."""
+"""The parameter-group key of the next step's number, counted from 1, from which random bits are derived."""
 
 FIRST, SECOND, SCALE = "exp_avg", "exp_avg_sq", "_scale"
 _MOMENT_KEYS = (FIRST, SECOND, FIRST + SCALE, SECOND + SCALE)
 
-_NARROWEST = 32  # a block below this spends too much on its scale: such moments, and vectors' ones, stay in float32
-_CHUNK = {"cpu": 1 << 16}  # elements at a time: what fits a core's cache; on other devices a number of its own
+_NARROWEST = 32  # scales of smaller blocks cost too much: these moments, and those of vectors, stay in float32
+_CHUNK = {"cpu": 1 << 16}  # elements at a time: fits a core's cache; other devices use _CHUNK_ELSEWHERE
 _CHUNK_ELSEWHERE = 1 << 22
 
 
 @dataclass(frozen=True)
 class _RowChunk:
-    """Some rows of a parameter on this rank, all views: [rows, width]."""
+    """Some rows of a parameter on this rank, as views: [rows, width]."""
 
-    start: int  # number of the first element within the whole parameter
+    start: int  # index of the first element within the full parameter
     weights: Tensor
     gradient: Tensor
     state: Mapping[str, Tensor]
 
     def tensors(self) -> list[Tensor]:
-        """Return what an update writes."""
+        """Return the tensors that an update writes."""
         return [self.weights, *self.state.values()]
 
 
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW with low-bit states or stochastically rounded weights."""
 
-    _step_supports_amp_scaling = True  # what torch's fused optimizers are recognised by: `found_inf` is heeded
+    _step_supports_amp_scaling = True  # as in torch's fused optimizers: `step` respects `found_inf`
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class LowBitAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype | None,
         rounds_weights: bool,
     ) -> None:
-        """Store moments in `state_dtype`, None: that of the weights; `rounds_weights`: bf16 weights, stochastically."""
+        """Store moments in `state_dtype` (None: the weights' dtype); `rounds_weights` rounds bf16 weights."""
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._state_dtype = state_dtype
         self._rounds_weights = rounds_weights
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient, unless `found_inf` is 1: then neither weights nor state change.
+        """Update all parameters that have a gradient; if `found_inf` is 1, neither weights nor state change.
 
         `found_inf` and `grad_scale` are attributes that `torch.amp.GradScaler` and `train.update` set.
         """
@@ -111,11 +111,11 @@ class LowBitAdamW(torch.optim.Optimizer):
             self._update(parameter, group, key=key, skip=skip)
 
     def _count(self, parameters: Sequence[Tensor], *, skip: Tensor | None) -> None:
-        """Count an update of these parameters, where it is not skipped."""
+        """Increment the step count of these parameters, unless the update is skipped."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in parameters:
             state = self.state[parameter]
-            if not isinstance(state["step"], Tensor):  # as older checkpoints of `torch.save` have it
+            if not isinstance(state["step"], Tensor):  # in older `torch.save` checkpoints
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
             by_device.setdefault(state["step"].device, []).append(state["step"])
         for device, counts in by_device.items():
@@ -127,7 +127,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: Mapping[str, Any], *, key: int, skip: Tensor | None) -> None:
         state = self.state[parameter]
         step = group.get(ROUNDING_STEP)
-        if step is None:  # the loop sets it; without a loop, the device is asked
+        if step is None:  # the training loop sets it; without one, read it from the device
             step = int(state["step"].item())
         key = seeds.derive_seed(key, step)
         if has_kernel(parameter.device):
@@ -143,7 +143,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                     tensor.copy_(torch.where(skip > 0, old, tensor))
 
     def _launch(self, parameter: Tensor, group: Mapping[str, Any], *, key: int, skip: Tensor | None) -> None:
-        """Update the parameter by one kernel."""
+        """Update the parameter with one kernel."""
         update = kernel.KernelUpdate(
             learning_rate=group["lr"],
             betas=group["betas"],
@@ -153,7 +153,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             weights_key=signed(~key),
             rounds_weights=self._rounds_weights,
         )
-        for rows in _chunks(parameter, self.state[parameter], is_whole=True):  # none, where this rank has no row
+        for rows in _chunks(parameter, self.state[parameter], is_whole=True):  # empty if this rank has no row
             kernel.launch_update(
                 rows.weights,
                 rows.gradient.contiguous(),
@@ -200,12 +200,12 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
-    """Return whether updates on this device are one kernel each: on a CUDA device, where triton works."""
+    """Return whether updates on this device run as one kernel each: on a CUDA device with a working triton."""
     return device.type == "cuda" and missing_triton_toolchain() is None
 
 
 def set_rounding_step(group: dict[str, Any], *, step: int) -> None:
-    """Set the number from which a group's random bits are derived, for the update that follows `step` steps."""
+    """Set the step number from which a group's random bits are derived, for the update after `step` steps."""
     if ROUNDING_KEYS in group:
         group[ROUNDING_STEP] = step + 1
 
@@ -213,22 +213,25 @@ def set_rounding_step(group: dict[str, Any], *, step: int) -> None:
 def add_rounding_keys(
     groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter], *, seed: int
 ) -> list[dict[str, Any]]:
-    """Return the groups with what the bits of each of their parameters is drawn from."""
-    names = {id(each.parameter): each.name for each in named}
+    """Return the groups with the key of every parameter's random bits."""
+    names = {id(entry.parameter): entry.name for entry in named}
     return [
-        {**group, ROUNDING_KEYS: [seeds.derive_seed(seed, "rounding", names[id(each)]) for each in group["params"]]}
+        {
+            **group,
+            ROUNDING_KEYS: [seeds.derive_seed(seed, "rounding", names[id(parameter)]) for parameter in group["params"]],
+        }
         for group in groups
     ]
 
 
 def _host_factors(count: Tensor, group: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the corrected rate, negative, and the root of the second moment's correction after `count` updates."""
+    """Return the negative bias-corrected learning rate and the root of the second moment's bias correction."""
     step, (beta1, beta2) = int(count.item()), group["betas"]
     return -group["lr"] / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
 
 
 def _device_factors(count: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the same as float32 scalars on the device, where alone it is known how many steps were skipped."""
+    """Return the same as float32 scalars on the device; only the device knows how many steps were skipped."""
     step, (beta1, beta2) = count.to(torch.float64), group["betas"]
     rate = -group["lr"] / (1.0 - torch.pow(beta1, step))
     return rate.to(torch.float32), (1.0 - torch.pow(beta2, step)).sqrt().to(torch.float32)
@@ -243,7 +246,7 @@ def _updated_weights(
     rate: float | Tensor,
     spread: float | Tensor,
 ) -> Tensor:
-    """Return the weights after AdamW's update, float32; the moments are used up. Float32 weights are moved in place."""
+    """Return the weights after AdamW's update, float32; overwrites the moments, and float32 weights in place."""
     moved = weights.to(torch.float32).mul_(1.0 - group["lr"] * group["weight_decay"])
     divisor = second.sqrt().div_(spread).add_(group["eps"])
     if isinstance(rate, Tensor):
@@ -252,18 +255,18 @@ def _updated_weights(
 
 
 def _moments(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return both moments in float32: float32 ones themselves, of others a copy."""
+    """Return both moments in float32: the tensors themselves if they are float32, else copies."""
     if FIRST + SCALE not in state:
         return state[FIRST].to(torch.float32), state[SECOND].to(torch.float32)
-    found = [
+    decoded = [
         coding.decode(_blocks(state, name), state[name + SCALE].reshape(-1, 1)).view(state[name].shape)
         for name, coding in ((FIRST, SIGNED_8BIT), (SECOND, UNSIGNED_8BIT))
     ]
-    return found[0], found[1]
+    return decoded[0], decoded[1]
 
 
 def _store_moment(state: Mapping[str, Tensor], name: str, values: Tensor, bits: Tensor) -> None:
-    """Write a moment back, rounded by 16 random bits for each element."""
+    """Store a moment, rounded stochastically with 16 random bits per element."""
     if name + SCALE in state:
         blocks = values.view(_blocks(state, name).shape)
         scales = blocks.abs().amax(dim=1, keepdim=True)
@@ -282,14 +285,14 @@ def _blocks(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _block_width(parameter: Tensor) -> int | None:
-    """Return how many values of a row share a scale: the most that divides it; None where they would be too few."""
+    """Return the block size of a row: its largest divisor up to BLOCK_SIZE; None if that is below _NARROWEST."""
     row = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 1
     widest = max(width for width in range(1, BLOCK_SIZE + 1) if row % width == 0)
     return widest if widest >= _NARROWEST else None
 
 
 def _zeros(parameter: Tensor, dtype: torch.dtype, *, width: int | None = None) -> Tensor:
-    """Return zeros laid out over ranks like the parameter: of its shape, or with `width` numbers in each row."""
+    """Return zeros sharded like the parameter: of the same shape, or with rows of `width` elements."""
     if width is None:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
     if not isinstance(parameter, DTensor):
@@ -302,9 +305,9 @@ def _zeros(parameter: Tensor, dtype: torch.dtype, *, width: int | None = None) -
 
 
 def _chunks(parameter: Tensor, state: Mapping[str, Any], *, is_whole: bool = False) -> Iterator[_RowChunk]:
-    """Yield what this rank holds of the parameter, some rows at a time or at once; a vector has rows of one number."""
+    """Yield this rank's rows of the parameter, in chunks or all at once; the rows of a vector have one element."""
     local = local_rows(parameter)
-    assert local is not None and parameter.grad is not None, "refused at the start (strategy/reconcile.py)"
+    assert local is not None and parameter.grad is not None, "rejected at startup (strategy/reconcile.py)"
     weights, gradient = _local(parameter), _local(parameter.grad)
     if not weights.numel():
         return

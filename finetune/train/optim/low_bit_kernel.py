@@ -1,8 +1,8 @@
-"""The update of `LowBitAdamW` on a GPU as one Triton kernel per parameter, which reads and writes every number once.
+"""The update of `LowBitAdamW` on a GPU as one Triton kernel per parameter, which reads and writes every value once.
 
-Imported only where triton is installed. The arithmetic is that of `low_bit`, in the same order and with the same
-random bits; without contraction to fused multiply-adds and with IEEE roots and quotients, so the numbers are the CPU's
-except where its vectorised loops contract.
+Imported only if triton is installed. The arithmetic is that of `low_bit`, in the same order and with the same random
+bits. It uses IEEE square roots and divisions and no fused multiply-adds, so results equal the CPU's except where the
+CPU's vectorized loops use fused multiply-adds.
 """
 
 import math
@@ -23,7 +23,7 @@ _NUM_ELEMENTS = 2048
 
 @dataclass(frozen=True)
 class KernelUpdate:
-    """What an update needs besides the tensors: AdamW's settings, and keys of the random bits as int32."""
+    """The scalar inputs of an update: AdamW's hyperparameters, and the keys of the random bits as int32."""
 
     learning_rate: float
     betas: tuple[float, float]
@@ -45,8 +45,8 @@ def launch_update(
 ) -> None:
     """Update contiguous weights and their state in place, unless `skip` is 1 on the device.
 
-    `state` has `exp_avg`, `exp_avg_sq`, `step`, and the scales of 8-bit moments; `start` is the number of the first
-    element within the whole parameter.
+    `state` has `exp_avg`, `exp_avg_sq`, `step`, and the scales of 8-bit moments; `start` is the index of the first
+    element within the full parameter.
     """
     scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
     is_quantized = scales[0] is not None
@@ -84,7 +84,7 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 @triton.jit
 def _random_bits(number, key):
-    """Murmur3's last mixing, as `low_bit.random_bits`: of int64 numbers, with an int32 key."""
+    """Murmur3's finalizer, as in `rounding.random_bits`: of int64 indices, with an int32 key."""
     bits = number.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32, bitcast=True)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35

@@ -1,9 +1,9 @@
 """The optimizer over the trained parameters.
 
-Muon (Jordan et al., 2024) is for hidden matrices, AdamW for the rest, both as one optimizer. Muon makes a matrix's
-momentum orthogonal before it is applied. Scaled to the root mean square of AdamW's updates (Liu et al., 2025,
-arXiv:2502.16982), it trains with AdamW's learning rate and weight decay, so one rate serves both. torch has the rule
-for matrices alone (`torch.optim.Muon`).
+Muon (Jordan et al., 2024) updates hidden matrices and AdamW everything else, combined in one optimizer. Muon
+orthogonalizes the momentum of a matrix before applying it. Its updates are scaled to the root mean square of AdamW's
+(Liu et al., 2025, arXiv:2502.16982), so both use the same learning rate and weight decay. `torch.optim.Muon` accepts
+matrices only.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ with lazily():
     import transformers.optimization as optimization
 
 IS_MUON = "is_muon"
-"""The key of a group that tells whether Muon or AdamW updates it."""
+"""The parameter-group key that is True if Muon, False if AdamW updates the group."""
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Steps each group by the rule that it names; the state of both is here, under torch's own words."""
+    """Updates groups marked `is_muon` with Muon and all others with AdamW; state names are torch's."""
 
     def __init__(
         self,
@@ -64,36 +64,36 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient."""
         for rule in self._rules:
             is_muon = isinstance(rule, torch.optim.Muon)
-            # Both may have been replaced since: FSDP and Accelerate put others in their place.
+            # FSDP and Accelerate may have replaced both in the meantime.
             rule.param_groups = [group for group in self.param_groups if group[IS_MUON] == is_muon]
             rule.state = self.state
             rule.step()
 
 
 def split_for_muon(groups: Sequence[dict[str, Any]], named: Sequence[NamedParameter]) -> list[dict[str, Any]]:
-    """Return the groups, each split into hidden matrices and the rest; raises ModelError where no matrix is hidden.
+    """Return the groups split into hidden matrices and the rest; raises ModelError if there is no hidden matrix.
 
-    A matrix with two dimensions within a numbered layer is hidden; embeddings, heads, vectors, convolutions and experts
-    stacked in one tensor are not.
+    Hidden matrices are the two-dimensional parameters of numbered layers. Embeddings, heads, vectors, convolutions and
+    experts stacked in one tensor are not.
     """
-    hidden = {id(each.parameter) for each in named if _is_hidden_matrix(each)}
+    hidden = {id(entry.parameter) for entry in named if _is_hidden_matrix(entry)}
     split = [
         {**group, "params": chosen, IS_MUON: is_muon}
         for group in groups
         for is_muon in (True, False)
-        if (chosen := [each for each in group["params"] if (id(each) in hidden) == is_muon])
+        if (chosen := [parameter for parameter in group["params"] if (id(parameter) in hidden) == is_muon])
     ]
     if not any(group[IS_MUON] for group in split):
         raise ModelError(
-            "train.optimizer.name: muon is for matrices of numbered layers (`layers.0.`), and none of them is trained. "
-            "Write adamw."
+            "train.optimizer.name: muon updates matrices of numbered layers (`layers.0.`), and none of them is "
+            "trained. Use adamw."
         )
     return split
 
 
-def _is_hidden_matrix(each: NamedParameter) -> bool:
-    is_matrix = len(full_shape(each.parameter)) == 2 and layer_of(each.name) is not None
-    return is_matrix and not each.is_embedding and not any(map(is_embedding, each.aliases))
+def _is_hidden_matrix(entry: NamedParameter) -> bool:
+    is_matrix = len(full_shape(entry.parameter)) == 2 and layer_of(entry.name) is not None
+    return is_matrix and not entry.is_embedding and not any(map(is_embedding, entry.aliases))
 
 
 Groups = list[dict[str, Any]]
@@ -101,10 +101,10 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerInputs:
-    """What an optimizer of the registry is built from."""
+    """The inputs of an optimizer factory of the registry."""
 
     named: Sequence[NamedParameter]
-    groups: Groups  # with a weight decay each
+    groups: Groups  # every group has a `weight_decay`
     section: OptimizerSection
     learning_rate: float
 
@@ -116,7 +116,7 @@ class OptimizerInputs:
 
     @property
     def is_fused(self) -> bool:
-        """Return whether the whole update is one kernel."""
+        """Return whether to use torch's fused implementation."""
         return True if self.section.fused is None else self.section.fused
 
 
@@ -133,7 +133,7 @@ def sgd(inputs: OptimizerInputs) -> torch.optim.Optimizer:
 
 
 def adafactor(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return transformers' Adafactor with the learning rate of the schedule alone."""
+    """Return transformers' Adafactor without relative steps: the learning rate is the schedule's."""
     optimizer: torch.optim.Optimizer = optimization.Adafactor(
         inputs.groups, lr=inputs.learning_rate, scale_parameter=False, relative_step=False, warmup_init=False
     )
@@ -141,12 +141,12 @@ def adafactor(inputs: OptimizerInputs) -> torch.optim.Optimizer:
 
 
 def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return bitsandbytes' AdamW; raises MissingPackage without it, ModelError without a device that it supports."""
+    """Return bitsandbytes' 8-bit AdamW; raises MissingPackage if it is missing, ModelError on unsupported devices."""
     bitsandbytes = require("bitsandbytes", extra="quantization", purpose="train.optimizer.name: adamw_8bit")
     if not torch.cuda.is_available() and not _is_on_cpu("bitsandbytes::optimizer_update_8bit_blockwise"):
         raise ModelError(
             f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
-            f"{bitsandbytes.__version__} has it for no CPU. Write `name: adamw` with `state_dtype: int8`."
+            f"{bitsandbytes.__version__} does not support it on CPUs. Write `name: adamw` with `state_dtype: int8`."
         )
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
         inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
@@ -155,7 +155,7 @@ def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
 
 
 def muon(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return Muon for hidden matrices and AdamW for the rest; raises ModelError where no matrix is hidden."""
+    """Return Muon for hidden matrices and AdamW for the rest; raises ModelError if there is no hidden matrix."""
     momentum = inputs.section.momentum
     return MuonAndAdamW(
         split_for_muon(inputs.groups, inputs.named),
@@ -168,7 +168,7 @@ def muon(inputs: OptimizerInputs) -> torch.optim.Optimizer:
 
 
 def schedule_free_adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return schedule-free AdamW; raises MissingPackage without its package."""
+    """Return schedule-free AdamW; raises MissingPackage if `schedulefree` is not installed."""
     return ScheduleFreeAdamW(
         inputs.groups, learning_rate=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
     )
@@ -183,10 +183,10 @@ def build_optimizer(
     average: AverageSection | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer over the trained parameters; raises ModelError when nothing is trained.
+    """Return the optimizer over the trained parameters; raises ModelError if there are none.
 
-    Parameters that are not yet unfrozen are skipped, and an average of the weights is kept if configured. `seed` is
-    that of stochastic rounding.
+    Parameters that are not yet unfrozen are skipped, and an average of the weights is kept if configured. `seed` seeds
+    stochastic rounding.
     """
     groups = parameter_groups(named, section, unfreeze)
     if not groups:
@@ -208,9 +208,9 @@ def build_optimizer(
 
 
 def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
-    """Set every group of the (prepared) optimizer for the update that follows `step` steps: all pure functions of it.
+    """Set the per-step values of every group of the (prepared) optimizer for the update after `step` steps.
 
-    The rate of a group is its factor times the rate, or 0 before it is unfrozen.
+    All of them depend on `step` only. A group's rate is `learning_rate` times its factor, or 0 before it is unfrozen.
     """
     for group in optimizer.param_groups:
         group[NOT_YET_UNFROZEN] = step < group.get(UNFREEZE_AFTER, 0)
@@ -220,10 +220,9 @@ def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
 
 
 def drop_not_yet_unfrozen(optimizer: Any) -> None:
-    """Drop the gradients of groups that are not yet unfrozen, so that no norm and no moment includes them.
+    """Drop the gradients of groups that are not yet unfrozen, to exclude them from the norm and the moments.
 
-    ZeRO keeps its gradients elsewhere until the step of its inner optimizer; there a hook calls this, and
-    the norm.
+    ZeRO keeps its gradients in its own buffers until its inner optimizer steps; there, a hook and the norm call this.
     """
     for group in optimizer.param_groups:
         if group.get(NOT_YET_UNFROZEN):
@@ -232,12 +231,12 @@ def drop_not_yet_unfrozen(optimizer: Any) -> None:
 
 
 def uses_low_bit_adamw(section: OptimizerSection, *, dtype: str) -> bool:
-    """Return whether AdamW is to be ours, which rounds, for weights of this type."""
+    """Return whether weights of this dtype need LowBitAdamW."""
     return section.stochastic_rounding or section.state_dtype not in (None, dtype)
 
 
 def slow_update_warning(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return a warning where the optimizer has a kernel for this machine's GPU that cannot be compiled."""
+    """Return a warning if the optimizer's kernel cannot be compiled for this machine's GPU, else None."""
     if not isinstance(optimizer, LowBitAdamW) or not torch.cuda.is_available():
         return None
     missing = missing_triton_toolchain()
@@ -245,19 +244,19 @@ def slow_update_warning(optimizer: torch.optim.Optimizer) -> str | None:
         return None
     return (
         "warning: train.optimizer: an update with rounded states or weights is one triton kernel per parameter, but "
-        f"{missing}. Plain operators do the same with about 60 kernels, several times slower."
+        f"{missing}. Falling back to plain operators: about 60 kernels, several times slower."
     )
 
 
 def one_group_per_parameter(groups: Groups) -> Groups:
-    """Return the groups, each cut into groups of one parameter."""
+    """Return the groups split into groups of one parameter."""
     return [{**group, "params": [parameter]} for group in groups for parameter in group["params"]]
 
 
 def _is_low_bit(named: Sequence[NamedParameter], section: OptimizerSection) -> bool:
-    """Return whether the moments' dtype is not that of all trained weights, or weights are rounded stochastically."""
-    trained = {str(each.parameter.dtype).removeprefix("torch.") for each in named if each.parameter.requires_grad}
-    return any(uses_low_bit_adamw(section, dtype=dtype) for dtype in trained)
+    """Return whether the moments' dtype differs from a trained weight's, or weights are rounded stochastically."""
+    dtypes = {str(entry.parameter.dtype).removeprefix("torch.") for entry in named if entry.parameter.requires_grad}
+    return any(uses_low_bit_adamw(section, dtype=dtype) for dtype in dtypes)
 
 
 def _low_bit(groups: Groups, section: OptimizerSection, learning_rate: float) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Numbers in fewer bits: random bits that any device draws alike, stochastic rounding, and 8-bit codes of blocks."""
+"""Low-bit numbers: random bits that are the same on every device, stochastic rounding and blockwise 8-bit codes."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 256
-"""Values that share a scale (Dettmers et al., 2022, arXiv:2110.02861, take as many)."""
+"""Number of values that share a scale (the block size of Dettmers et al., 2022, arXiv:2110.02861)."""
 
 _MIX, _FIRST, _SECOND = 0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32  # as int32
 
 
 def random_bits(start: int, stop: int, *, key: int, device: torch.device) -> Tensor:
-    """Return 32 random bits, as int32, for each of the elements [start, stop): murmur3's last mixing of its number."""
-    bits = torch.arange(start, stop, dtype=torch.int64, device=device).to(torch.int32)  # the lower half of a number
+    """Return 32 random bits, as int32, per element of [start, stop): murmur3's finalizer of the element's index."""
+    bits = torch.arange(start, stop, dtype=torch.int64, device=device).to(torch.int32)  # the lower half of an index
     bits.mul_(_MIX).add_(signed(key))
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_SECOND)
@@ -21,9 +21,10 @@ def random_bits(start: int, stop: int, *, key: int, device: torch.device) -> Ten
 
 
 def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """Return float32 values as bfloat16, each up with the probability of its distance from the value below.
+    """Return float32 values rounded stochastically to bfloat16.
 
-    `bits` holds an int32 of 16 random bits for each.
+    A value is rounded up with a probability equal to its relative distance from the next value below. `bits` holds an
+    int32 with 16 random bits per value.
     """
     return (values.view(torch.int32) + bits).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
 
@@ -40,9 +41,9 @@ def high_half(bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockQuantizer:
-    """How a block's values become 8-bit codes: value = scale * (code / top) ** 2^roots, of the code's sign.
+    """Blockwise 8-bit quantization: value = sign(code) * scale * (|code| / top) ** 2^roots.
 
-    Square roots crowd the codes near zero, so that small values next to a large one keep theirs.
+    The square roots concentrate the codes near zero, so that small values in a block with a large one keep precision.
     """
 
     dtype: torch.dtype
@@ -50,7 +51,7 @@ class BlockQuantizer:
     roots: int
 
     def encode(self, values: Tensor, scales: Tensor, bits: Tensor) -> Tensor:
-        """Return the codes of `values` [blocks, width] under their `scales` [blocks, 1]; `bits` in [0, 1) rounds."""
+        """Return the codes of `values` [blocks, width] for `scales` [blocks, 1], rounded by `bits` in [0, 1)."""
         share = values.abs().div_(scales.clamp(min=1e-38))
         lower = share.clone()
         for _ in range(self.roots):
@@ -75,12 +76,12 @@ class BlockQuantizer:
 
 
 SIGNED_8BIT = BlockQuantizer(torch.int8, top=127, roots=2)
-"""For a first moment: 1% apart at the largest value of a block, 16% apart at a ten-thousandth of it."""
+"""For first moments: codes are 1% apart at the largest value of a block and 16% apart at 1e-4 of it."""
 
 UNSIGNED_8BIT = BlockQuantizer(torch.uint8, top=255, roots=3)
-"""For a second moment, which spans more and must not become zero: 3% apart at the largest, 10% at a ten-thousandth."""
+"""For second moments, which span a wider range and must not become zero: 3% apart at the largest, 10% at 1e-4."""
 
 
 def signed(number: int) -> int:
-    """Return the lowest 32 bits as an int32 has them."""
+    """Return the lowest 32 bits of the number as a signed int32."""
     return (number + 2**31) % 2**32 - 2**31

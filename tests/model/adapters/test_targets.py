@@ -128,8 +128,8 @@ def test_a_checkpoint_of_this_version_keeps_its_targets(adapt, model_type):
 
 REFUSED = [
     ("mixtral", {"dora": True}, "model.lora.dora", "Write `experts: false`, or `dora: false`"),
-    ("gpt_oss", {"init": "pissa"}, "model.lora.init", "supports no `pissa`. Write `experts: false`"),
-    ("qwen3_moe", {"init": "olora"}, "model.lora.init", "supports no `olora`"),
+    ("gpt_oss", {"init": "pissa"}, "model.lora.init", "does not support `pissa`. Write `experts: false`"),
+    ("qwen3_moe", {"init": "olora"}, "model.lora.init", "does not support `olora`"),
     ("olmoe", {"experts": False, "router": True, "dora": True}, "model.lora.dora", "Write `router: false`"),
     ("mamba2", {"experts": False}, "model.lora.experts", "this model has no routed experts. Remove the key"),
     ("mamba2", {"router": True}, "model.lora.router", "this model has no routed experts. Remove the key"),

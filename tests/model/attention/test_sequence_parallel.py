@@ -116,5 +116,5 @@ def test_other_logits_than_those_of_the_whole_row_are_refused():
     whole = torch.randn(7, 5)
     require_equal_logits(whole, whole + 1e-6, config=tiny_config("llama"), size=2)
     for other in (whole + 1e-2, whole * torch.nan):
-        with pytest.raises(StrategyError, match="`llama` gives other logits for slices"):
+        with pytest.raises(StrategyError, match="`llama` gives different logits for slices"):
             require_equal_logits(whole, other, config=tiny_config("llama"), size=2)

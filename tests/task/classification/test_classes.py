@@ -60,9 +60,9 @@ def test_recorded_classes_rebuild_the_encoder_without_rows(data):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["a", "a"], r"the training rows name 1 class \(`a`\): there is nothing to classify"),
-        ([0.5, 0.25], "data.train: no row has a label that can be read; the first: a label must be a text or a whole"),
-        (range(10_001), r"the training rows name 10,001 classes \(.*\): is the column a class"),
+        (["a", "a"], r"the training rows contain 1 class \(`a`\): there is nothing to classify"),
+        ([0.5, 0.25], "data.train: no row has a valid label; the first error: a label must be a text or a whole"),
+        (range(10_001), r"the training rows contain 10,001 classes \(.*\): is the column a class label"),
     ],
 )
 def test_labels_that_do_not_form_classes_are_rejected(data, labels, message):

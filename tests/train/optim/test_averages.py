@@ -164,7 +164,7 @@ def test_muon_makes_hidden_matrices_orthogonal_and_leaves_the_rest_to_adamw():
 
 
 def test_muon_without_a_hidden_matrix_is_refused():
-    with pytest.raises(ModelError, match="Write adamw"):
+    with pytest.raises(ModelError, match="Use adamw"):
         build_optimizer(list_parameters(nn.Linear(2, 2)), OptimizerSection(name="muon"), learning_rate=0.1)
 
 

@@ -121,7 +121,7 @@ def test_plain_operators_on_a_gpu_are_warned_about(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("finetune.train.optim.optimizers.missing_triton_toolchain", lambda: "triton is not installed")
-    assert "but triton is not installed. Plain operators do the same" in slow_update_warning(optimizer)
+    assert "but triton is not installed. Falling back to plain operators" in slow_update_warning(optimizer)
     assert slow_update_warning(torch.optim.AdamW([torch.zeros(1)])) is None
     monkeypatch.setattr("finetune.train.optim.optimizers.missing_triton_toolchain", lambda: None)
     assert slow_update_warning(optimizer) is None

@@ -96,7 +96,7 @@ def test_a_partitioned_matrix_is_still_a_matrix():
     [
         ({"rates": {"layer.*": 0.1}}, [], r"rates: no trained parameter matches `layer\.\*`.*`layers\.0\.q"),
         ({}, [("nothing", 2)], "unfreeze: no trained parameter matches `nothing`"),
-        ({}, [("*", 2)], "nothing would be trained at first"),
+        ({}, [("*", 2)], "nothing would be trained at the start"),
     ],
 )
 def test_a_pattern_must_fit(section, unfreeze, text):
@@ -106,7 +106,7 @@ def test_a_pattern_must_fit(section, unfreeze, text):
 
 
 def test_layer_decay_without_layers_is_refused():
-    with pytest.raises(ModelError, match=r"no parameter's name has the number of a layer.*`conv\.weight`"):
+    with pytest.raises(ModelError, match=r"no parameter name contains a layer number.*`conv\.weight`"):
         rate_factors(named("conv.weight"), OptimizerSection(layer_decay=0.9))
 
 
@@ -116,7 +116,7 @@ def test_parameter_groups_are_logged_if_they_differ():
     unfreeze = [UnfreezeSection(patterns=("embed*",), after_steps=3)]
     lines = list(describe_groups(parameter_groups(parameters, OptimizerSection(), unfreeze), parameters))
     assert lines[1] == "  rate x 1        decay 0, from step 4: 4 parameters in 1 tensor, such as embed_tokens.weight"
-    assert "no part in gradient norm" in lines[-1]
+    assert "excluded from the gradient norm" in lines[-1]
 
 
 def test_parameter_groups_of_a_deep_model_are_logged_abbreviated():
