@@ -25,7 +25,7 @@ class Fit:
 
 
 class PlannedMemory:
-    """Predictions of one job, each made once."""
+    """The cached predictions of a job."""
 
     def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._predict = predict
@@ -34,7 +34,7 @@ class PlannedMemory:
         self.seconds = 0.0
 
     def at(self, layout: Layout) -> Prediction:
-        """Return the prediction for the layout; raises ModelError where there is none."""
+        """Return the prediction for the layout; raises ModelError if it cannot be predicted."""
         if layout not in self._found:
             started = self._clock()
             self._found[layout] = self._predict(layout)
@@ -42,7 +42,7 @@ class PlannedMemory:
         return self._found[layout]
 
     def peaks(self) -> Iterator[tuple[Layout, int]]:
-        """Yield what was predicted: each layout with its peak, in bytes."""
+        """Yield the predicted layouts with their peaks in bytes."""
         yield from ((layout, prediction.peak_bytes) for layout, prediction in self._found.items())
 
     def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
@@ -85,5 +85,5 @@ def with_ranks(prediction: Prediction, *, ranks: int, others: int) -> Prediction
 
 
 def unpredictable(error: ModelError) -> str:
-    """Return why there is no prediction, in one sentence."""
+    """Return a sentence with the reason why there is no prediction."""
     return str(error).splitlines()[0]

@@ -68,7 +68,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Steps of this job that were taken on GPUs of one kind."""
+    """The measured speed of an earlier run of this job on GPUs of one model."""
 
     kind: GpuKind
     num_gpus: int
@@ -78,7 +78,7 @@ class MeasuredRun:
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json: bool) -> int:
-    """Print the plan of the job; return 0, or 1 where it fits on no machine that was asked for."""
+    """Print the plan of the job; return 0, or 1 if it fits on none of the requested machines."""
     quiet_libraries(is_main=True)
     loaded = load_config(path, overrides)
     made = make_plan(loaded, options)
@@ -102,7 +102,7 @@ def make_plan(
     """
     started, cpu_started = clock(), time.process_time()
     machines, sentences = _hardware(options)
-    for hardware in machines:  # an error in a table comes before what takes time
+    for hardware in machines:  # report errors in a table before the slow part
         prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
     job = read_job(loaded)
     predict = predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def _hardware(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
-    """Return the machines to plan for, and a sentence where they were not asked for."""
+    """Return the machines to plan for, and a sentence if they were not given by an option."""
     parse = partial(
         parse_hardware,
         num_nodes=options.num_nodes,
@@ -178,7 +178,7 @@ def _variants(
     *,
     is_over: Callable[[], bool],
 ) -> list[StrategyPlan]:
-    """Return the chosen strategy with each method, with and without recomputation, until the time is over."""
+    """Return the chosen strategy with each method, with and without recomputation, until the time budget is spent."""
     strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
     own = bool(job.checkpointing)
     asked = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
@@ -191,7 +191,7 @@ def _variants(
 
 
 def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
-    """Return in one sentence why this strategy is taken."""
+    """Return a sentence with the reason for choosing this strategy."""
     if best is None:
         return "No strategy fits on these GPUs."
     if best.strategy == "single":
@@ -295,7 +295,7 @@ def scale_points(
     *,
     usd_per_gpu_hour: float | None,
 ) -> list[ScalePoint]:
-    """Return a point for each power of two that can share the global batch and on which the job fits.
+    """Return a point for each power of two that divides the global batch and on which the job fits.
 
     FSDP's step is not traced again for each number: of what it takes here, what is split over the ranks is split over
     more or fewer, at a microbatch that fits here. For the others a trace serves any number of ranks.

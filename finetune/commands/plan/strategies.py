@@ -16,7 +16,7 @@ from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import find_conflicts
 
 NEARLY_FASTEST = 1.07
-"""A simpler strategy is taken whose step is at most that much longer than the fastest: the model knows no better."""
+"""A simpler strategy is preferred if its step is at most this much slower: the cost model is no more accurate."""
 
 _SIMPLEST_FIRST: tuple[StrategyName, ...] = (
     *("single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"),
@@ -30,7 +30,7 @@ MULTI_NODE_FILES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """What one strategy would be for the job on a machine.
+    """The plan of one strategy for the job on a machine.
 
     `reason` says why it cannot be taken at all, or fits with no microbatch; `fit` is None where nothing was predicted.
     """
