@@ -57,8 +57,8 @@ class Problem:
     source: str | None = None  # the override in which it was written
 
     def __str__(self) -> str:
-        place = f"line {self.line}" if self.line is not None else self.source
-        where = ", ".join(part for part in (place, self.key) if part)
+        location = f"line {self.line}" if self.line is not None else self.source
+        where = ", ".join(part for part in (location, self.key) if part)
         return f"{where}: {self.message}" if where else self.message
 
 
@@ -141,15 +141,15 @@ class NotAFile(OSError):
 
 def disk_text(error: OSError) -> str | None:
     """Return what a disk has refused, in a sentence; None for an error that is of another kind."""
-    place = f"{error.filename}: " if error.filename else ""
+    path = f"{error.filename}: " if error.filename else ""
     if error.errno == errno.EDQUOT:
-        return f"{place}the quota is used up ({error.strerror}). Make room."
+        return f"{path}the quota is used up ({error.strerror}). Make room."
     if error.errno == errno.EFBIG:
-        return f"{place}the file may not grow further ({error.strerror}). See `ulimit -f`."
+        return f"{path}the file may not grow further ({error.strerror}). See `ulimit -f`."
     if error.errno == errno.ENOSPC:
-        return f"{place}the disk is full ({error.strerror}). Make room."
+        return f"{path}the disk is full ({error.strerror}). Make room."
     if error.errno in (*REFUSED, *BROKEN) and error.filename:
-        return f"{place}cannot be written or read: {error.strerror}."
+        return f"{path}cannot be written or read: {error.strerror}."
     return None
 
 
@@ -164,8 +164,8 @@ def system_error(error: BaseException) -> OSError | None:
     """Return the system's error that this is, or that a library has made another one of."""
     if isinstance(error, OSError):
         return error
-    found = _RUST.search(str(error))
-    if found is not None:
-        number = int(found[1] or found[2])
+    match = _RUST.search(str(error))
+    if match is not None:
+        number = int(match[1] or match[2])
         return OSError(number, os.strerror(number))
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if _TORCH.search(str(error)) else None

@@ -110,4 +110,4 @@ def test_a_hang_report_names_the_called_function_without_a_python_frame(tmp_path
     (found,) = read_reports(tmp_path)
     assert found.called == "tolist"
     assert found.waits_for_device
-    assert "test_a_report_tells_what_was_called" in found.where
+    assert "test_a_hang_report_names_the_called_function" in found.where
