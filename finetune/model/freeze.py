@@ -48,13 +48,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 def _matched(pattern: str, names: list[str], *, key: str) -> list[str]:
     matched = [name for name in names if fnmatchcase(name, pattern)]
     if not matched:
-        raise ModelError(f"{key}: no parameter matches `{pattern}`. {_near(pattern, names)}")
+        similar = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
+        examples = ", ".join(f"`{name}`" for name in similar)
+        raise ModelError(f"{key}: no parameter matches `{pattern}`. Examples of parameter names: {examples}.")
     return matched
-
-
-def _near(pattern: str, names: list[str]) -> str:
-    near = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]
-    return f"Examples of parameter names: {', '.join(f'`{name}`' for name in near)}."
 
 
 FEATURE_LAYER_KEY = "vision_feature_layer"

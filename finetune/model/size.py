@@ -39,8 +39,7 @@ def precision_warnings(
     chance = ", or `train.optimizer.stochastic_rounding: true` for stochastic rounding" if dtype == "bfloat16" else ""
     return (
         f"model.dtype is {dtype}, so {trained} are trained in {dtype} without float32 master weights: an update "
-        "smaller than "
-        f"about 2^-{bits} (1/{2**bits}) of a weight is rounded away{moments}. "
+        f"smaller than about 2^-{bits} (1/{2**bits}) of a weight is rounded away{moments}. "
         f"Write `model.dtype: float32` to keep master weights{chance}; `train.precision` sets the dtype of the "
         "computation.",
     )
@@ -99,14 +98,15 @@ def measure_model(model: nn.Module) -> ModelSize:
             num_trained += count
             trained_bytes[dtype] += count * parameter.element_size()
             largest = max(largest, count * parameter.element_size())
+    matches = [_ADAPTED_MODULE.match(name) for name, _ in model.named_parameters()]
     return ModelSize(
-        num_parameters, num_trained, _num_adapted(model), dict(bytes_by_dtype), dict(trained_bytes), largest
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+        num_adapted_modules=len({match[1] for match in matches if match}),  # not those that are fully trained
+        bytes_by_dtype=dict(bytes_by_dtype),
+        trained_bytes_by_dtype=dict(trained_bytes),
+        largest_trained_bytes=largest,
     )
-
-
-def _num_adapted(model: nn.Module) -> int:
-    """Count the modules of the base that have an adapter of any kind; fully trained modules do not count."""
-    return len({match[1] for name, _ in model.named_parameters() if (match := _ADAPTED_MODULE.match(name))})
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ def _rules(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _matches_empty_text(pattern: Any) -> bool:
-    """Tell whether the pattern matches the empty text, after which the offsets of tokens are wrong or panic."""
+    """Return whether the pattern matches the empty text, after which the offsets of tokens are wrong or panic."""
     if not isinstance(pattern, dict) or not isinstance(pattern.get("Regex"), str):
         return bool(pattern == {"String": ""})
     with suppress(re.error, RecursionError, OverflowError):  # it is of another dialect than Python's
