@@ -71,7 +71,7 @@ class Windows:
         self._desk = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_desk": None, "_say": no_op}
+        return {**self.__dict__, "_desk": None, "_log": no_op}
 
     def _own(self) -> "_ReaderState":
         if self._desk is None or self._desk.pid != os.getpid():
