@@ -593,7 +593,7 @@ def _left_by(ground: Ground, words: tuple[str, ...], folder: str, *names: str) -
     return _LEFT[words]
 
 
-IMAGES = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "ICO")
+IMAGES = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
 VIT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
 
 
