@@ -110,12 +110,12 @@ def _gloo_table() -> Table:
     rows = []
     for each in measure():
         cells = [
-            f"{seconds * 1e3:.1f} / {each.modelled[name] * 1e3:.1f} ms = {seconds / each.modelled[name]:.2f}"
+            f"{seconds * 1e3:.1f} / {each.modeled[name] * 1e3:.1f} ms = {seconds / each.modeled[name]:.2f}"
             for name, seconds in each.steps.items()
         ]
         speed = f"{each.bytes_per_second / 1e9:.2f} GB/s" if each.steps else ""
         rows.append((str(each.world), f"{each.computed * 1e3:.1f} ms", speed, *(cells or ["", ""])))
-    return Table(("ranks", "step without communication", "bus bandwidth", "ddp measured / modelled", "fsdp2"), rows)
+    return Table(("ranks", "step without communication", "bus bandwidth", "ddp measured / modeled", "fsdp2"), rows)
 
 
 def _plot(options: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ class Browser:
         self.driver = driver
 
     def open(self, page: Path, *, width: int = 1280, scheme: str = "light") -> None:
-        """Open the page at a width and in a colour scheme, as a phone would where it is narrow."""
+        """Open the page at a width and in a color scheme, as a phone would where it is narrow."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]

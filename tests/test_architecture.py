@@ -349,14 +349,14 @@ def is_within(name: str, places: tuple[str, ...] | set[str]) -> bool:
 
 
 def none_of(*rules: Callable[[Module], Iterator[str]]) -> None:
-    """Fail with every offence against the rules, of all modules."""
-    offences = [offence for rule in rules for module in MODULES.values() for offence in rule(module)]
-    report(offences)
+    """Fail with every offense against the rules, of all modules."""
+    offenses = [offense for rule in rules for module in MODULES.values() for offense in rule(module)]
+    report(offenses)
 
 
-def report(offences: list[str]) -> None:
-    if offences:
-        pytest.fail("\n".join(offences), pytrace=False)
+def report(offenses: list[str]) -> None:
+    if offenses:
+        pytest.fail("\n".join(offenses), pytrace=False)
 
 
 def test_the_whole_package_was_read():
@@ -465,13 +465,13 @@ def type_checking(module: Module) -> Iterator[str]:
 
 
 def test_the_command_line_starts_without_torch():
-    offences = []
+    offenses = []
     for folder in WITHOUT_TORCH:
         for name in sorted(reachable({each.name for each in MODULES.values() if each.folder == folder})):
             for line, imported in MODULES[name].imports_at_once:
                 if imported.partition(".")[0] in HEAVY:
-                    offences.append(f"{MODULES[name].file}:{line}: {folder} imports it, so import {imported} lazily")
-    report(offences)
+                    offenses.append(f"{MODULES[name].file}:{line}: {folder} imports it, so import {imported} lazily")
+    report(offenses)
 
 
 def reachable(roots: set[str]) -> set[str]:
@@ -606,19 +606,19 @@ def sentences_in(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def test_names_of_tests_stand_alone_in_a_log():
-    offences, num_tests = [], 0
+    offenses, num_tests = [], 0
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name in re.findall(r"^ *(?:async )?def test_(\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
             num_tests += 1
             where = f"{path.relative_to(ROOT)} test_{name}"
             words = name.split("_")
             if words[0] in RIDDLES:
-                offences.append(f"{where}: `{words[0]}` has no subject: name what is tested")
+                offenses.append(f"{where}: `{words[0]}` has no subject: name what is tested")
             for word in words:
                 if term := (REFUSED_WORDS | NOT_IN_TEST_NAMES).get(word):
-                    offences.append(f"{where}: `{word}` is a word of our own; write: {term}")
+                    offenses.append(f"{where}: `{word}` is a word of our own; write: {term}")
     assert num_tests > 1000
-    report(offences)
+    report(offenses)
 
 
 def words_of(name: str) -> list[str]:

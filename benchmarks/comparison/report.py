@@ -34,9 +34,9 @@ def show(parts: Mapping[str, PartResults], console: Console) -> None:
         "topic", "what", "measured (quartiles)", "threshold", "", title="Thresholds", box=box.SIMPLE_HEAD
     )
     for each in found:
-        colour = COLOURS[each.verdict]
+        color = COLOURS[each.verdict]
         thresholds.add_row(
-            str(each.topic), each.what, each.value_text, each.threshold_text, f"[{colour}]{each.verdict}[/]"
+            str(each.topic), each.what, each.value_text, each.threshold_text, f"[{color}]{each.verdict}[/]"
         )
     console.print(thresholds)
     for number, note in enumerate(dict.fromkeys(each.note for each in found if each.note), start=1):

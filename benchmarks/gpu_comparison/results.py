@@ -24,7 +24,7 @@ def measured(cases: Sequence[Case], records: Records, *, peak: float | None, is_
     rows = [row(case, records[case.name], peak=peak, is_tiny=is_tiny) for case in cases if case.name in records]
     judged, missing = thresholds(cases, records, peak=peak, is_tiny=is_tiny)
     table = Table(
-        "One GPU", HEADER, rows, FORMULA + " Waits: host-device synchronisations per step between log points."
+        "One GPU", HEADER, rows, FORMULA + " Waits: host-device synchronizations per step between log points."
     )
     return PartResults([each.result for each in judged], [table], dict(records), missing)
 

@@ -38,7 +38,7 @@ class Measured:
     world: int
     computed: float
     steps: dict[str, float]
-    modelled: dict[str, float]
+    modeled: dict[str, float]
     bytes_per_second: float
 
 
@@ -55,11 +55,11 @@ def _measure(world: int) -> Measured:
     queue = context.SimpleQueue()
     spawn(_rank, args=(world, port, queue), nprocs=world)
     computed, steps, link = queue.get()
-    modelled = {} if link is None else _modelled(world, computed, link)
-    return Measured(world, computed, steps, modelled, 0.0 if link is None else bus_bandwidth(link, world=world))
+    modeled = {} if link is None else _modeled(world, computed, link)
+    return Measured(world, computed, steps, modeled, 0.0 if link is None else bus_bandwidth(link, world=world))
 
 
-def _modelled(world: int, computed: float, link: LinkFacts) -> dict[str, float]:
+def _modeled(world: int, computed: float, link: LinkFacts) -> dict[str, float]:
     parameters = LAYERS * WIDTH * WIDTH
     work = Work(
         num_tokens=TOKENS,

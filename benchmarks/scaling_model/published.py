@@ -1,6 +1,6 @@
 """Published runs of one model on several numbers of GPUs, and what the model says of each.
 
-Two errors: of the level, the modelled speed against the measured one, and of the change, the same relative to the first
+Two errors: of the level, the modeled speed against the measured one, and of the change, the same relative to the first
 number of GPUs of the series. Scaling is the change; the level is that of `finetune plan` (docs/planning.md).
 """
 
@@ -58,14 +58,14 @@ class Compared:
 
     series: Series
     point: Point
-    modelled: float
+    modeled: float
     time: StepTime
     change_error: float | None  # None for the first of its series
 
     @property
     def level_error(self) -> float | None:
         """Return how much faster the model is than the measurement; None where only changes were published."""
-        return None if self.series.unit == RELATIVE else self.modelled / self.point.measured - 1
+        return None if self.series.unit == RELATIVE else self.modeled / self.point.measured - 1
 
 
 def compare(series: Series) -> list[Compared]:
@@ -119,5 +119,5 @@ def _squares(compared: Sequence[Compared], noise: float) -> float:
     speeds = []
     for each in compared:
         other = each.time.seconds + (noise / STRAGGLER_NOISE - 1) * each.time.parts["stragglers"]
-        speeds.append(each.modelled * each.time.seconds / other / each.point.measured)
+        speeds.append(each.modeled * each.time.seconds / other / each.point.measured)
     return sum((speed / speeds[0] - 1) ** 2 for speed in speeds[1:])

@@ -121,7 +121,7 @@ SERIES: Sequence[Series] = (
         is_counted=False,
     ),
 )
-"""In the order of the table. The source's figure of MPT-1B on 32 A100 is 18% below its neighbours; it is kept."""
+"""In the order of the table. The source's figure of MPT-1B on 32 A100 is 18% below its neighbors; it is kept."""
 
 
 def counted() -> list[Series]:

@@ -42,7 +42,7 @@ class Table:
 
 def published_table() -> Table:
     """Return every published run beside the model, with the errors of level and change."""
-    heads = ("source", "model", "strategy, GPUs", "length x samples", "measured", "modelled", "level", "change", "use")
+    heads = ("source", "model", "strategy, GPUs", "length x samples", "measured", "modeled", "level", "change", "use")
     return Table(heads, [_published_row(each) for series in SERIES for each in compare(series)])
 
 
@@ -138,7 +138,7 @@ def _published_row(each: Compared) -> tuple[str, ...]:
         f"{series.strategy}, {point.num_gpus:,} {series.gpu}, {series.network_gbit:,.0f} Gbit/s",
         f"{series.length} x {point.samples} x {point.microbatches}",
         f"{point.measured:,.{digits}f} {series.unit}",
-        f"{each.modelled:,.{digits}f}",
+        f"{each.modeled:,.{digits}f}",
         "" if each.level_error is None else f"{each.level_error:+.0%}",
         "" if each.change_error is None else f"{each.change_error:+.1%}",
         _use(series),

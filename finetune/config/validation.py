@@ -145,8 +145,8 @@ def _missing_key(key: str) -> str:
     required = [f"{key}.{name}" for each in branches(node) for name in each.get("required", ())]
     if keys_of(node):
         keys = f" It needs {format_list(required)}." if required else ""
-        return f"the section is missing: {_decapitalised(what)}.{keys}"
-    return f"the key is missing: {_decapitalised(what)}. Write {describe_values(node)}."
+        return f"the section is missing: {_decapitalized(what)}.{keys}"
+    return f"the key is missing: {_decapitalized(what)}. Write {describe_values(node)}."
 
 
 def _unknown_key(key: str) -> str:
@@ -257,7 +257,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _decapitalised(sentence: str) -> str:
+def _decapitalized(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
 
 

@@ -70,7 +70,7 @@ def loader_settings(
 
 
 def num_prepare_workers(section: DataSection, *, resources: MachineResources | None = None) -> int:
-    """Return how many processes tokenise; one rank of all does it, so `auto` takes every core but one."""
+    """Return how many processes tokenize; one rank of all does it, so `auto` takes every core but one."""
     if section.prepare_workers != "auto":
         return section.prepare_workers
     num_cores = (resources or machine_resources()).num_cores

@@ -75,7 +75,7 @@ def _build_meta_peft_model(model: PeftModel) -> PeftModel:
     config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
     config.base_model_name_or_path = None
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # other initialisations read values, which the meta device lacks
+        config.init_lora_weights = True  # other initializations read values, which the meta device lacks
     base = build_meta_model(unwrap_adapter(model), dtype=torch.float32)
     with keep_targets():
         return get_peft_model(base, config, low_cpu_mem_usage=True).eval()

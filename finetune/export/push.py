@@ -30,7 +30,7 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload model")
     except HFValidationError as error:
-        reason = f"this is not a repository name ({_first_line(error)}). Write `name` or `organisation/name`."
+        reason = f"this is not a repository name ({_first_line(error)}). Write `name` or `organization/name`."
         raise HubError(_message(folder, repository, reason)) from error
     except LocalTokenNotFoundError as error:
         raise HubError(_message(folder, repository, _log_in())) from error

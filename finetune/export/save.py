@@ -111,7 +111,7 @@ def export_model(
     """Write model or adapter, tokenizer, generation config and card to `folder`, which the caller moves to `final`.
 
     Only class and config are taken from `model`; the values are `weights`, full CPU tensors by canonical name. If the
-    base of an adapter was initialised from a config, it is written to `base/`; `adapter_config.json` then has the
+    base of an adapter was initialized from a config, it is written to `base/`; `adapter_config.json` then has the
     absolute path of that folder, so after moving `folder` load the base from there first, as the card shows. With
     `export.merge` the adapter is merged into the base, whose weights must be in `weights`, too. Raises TrainingError if
     a weight is missing or empty, before or after writing. Not collective: call it on rank 0 only.
@@ -159,7 +159,7 @@ def _save_config(base: PreTrainedModel, folder: Path, *, is_for_values: bool) ->
 
 
 def card_base(model: PreTrainedModel, *, is_merged: bool, facts: CardFacts) -> CardBase | None:
-    """Return the model's origin for the card; None if it was initialised with random weights."""
+    """Return the model's origin for the card; None if it was initialized with random weights."""
     base = unwrap_adapter(model)
     name = base.name_or_path or None
     if has_adapter(model) and not is_merged:

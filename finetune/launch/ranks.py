@@ -130,9 +130,9 @@ def mpi_ranks(variables: Mapping[str, str]) -> Ranks | None:
 
     Raises UserError on several hosts without MASTER_ADDR: MPI sets no variable with the host of rank 0.
     """
-    for flavour, names in _FLAVOURS.items():
+    for flavor, names in _FLAVOURS.items():
         if names["rank"] in variables and names["local_rank"] in variables:
-            return _ranks(variables, names, source=f"mpirun ({flavour})")
+            return _ranks(variables, names, source=f"mpirun ({flavor})")
     return None
 
 

@@ -1,6 +1,6 @@
 """The console: a progress bar on a terminal, plain lines that can be grepped everywhere else.
 
-Events and numbers are formatted by functions without state: plain sentences and aligned numbers, no colour.
+Events and numbers are formatted by functions without state: plain sentences and aligned numbers, no color.
 """
 
 import sys

@@ -42,7 +42,7 @@ _GAUGES: Mapping[str, str] = {
     "tokens_per_second": "Median over the last steps, all ranks together.",
     "data_wait_ratio": "Share of the last step that the main rank spent waiting for its batches.",
     "memory_bytes": "Peak memory of the main rank.",
-    "mfu_ratio": "Model FLOPs utilisation of the last step; only where the peak of the GPU is known.",
+    "mfu_ratio": "Model FLOPs utilization of the last step; only where the peak of the GPU is known.",
     "running": "1 while the run trains, 0 when it has ended.",
     **{f"{name}": f"The main rank's GPU: {name.replace('_', ' ')}." for name in COLUMNS},
 }

@@ -1,9 +1,9 @@
-"""What model FLOPs utilisation (MFU) is computed from: the arithmetic of a trained token, and the peak of the devices.
+"""What model FLOPs utilization (MFU) is computed from: the arithmetic of a trained token, and the peak of the devices.
 
 And what a device costs.
 
 Chowdhery et al. (2022, arXiv:2204.02311), appendix B: 6 N + 12 L H Q T per token, of which a third is the forward pass.
-What gradient checkpointing computes again is not counted: the utilisation is the model's, not the hardware's.
+What gradient checkpointing computes again is not counted: the utilization is the model's, not the hardware's.
 """
 
 from typing import Any

@@ -25,7 +25,7 @@ class Group(Enum):
     The collectives of one never wait for, or mix with, those of another.
     """
 
-    HOST = "host"  # gloo, for objects, counts and waiting: no host-device synchronisation, a timeout of its own
+    HOST = "host"  # gloo, for objects, counts and waiting: no host-device synchronization, a timeout of its own
     BACKGROUND = "behind"  # for work in the background: gloo, with a timeout of its own
 
 

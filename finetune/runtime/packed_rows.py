@@ -7,9 +7,9 @@ SAMPLE_LENGTHS = "sample_lengths"
 
 
 class SampleLengths:
-    """The number of tokens of each sample of the row, as integers on the host: no host-device synchronisation.
+    """The number of tokens of each sample of the row, as integers on the host: no host-device synchronization.
 
-    Not a tuple: a compiler would specialise on its length and recompile for every number of samples. Where the model is
+    Not a tuple: a compiler would specialize on its length and recompile for every number of samples. Where the model is
     given one of several equal slices of the row (`runtime/sequence_parallel.py`), they are those of the whole row.
     """
 

@@ -42,7 +42,7 @@ def reverse_kl(teacher: Tensor, student: Tensor) -> Tensor:
 def jensen_shannon(teacher: Tensor, student: Tensor, *, beta: float) -> Tensor:
     """Return beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
 
-    The generalised Jensen-Shannon divergence (Agarwal et al., 2023, arXiv:2306.13649, equation 3).
+    The generalized Jensen-Shannon divergence (Agarwal et al., 2023, arXiv:2306.13649, equation 3).
     """
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _relative_entropy(teacher, mixture) + (1 - beta) * _relative_entropy(student, mixture)

@@ -42,7 +42,7 @@ def test_each_published_change_is_met_within_its_error(series):
         assert abs(each.change_error) < limit, f"{each.point.num_gpus} GPUs: {each.change_error:+.1%}"
 
 
-def test_the_changes_are_of_several_sources_and_centred():
+def test_the_changes_are_of_several_sources_and_centered():
     errors = sorted(each.change_error for series in counted() for each in compare(series)[1:])
     assert len(errors) >= 35 and len({series.source for series in counted()}) >= 3
     assert abs(errors[len(errors) // 2]) < 0.015

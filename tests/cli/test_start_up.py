@@ -26,7 +26,7 @@ def test_help_answers_at_once(python):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert python("-m", "finetune", "--help").returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # busy neighbours do not count
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # busy neighbors do not count
     assert seconds < 0.5, f"it took {seconds:.2f} s of processor time; see `python -X importtime`"
 
 

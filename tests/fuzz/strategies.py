@@ -368,7 +368,7 @@ def checkpoints(draw: st.DrawFn, ground: Ground) -> Case:
 
 @st.composite
 def prepared_sets(draw: st.DrawFn, ground: Ground) -> Case:
-    """Tokenised rows in the cache with something wrong in them: what is trained is the healthy project's model."""
+    """Tokenized rows in the cache with something wrong in them: what is trained is the healthy project's model."""
     again = (*TRAIN, "--set", "run.folder=runs/again")
     case = draw(_with_damage(ground, ground.files("cache"), st.sampled_from((again, again, PREPARE)), most=2))
     return replace(case, same_model=True)

@@ -109,7 +109,7 @@ def test_non_finite_activations_do_not_change_batch_norm_statistics():
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-def test_a_batch_of_no_whole_group_is_normalised_as_in_evaluation():
+def test_a_batch_of_no_whole_group_is_normalized_as_in_evaluation():
     model = grouped()
     found = model(SAMPLES[:3])
     assert torch.equal(found, model.eval()(SAMPLES[:3]))

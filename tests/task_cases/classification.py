@@ -59,7 +59,7 @@ def write(folder: Path, *, row: Callable[[list[str], random.Random], dict[str, A
 
 
 def one_class(words: list[str], chance: random.Random) -> dict[str, Any]:
-    """Return words and which kind of colour the first is of."""
+    """Return words and which kind of color the first is of."""
     kind = "grey" if words[0] in ("white", "black", "grey") else "warm" if words[0] in ("red", "amber") else "other"
     return {"text": " ".join(words), "label": kind}
 
@@ -71,7 +71,7 @@ def pair(words: list[str], chance: random.Random) -> dict[str, Any]:
 
 
 def several_classes(words: list[str], chance: random.Random) -> dict[str, Any]:
-    """Return words and which of three colours are among them."""
+    """Return words and which of three colors are among them."""
     return {"text": " ".join(words), "label": [word for word in ("red", "blue", "pink") if word in words]}
 
 

@@ -1,4 +1,4 @@
-"""`image_classification`: coloured shapes; a model without batch norms, and one with them in both of their ways."""
+"""`image_classification`: colored shapes; a model without batch norms, and one with them in both of their ways."""
 
 import random
 from pathlib import Path
@@ -68,7 +68,7 @@ data:
 
 
 def shapes(folder: Path) -> None:
-    """Write shapes in random colours and places into a folder for each class, 20 x 24 pixels and larger."""
+    """Write shapes in random colors and places into a folder for each class, 20 x 24 pixels and larger."""
     chance = random.Random(4)
     for part, count in (("train", 30), ("held_out", 9)):
         for number in range(count):
@@ -98,13 +98,13 @@ def _shape(label: str, chance: random.Random) -> Image.Image:
     image = Image.new("RGB", (width, height), tuple(chance.randint(0, 80) for _ in range(3)))
     draw = ImageDraw.Draw(image)
     left, top, size = chance.randint(0, 8), chance.randint(0, 8), chance.randint(8, 12)
-    colour = tuple(chance.randint(150, 255) for _ in range(3))
+    color = tuple(chance.randint(150, 255) for _ in range(3))
     if label == "disc":
-        draw.ellipse((left, top, left + size, top + size), fill=colour)
+        draw.ellipse((left, top, left + size, top + size), fill=color)
     elif label == "square":
-        draw.rectangle((left, top, left + size, top + size), fill=colour)
+        draw.rectangle((left, top, left + size, top + size), fill=color)
     else:
-        draw.line((left, top, left + size, top + size), fill=colour, width=3)
+        draw.line((left, top, left + size, top + size), fill=color, width=3)
     return image
 
 

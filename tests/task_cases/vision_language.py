@@ -1,4 +1,4 @@
-"""`vision_language_sft` on coloured squares: a tiny LLaVA, rows with no image, with one and with two."""
+"""`vision_language_sft` on colored squares: a tiny LLaVA, rows with no image, with one and with two."""
 
 import json
 import random
@@ -60,16 +60,16 @@ def write(folder: Path) -> None:
 
 
 def row(chance: random.Random, folder: Path, name: str) -> dict:
-    """Return a question for the colours of up to two squares, or for a word repeated, and write the squares."""
-    colours = chance.choices(COLOURS, k=chance.randint(0, 2))
+    """Return a question for the colors of up to two squares, or for a word repeated, and write the squares."""
+    colors = chance.choices(COLOURS, k=chance.randint(0, 2))
     paths = []
-    for number, colour in enumerate(colours):
+    for number, color in enumerate(colors):
         paths.append(f"{name}-{number}.png")
-        Image.new("RGB", (chance.randint(16, 40), 24), colour).save(folder / paths[-1])
-    asked = "which colours?" if colours else f"say {chance.choice(COLOURS)}"
-    answer = " and ".join(colours) or asked.removeprefix("say ")
-    content = [*({"type": "image"} for _ in colours), {"type": "text", "text": asked}]
-    turns = [{"role": "user", "content": content if colours else asked}, {"role": "assistant", "content": answer}]
+        Image.new("RGB", (chance.randint(16, 40), 24), color).save(folder / paths[-1])
+    asked = "which colors?" if colors else f"say {chance.choice(COLOURS)}"
+    answer = " and ".join(colors) or asked.removeprefix("say ")
+    content = [*({"type": "image"} for _ in colors), {"type": "text", "text": asked}]
+    turns = [{"role": "user", "content": content if colors else asked}, {"role": "assistant", "content": answer}]
     return {"messages": turns, "images": paths}
 
 
@@ -83,7 +83,7 @@ def processor() -> LlavaProcessor:
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator([*COLOURS, "which colours? say and user assistant"] * 4, trainer)
+    backend.train_from_iterator([*COLOURS, "which colors? say and user assistant"] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=special[0], pad_token=special[1], additional_special_tokens=special[2:]
     )

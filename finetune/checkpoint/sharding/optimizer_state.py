@@ -26,7 +26,7 @@ def create_state_by_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def create_empty_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the same state faster but uninitialised, for a caller that overwrites every number of it.
+    """Create the same state faster but uninitialized, for a caller that overwrites every number of it.
 
     Adam's moments are allocated without gradients and without a pass over their memory; the keys and dtypes come from
     an optimizer of the same kind with a single number.

@@ -5,7 +5,7 @@ the data cancels as well. What is left, the differences d, is cut into windows. 
 unless the mean of some window is further from 0 than noise makes it: further, in deviations of its window, than the
 furthest of all windows is in 95% of simulated series, so that many windows raise no false alarm (max-T: Westfall and
 Young 1993, Resampling-Based Multiple Testing, ch. 2). A series is simulated by the sieve bootstrap of order 1, which
-keeps the correlation of neighbouring steps (Bühlmann 1997, Bernoulli 3(2), 123-148): an autoregression is fitted to the
+keeps the correlation of neighboring steps (Bühlmann 1997, Bernoulli 3(2), 123-148): an autoregression is fitted to the
 differences less their window's mean, its coefficient corrected for that (Marriott and Pope 1954, Biometrika 41,
 390-402), and driven by its own residuals, drawn at random. So noise means what goes up and down within a window of
 steps; a difference that lasts for a window counts as one, be it a better learning rate or another seed's luck.
@@ -82,7 +82,7 @@ def _judge(steps: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[Ve
 
 def first_different_window(differences: np.ndarray) -> tuple[int | None, int, float]:
     """Return where the first window begins whose mean is not noise (None: nowhere), its width, and that mean."""
-    width = -(-len(differences) // MAX_GROUPS)  # steps in a group: of long runs, means of neighbours are looked at
+    width = -(-len(differences) // MAX_GROUPS)  # steps in a group: of long runs, means of neighbors are looked at
     groups = differences[: len(differences) // width * width].reshape(-1, width).mean(axis=1)
     num_windows = min(MAX_WINDOWS, len(groups) // MIN_WINDOW)
     window, left_over = divmod(len(groups), num_windows)

@@ -211,7 +211,7 @@ def _calibrated(
     machines: list[Hardware], job: PlannedJob, memory: PlannedMemory, run: MeasuredRun | None
 ) -> tuple[list[Hardware], list[str]]:
     """Return the machines with the pace that an earlier run of the job had on such GPUs, and what was done."""
-    expected = None if run is None else _modelled(job, memory, run)
+    expected = None if run is None else _modeled(job, memory, run)
     if run is None or expected is None:
         return machines, [
             f"Efficiency is assumed: matrix products reach {TRAINING_SHARE:.0%} of what the GPU's largest ones do "
@@ -227,8 +227,8 @@ def _calibrated(
     ], [line]
 
 
-def _modelled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float | None:
-    """Return the tokens per second of the run by the cost model; None where its layout cannot be modelled."""
+def _modeled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float | None:
+    """Return the tokens per second of the run by the cost model; None where its layout cannot be modeled."""
     strategy = next((name for name in STRATEGIES if name == run.strategy), None)
     hardware = Hardware(run.kind, run.num_gpus).with_gpus(run.num_gpus)
     size = job.train.microbatch_size
@@ -240,9 +240,9 @@ def _modelled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float
         prediction = memory.at(layout)
     except ModelError:
         return None
-    modelled = timed(job, hardware, layout, Fit(size, prediction, prediction))
+    modeled = timed(job, hardware, layout, Fit(size, prediction, prediction))
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
-    return tokens / modelled.time.seconds if modelled.time is not None else None
+    return tokens / modeled.time.seconds if modeled.time is not None else None
 
 
 def _emulated(job: PlannedJob, machines: Sequence[Hardware]) -> list[str]:

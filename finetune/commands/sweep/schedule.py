@@ -202,10 +202,10 @@ def prepare_data(run: SweepRun, *, number: int, plan: LaunchPlan, stop: StopSign
     words = [word for override in run.overrides for word in ("--set", override)]
     command = [sys.executable, "-m", "finetune", "prepare", "--config", str(plan.job), *words]
     process = start(command, log=log, environment={VISIBLE_DEVICES: ""})
-    is_signalled = False
+    is_signaled = False
     while (code := process.poll()) is None:
-        if stop.first is not None and not is_signalled:
-            is_signalled = True
+        if stop.first is not None and not is_signaled:
+            is_signaled = True
             process.send_signal(stop.first)
         time.sleep(POLL_SECONDS)
     if code == 0 or stop.first is not None:

@@ -14,7 +14,7 @@ class ExportSection(Section):
     max_shard_size: str = key("Maximum size of a weight file.", "5GB", pattern=r"^[0-9]+(MB|GB)$", examples=["5GB"])
     merge: bool = key("Merge adapters into the base and write one full model.", False)
     push_to_hub: Name | None = key(
-        "Also upload the folder to this hub repository (`name` or `organisation/name`), with the credentials in "
+        "Also upload the folder to this hub repository (`name` or `organization/name`), with the credentials in "
         "HF_TOKEN.",
         None,
     )

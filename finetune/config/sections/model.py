@@ -73,7 +73,7 @@ class LoraSection(Section):
     )
     router: bool = key("Adapt the router of a mixture of experts.", False)
     modules_to_save: Strings = key("Modules that are fully trained and saved with the adapter.", ())
-    rslora: bool = key("Rank-stabilised scaling (Kalajdzievski, 2023, arXiv:2312.03732).", False)
+    rslora: bool = key("Rank-stabilized scaling (Kalajdzievski, 2023, arXiv:2312.03732).", False)
     dora: bool = key("Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", False)
     init: Literal["default", "gaussian", "pissa", "olora", "loftq"] = key(
         "Initialization: `default` and `gaussian` start as the identity; `pissa` (Meng et al., 2024, arXiv:2404.02948) "
@@ -140,7 +140,7 @@ class NewTokensSection(Section):
 
 
 class ImageProcessorSection(NamedSection):
-    """How images are resized and normalised for a model that is built `from_config` and has no image processor."""
+    """How images are resized and normalized for a model that is built `from_config` and has no image processor."""
 
     name: NameOrPath | None = key("Hub name or folder of an image processor, in place of the values.", None)
     size: Pixels = key("Height and width in pixels.", 224)
@@ -213,7 +213,7 @@ class ModelSection(NamedSection):
     batch_norm: BatchNorm | None = key(
         "`frozen`: batch norms keep their running statistics, as is usual in fine-tuning and the default for "
         "pre-trained "
-        "weights. A number: they normalise over that many consecutive samples of the step (Hoffer et al., 2017, "
+        "weights. A number: they normalize over that many consecutive samples of the step (Hoffer et al., 2017, "
         "arXiv:1705.08741), independent of processes and microbatches. Required for a new model with batch norms.",
         None,
     )
@@ -234,7 +234,7 @@ class ModelSection(NamedSection):
     quantization: QuantizationSection | None = key("Quantize the frozen base.", None)
     new_tokens: NewTokensSection | None = key("Tokens to add to tokenizer and model.", None)
     image_processor: ImageProcessorSection | None = key(
-        "How images are resized and normalised; unset, by the model's own processor.", None
+        "How images are resized and normalized; unset, by the model's own processor.", None
     )
     cache_folder: Path | None = key("Cache of hub downloads; unset, the hub's default.", None)
 

@@ -83,7 +83,7 @@ class DistillationSection(Section):
     )
     teacher_dtype: Literal["float32", "bfloat16", "float16"] = key("Dtype of the teacher's weights.", "float32")
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = key(
-        "KL divergence with the teacher first or the student first, or the generalised Jensen-Shannon divergence "
+        "KL divergence with the teacher first or the student first, or the generalized Jensen-Shannon divergence "
         "(Agarwal et al., 2023, arXiv:2306.13649).",
         "forward_kl",
     )

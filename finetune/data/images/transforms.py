@@ -37,7 +37,7 @@ class ImageTransform:
         num_channels = len(mean) if isinstance(mean, list | tuple) else 3
         if num_channels not in (1, 3):
             raise DataError(
-                f"the image processor normalises {num_channels} channels, and images have 1 (grey) or 3 (RGB). "
+                f"the image processor normalizes {num_channels} channels, and images have 1 (grey) or 3 (RGB). "
                 "Write as many numbers in `model.image_processor.mean` and `std`."
             )
         return "L" if num_channels == 1 else "RGB"
@@ -95,7 +95,7 @@ def random_crop_box(
 ) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of a part with a share of the area within `scale`.
 
-    Where ten tries find none within the image, as much of its centre as has a ratio that is allowed.
+    Where ten tries find none within the image, as much of its center as has a ratio that is allowed.
     """
     width, height = size
     for _ in range(_TRIES):
@@ -141,9 +141,9 @@ def _cut(one: Tensor, other: Tensor, alpha: float, chance: Random) -> MixedImage
     """Return the first with a rectangle of the second at the same place (Yun et al., 2019, arXiv:1905.04899)."""
     height, width = one.shape[-2:]
     side = math.sqrt(1 - chance.betavariate(alpha, alpha))
-    middle, centre = chance.randrange(height), chance.randrange(width)
+    middle, center = chance.randrange(height), chance.randrange(width)
     top, bottom = _around(middle, int(height * side), height)
-    left, right = _around(centre, int(width * side), width)
+    left, right = _around(center, int(width * side), width)
     pixels = one.clone()
     pixels[:, top:bottom, left:right] = other[:, top:bottom, left:right]
     return MixedImage(pixels, 1 - (bottom - top) * (right - left) / (height * width))

@@ -15,7 +15,7 @@ CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "What is 12 x 12?"}, {"role": "assistant", "content": "144."}],
     [
         {"role": "system", "content": "Be brief.\n"},
-        {"role": "user", "content": " Name\ta colour "},
+        {"role": "user", "content": " Name\ta color "},
         {"role": "assistant", "content": "Blue"},
     ],
     [

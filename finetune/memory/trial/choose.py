@@ -1,7 +1,7 @@
 """The microbatch size that fits, as a pure function of the memory that smaller ones have taken.
 
 Memory is close to affine in the microbatch size: a constant, and an amount per sample. From one measured
-size the rest is extrapolated in proportion, from two or more along the steepest line between neighbours, or along a
+size the rest is extrapolated in proportion, from two or more along the steepest line between neighbors, or along a
 parabola where the lines become steeper. A size is tried only where it is predicted to fit on every rank: a rank that
 runs out of memory within a collective would leave the others waiting, and a Linux machine kills a process rather than
 refuse it memory. All ranks are given the same numbers, so they agree without a vote; the rank with the least

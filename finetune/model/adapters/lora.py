@@ -225,7 +225,7 @@ def _double_rank(config: LoraConfig, ratio: float) -> LoraConfig:
 
 
 def init_loftq(model: PeftModel, context: AdapterContext) -> None:
-    """Initialize each adapter with the largest singular components of `original - dequantised`, in one round.
+    """Initialize each adapter with the largest singular components of `original - dequantized`, in one round.
 
     The original weights are read from the base's safetensors one at a time; raises ModelError if one is missing.
     """

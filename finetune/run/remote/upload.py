@@ -1,4 +1,4 @@
-"""One-way synchronisation: files that the run folder has are uploaded, files that it has deleted are deleted.
+"""One-way synchronization: files that the run folder has are uploaded, files that it has deleted are deleted.
 
 A checkpoint's files go first and its manifest last: the manifest is the marker, and a folder without it is no
 checkpoint. Whatever is deleted loses its marker first, and only once the newest checkpoint's is up.

@@ -1,4 +1,4 @@
-"""Tables, colours and progress bars: the one place that creates rich consoles. Foreign text in them is plain text."""
+"""Tables, colors and progress bars: the one place that creates rich consoles. Foreign text in them is plain text."""
 
 from collections.abc import Iterable
 from typing import IO, Any, TextIO, cast

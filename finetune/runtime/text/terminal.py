@@ -1,6 +1,6 @@
 """Untrusted text on its way to a terminal, a pipe or a log: printable, and without effect on the terminal.
 
-Whatever moves the cursor, colours, hides or reorders text is shown as the escape that Python writes for it. While a
+Whatever moves the cursor, colors, hides or reorders text is shown as the escape that Python writes for it. While a
 command runs, standard output and error are guarded: everything printed there, by libraries too, goes through
 `printable`. Imports no torch.
 """
@@ -58,7 +58,7 @@ class GuardedStream:
     """A text stream that writes what is readable, whatever its encoding; all else is as the stream's own.
 
     It has no `buffer`: nothing goes round it. With `has_bars`, what libraries draw bars with on a terminal passes.
-    `keeps_escapes` leaves escapes alone, for text that was made printable before it was coloured.
+    `keeps_escapes` leaves escapes alone, for text that was made printable before it was colored.
     """
 
     def __init__(self, stream: TextIO, *, keeps_escapes: bool = False, has_bars: bool = False) -> None:

@@ -1,7 +1,7 @@
 """The loss of predicted tokens, computed at target positions alone, by our chunked loss or by a fused kernel.
 
 The kernels of other packages compute the summed cross-entropy of a linear head on CUDA without the logits of all
-targets. Read in liger-kernel 0.8.5 and cut-cross-entropy 25.1.1. Both synchronise host and device once per call to
+targets. Read in liger-kernel 0.8.5 and cut-cross-entropy 25.1.1. Both synchronize host and device once per call to
 count targets, which our chunked loss does not: that is why none of them is ever chosen by default.
 """
 

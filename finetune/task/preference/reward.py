@@ -1,4 +1,4 @@
-"""Reward modelling: a score for an answer, trained on pairs of which one is preferred (Bradley-Terry)."""
+"""Reward modeling: a score for an answer, trained on pairs of which one is preferred (Bradley-Terry)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -30,7 +30,7 @@ class Published:
     is_lora: bool = False
 
     @property
-    def modelled(self) -> float:
+    def modeled(self) -> float:
         """Tokens per second and GPU by the cost model."""
         hardware = parse_hardware(self.gpus, num_nodes=self.nodes)
         device = hardware.device("bf16")
@@ -48,7 +48,7 @@ class Published:
     @property
     def error(self) -> float:
         """How much faster the model is than the measurement, as a share of it."""
-        return self.modelled / self.tokens_per_second_per_gpu - 1
+        return self.modeled / self.tokens_per_second_per_gpu - 1
 
 
 _TITAN = "torchtitan, docs/performance.md"
@@ -91,7 +91,7 @@ PUBLISHED = (
     "each", PUBLISHED, ids=lambda each: f"{each.gpus} {each.length} {each.source.partition(',')[0]}"
 )
 def test_each_published_throughput_is_met_within_a_quarter(each: Published):
-    assert abs(each.error) < 0.25, f"{each.modelled:,.0f} against {each.tokens_per_second_per_gpu:,.0f}"
+    assert abs(each.error) < 0.25, f"{each.modeled:,.0f} against {each.tokens_per_second_per_gpu:,.0f}"
 
 
 def test_half_of_them_are_met_within_a_ninth_and_the_errors_are_on_both_sides():
@@ -104,15 +104,15 @@ def test_half_of_them_are_met_within_a_ninth_and_the_errors_are_on_both_sides():
 def markdown() -> str:
     """Return the table of the page."""
     rows = [
-        "| published | model | GPUs | tokens x samples | measured | modelled | error |",
+        "| published | model | GPUs | tokens x samples | measured | modeled | error |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in PUBLISHED:
         kind = f"{each.model.parameters / 1e9:.3g}B{' LoRA' if each.is_lora else ''}"
         gpus = each.gpus if each.nodes is None else f"{each.nodes} x {each.gpus}"
-        measured, modelled = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.modelled:,.0f}"
+        measured, modeled = f"{each.tokens_per_second_per_gpu:,.0f}", f"{each.modeled:,.0f}"
         shape = f"{each.length} x {each.samples} x {each.microbatches}"
-        rows.append(f"| {each.source} | {kind} | {gpus} | {shape} | {measured} | {modelled} | {each.error:+.0%} |")
+        rows.append(f"| {each.source} | {kind} | {gpus} | {shape} | {measured} | {modeled} | {each.error:+.0%} |")
     return "\n".join(rows)
 
 

@@ -114,7 +114,7 @@ def test_blanks_and_control_characters_are_seen():
     assert visible("\x1b[0m") == "⟨1B⟩[0m"
 
 
-def test_targets_stand_in_brackets_without_colours():
+def test_targets_stand_in_brackets_without_colors():
     pieces = [Piece((1,), "Hi", False, False), Piece((2,), " you", True, False), Piece((3,), "\n", True, False)]
     sample = PreviewSample(0, "row 1", (*pieces, Piece((4,), "end", True, True)), 4, 3)
     assert plain_text(sample) == "Hi⟦·you┊↵\nend⟧"
@@ -129,7 +129,7 @@ def test_the_terminal_shows_rows_in_the_order_of_training(shown):
     ]
     assert "step 1, microbatch 1 of 2: positions 0 to 1" in said and "2 samples (1 shown)" in said
     assert "moon┊<|im_end|>⟧" in said
-    assert "\x1b" not in said  # a row cannot steer the terminal, and there are no colours in a file
+    assert "\x1b" not in said  # a row cannot steer the terminal, and there are no colors in a file
 
 
 def test_preview_starts_at_the_requested_position(shown):

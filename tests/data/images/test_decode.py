@@ -19,10 +19,10 @@ def encoded(image: Image.Image, kind: str = "PNG", **settings) -> bytes:
     return stream.getvalue()
 
 
-def two_pixels(*colours, mode: str = "RGB") -> Image.Image:
+def two_pixels(*colors, mode: str = "RGB") -> Image.Image:
     image = Image.new(mode, (2, 1))
-    image.putpixel((0, 0), colours[0])
-    image.putpixel((1, 0), colours[1])
+    image.putpixel((0, 0), colors[0])
+    image.putpixel((1, 0), colors[1])
     return image
 
 

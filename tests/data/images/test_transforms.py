@@ -42,7 +42,7 @@ def test_evaluation_images_equal_the_output_of_the_processor(processor):
     torch.testing.assert_close(views.drawn(image, Random(1)), wanted, atol=1e-6, rtol=0)
 
 
-def test_the_whole_image_cut_and_mirrored_is_normalised_alike(processor):
+def test_the_whole_image_cut_and_mirrored_is_normalized_alike(processor):
     views = ImageTransform(processor, ImagesSection(flip=True))
     image = noise(37, 29, views.mode)
     plain = views.plain(image)
@@ -74,7 +74,7 @@ def test_a_random_part_lies_within_and_has_a_share_of_the_area():
         assert 0 <= left < right <= 40
         assert 0 <= top < bottom <= 30
         assert 0.15 < (right - left) * (bottom - top) / 1200 < 0.55
-    assert random_crop_box((100, 1), (1.0, 1.0), chance) == (49, 0, 50, 1)  # nothing fits: the centre
+    assert random_crop_box((100, 1), (1.0, 1.0), chance) == (49, 0, 50, 1)  # nothing fits: the center
 
 
 def test_a_shifted_image_has_black_where_nothing_was():

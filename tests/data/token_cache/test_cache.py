@@ -313,7 +313,7 @@ def test_samples_come_back_as_they_were_encoded(prepare_cache):
         prepared[2]
 
 
-def test_the_same_rows_are_tokenised_once(prepare_cache):
+def test_the_same_rows_are_tokenized_once(prepare_cache):
     first = prepare_cache(["a>b", "c>d"])
     assert prepare_cache.encoded == 2
     again = prepare_cache(["a>b", "c>d"])

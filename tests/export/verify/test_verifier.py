@@ -148,7 +148,7 @@ DAMAGES = {
         rewritten("generation_config.json", lambda values: values.update(eos_token_id=0)),
         r"generation_config.json: `eos_token_id` is 0 instead of \[0, 2\]",
     ),
-    "another pre-tokeniser": (
+    "another pre-tokenizer": (
         "llama untied",
         with_other_pre_tokenizer,
         r"differs from the training's .* texts:\n.*trained with \[.*loaded gives \[",
@@ -182,7 +182,7 @@ DAMAGES = {
 }
 
 
-ALWAYS = ("two tensors swapped", "another pre-tokeniser", "no generation config")
+ALWAYS = ("two tensors swapped", "another pre-tokenizer", "no generation config")
 """Of the damages, those that the quick tier looks for."""
 
 

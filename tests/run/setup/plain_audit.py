@@ -1,6 +1,6 @@
 """What becomes of rows of question and answer, counted again by other means and without a line of the package.
 
-The conversation is written out by hand, tokenised once as a whole, and a token is learnt when its characters lie within
+The conversation is written out by hand, tokenized once as a whole, and a token is learnt when its characters lie within
 an answer or the `<|im_end|>` behind it.
 """
 

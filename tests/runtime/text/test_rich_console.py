@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A colour terminal."""
+    """A color terminal."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return Terminal()
@@ -46,7 +46,7 @@ def test_foreign_text_is_neither_markup_nor_obeyed_in_lines_texts_and_tables(scr
     assert "c0ffee" not in said
 
 
-def test_colours_of_ours_are_drawn(screen):
+def test_colors_of_ours_are_drawn(screen):
     assert f"\x1b[1;31m{SHOWN}\x1b[0m" in drawn(screen)
 
 

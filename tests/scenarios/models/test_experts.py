@@ -71,7 +71,7 @@ def test_the_load_alone_is_logged_without_another_number_of_the_run(launch):
 PAIRS = [
     {"prompt": f"Say {word}.", "chosen": word, "rejected": word[::-1]} for word in ("red", "blue", "green", "pink")
 ]
-CLASSES = [{"text": f"{word} is a colour", "label": word} for word in ("red", "blue", "green", "pink")]
+CLASSES = [{"text": f"{word} is a color", "label": word} for word in ("red", "blue", "green", "pink")]
 TASKS = {
     "kto": (PAIRS, ["task={name: preference, preference: {loss: kto}}", "train.global_batch_size=8"]),
     "dpo": (PAIRS, ["task={name: preference}"]),

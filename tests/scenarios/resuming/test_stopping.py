@@ -21,15 +21,15 @@ LONG = [*NO_EVALUATION, "train.steps=50000", "checkpoint.every_steps=40000", "re
 @pytest.mark.full
 @pytest.mark.distributed
 def test_sigterm_on_one_rank_saves_on_all_and_another_strategy_resumes(launch):
-    stopped = launch("ddp", name="signalled", overrides=SIGNAL_AT_STEP_2)
+    stopped = launch("ddp", name="signaled", overrides=SIGNAL_AT_STEP_2)
     assert stopped.code != 0  # the launcher says 1 for 143
     assert "signal SIGTERM" in stopped.output
     assert len(stopped.losses()) == 2  # the signal came after the second step: no third is begun
     assert [path.name for path in (stopped.folder / "checkpoints").glob("step-*")] == ["step-000002"]
     assert not (stopped.folder / "final").exists()
     calm = [*SIGNAL_AT_STEP_2[:1], SIGNAL_AT_STEP_2[2]]
-    straight = launch(None, name="not-signalled", overrides=calm)
-    went_on = launch("zero3", name="signalled", overrides=calm)
+    straight = launch(None, name="not-signaled", overrides=calm)
+    went_on = launch("zero3", name="signaled", overrides=calm)
     assert went_on.code == 0, went_on.output
     assert went_on.losses() == pytest.approx(straight.losses(), rel=1e-4)
     assert (went_on.folder / "final" / "model.safetensors").exists()

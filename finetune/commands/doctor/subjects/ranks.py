@@ -110,7 +110,7 @@ def measure_link() -> LinkFacts:
 
 
 def pairs_to_measure(world: int) -> Sequence[tuple[int, int]]:
-    """Return all pairs of a small world, and the neighbours of a large one.
+    """Return all pairs of a small world, and the neighbors of a large one.
 
     >>> pairs_to_measure(3)
     [(0, 1), (0, 2), (1, 2)]
