@@ -63,7 +63,7 @@ def test_all_settings_that_are_not_exact_where_ranks_share_rows_are_refused_at_o
     ("written", "message"),
     [
         ("data.batching.padding_free=false", "samples are padded here: the job writes so"),
-        ("model.from_config.model_type=lfm2", "`lfm2` has layers that mix the tokens of a row"),
+        ("model.from_config.model_type=lfm2", "`lfm2` has, or may have, layers that mix the tokens of a row"),
         ("model.from_config.values.num_attention_heads=2", "4 ranks cannot share 2 attention heads"),
     ],
 )
