@@ -253,7 +253,7 @@ def skypilot(
 @handle_errors
 def decide_next(
     run: Annotated[str, typer.Option(metavar="FOLDER", help="The run folder, or its URL.")],
-    since: Annotated[float, typer.Option(metavar="SECONDS", help="When this attempt began: `date +%s`.")],
+    since: Annotated[float, typer.Option(metavar="SECONDS", help="When this attempt began: `date +%s.%N`.")],
     exit_code: Annotated[int, typer.Option(help="Exit code of the launcher.")],
     max_restarts: MaxRestarts = 3,
     local_folder: Annotated[Path | None, typer.Option(help="The job's run.local_folder.")] = None,
