@@ -64,24 +64,19 @@ def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -
     elif expected.fsdp_version is not None:
         is_sharded = (folder / f"{_MODEL}_fsdp_0").is_dir() and (folder / "optimizer_0").is_dir()
         is_full = (folder / f"{_MODEL}_fsdp.bin").is_file() and (folder / "optimizer.bin").is_file()
-        missing = (
-            None if is_sharded or is_full else f"has neither {_MODEL}_fsdp_0/ and optimizer_0/ nor their .bin files"
-        )
+        neither = f"has neither {_MODEL}_fsdp_0/ and optimizer_0/ nor their .bin files"
+        missing = None if is_sharded or is_full else neither
+    elif not (folder / "optimizer.bin").is_file():
+        missing = "has no optimizer.bin"
     else:
-        missing = _missing_plain(folder)
+        has_model = any((folder / name).is_file() for name in ("model.safetensors", f"{_MODEL}.bin"))
+        missing = None if has_model else "has no model.safetensors"
     if missing is not None:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(
             f"--from {folder}: {missing}, so it was not written under {strategy.name} with {world} "
             f"process{'' if world == 1 else 'es'}. It holds: {there}. Launch with the strategy that wrote it."
         )
-
-
-def _missing_plain(folder: Path) -> str | None:
-    if not (folder / "optimizer.bin").is_file():
-        return "has no optimizer.bin"
-    has_model = any((folder / name).is_file() for name in ("model.safetensors", f"{_MODEL}.bin"))
-    return None if has_model else "has no model.safetensors"
 
 
 NOT_IN_FOLDER = (

@@ -24,6 +24,7 @@ from finetune.report.curves import Curve
 from finetune.report.events import is_event
 from finetune.report.restarts import RestartHistory
 from finetune.runtime.files.read import open_regular, parse_json, read_regular, require_regular
+from finetune.runtime.optional import no_op
 
 EVENTS_FILE = "events.jsonl"
 
@@ -373,10 +374,10 @@ class HistoryReader:
         self._keep_steps = keep_steps
         self._offset = 0
 
-    def read_new(self, *, after_chunk: Callable[[], object] = lambda: None) -> None:
+    def read_new(self, *, after_chunk: Callable[[], object] = no_op) -> None:
         """Read the lines that are complete by now; nothing where there is no file.
 
-        A file that is shorter than before is another one: it is read from its start. `after_chunk` is called after
+        A file that became shorter was replaced: it is read from its start. `after_chunk` is called after
         each chunk of some MB.
         """
         with suppress(FileNotFoundError), open_regular(self._path) as file:

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.write.saver import SavedCheckpoint, Saver
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.checkpoint import CheckpointSection
 from finetune.errors import CheckpointError, NonFiniteError
 from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
@@ -43,7 +45,9 @@ class TrainingOutcome:
 def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> TrainingOutcome:
     """Train to the end of the plan, or until a stop is requested. Collective."""
     config, progress, plan = context.config, restored.progress, restored.built.plan
-    save = _make_saver(context, restored, reporter=reporter, supervision=supervision)
+    save = _make_saver(
+        context.paths.checkpoints, config.checkpoint, restored, reporter=reporter, supervision=supervision
+    )
     save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
         parts = make_parts(
@@ -66,7 +70,9 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
         return TrainingOutcome(_run_loop(parts, progress, supervision=supervision), started)
 
 
-def _make_saver(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> Saver:
+def _make_saver(
+    folder: Path, section: CheckpointSection, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision
+) -> Saver:
     """Return what saves the run; it reports each checkpoint and enters it into the status file."""
 
     def on_saved(saved: SavedCheckpoint) -> None:
@@ -75,8 +81,8 @@ def _make_saver(context: RunContext, restored: RestoredRun, *, reporter: Reporte
         supervision.status.checkpoint(path)
 
     return Saver(
-        context.paths.checkpoints,
-        section=context.config.checkpoint,
+        folder,
+        section=section,
         access=restored.access,
         run=restored.fingerprint,
         on_saved=on_saved,

@@ -27,28 +27,23 @@ from tests.verifier_server import use_server
 
 PLAIN = ("finetune.cli.app", "finetune.run.start", "finetune.config.schema")
 WITH_TORCH = (
-    *(
-        "finetune.cli.app",
-        "finetune.run.start",
-        "finetune.run.train",
-        "finetune.commands.export",
-        "finetune.commands.generate",
-    ),
-    *(
-        "finetune.commands.evaluate.evaluate",
-        "finetune.commands.export",
-        "finetune.commands.chat",
-        "finetune.commands.checkpoints.inspect",
-    ),
-    *(
-        "finetune.commands.prepare",
-        "finetune.commands.preview.preview",
-        "finetune.commands.checkpoints.prune",
-        "peft",
-        "datasets",
-        "PIL.Image",
-    ),
-    *("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto", "pyarrow.parquet"),
+    "finetune.cli.app",
+    "finetune.run.start",
+    "finetune.run.train",
+    "finetune.commands.export",
+    "finetune.commands.generate",
+    "finetune.commands.evaluate.evaluate",
+    "finetune.commands.chat",
+    "finetune.commands.checkpoints.inspect",
+    "finetune.commands.prepare",
+    "finetune.commands.preview.preview",
+    "finetune.commands.checkpoints.prune",
+    "peft",
+    "datasets",
+    "PIL.Image",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "pyarrow.parquet",
 )
 ADDRESS_SPACE_BYTES = 16 << 30  # a case may not take the machine with it
 FILE_BYTES = 256 << 20

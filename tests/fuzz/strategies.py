@@ -1,6 +1,7 @@
 """Cases drawn by hypothesis: healthy projects with something wrong in job file, rows, disk or model."""
 
 import copy
+import functools
 import gzip
 import io
 import json
@@ -547,50 +548,37 @@ def converted(draw: st.DrawFn, ground: Ground) -> Case:
 @st.composite
 def streams(draw: st.DrawFn, ground: Ground) -> Case:
     """A stream's folder in the cache with something wrong in it, met by the same training and by `prepare`."""
-    words = draw(st.sampled_from((STREAMED, STREAMED, (*PREPARE, *STREAMED[-2:]))))
-    files: dict[str, Change] = dict(_left_by(ground, STREAMED, "cache/streams", "*"))
-    for path in draw(st.lists(st.sampled_from(sorted(files)), min_size=1, max_size=2, unique=True)):
-        files[path] = draw(damaged_file(path, ground_bytes(files[path])))
+    words = draw(st.sampled_from((STREAMED, STREAMED, (*PREPARE, "--set", STREAM))))
+    healthy = _left_by(ground, STREAMED, "cache/streams", "*")
+    files: dict[str, Change] = {**healthy}
+    for path in draw(st.lists(st.sampled_from(sorted(healthy)), min_size=1, max_size=2, unique=True)):
+        files[path] = draw(damaged_file(path, healthy[path]))
     return Case(words, files)
 
 
-STREAMED = (
-    *TRAIN,
-    "--set",
-    "run.folder=runs/stream",
-    "--set",
-    "data.train={path: train.jsonl, stream: {window_rows: 8}}",
-)
+STREAM = "data.train={path: train.jsonl, stream: {window_rows: 8}}"
+STREAMED = (*TRAIN, "--set", "run.folder=runs/stream", "--set", STREAM)
 
 
 @st.composite
 def sweeps(draw: st.DrawFn, ground: Ground) -> Case:
     """A sweep's folder with something wrong in its journal or in the state of a run, met by the sweep again."""
     words = ("sweep", "--config", "job.yaml", "--set", "run.seed=1,2", "--folder", "runs/sweep")
-    files: dict[str, Change] = dict(_left_by(ground, words, "runs/sweep", "sweep.journal", "status.json"))
-    path = draw(st.sampled_from(("runs/sweep/sweep.journal", "runs/sweep/sweep.journal", *sorted(files))))
-    content = ground_bytes(files[path])
+    healthy = _left_by(ground, words, "runs/sweep", "sweep.journal", "status.json")
+    path = draw(st.sampled_from(("runs/sweep/sweep.journal", "runs/sweep/sweep.journal", *sorted(healthy))))
+    content = healthy[path]
     lines = damaged_lines(content) if path.endswith(".journal") else damaged_json(content)
-    files[path] = draw(st.one_of(lines, lines, lines, damaged_bytes(content), st.sampled_from(ODD)))
+    damage = draw(st.one_of(lines, lines, lines, damaged_bytes(content), st.sampled_from(ODD)))
     more = draw(
         st.sampled_from(((), ("--json",), ("--search", "3"), ("--retry-failed",), ("--set", "train.steps=3,4")))
     )
-    return Case((*words, *more, "--dry-run"), files)
+    return Case((*words, *more, "--dry-run"), {**healthy, path: damage})
 
 
-def ground_bytes(change: Change) -> bytes:
-    assert isinstance(change, bytes)
-    return change
-
-
-_LEFT: dict[tuple[str, ...], dict[str, bytes]] = {}
-
-
+@functools.cache
 def _left_by(ground: Ground, words: tuple[str, ...], folder: str, *names: str) -> dict[str, bytes]:
     """Return what the command leaves on the healthy project; it is run once."""
-    if words not in _LEFT:
-        _LEFT[words] = ground.left_by(words, folder, names)
-    return _LEFT[words]
+    return ground.left_by(words, folder, names)
 
 
 IMAGES = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")

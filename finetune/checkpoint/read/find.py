@@ -45,7 +45,7 @@ def find_checkpoint(
 ) -> VerifiedCheckpoint | None:
     """Return the checkpoint that `checkpoint.resume` asks for, verified; None to start from scratch. Collective.
 
-    Raises CheckpointError where there is no valid one at that path, and where the folder has some and should not.
+    Raises CheckpointError if the given path holds no valid checkpoint, and if `never` meets a folder that has some.
     """
     if resume == "never":
         refuse_existing_checkpoint(run_on_rank_0(lambda: layout.newest_checkpoint(folder)))

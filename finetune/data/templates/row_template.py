@@ -15,7 +15,7 @@ from finetune.data.templates.static_check import is_bounded
 from finetune.errors import DataError
 
 WHOLE_ROW = "row"
-"""The name under which a template finds all columns, for those whose name is no word: `row['my column']`."""
+"""The variable with all columns of the row, for columns whose name is not an identifier: `row['my column']`."""
 
 _FILE = "<row template>"
 _FAULTS = (
