@@ -1,7 +1,7 @@
 """From the first step to the exported model: train, export, report the end."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from finetune.run.setup.loop import make_parts, remove_stop_file
 from finetune.run.state.resume import RestoredRun
 from finetune.run.supervision import FINAL_REASONS, Supervision
 from finetune.runtime import distributed
+from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Progress
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
@@ -45,9 +46,8 @@ class TrainingOutcome:
 def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> TrainingOutcome:
     """Train to the end of the plan, or until a stop is requested. Collective."""
     config, progress, plan = context.config, restored.progress, restored.built.plan
-    save = _make_saver(
-        context.paths.checkpoints, config.checkpoint, restored, reporter=reporter, supervision=supervision
-    )
+    on_path = supervision.status.checkpoint
+    save = make_saver(context.paths.checkpoints, config.checkpoint, restored, reporter=reporter, on_path=on_path)
     save.rehearse(num_saves=plan.num_due(config.checkpoint.every_steps, after=progress.step))
     with sampled_gpu(restored.built.prepared.accelerator.device, is_main=distributed.is_main()) as gpu:
         parts = make_parts(
@@ -61,7 +61,7 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
             log=context.log,
         )
         parts = profile_parts(parts, config.report.profile, run_folder=context.paths.folder)
-        reporter(_run_started(config, context.strategy, restored, previous=supervision.status.previous))
+        reporter(run_started(config, context.strategy, restored, previous=supervision.status.previous))
         started = time.monotonic()
         supervision.status.run(progress, num_steps=plan.num_steps)
         if config.evaluate is not None and config.evaluate.at_start and progress.step == 0:
@@ -70,15 +70,20 @@ def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, super
         return TrainingOutcome(_run_loop(parts, progress, supervision=supervision), started)
 
 
-def _make_saver(
-    folder: Path, section: CheckpointSection, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision
+def make_saver(
+    folder: Path,
+    section: CheckpointSection,
+    restored: RestoredRun,
+    *,
+    reporter: Reporter,
+    on_path: Callable[[str], None] = no_op,
 ) -> Saver:
-    """Return what saves the run; it reports each checkpoint and enters it into the status file."""
+    """Return what saves the run; it reports each checkpoint and calls `on_path` with its path."""
 
     def on_saved(saved: SavedCheckpoint) -> None:
         path = str(saved.path)
         reporter(CheckpointSaved(saved.step, path, saved.size_bytes, saved.seconds, saved.stall_seconds))
-        supervision.status.checkpoint(path)
+        on_path(path)
 
     return Saver(
         folder,
@@ -91,9 +96,10 @@ def _make_saver(
     )
 
 
-def _run_started(
+def run_started(
     config: RunConfig, strategy: Strategy, restored: RestoredRun, *, previous: Mapping[str, Any]
 ) -> RunStarted:
+    """Return the event with which a run begins; `previous` is what its status file said before this start."""
     plan, prepared = restored.built.plan, restored.built.prepared
     return RunStarted(
         step=restored.progress.step,

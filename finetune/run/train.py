@@ -4,8 +4,10 @@ Each phase takes what the one before it returned, so their order cannot change: 
 that the run starts from, `restore` loads a checkpoint into what `build` returned, `fit` trains what was restored.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 from accelerate import Accelerator
 
@@ -30,6 +32,7 @@ from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.run.validate import validate, validate_model
 from finetune.runtime import distributed
+from finetune.runtime.optional import no_op
 from finetune.task.model_inputs import unwrap_model
 
 
@@ -66,7 +69,8 @@ def _train(
     supervision.gather_peers()
     if finished := find_finished(config, strategy, data, log=log):
         return supervision.end_finished(finished, num_steps=data.plan.num_steps)
-    built = build(context, data, accelerator=accelerator, supervision=supervision)
+    detect_hangs = partial(supervision.watchdog.detect_hangs, config.run.hang_after_seconds)
+    built = build(context, data, accelerator=accelerator, startup=supervision.startup, on_model=detect_hangs)
     restored = restore(context, built, checksums)
     with supervision.startup.phase("longest batch"):
         context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
@@ -81,10 +85,17 @@ def _train(
     return code
 
 
-def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, supervision: Supervision) -> BuiltRun:
+def build(
+    context: RunContext,
+    data: PreparedData,
+    *,
+    accelerator: Accelerator,
+    startup: StartupTimer,
+    on_model: Callable[[], None] = no_op,
+) -> BuiltRun:
     """Return the model with the weights that the run starts from, and the data with what they precompute.
 
-    Collective.
+    `on_model` is called when the model is prepared. Collective.
     """
     config, log = context.config, context.log
     prepared = prepare_model(
@@ -104,7 +115,7 @@ def build(context: RunContext, data: PreparedData, *, accelerator: Accelerator, 
         device=accelerator.device,
     )
     verify_before_training(data.training_data)
-    supervision.startup.end("model")
-    supervision.watchdog.detect_hangs(config.run.hang_after_seconds)
+    startup.end("model")
+    on_model()
     training_data = add_frozen_models(config, data.training_data, prepared, log=log)
     return BuiltRun(training_data, data.plan, prepared, make_step_task(config, training_data.task, prepared))

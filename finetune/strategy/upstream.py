@@ -278,6 +278,43 @@ _REDUCTION_KEYS = {
 }
 
 
+def complete_gradients(accelerator: Accelerator, model: nn.Module, *, divisor: float = 1.0) -> None:
+    """Complete the gradients of a step of several calls, each reduced at its end, and divide them by `divisor`.
+
+    DeepSpeed's engine must know at the last backward pass of a step that it is the last; where that is not known, it is
+    made up for as its own mode without a count does it (`managed_gradient_accumulation: false`, `engine.step`, 0.19).
+    It clips and updates the weights here, and divides meanwhile, by what it takes for the loss scale. Raises
+    StrategyError for an optimizer of DeepSpeed that has no such scale. Collective.
+    """
+    wrapped = accelerator.deepspeed_engine_wrapped
+    if wrapped is None:
+        for parameter in model.parameters() if divisor != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        return
+    engine = wrapped.engine
+    zero = engine.optimizer
+    if divisor != 1.0 and not hasattr(zero, "external_loss_scale"):
+        raise StrategyError(
+            f"DeepSpeed's {type(zero).__name__} takes one group of rows per step. Pass all rows of a step at once, or "
+            "launch ZeRO-2 or FSDP2."
+        )
+    engine.set_gradient_accumulation_boundary(True)
+    if engine.zero_optimization_partition_gradients():
+        _require_internals(zero, "finalize_gradient_accumulation_boundary", package="deepspeed")
+        zero.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()
+    if divisor == 1.0:
+        engine.step()
+        return
+    zero.external_loss_scale = divisor * zero.loss_scale
+    try:
+        engine.step()
+    finally:
+        zero.external_loss_scale = None
+
+
 def drop_not_yet_unfrozen_from_zero_norm(model: Any) -> None:
     """Have ZeRO's gradient norm leave out parameter groups that are not yet unfrozen; other models are left alone.
 

@@ -64,17 +64,14 @@ def take_step(
     seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank())
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
-    losses, others = _backward(
+    losses, others = forward_backward(
         parts, group, num_targets=counts.num_targets, step=progress.step, before_last=before_last_backward
     )
-    gradient_norm = parts.update.clip()
-    fault_point("update.before", step=progress.step)
-    is_taken = parts.update(gradient_norm, num_allowed=_num_allowed(parts, progress))
-    fault_point("update.after", step=progress.step)
+    norm, is_taken = update_weights(parts, progress)
     return StepRecord(
         number=progress.step + 1,
         losses=losses,
-        gradient_norm=gradient_norm,
+        gradient_norm=norm,
         is_taken=is_taken,
         sample_ids=tuple(batch.sample_ids for batch in group),
         learning_rate=learning_rate,
@@ -138,12 +135,19 @@ def _raise_damaged(parts: TrainingComponents, delivery: Delivery, *, step: int) 
     raise TrainingError(f"step {step + 1} is not taken because its data is damaged:\n" + "\n".join(lines))
 
 
-def _backward(
-    parts: TrainingComponents, group: tuple[Batch, ...], *, num_targets: int, step: int, before_last: Callable[[], None]
+def forward_backward(
+    parts: TrainingComponents,
+    group: tuple[Batch, ...],
+    *,
+    num_targets: int,
+    step: int,
+    before_last: Callable[[], None] = no_op,
+    completes_step: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Accumulate the gradient of the mean loss over the targets of all ranks.
+    """Accumulate the gradient of the mean loss over the targets of all ranks. Collective.
 
     Returns the summed loss of every microbatch, [microbatches], and the task's other sums over all microbatches.
+    Where the group does not complete the step, DeepSpeed does not update the weights in its last backward pass.
     """
     accelerator, losses = parts.accelerator, []
     accumulate = partial(accumulate_gradients, accelerator, parts.model, reduces=parts.reduces_every_microbatch)
@@ -151,7 +155,7 @@ def _backward(
     scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
     for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
         is_last = number == len(group) - 1
-        accelerator.sync_gradients = is_last
+        accelerator.sync_gradients = is_last and completes_step
         with nullcontext() if is_last else accumulate():
             parts.before_batch(batch)
             sums = dict(parts.task.loss_sums(parts.model, batch))
@@ -164,6 +168,18 @@ def _backward(
         losses.append(loss_sum.detach())
         others = {name: others.get(name, 0.0) + value.detach() for name, value in sums.items()}
     return torch.stack(losses), others
+
+
+def update_weights(parts: TrainingComponents, progress: Progress) -> tuple[Tensor, bool | None]:
+    """Clip the accumulated gradient, update the weights and drop the gradient, or skip the step. Collective.
+
+    Returns the gradient norm before clipping, and whether the step was taken; None: if the norm is finite.
+    """
+    gradient_norm = parts.update.clip()
+    fault_point("update.before", step=progress.step)
+    is_taken = parts.update(gradient_norm, num_allowed=_num_allowed(parts, progress))
+    fault_point("update.after", step=progress.step)
+    return gradient_norm, is_taken
 
 
 def record_skipped_step(parts: TrainingComponents, progress: Progress, record: StepRecord) -> None:

@@ -56,8 +56,13 @@ def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, 
     return finished if lines is not None else None
 
 
-def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | None) -> RestoredRun:
-    """Return the run resumed from its checkpoint, or as it was built where there is none. Collective."""
+def restore(
+    context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | None = None, *, takes_other_rows: bool = False
+) -> RestoredRun:
+    """Return the run resumed from its checkpoint, or as it was built where there is none. Collective.
+
+    Raises CheckpointError where the checkpoint was trained on other rows than the job's, unless `takes_other_rows`.
+    """
     config, log = context.config, context.log
     training_data, prepared = built.training_data, built.prepared
     fingerprint = make_fingerprint(config, context.strategy, training_data, model=prepared.unwrapped_model, log=log)
@@ -83,7 +88,8 @@ def restore(context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | 
     )
     progress = Progress.from_state_dict(state)
     batch_size = config.train.global_batch_size
-    require_same_samples(checkpoint.path, progress, pool=training_data.training, global_batch_size=batch_size)
+    if not takes_other_rows:
+        require_same_samples(checkpoint.path, progress, pool=training_data.training, global_batch_size=batch_size)
     saved = checkpoint.manifest.run
     reset_incomparable_best(progress, saved, current=fingerprint)
     log(f"resumes from {checkpoint.path} after step {progress.step}")
