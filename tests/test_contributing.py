@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from finetune.config.sections.data import DataSection, TrainingSourceSection
+from finetune.config.sections.report import ReportSection
 from finetune.config.sections.task import TaskSection
 from finetune.data.sources import readers
 from finetune.model.tokenizer import train_or_load_tokenizer
@@ -84,7 +85,9 @@ def registered(monkeypatch):
 @pytest.mark.usefixtures("registered")
 def test_the_documented_example_tracker_gets_metrics(tmp_path):
     python_of("Add a tracker")
-    reporter = TrackersReporter(Accelerator(cpu=True), ["lines"], project="stories", run_folder=tmp_path)
+    reporter = TrackersReporter(
+        Accelerator(cpu=True), ReportSection(trackers=("lines",), project="stories"), run_folder=tmp_path
+    )
     reporter(RunStarted(0, num_steps=2, strategy="single", arithmetic=(), config={}))
     reporter(Evaluated(2, metrics={"loss": 0.5}, num_rows=4, seconds=0.1))
     reporter.close()

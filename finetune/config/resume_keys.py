@@ -117,6 +117,7 @@ MAY_DIFFER = (
     *("checkpoint.keep_best.metric", "checkpoint.keep_best.goal", "checkpoint.keep_best.count"),
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
+    *("report.run_name", "report.entity", "report.group", "report.tags"),
     "report.expert_load",  # counts what the step does in any case
     *("report.profile", "report.profile.start", "report.profile.steps", "report.profile.memory"),
     *("report.profile.stacks", "report.prometheus", "report.prometheus_address"),

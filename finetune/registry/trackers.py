@@ -1,16 +1,18 @@
 """The trackers of Accelerate that `report.trackers` may name. A session may register others with Accelerate."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from finetune.registry.table import Entry, Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerEntry(Entry):
-    """A tracker, and the arguments by which it is given the run's name and folder; None: by none."""
+    """A tracker, and the arguments of its own that take the run's folder and the keys of `report:`."""
 
-    name_argument: str | None = None
     folder_argument: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)  # by key: `run_name`, `entity`, `group`, `tags`
+    tags_are_named: bool = False  # a mapping from names to values, not a list of names
 
 
 TRACKERS = Table(
@@ -18,13 +20,25 @@ TRACKERS = Table(
     TrackerEntry,
     (
         TrackerEntry(name="aim"),
-        TrackerEntry(name="clearml"),
-        TrackerEntry(name="comet_ml"),
+        TrackerEntry(name="clearml", arguments={"run_name": "task_name", "tags": "tags"}),
+        TrackerEntry(name="comet_ml", arguments={"entity": "workspace"}),
         TrackerEntry(name="dvclive"),
-        TrackerEntry(name="mlflow", name_argument="run_name"),
-        TrackerEntry(name="swanlab"),
+        TrackerEntry(name="mlflow", arguments={"run_name": "run_name", "tags": "tags"}, tags_are_named=True),
+        TrackerEntry(
+            name="swanlab",
+            arguments={"run_name": "experiment_name", "entity": "workspace", "group": "group", "tags": "tags"},
+        ),
         TrackerEntry(name="tensorboard"),
-        TrackerEntry(name="trackio", name_argument="name"),
-        TrackerEntry(name="wandb", name_argument="name", folder_argument="dir"),
+        TrackerEntry(name="trackio", arguments={"run_name": "name", "group": "group"}),
+        TrackerEntry(
+            name="wandb",
+            folder_argument="dir",
+            arguments={"run_name": "name", "entity": "entity", "group": "group", "tags": "tags"},
+        ),
     ),
 )
+
+
+def trackers_that_read(key: str) -> tuple[str, ...]:
+    """Return the names of the trackers that take a key of `report:`, such as `tags`."""
+    return tuple(entry.name for entry in TRACKERS if key in entry.arguments)

@@ -41,14 +41,7 @@ def build_reporter(
         PageReporter(run_folder / EVENTS_FILE, on_read=on_read),
     ]
     if section.trackers:
-        tracked = TrackersReporter(
-            accelerator,
-            section.trackers,
-            project=section.project or run_folder.parent.name or "finetune",
-            run_folder=run_folder,
-            log_every_steps=section.log_every_steps,
-        )
-        reporters.append(tracked)
+        reporters.append(TrackersReporter(accelerator, section, run_folder=run_folder))
     if section.prometheus is not None:
         address, name = section.prometheus_address, run_folder.name
         reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
+from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage, UserError
 from finetune.registry.trackers import TRACKERS
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
@@ -44,18 +45,14 @@ class TrackersReporter:
     def __init__(
         self,
         accelerator: Accelerator,
-        names: Sequence[str],
+        section: ReportSection,
         *,
-        project: str,
         run_folder: Path,
-        log_every_steps: int = 1,
     ) -> None:
-        check_trackers(names)
+        check_trackers(section.trackers)
         self._accelerator = accelerator
-        self._names = tuple(dict.fromkeys(names))
-        self._project = project
+        self._section = section
         self._run_folder = run_folder
-        self._log_every_steps = log_every_steps
         self._meter = ThroughputMeter(0)
         self._num_steps = 0
 
@@ -68,7 +65,7 @@ class TrackersReporter:
                 self._start(event.config)
             case StepTaken():
                 self._meter.add(event)
-                if Cadence(self._log_every_steps, self._num_steps).due(event.step):
+                if Cadence(self._section.log_every_steps, self._num_steps).due(event.step):
                     self._accelerator.log(step_metrics(event, meter=self._meter), step=event.step)
                     self._meter.reset_data_share()
             case Evaluated():
@@ -88,10 +85,12 @@ class TrackersReporter:
         folder = self._run_folder / "trackers"
         folder.mkdir(parents=True, exist_ok=True)
         self._accelerator.project_configuration.logging_dir = str(folder)
-        self._accelerator.log_with = [LoggerType(name) if name in set(LoggerType) else name for name in self._names]
-        arguments = {name: _tracker_options(name, self._run_folder) for name in self._names}
+        names = tuple(dict.fromkeys(self._section.trackers))
+        self._accelerator.log_with = [LoggerType(name) if name in set(LoggerType) else name for name in names]
         self._accelerator.init_trackers(
-            self._project, config=flatten_config(redacted_config(config)), init_kwargs=arguments
+            self._section.project or self._run_folder.parent.name or "finetune",
+            config=flatten_config(redacted_config(config)),
+            init_kwargs={name: tracker_options(name, self._section, self._run_folder) for name in names},
         )
 
 
@@ -125,9 +124,22 @@ def flatten_config(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, 
     return values
 
 
-def _tracker_options(tracker: str, run_folder: Path) -> dict[str, Any]:
-    if tracker not in TRACKERS:  # one that a session has registered with Accelerate
+def tracker_options(tracker: str, section: ReportSection, run_folder: Path) -> dict[str, Any]:
+    """Return the arguments of a tracker's own; none for one that a session has registered with Accelerate.
+
+    >>> tracker_options("trackio", ReportSection(group="ablation"), Path("runs/first"))
+    {'name': 'first', 'group': 'ablation'}
+    """
+    if tracker not in TRACKERS:
         return {}
     entry = TRACKERS[tracker]
-    options = {entry.name_argument: run_folder.name, entry.folder_argument: str(run_folder)}
-    return {name: value for name, value in options.items() if name is not None}
+    values = {
+        "run_name": section.run_name or run_folder.name,
+        "entity": section.entity,
+        "group": section.group,
+        "tags": dict.fromkeys(section.tags, "true") if entry.tags_are_named else list(section.tags),
+    }
+    options = {entry.arguments[key]: value for key, value in values.items() if value and key in entry.arguments}
+    if entry.folder_argument is not None:
+        options[entry.folder_argument] = str(run_folder)
+    return options

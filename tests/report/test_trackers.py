@@ -4,11 +4,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage, UserError
+from finetune.registry.trackers import TRACKERS
 from finetune.report.build import build_reporter
 from finetune.report.events import Evaluated, RunEnded
 from finetune.report.history import read_events
 from finetune.report.reporter import FanOut, NullReporter
-from finetune.report.trackers import TrackersReporter, check_trackers, flatten_config
+from finetune.report.trackers import TrackersReporter, check_trackers, flatten_config, tracker_options
 
 
 class Notebook(GeneralTracker):
@@ -40,6 +41,9 @@ class Notebook(GeneralTracker):
         self.is_finished = True
 
 
+NOTEBOOK = ReportSection(trackers=("notebook",), project="stories", log_every_steps=1)
+
+
 @pytest.fixture
 def notebook(monkeypatch):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notebook", Notebook)
@@ -53,9 +57,8 @@ def accelerator():
 
 
 def test_a_tracker_gets_config_steps_and_evaluations(notebook, accelerator, tmp_path, started, take_step):
-    reporter = TrackersReporter(
-        accelerator, ["notebook"], project="stories", run_folder=tmp_path / "run", log_every_steps=2
-    )
+    section = ReportSection(trackers=("notebook",), project="stories", log_every_steps=2)
+    reporter = TrackersReporter(accelerator, section, run_folder=tmp_path / "run")
     assert notebook.opened == []  # nothing is started before the run is
     reporter(started)
     for step in (1, 2, 3):
@@ -74,7 +77,7 @@ def test_a_tracker_gets_config_steps_and_evaluations(notebook, accelerator, tmp_
 
 
 def test_secrets_never_reach_a_tracker(notebook, accelerator, tmp_path, started):
-    reporter = TrackersReporter(accelerator, ["notebook"], project="stories", run_folder=tmp_path)
+    reporter = TrackersReporter(accelerator, NOTEBOOK, run_folder=tmp_path)
     reporter(started)
     assert "canary-secret" not in str(notebook.opened[0].config)
     assert notebook.opened[0].config["train.learning_rate"] == 1e-3
@@ -85,7 +88,7 @@ def test_a_tracker_that_breaks_does_not_end_the_run(
 ):
     monkeypatch.setattr(Notebook, "log", lambda *_, **__: 1 / 0)
     others = diary()
-    tracked = TrackersReporter(accelerator, ["notebook"], project="stories", run_folder=tmp_path)
+    tracked = TrackersReporter(accelerator, NOTEBOOK, run_folder=tmp_path)
     reporter = FanOut([others, tracked])
     for event in (started, take_step(1), take_step(2)):
         reporter(event)
@@ -134,3 +137,34 @@ def test_other_ranks_report_to_no_tracker_and_reject_the_same_names(accelerator,
         build_reporter(
             ReportSection(trackers=("papyrus",)), run_folder=tmp_path, accelerator=accelerator, is_main=False
         )
+
+
+def test_each_tracker_gets_the_run_name_entity_group_and_tags_as_its_own_arguments(tmp_path):
+    section = ReportSection(run_name="first", entity="team", group="ablation", tags=("lora", "8b"))
+    folder = tmp_path / "run"
+    assert {entry.name: tracker_options(entry.name, section, folder) for entry in TRACKERS} == {
+        "aim": {},
+        "clearml": {"task_name": "first", "tags": ["lora", "8b"]},
+        "comet_ml": {"workspace": "team"},
+        "dvclive": {},
+        "mlflow": {"run_name": "first", "tags": {"lora": "true", "8b": "true"}},
+        "swanlab": {
+            "experiment_name": "first",
+            "workspace": "team",
+            "group": "ablation",
+            "tags": ["lora", "8b"],
+        },
+        "tensorboard": {},
+        "trackio": {"name": "first", "group": "ablation"},
+        "wandb": {
+            "dir": str(folder),
+            "name": "first",
+            "entity": "team",
+            "group": "ablation",
+            "tags": ["lora", "8b"],
+        },
+    }
+
+
+def test_a_run_without_a_name_of_its_own_has_that_of_its_folder(tmp_path):
+    assert tracker_options("wandb", ReportSection(), tmp_path / "run") == {"dir": str(tmp_path / "run"), "name": "run"}

@@ -95,7 +95,8 @@ def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict
         "evaluate": "null",
         "data.validation": "null",
         "report.trackers": "[]",
-        "report.project": "null",
+        **dict.fromkeys(("report.project", "report.run_name", "report.entity", "report.group"), "null"),
+        "report.tags": "[]",
         "report.console": "plain",
     }
     if job.model.lora is not None and not keeps_dropout:

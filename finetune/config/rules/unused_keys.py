@@ -12,6 +12,7 @@ from finetune.config.section import has_key, is_written
 from finetune.errors import Problem
 from finetune.registry.optimizers import OPTIMIZERS, optimizers_that_read
 from finetune.registry.schedules import SCHEDULES
+from finetune.registry.trackers import trackers_that_read
 
 
 def no_unused_keys(config: RunConfig) -> Iterator[Problem]:
@@ -37,6 +38,7 @@ def unused_keys(config: RunConfig) -> frozenset[str]:
 def _conditional_keys(config: RunConfig) -> Iterator[ConditionalKey]:
     yield from CONDITIONAL_KEYS
     yield from optimizer_keys()
+    yield from tracker_keys()
     yield from conditional_task_keys()
     yield from conditional_source_keys(config)
 
@@ -48,6 +50,18 @@ def optimizer_keys() -> Iterator[ConditionalKey]:
         names = optimizers_that_read(key)
         needs = f"only {format_list(names)} {'has' if len(names) == 1 else 'have'} {text}"
         yield ConditionalKey(f"train.optimizer.{key}", partial(_reads, key=key), needs)
+
+
+def tracker_keys() -> Iterator[ConditionalKey]:
+    """Yield the keys of `report:` that only some trackers read."""
+    for key in ("run_name", "entity", "group", "tags"):
+        names = trackers_that_read(key)
+        needs = f"only {format_list(names)} read it, and `report.trackers` names none of them"
+        yield ConditionalKey(f"report.{key}", partial(_tracks_with, names=frozenset(names)), needs)
+
+
+def _tracks_with(config: RunConfig, *, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(config.report.trackers)
 
 
 def _reads(config: RunConfig, *, key: str) -> bool:

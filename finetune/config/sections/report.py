@@ -54,3 +54,7 @@ class ReportSection(Section):
         le=1e6,
     )
     project: Name | None = key("Project name for the trackers; unset, the name of the run folder's parent.", None)
+    run_name: Name | None = key("Name of the run in the trackers; unset, the name of the run folder.", None)
+    entity: Name | None = key("The team or user of Weights & Biases, the workspace of SwanLab or Comet.", None)
+    group: Name | None = key("The group of runs that the run belongs to in Weights & Biases, SwanLab or Trackio.", None)
+    tags: Strings = key("Tags of the run in Weights & Biases, SwanLab, MLflow or ClearML.", ())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.config.rules.unused_keys import CONDITIONAL_KEYS, optimizer_keys
+from finetune.config.rules.unused_keys import CONDITIONAL_KEYS, optimizer_keys, tracker_keys
 
 VALIDATION = "data.validation.path=rows.jsonl"
 EVALUATION = (VALIDATION, "evaluate.every_steps=5")
@@ -288,6 +288,26 @@ IDLE = [
     ),
     (["train.router_aux_loss=0.01", "report.expert_load=true"], "report.expert_load", "logs it already"),
     (["report.project=mine"], "report.project", "it needs `report.trackers`"),
+    (
+        ["report.trackers=[tensorboard]", "report.run_name=first"],
+        "report.run_name",
+        "read it, and `report.trackers` names none of them",
+    ),
+    (
+        ["report.trackers=[tensorboard]", "report.entity=team"],
+        "report.entity",
+        "read it, and `report.trackers` names none of them",
+    ),
+    (
+        ["report.trackers=[tensorboard]", "report.group=ablation"],
+        "report.group",
+        "read it, and `report.trackers` names none of them",
+    ),
+    (
+        ["report.trackers=[tensorboard]", "report.tags=[lora, 8b]"],
+        "report.tags",
+        "read it, and `report.trackers` names none of them",
+    ),
     (["report.prometheus_address=0.0.0.0"], "report.prometheus_address", "it needs `report.prometheus`"),
 ]
 
@@ -317,6 +337,7 @@ RIGHT = [
     ["model={from_config: {model_type: llama}, tokenizer: {name: gpt2}, cache_folder: hub}"],
     ["model.name=.", "model.trust_remote_code=true"],
     ["report.trackers=[tensorboard]", "report.project=mine"],
+    ["report.trackers=[wandb, tensorboard]", "report.run_name=first", "report.entity=team", "report.tags=[lora, 8b]"],
     ["report.prometheus=9400", "report.prometheus_address=0.0.0.0", "report.profile={start: 5}"],
     ["train.nonfinite={action: skip, max_skips: 5}"],
     ["train.router_aux_loss=auto"],
@@ -347,5 +368,5 @@ def test_a_combination_that_can_be_meant_is_let_through(complaints, written):
 
 
 def test_every_key_that_can_be_idle_has_a_row_in_the_table():
-    from_rules = {effect.key for effect in (*CONDITIONAL_KEYS, *optimizer_keys())}
+    from_rules = {effect.key for effect in (*CONDITIONAL_KEYS, *optimizer_keys(), *tracker_keys())}
     assert from_rules == {key for _, key, _ in IDLE}
