@@ -8,7 +8,7 @@ import typer
 from finetune import __version__
 from finetune.cli import after_training, before_training, checkpoint, launch, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Config, Overrides
+from finetune.cli.options import Config, OptionalAccelerateFile, Overrides
 from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
@@ -56,15 +56,7 @@ def root(
 def train(
     config: Config,
     override: Overrides = None,
-    accelerate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="The accelerate file, where torchrun, srun or mpirun starts the processes. Default: DDP.",
-        ),
-    ] = None,
+    accelerate: OptionalAccelerateFile = None,
 ) -> int:
     """Train as the job file says, or resume the run that it started.
 
@@ -81,6 +73,7 @@ def check(
     processes: Annotated[
         int | None, typer.Option(min=1, max=1 << 24, help="Also check that N processes can divide the global batch.")
     ] = None,
+    accelerate: OptionalAccelerateFile = None,
     model: Annotated[
         bool,
         typer.Option("--model", help="Also build the model from its config, without weights or memory. Imports torch."),
@@ -90,7 +83,7 @@ def check(
 
     Loads no weights and no data.
     """
-    check_command.check(job, override or [], num_processes=processes, tries_model=model)
+    check_command.check(job, override or [], num_processes=processes, accelerate_file=accelerate, tries_model=model)
 
 
 @app.command()
@@ -162,12 +155,15 @@ def init(
     into: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder to write to. Default: the name of the recipe.")
     ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also write an accelerate file: ddp, fsdp2, zero2, zero3, ...")
+    ] = None,
 ) -> None:
     """Write a recipe, a commented job file, to a folder. Without a name, list the recipes.
 
     The recipes `quickstart` and `image-digits` come with their data.
     """
-    init_command.init(name, into)
+    init_command.init(name, into, strategy=strategy)
 
 
 after_training.add_to(app)

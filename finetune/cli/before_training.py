@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Config, Overrides
+from finetune.cli.options import AccelerateFile, Config, Overrides
 from finetune.cli.ranks import with_ranks
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
@@ -120,9 +120,7 @@ def plan(
 @handle_errors
 def rehearse(
     config: Config,
-    accelerate: Annotated[
-        Path, typer.Option("--accelerate", metavar="FILE", help="The accelerate file of the real launch.")
-    ],
+    accelerate: AccelerateFile,
     processes: Annotated[int, typer.Option(min=1, max=64, help="Processes on this machine.")] = 2,
     steps: Annotated[int, typer.Option(min=2, max=1000, metavar="K", help="Steps to take.")] = 4,
     keep: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Config, Overrides
+from finetune.cli.options import AccelerateFile, Config, Overrides
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
@@ -22,7 +22,6 @@ with lazily(freeze=True):
 Text = str | None
 Texts = list[str] | None
 
-Accelerate = Annotated[Path, typer.Option(metavar="FILE", help="The accelerate file.")]
 Nodes = Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Number of hosts.")]
 Gpus = Annotated[int, typer.Option(min=1, max=1024, metavar="G", help="GPUs of each host; one process for each.")]
 Name = Annotated[Text, typer.Option(help="Name of the job. Default: from the run folder.")]
@@ -100,7 +99,7 @@ def launch() -> None:
 @handle_errors
 def torchrun(
     config: Config,
-    accelerate: Accelerate,
+    accelerate: AccelerateFile,
     nodes: HostRange,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="Processes on each host, one per GPU.")],
     supervised: Supervised = False,
@@ -132,7 +131,7 @@ def torchrun(
 @handle_errors
 def slurm(
     config: Config,
-    accelerate: Accelerate,
+    accelerate: AccelerateFile,
     nodes: Nodes,
     gpus_per_node: Gpus,
     override: Overrides = None,
@@ -177,7 +176,7 @@ def slurm(
 @handle_errors
 def kubernetes(
     config: Config,
-    accelerate: Accelerate,
+    accelerate: AccelerateFile,
     nodes: Nodes,
     gpus_per_node: Gpus,
     image: Annotated[str, typer.Option(help="Image of the ranks, with finetune in it.")],
@@ -217,7 +216,7 @@ def kubernetes(
 @handle_errors
 def skypilot(
     config: Config,
-    accelerate: Accelerate,
+    accelerate: AccelerateFile,
     nodes: Nodes,
     gpus_per_node: Gpus,
     override: Overrides = None,

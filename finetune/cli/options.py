@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from finetune.errors import UserError
+from finetune.registry.accelerate_files import find_accelerate_file
+
 Config = Annotated[Path, typer.Option("--config", metavar="JOB.yaml", help="The job file.")]
 
 Overrides = Annotated[
@@ -48,4 +51,23 @@ System = Annotated[
 SamplingSeed = Annotated[
     int, typer.Option(min=0, help="Seed of sampling. A row's answer does not depend on the number of processes.")
 ]
-ConfigsFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the accelerate configs.")]
+ConfigsFolder = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="Folder of the accelerate configs; those of the package come second.")
+]
+
+
+def _accelerate_file(written: str) -> Path:
+    try:
+        return find_accelerate_file(written)
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+_ACCELERATE = typer.Option(
+    "--accelerate",
+    metavar="FILE_OR_NAME",
+    parser=_accelerate_file,
+    help="The accelerate file: a path, or a name such as ddp, fsdp2, zero2, zero3.",
+)
+AccelerateFile = Annotated[Path, _ACCELERATE]
+OptionalAccelerateFile = Annotated[Path | None, _ACCELERATE]

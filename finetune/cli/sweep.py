@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Config
+from finetune.cli.options import Config, OptionalAccelerateFile
 from finetune.cli.ranks import with_ranks
 from finetune.runtime.optional import lazily
 
@@ -25,10 +25,6 @@ Values = Annotated[
 Processes = Annotated[
     int | None,
     typer.Option(min=1, max=4096, metavar="N", help="Processes of each run. Default: 1, or as in the file."),
-]
-AccelerateFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Accelerate config of the runs. Default: one process, or DDP on several."),
 ]
 SweepFolder = Annotated[
     Path | None, typer.Option(metavar="SWEEP", help="Folder of the sweep. Default: run.folder with `-sweep`.")
@@ -59,7 +55,7 @@ def sweep(
     config: Config,
     override: Values = None,
     processes_per_run: Processes = None,
-    accelerate: AccelerateFile = None,
+    accelerate: OptionalAccelerateFile = None,
     folder: SweepFolder = None,
     at_once: AtOnce = None,
     metric: Metric = None,

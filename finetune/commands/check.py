@@ -8,12 +8,25 @@ from finetune.config.load import load_config, require_divisible_batch
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
+    from finetune.commands.rehearse import accelerate_file as accelerate_files
     from finetune.run.setup import model
 
 
-def check(path: Path, overrides: Sequence[str], *, num_processes: int | None, tries_model: bool = False) -> None:
-    """Print what the job will do; raises ConfigError with every problem, ModelError for the model that was tried."""
+def check(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    num_processes: int | None,
+    accelerate_file: Path | None = None,
+    tries_model: bool = False,
+) -> None:
+    """Print what the job will do; raises ConfigError with every problem, ModelError for the model that was tried.
+
+    Raises StrategyError for an accelerate file that cannot be launched, or not with this number of processes.
+    """
     loaded = load_config(path, overrides)
+    if accelerate_file is not None:
+        num_processes = accelerate_files.data_parallel_size(accelerate_file, num_processes=num_processes)
     if num_processes is not None:
         require_divisible_batch(loaded, num_processes=num_processes)
     if tries_model:

@@ -1,12 +1,16 @@
 """`finetune init`: write a recipe into a folder: its job file, and the data of recipes that need no network."""
 
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from finetune.config.load import read_text
 from finetune.errors import UserError
 from finetune.recipes import FOLDER
 from finetune.recipes.digits import digit_files
 from finetune.recipes.quickstart import quickstart_files
+from finetune.registry.accelerate_files import SHIPPED, accelerate_file_names
 from finetune.runtime.files.atomic import write_bytes, write_text
 
 JOB_FILE = "job.yaml"
@@ -17,20 +21,26 @@ Files = Mapping[str, str | bytes]
 _DATA: Mapping[str, Callable[[], Files]] = {"quickstart": quickstart_files, "image-digits": digit_files}
 
 
-_LISTED = 3
+_LISTED = 5
 """Maximum number of files of a folder that are listed by name."""
 
 
-def init(name: str | None, into: Path | None) -> None:
-    """Write the recipe into the folder and print what was written; without a name, list the recipes."""
-    if name is None:
+def init(name: str | None, into: Path | None, *, strategy: str | None = None) -> None:
+    """Write the recipe, the accelerate file of the strategy, or both into the folder and print what was written.
+
+    With neither, list the recipes.
+    """
+    if name is None and strategy is None:
         known = recipes()
         widest = max(map(len, known)) + 2
         for recipe, sentence in known.items():
             print(f"{recipe:<{widest}}{sentence}")
         return
-    for written in format_written(make_recipe(name, into or Path(name))):
+    folder = into or Path(name or ".")
+    for written in format_written(make_recipe(name, folder, strategy=strategy)):
         print(f"wrote {written}")
+    if strategy is not None:
+        print(f"start with: {_launch_line(folder, strategy)}")
 
 
 def recipes() -> dict[str, str]:
@@ -38,13 +48,13 @@ def recipes() -> dict[str, str]:
     return {path.stem: _first_sentence(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
-def make_recipe(name: str, folder: Path) -> list[Path]:
-    """Write the recipe's job file, and its data if it has any, into the folder; return the files' paths.
+def make_recipe(name: str | None, folder: Path, *, strategy: str | None = None) -> list[Path]:
+    """Write the recipe's job file, its data if it has any, and the strategy's accelerate file; return their paths.
 
     Existing files with the same content are left alone. Raises UserError, and writes nothing, if files with other
-    content exist or the recipe is unknown.
+    content exist or the recipe or the strategy is unknown.
     """
-    contents = _contents(name)
+    contents = {**({} if name is None else _contents(name)), **_launch_files(strategy, folder)}
     different = [file for file, content in contents.items() if _differs(folder / file, content)]
     if different:
         more = f" and {len(different) - _LISTED:,} more" if len(different) > _LISTED else ""
@@ -76,6 +86,30 @@ def _contents(name: str) -> Files:
         raise UserError(f"Unknown recipe `{name}`. Available: {', '.join(known)}.")
     job = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
+
+
+def _launch_files(strategy: str | None, folder: Path) -> Files:
+    """Return the accelerate file of the strategy, and next to it the DeepSpeed config that it names."""
+    if strategy is None:
+        return {}
+    if strategy not in accelerate_file_names():
+        raise UserError(f"--strategy {strategy}: choose one of {', '.join(accelerate_file_names())}.")
+    shipped = SHIPPED / f"{strategy}.yaml"
+    text = read_text(shipped)
+    text = text.replace(f"accelerate_configs/{strategy}.yaml", shlex.quote(str(folder / f"{strategy}.yaml")))
+    named = re.search(r"^( *deepspeed_config_file: )(\S+).*$", text, re.MULTILINE)
+    if named is None:
+        return {f"{strategy}.yaml": text}
+    path = Path(named[2])
+    settings = read_text(shipped.parents[1] / path)
+    text = text.replace(named[0], f"{named[1]}{path.name}  # next to this file")
+    return {f"{strategy}.yaml": text, path.name: settings}
+
+
+def _launch_line(folder: Path, strategy: str) -> str:
+    processes = "" if strategy == "single" else " --num_processes 2"
+    paths = [shlex.quote(str(folder / name)) for name in (f"{strategy}.yaml", JOB_FILE)]
+    return f"accelerate launch --config_file {paths[0]}{processes} -m finetune --config {paths[1]}"
 
 
 def _write(path: Path, content: str | bytes) -> None:

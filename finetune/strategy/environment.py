@@ -68,7 +68,7 @@ def _deepspeed_file(variables: Mapping[str, str]) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise StrategyError(
             f"the DeepSpeed config {name} cannot be read ({error}). `deepspeed_config_file` in the accelerate config "
-            f"is relative to the folder in which you launch: {Path.cwd()}."
+            f"is relative to the folder in which you launch, {Path.cwd()}, or to that of the accelerate file."
         ) from error
     if not isinstance(content, dict):
         raise StrategyError(f"the DeepSpeed config {name} is not a JSON object.")

@@ -8,14 +8,17 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate.commands import launch
 from accelerate.utils import check_cuda_p2p_ib_support
 
 from finetune.errors import StrategyError
+from finetune.registry.accelerate_files import find_deepspeed_file
 from finetune.runtime.processes import free_port
 
 _PREFIXES = ("FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_")
@@ -24,6 +27,7 @@ _NAMES = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERA
 
 _FOR_SINGLE = "ACCELERATE_USE_CPU"
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
 
 _SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
@@ -48,11 +52,36 @@ def use_launch_file(file: Path) -> list[str]:
     )
     _refuse_contradictions(before, variables, name=name)
     os.environ.update(variables)
+    sentences = use_deepspeed_file(file)
     if not has_ranks and distributed_type != _NO_GROUP:
         os.environ.update(_group_of_one())
     if _THREADS in variables:
         torch.set_num_threads(int(variables[_THREADS]))  # torch has read the variable already
-    return [] if before else _differences(defaults, world=world, name=name)
+    return sentences if before else [*sentences, *_differences(defaults, world=world, name=name)]
+
+
+def use_deepspeed_file(file: Path | None = None) -> list[str]:
+    """Set where the DeepSpeed config is that the accelerate file names, and return a sentence if it is elsewhere.
+
+    Without a file, it is the one that `accelerate launch` was given: read from its command line, where that is visible.
+    """
+    written = os.environ.get(_DEEPSPEED_FILE, "none")
+    if written == "none" or Path(written).is_file():
+        return []
+    path = find_deepspeed_file(written, accelerate_file=file or _launched_file())
+    if str(path) == written:
+        return []
+    os.environ[_DEEPSPEED_FILE] = str(path)
+    return [f"deepspeed_config_file: {written} is not in {Path.cwd()}: reading {path}."]
+
+
+def _launched_file() -> Path | None:
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return None
+    value = next((after for word, after in pairwise(words) if word == "--config_file"), None)
+    return None if value is None else Path(value)
 
 
 def is_set_by_accelerate(variables: Mapping[str, str]) -> bool:
@@ -154,8 +183,9 @@ def _refuse_other_world(defaults: Any, *, distributed_type: str, world: int, has
         raise StrategyError(f"{name}: distributed_type NO is for one process, and {world} were started.")
     if not has_ranks and defaults.num_processes > 1:
         raise StrategyError(
-            f"{name}: num_processes is {defaults.num_processes}, and no launcher has started this process. Start it "
-            f"with: torchrun --nproc-per-node {defaults.num_processes} -m finetune ..., or with srun or mpirun."
+            f"{name}: num_processes is {defaults.num_processes}, and no launcher has started this process. Add "
+            f"--processes {defaults.num_processes}, or start it with: torchrun --nproc-per-node "
+            f"{defaults.num_processes} -m finetune ..., or with srun or mpirun."
         )
 
 

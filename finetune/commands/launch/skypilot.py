@@ -96,7 +96,8 @@ def _in_working_folder(path: str) -> str:
     if not Path(path).is_relative_to(here):
         raise UserError(
             f"{path}: it is not in {here}, the folder that SkyPilot copies to the machines. Run this command in a "
-            "folder that has the job, the accelerate file and the data."
+            "folder that has the job, the accelerate file and the data. `finetune init --strategy NAME --into .` "
+            "writes an accelerate file."
         )
     return f"./{Path(path).relative_to(here)}"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from finetune.commands.plan.cost.step_time import StepTime, step_time
 from finetune.commands.plan.hardware import Hardware
@@ -11,6 +12,7 @@ from finetune.commands.plan.work import step_work
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
 from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName
+from finetune.registry.accelerate_files import SHIPPED
 from finetune.run.setup.strategy import job_settings, require_supported_by_strategy
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.reconcile import find_conflicts
@@ -56,10 +58,10 @@ class StrategyPlan:
 
 
 def accelerate_file(strategy: str, hardware: Hardware) -> str:
-    """Return the accelerate config to launch with."""
-    if hardware.num_nodes > 1 and strategy in MULTI_NODE_FILES:
-        return MULTI_NODE_FILES[strategy]
-    return f"accelerate_configs/{strategy}.yaml"
+    """Return the accelerate config to launch with: that of the current folder, or else that of the package."""
+    is_multi_node = hardware.num_nodes > 1 and strategy in MULTI_NODE_FILES
+    path = MULTI_NODE_FILES[strategy] if is_multi_node else f"accelerate_configs/{strategy}.yaml"
+    return path if Path(path).is_file() else str(SHIPPED / Path(path).name)
 
 
 def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) -> list[StrategyPlan]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -10,6 +10,7 @@ from finetune.commands.rehearse.report import Change
 from finetune.config.load import read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
+from finetune.registry.accelerate_files import find_deepspeed_file
 from finetune.strategy.unsupported import unsupported_in_file
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
@@ -95,6 +96,7 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
         problem = document.problems[0] if document.problems else "it has no keys."
         raise UserError(f"--accelerate {path}: {problem}")
     values, lines = document.values, document.lines
+    _find_deepspeed_file(values, path)
 
     def failure(key: str, message: str) -> StrategyError:
         return StrategyError(f"{path.name}{f', line {lines[key]}' if key in lines else ''}, {key}: {message}")
@@ -118,6 +120,30 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
     for key, message in _problems(file):
         raise failure(key, message)
     return file
+
+
+def data_parallel_size(path: Path, *, num_processes: int | None = None) -> int:
+    """Return the number of microbatches that are computed at a time on this number of processes, or the file's own.
+
+    Raises UserError or StrategyError where the file cannot be launched so.
+    """
+    file = read_accelerate_file(path)
+    if num_processes is not None:
+        file = replace(file, num_processes=num_processes, num_machines=1)
+        for key, message in _problems(file):
+            raise StrategyError(f"{path.name}, {key}: {message}")
+    if file.distributed_type == "NO" and file.num_processes > 1:
+        raise StrategyError(
+            f"{path.name}: distributed_type NO is for one process, and --processes is {num_processes}. Choose ddp."
+        )
+    return file.data_parallel_size
+
+
+def _find_deepspeed_file(values: dict[str, Any], path: Path) -> None:
+    """Replace the DeepSpeed config that the file names by its place, if that is not the current folder."""
+    section = values.get("deepspeed_config")
+    if isinstance(section, dict) and isinstance(written := section.get("deepspeed_config_file"), str):
+        section["deepspeed_config_file"] = str(find_deepspeed_file(written, accelerate_file=path))
 
 
 def _wrong_types(values: dict[str, Any]) -> Iterator[tuple[str, str]]:

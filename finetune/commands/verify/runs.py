@@ -7,6 +7,7 @@ from pathlib import Path
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.launch.child import run_child, train_command
+from finetune.registry.accelerate_files import find_accelerate_file
 from finetune.runtime.processes import free_port
 
 TIMEOUT_SECONDS = 1800.0
@@ -51,10 +52,12 @@ def parse_launch_setup(
     Without an accumulation the microbatch size is the job's, or the largest below it that the processes can share.
     """
     name, _, count = written.partition(":")
-    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) or "none"
-        raise UserError(f"{option} {name}: {path} does not exist. {folder} has: {known}.")
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        try:
+            path = find_accelerate_file(name)
+        except UserError as error:
+            raise UserError(f"{option} {name}: {error}") from error
     if count and not (count.isdigit() and int(count)):
         raise UserError(f"{option} {written}: write the number of processes after the colon, such as {name}:2.")
     world = int(count) if count else processes

@@ -18,12 +18,13 @@ from finetune.errors import StrategyError
 from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
 from finetune.model.loading.architecture import load_model_config
 from finetune.registry.tasks import TASKS
+from finetune.report.run_log import RunLog
 from finetune.run.setup.padding_free import resolve_padding_free, why_padded
 from finetune.runtime import distributed
 from finetune.runtime.sequence_parallel import sequence_group
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
-from finetune.strategy.launch_file import require_parallelism_fits
+from finetune.strategy.launch_file import require_parallelism_fits, use_deepspeed_file
 from finetune.strategy.protocol import Strategy
 from finetune.strategy.reconcile import JobSettings
 from finetune.task.model_inputs import collate_row, forward_logits, is_padding_free
@@ -33,6 +34,8 @@ from finetune.train.optim.optimizers import uses_low_bit_adamw
 def launched_strategy(loaded: LoadedConfig) -> Strategy:
     """Return the strategy that was launched; raises ConfigError or StrategyError where it does not fit the job."""
     config = loaded.config
+    for sentence in use_deepspeed_file():
+        RunLog(is_main=os.environ.get("RANK", "0") == "0")(sentence)
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
     require_parallelism_fits(os.environ)
     strategy = choose_strategy(environment, job_settings(config))
