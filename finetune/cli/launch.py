@@ -122,9 +122,9 @@ def torchrun(
     if not supervised:
         torchrun_command.print_commands(job, loaded, limits)
         return 0
-    here = torchrun_command.LocalHost(name, interface, shared_folder)
+    local_host = torchrun_command.LocalHost(name, interface, shared_folder)
     timing = supervisor.Timing(lost_after=lost_after, join=join)
-    return torchrun_command.supervise_job(job, loaded, limits, here=here, timing=timing)
+    return torchrun_command.supervise_job(job, loaded, limits, local_host=local_host, timing=timing)
 
 
 @app.command(short_help="Print or submit a batch script for Slurm.")

@@ -1,1 +1,1 @@
-"""Launching on several hosts: supervision of a run whose hosts come and go. Knows nothing of training."""
+"""Launching on several hosts, and supervision of a run whose hosts join and leave. Knows nothing of training."""

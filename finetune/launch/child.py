@@ -1,4 +1,4 @@
-"""Child runs: the command that trains a job, and its process, which no other process of it outlives.
+"""Child runs: the command that trains a job, and its process; all its descendants end with it.
 
 A child has a session of its own, so that Ctrl-C reaches only the parent. When the parent dies, the kernel sends the
 child SIGTERM: a run saves a checkpoint then, and ends.
@@ -20,7 +20,7 @@ TIMEOUT_EXIT_CODE = 124
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)  # opened here: a process that has just been forked should not
-_KILLED_SECONDS = 10.0  # until a killed process is gone; one that waits for a dead disk stays longer
+_KILLED_SECONDS = 10.0  # until a killed process has exited; one that waits for a dead disk takes longer
 
 
 def train_command(
@@ -120,5 +120,5 @@ def _terminate_with_parent(parent: int) -> None:
     if sys.platform != "linux":
         return
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call: the kernel reports nothing that happened earlier
+    if os.getppid() != parent:  # the parent died before the call, so the kernel sends no signal
         os.kill(os.getpid(), signal.SIGTERM)

@@ -10,14 +10,14 @@ from finetune.errors import UserError
 LOCALHOST = "127.0.0.1"
 
 SINGLE_LAUNCH = ("ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_BACKEND")
-"""What `accelerate launch` sets, without any rank, for the one process of `distributed_type: NO`."""
+"""Variables that `accelerate launch` sets, without a rank, for the one process of `distributed_type: NO`."""
 
-_FIRST_PORT, _NUM_PORTS = 15000, 17000  # below those that Linux hands out to clients
+_FIRST_PORT, _NUM_PORTS = 15000, 17000  # below the ephemeral ports of Linux
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a process stands among all that were started with it."""
+    """The ranks of a process among all that were started together."""
 
     rank: int
     world: int
@@ -25,10 +25,10 @@ class Ranks:
     local_world: int
     address: str  # of the host of rank 0
     port: int
-    source: str  # who has started them, for people
+    source: str  # the launcher, for messages
 
     def variables(self) -> dict[str, str]:
-        """Return what torchrun would have set."""
+        """Return the variables that torchrun would set."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),
@@ -43,7 +43,7 @@ class Ranks:
 
 
 def is_launched(variables: Mapping[str, str]) -> bool:
-    """Return whether `accelerate launch`, torchrun or a script of the user's has said what the ranks are."""
+    """Return whether `accelerate launch`, torchrun or a script of the user has set the ranks."""
     return "RANK" in variables or all(name in variables for name in SINGLE_LAUNCH)
 
 
@@ -58,8 +58,8 @@ def make_ranks(
 ) -> Ranks:
     """Return the ranks that the variables of these `names` (rank, world, local_rank) give.
 
-    MASTER_ADDR and MASTER_PORT count where they are set. Otherwise the port follows from `job`, a name that all
-    processes of one start share. Raises UserError for numbers that contradict each other.
+    MASTER_ADDR and MASTER_PORT are used where they are set. Otherwise the port follows from `job`, a name that all
+    processes of one launch share. Raises UserError for numbers that contradict each other.
     """
     rank, world, local_rank = (read_count(variables, names[name]) for name in ("rank", "world", "local_rank"))
     if not (rank < world and local_rank < local_world <= world):
@@ -76,17 +76,17 @@ def read_count(variables: Mapping[str, str], name: str) -> int:
     """Return the number in this variable, at least 0. Raises UserError."""
     value = variables.get(name, "")
     if not (value.isascii() and value.isdigit()):
-        problem = f"is {value!r}, which is no number" if value else "is missing"
-        raise UserError(f"the variable {name} {problem}, and ranks follow from it. Unset the others, or set RANK.")
+        problem = f"is {value!r}, not a number" if value else "is missing"
+        raise UserError(f"the variable {name} {problem}, and ranks depend on it. Unset the others, or set RANK.")
     return int(value)
 
 
-_AS_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""What torchrun sets, too, where the user has not: one thread for each process, and an end where a collective hangs."""
+_TORCHRUN_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""Defaults of torchrun: one thread for each process, and an error where a collective hangs."""
 
 
 def find_ranks(variables: Mapping[str, str]) -> Ranks | None:
-    """Return what `srun` or `mpirun` says of this process; None where it is alone, or RANK is set. Raises UserError.
+    """Return the ranks that `srun` or `mpirun` gave this process; None if it is alone or RANK is set. Raises UserError.
 
     MPI comes first: on several hosts of a Slurm job, `mpirun` itself is started by `srun`.
     """
@@ -101,12 +101,12 @@ def adopt_ranks(variables: MutableMapping[str, str]) -> Ranks | None:
     ranks = find_ranks(variables)
     if ranks is not None:
         variables.update(ranks.variables())
-        for name, value in _AS_TORCHRUN.items():
+        for name, value in _TORCHRUN_DEFAULTS.items():
             variables.setdefault(name, value)
     return ranks
 
 
-_FLAVOURS = {
+_MPI_VARIABLES = {
     "Open MPI": {
         "rank": "OMPI_COMM_WORLD_RANK",
         "world": "OMPI_COMM_WORLD_SIZE",
@@ -122,15 +122,15 @@ _FLAVOURS = {
 }
 
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-"""Variables that all processes of one start share and no other start has."""
+"""Variables with a unique name of the launch, which all its processes share."""
 
 
 def mpi_ranks(variables: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this process; None where no `mpirun` has started it, or it alone.
+    """Return the ranks of this process; None if `mpirun` did not start it, or started only one.
 
     Raises UserError on several hosts without MASTER_ADDR: MPI sets no variable with the host of rank 0.
     """
-    for flavor, names in _FLAVOURS.items():
+    for flavor, names in _MPI_VARIABLES.items():
         if names["rank"] in variables and names["local_rank"] in variables:
             return _ranks(variables, names, source=f"mpirun ({flavor})")
     return None
@@ -150,16 +150,16 @@ def _ranks(variables: Mapping[str, str], names: Mapping[str, str], *, source: st
 
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Steps with such numbers are a batch script, the shell of `salloc` or the like, and no step of `srun` (slurm.h)."""
+"""Steps with such numbers are a batch script, the shell of `salloc` or the like, not a step of `srun` (slurm.h)."""
 
 _NAMES = {"rank": "SLURM_PROCID", "world": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID"}
 
 
 def slurm_ranks(variables: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this task; None for one that is alone, and where `srun` has not started it.
+    """Return the ranks of this task; None if it is alone, or was not started by `srun`.
 
-    The variables of a step decide, never those of the job: in a batch script SLURM_PROCID is 0 and SLURM_NTASKS is what
-    was asked for, though one process runs. Raises UserError for a step whose variables cannot be read.
+    The variables of a step decide, never those of the job: in a batch script SLURM_PROCID is 0 and SLURM_NTASKS is the
+    requested number, though one process runs. Raises UserError for a step whose variables cannot be read.
     """
     step = variables.get("SLURM_STEP_ID", "")
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
@@ -167,7 +167,7 @@ def slurm_ranks(variables: Mapping[str, str]) -> Ranks | None:
     if "SLURM_STEP_NUM_TASKS" not in variables or read_count(variables, "SLURM_STEP_NUM_TASKS") == 1:
         return None
     job = f"{variables.get('SLURM_JOB_ID', '')}.{step}"
-    local_world = _tasks_here(variables)
+    local_world = _local_tasks(variables)
     is_one_host = local_world == read_count(variables, "SLURM_STEP_NUM_TASKS")
     return make_ranks(
         variables,
@@ -180,7 +180,7 @@ def slurm_ranks(variables: Mapping[str, str]) -> Ranks | None:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it; raises UserError for one that is none.
+    """Return the first host of a list as Slurm writes it; raises UserError for an invalid list.
 
     >>> first_host("rack[2-3,7]node[001-128],gpu9"), first_host("login1,gpu[1-4]")
     ('rack2node001', 'login1')
@@ -198,7 +198,7 @@ _BRACKETS = r"\[(\d+)(?:[-x]\d+)?(?:,\d+(?:[-x]\d+)?)*\]"
 
 
 def tasks_per_host(counts: str) -> list[int]:
-    """Return the number of tasks on each host, as Slurm writes it; raises UserError for what is no such list.
+    """Return the number of tasks on each host, as Slurm writes it; raises UserError for an invalid list.
 
     >>> tasks_per_host("8(x3),4")
     [8, 8, 8, 4]
@@ -212,7 +212,7 @@ def tasks_per_host(counts: str) -> list[int]:
     return counts_by_host
 
 
-def _tasks_here(variables: Mapping[str, str]) -> int:
+def _local_tasks(variables: Mapping[str, str]) -> int:
     host = read_count(variables, "SLURM_NODEID")
     counts = tasks_per_host(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if host >= len(counts):

@@ -18,11 +18,11 @@ from ruamel.yaml import YAML
 
 from finetune.cli import app
 from finetune.commands.launch import job_files
+from finetune.commands.launch.attempt_end import AGAIN
 from finetune.commands.launch.job_files import Destination, JobFileArguments
 from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
 from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
-from finetune.launch.jobs.decision import AGAIN
 from finetune.report.history import read_events
 from finetune.runtime.supervision import faults
 from tests.launch import fake_slurm
@@ -125,7 +125,7 @@ def test_a_slurm_job_is_stopped_requeued_and_finishes(project: Path, started) ->
         logs = sorted((run / "logs" / f"4242-{restart}").glob("host-*/*/attempt_0/0/stdout.log"))
         assert len(logs) == 2 and logs[0].read_text()
     text = log.read_text()
-    assert "is to be started again from step" in text and "the job is over, exit code 0: finished" in text
+    assert "restart the job from step" in text and "the job is over, exit code 0: finished" in text
 
 
 def test_pods_and_machines_of_skypilot_continue_one_run(project: Path, started) -> None:

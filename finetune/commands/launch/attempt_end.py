@@ -1,16 +1,18 @@
-"""`finetune launch next`: after the launcher has ended, whether the scheduler is to start the job again."""
+"""`finetune launch next`: decides, when the launcher has ended, whether the scheduler restarts the job.
+
+Launchers turn every exit code but 0 into 1, so the run's own `status.json` decides where this attempt wrote it.
+"""
 
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from finetune.config.paths import is_url, local_run_folder
-from finetune.launch.jobs.decision import AGAIN, Decision, RunEnd, decide, read_run_end
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_json
 from finetune.runtime.files.remote import RemoteFolder
@@ -18,8 +20,63 @@ from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.runtime.supervision.status import STATUS_FILE
 from finetune.runtime.text.terminal import format_json
 
+AGAIN = 75
+"""Exit code that requests a restart from the scheduler: EX_TEMPFAIL of sysexits.h, with which no run of ours ends."""
+
+FAILED, USER_MISTAKE, INTERRUPTED = 1, 2, 130
+
+_PREEMPTED = (143, 129)  # SIGTERM of a time limit, a preemption or a spot notice; SIGHUP
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How the run ended, according to its status file."""
+
+    exit_code: int | None  # None: it was killed before it wrote one
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The instruction to the scheduler, and the counts that the next decision continues."""
+
+    exit_code: int
+    reason: str
+    num_failures: int = 0  # attempts in a row, up to this one, without a checkpoint of a later step
+    step: int = 0  # of the newest checkpoint
+
+
+def read_run_end(facts: Mapping[str, Any]) -> RunEnd | None:
+    """Return the end that a `status.json` records; None where the file is damaged."""
+    code, error = facts.get("exit_code"), facts.get("error")
+    if code is not None and (isinstance(code, bool) or not isinstance(code, int)):
+        return None
+    message = error.get("message") if isinstance(error, Mapping) else None
+    return RunEnd(code, str(message or facts.get("reason") or facts.get("state") or ""))
+
+
+def decide(end: RunEnd | None, *, code: int, step: int, last: Decision | None, max_restarts: int) -> Decision:
+    """Return whether the job is over or is restarted.
+
+    `end` is this attempt's, None where it wrote nothing; `code` is the launcher's exit code, `step` that of the newest
+    checkpoint and `last` the previous decision. A job is restarted after the scheduler stopped it and after failures,
+    unless more than `max_restarts` attempts in a row, preempted or failed, have made no progress.
+    """
+    ended = code if end is None else end.exit_code
+    reason = (end.reason if end is not None else "") or f"the launcher ended with exit code {code}"
+    if ended in (0, USER_MISTAKE, INTERRUPTED):
+        return Decision(ended, reason, step=step)
+    has_gained = step > (last.step if last is not None else 0)
+    failures = 0 if has_gained else 1 + (last.num_failures if last is not None else 0)
+    if failures > max_restarts:
+        reason = f"{failures} attempts in a row made no progress; the last one: {reason}"
+        return Decision(FAILED, reason, num_failures=failures, step=step)
+    outcome = "stopped" if ended in _PREEMPTED else "failed"
+    return Decision(AGAIN, f"{outcome} ({reason})", num_failures=failures, step=step)
+
+
 RECORD = ".launch.json"
-"""The last decision, in the run folder, or at its URL: machines may be new ones each time."""
+"""The last decision, in the run folder or at its URL: each attempt may run on new machines."""
 
 _POLL_SECONDS = 1.0
 _DECISION: TypeAdapter[Decision] = TypeAdapter(Decision)
@@ -37,10 +94,10 @@ def print_decision(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Print what becomes of the job, and return the exit code for the scheduler: 75 to start it again.
+    """Print the decision, and return the exit code for the scheduler: 75 to restart the job.
 
-    `since` is when this attempt began: what was written before is of an earlier one. `local_folder` is the job's own
-    for a run at a URL. Host 0 decides; the others wait for its decision, and return 75 where it does not come.
+    `since` is when this attempt began: files that were written before belong to an earlier one. `local_folder` is that
+    of the job for a run at a URL. Host 0 decides; the others wait for its decision, and return 75 after a timeout.
     """
     store = RemoteFolder(run) if is_url(run) else None
     folder = local_run_folder(run, str(local_folder) if local_folder is not None else None)
@@ -64,7 +121,7 @@ def print_decision(
             atomic.write_bytes(folder / RECORD, content)
             if store is not None:
                 store.upload(folder / RECORD, RECORD)
-        except Exception as error:  # a full disk, a storage that is away: the decision itself stands
+        except Exception as error:  # a full disk or unreachable storage: the decision itself stands
             print(f"warning: the decision cannot be recorded, so restarts are not counted: {error}", flush=True)
     print(_sentence(decision), flush=True)
     return decision.exit_code
@@ -86,7 +143,7 @@ def _read_end(folder: Path, *, since: float) -> RunEnd | None:
 
 
 def _read_record(folder: Path, store: RemoteFolder | None) -> tuple[float, Decision] | None:
-    """Return when the last decision was made, and which; None where there is none that can be read."""
+    """Return the time of the last decision and the decision; None where none can be read."""
     try:
         content = (folder / RECORD).read_bytes() if store is None else store.read(RECORD)
         facts: Mapping[str, Any] = json.loads(content or b"{}")
@@ -114,5 +171,5 @@ def _wait_for_decision(
 
 def _sentence(decision: Decision) -> str:
     if decision.exit_code == AGAIN:
-        return f"finetune: the job is to be started again from step {decision.step}: {decision.reason}"
+        return f"finetune: restart the job from step {decision.step}: {decision.reason}"
     return f"finetune: the job is over, exit code {decision.exit_code}: {decision.reason}"

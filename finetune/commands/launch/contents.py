@@ -1,4 +1,4 @@
-"""What a job file may hold: no secrets, since others read it, and no characters that nobody sees."""
+"""Refuses secrets in job files, which other users can read, and invisible characters."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -11,20 +11,20 @@ from finetune.runtime.text.redact import is_secret_variable, redacted_command, r
 from finetune.runtime.text.terminal import escape_controls
 
 _IMAGE_USER = re.compile(r"(?:[a-z]+:(?://)?)?[^/@\s]+:[^/@\s]+@(?!sha256:)")
-_READ_BY_OTHERS = "this is a secret, and everyone who can read the job file would read it"
-INSIST = "Or insist with --allow-secrets and --output FILE: only you can read that file (mode 0600)."
+_READ_BY_OTHERS = "this is a secret, and everyone who can read the job file could read it"
+INSIST = "Or pass --allow-secrets and --output FILE: only you can read that file (mode 0600)."
 _NAMES_OF_SECRETS = ("secret", "env_file")
-"""Options that say where secrets are, and hold none."""
+"""Options that name secrets without their values."""
 
 
 def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) -> None:
-    """Raise UserError for an option in one of the records that no job file may hold; `advice`: how secrets arrive."""
+    """Raise UserError for an option with a secret or an invisible character; `advice` says how to pass secrets."""
     for name, text in _typed_texts(records):
         option = "--set" if name == "override" else f"--{name.replace('_', '-')}"
         if escape_controls(text) != text:
             raise UserError(
                 f"{option} {escape_controls(text)}: it has a control character or an invisible one, shown here as its "
-                "escape, which a job file cannot hold. Write or rename it without."
+                "escape, which a job file cannot contain. Remove it."
             )
         if allows_secrets or name in _NAMES_OF_SECRETS or not (shown := _without_secret(name, text)):
             continue
@@ -32,17 +32,17 @@ def check_options(records: Iterable[Any], *, advice: str, allows_secrets: bool) 
 
 
 def check_text(
-    text: str, *, what: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redacted_text
+    text: str, *, source: str, advice: str, allows_secrets: bool, redact: Callable[[str], str] = redacted_text
 ) -> None:
-    """Raise UserError where a text that goes into a job file, or is one, holds what `check_options` looks for."""
+    """Raise UserError where a text of a job file, named `source`, has a secret or an invisible character."""
     visible = escape_controls(text)
     cleaned = visible if allows_secrets else redact(visible)
     lines = zip(text.split("\n"), visible.split("\n"), cleaned.split("\n"), strict=False)  # a key has several lines
     for number, (line, seen, shown) in enumerate(lines, start=1):
         if seen != line:
-            raise UserError(f"{what}, line {number}: it has a control character or an invisible one: {shown.strip()}")
+            raise UserError(f"{source}, line {number}: it has a control character or an invisible one: {shown.strip()}")
         if shown != line:
-            raise UserError(f"{what}, line {number}: {_READ_BY_OTHERS}: {shown.strip()}. {advice}")
+            raise UserError(f"{source}, line {number}: {_READ_BY_OTHERS}: {shown.strip()}. {advice}")
 
 
 def _typed_texts(records: Iterable[Any]) -> Iterator[tuple[str, str]]:

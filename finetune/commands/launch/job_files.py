@@ -1,4 +1,4 @@
-"""What the launches by schedulers share: the job is checked, its file is printed, written or submitted."""
+"""Shared by all schedulers: checks the job, and prints, writes or submits its job file."""
 
 import math
 import re
@@ -27,7 +27,7 @@ with lazily():  # torch, only for --doctor FILE
     from finetune.commands.launch import network
 
 _LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
-"""Folders that are another one on each host."""
+"""Folders that are local to each host."""
 
 _MAX_NAME = 40
 """Characters of a name: the pods of a JobSet add theirs, and a host name has 63."""
@@ -35,7 +35,7 @@ _MAX_NAME = 40
 
 @dataclass(frozen=True)
 class JobFileArguments:
-    """The options that all schedulers share, by the names that they have on the command line."""
+    """The options that all schedulers share, with their names on the command line."""
 
     config: Path
     accelerate: Path
@@ -48,7 +48,7 @@ class JobFileArguments:
     max_restarts: int = 3
     stop: int = 180
     cpu: bool = False
-    elsewhere: tuple[Path, ...] = ()  # folders that only the hosts have
+    elsewhere: tuple[Path, ...] = ()  # folders that exist only on the hosts
 
     @property
     def world(self) -> int:
@@ -56,50 +56,50 @@ class JobFileArguments:
         return self.nodes * self.gpus_per_node
 
 
-def check_job(words: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
-    """Return the job; raises UserError with what is wrong with the job, the accelerate file or the numbers."""
-    file = read_accelerate_file(words.accelerate)
+def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
+    """Return the checked job; raises UserError for an invalid job, accelerate file or number of hosts."""
+    file = read_accelerate_file(arguments.accelerate)
     job, loaded = make_job(
-        words.config,
-        words.override,
-        accelerate_file=words.accelerate,
-        ranks_per_host=words.gpus_per_node,
-        stop_seconds=float(words.stop),
-        elsewhere=words.elsewhere,
+        arguments.config,
+        arguments.override,
+        accelerate_file=arguments.accelerate,
+        ranks_per_host=arguments.gpus_per_node,
+        stop_seconds=float(arguments.stop),
+        elsewhere=arguments.elsewhere,
     )
-    require_shared_batch(loaded, file, world=words.world)
-    _check_processes(file, num_nodes=words.nodes, world=words.world)
+    require_shared_batch(loaded, file, world=arguments.world)
+    _check_processes(file, num_nodes=arguments.nodes, world=arguments.world)
     variables = {}
-    if words.doctor is not None:
-        variables = network.network_variables(doctor_facts.read_facts(words.doctor), num_nodes=words.nodes)
+    if arguments.doctor is not None:
+        variables = network.network_variables(doctor_facts.read_facts(arguments.doctor), num_nodes=arguments.nodes)
     run = loaded.config.run
     request = JobRequest(
-        name=_job_name(words.name, Path(run.folder).name),
-        job=replace(job, is_hybrid=job.is_hybrid and words.nodes > 1),
-        num_nodes=words.nodes,
+        name=_job_name(arguments.name, Path(run.folder).name),
+        job=replace(job, is_hybrid=job.is_hybrid and arguments.nodes > 1),
+        num_nodes=arguments.nodes,
         run_folder=run.folder,
         local_folder=run.local_folder if is_url(run.folder) else None,
         is_single=file.distributed_type == "NO",
-        max_restarts=words.max_restarts,
-        stop_seconds=words.stop,
-        uses_gpus=not words.cpu,
-        environment={**variables, **read_environment(words.env)},
+        max_restarts=arguments.max_restarts,
+        stop_seconds=arguments.stop,
+        uses_gpus=not arguments.cpu,
+        environment={**variables, **read_environment(arguments.env)},
     )
     return request, loaded
 
 
 def require_shared_folder(folder: str, *, num_nodes: int, key: str = "run.folder") -> None:
-    """Raise UserError for a folder that is another one on each host."""
+    """Raise UserError for a folder that is local to each host."""
     local = next((parent for parent in _LOCAL_FOLDERS if Path(folder).is_relative_to(parent)), None)
     if num_nodes > 1 and not is_url(folder) and local is not None:
         raise UserError(
-            f"{key}: {folder} is in {local}, which each host has for itself. Name a folder that all {num_nodes} hosts "
+            f"{key}: {folder} is in {local}, which is local to each host. Name a folder that all {num_nodes} hosts "
             "share, or a URL (`s3://`, `gs://`, `az://`)."
         )
 
 
 def require_kept(request: JobRequest, mounted: Sequence[Path], *, advice: str) -> None:
-    """Raise UserError where the run is written to a folder that is gone with its host, or that each host has alone.
+    """Raise UserError where the run is written to a folder that is lost with its host, or is local to each host.
 
     On one host a run at a URL may be written anywhere first: it is uploaded from there.
     """
@@ -110,30 +110,30 @@ def require_kept(request: JobRequest, mounted: Sequence[Path], *, advice: str) -
     )
     if folder is not None and any(Path(folder).is_relative_to(path) for path in mounted):
         return
-    what = "is not set" if folder is None else f"{folder} is on the host alone, and is lost with it"
+    problem = "is not set" if folder is None else f"{folder} exists only on the host, and is lost with it"
     url = "" if request.num_nodes > 1 else ", or write a URL: --set run.folder=s3://BUCKET/NAME"
-    raise UserError(f"{key}: {what}. {advice}{url}.")
+    raise UserError(f"{key}: {problem}. {advice}{url}.")
 
 
-def require_files(loaded: LoadedConfig, there: Sequence[Path], *, advice: str) -> None:
-    """Raise UserError for a file that the job reads and that none of the folders `there` brings to the hosts."""
+def require_files(loaded: LoadedConfig, folders: Sequence[Path], *, advice: str) -> None:
+    """Raise UserError for a file that the job reads and that is in none of these folders, which the hosts have."""
     for key, path in read_paths(loaded.config):
-        if not any(Path(path).is_relative_to(folder) for folder in there):
-            raise UserError(f"{key}: {path} is on this machine, and the hosts will not have it. {advice}.")
+        if not any(Path(path).is_relative_to(folder) for folder in folders):
+            raise UserError(f"{key}: {path} is only on this machine, not on the hosts. {advice}.")
 
 
 def read_environment(texts: Sequence[str]) -> dict[str, str]:
     """Return the variables of `NAME=VALUE`; raises UserError."""
-    return read_pairs(texts, option="--env", what="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
+    return read_pairs(texts, option="--env", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def read_pairs(texts: Sequence[str], *, option: str, what: str, name: str) -> dict[str, str]:
-    """Return the pairs of `NAME=VALUE`; raises UserError for a name that is none, or that is written twice."""
+def read_pairs(texts: Sequence[str], *, option: str, noun: str, name: str) -> dict[str, str]:
+    """Return the pairs of `NAME=VALUE`; raises UserError for an invalid name, or one that is written twice."""
     pairs: dict[str, str] = {}
     for text in texts:
         left, mark, value = text.partition("=")
         if not mark or not re.fullmatch(name, left) or "\0" in value:
-            raise UserError(f"{option} {text}: write NAME=VALUE, with the name of a {what}.")
+            raise UserError(f"{option} {text}: write NAME=VALUE, with the name of a {noun}.")
         if left in pairs:
             raise UserError(f"{option} {left}: it is written twice.")
         pairs[left] = value
@@ -147,20 +147,20 @@ class Destination:
     output: Path | None = None
     submit: bool = False
     suffix: str = ".yaml"
-    command: tuple[str, ...] = ()  # that takes the file: sbatch
+    command: tuple[str, ...] = ()  # that submits the file: sbatch
     allow_secrets: bool = False
-    advice: str = ""  # how secrets reach the ranks instead
+    advice: str = ""  # how to pass secrets to the ranks instead
 
 
 def deliver(text: str, destination: Destination, *, name: str) -> int:
     """Print or write the job file, or submit it, and return the exit code. Raises UserError."""
-    check_text(text, what="the job file", advice=destination.advice, allows_secrets=destination.allow_secrets)
+    check_text(text, source="the job file", advice=destination.advice, allows_secrets=destination.allow_secrets)
     if destination.allow_secrets and destination.output is None and not destination.submit:
-        raise UserError("--allow-secrets: what is printed can be read by others. Write it with --output FILE.")
+        raise UserError("--allow-secrets: others may read the terminal's output. Write the file with --output FILE.")
     if destination.submit and shutil.which(destination.command[0]) is None:
         raise UserError(
             f"--submit: `{destination.command[0]}` is not on the PATH of this machine. Write the file with --output "
-            f"and submit it where it is: {' '.join(destination.command)} FILE"
+            f"and submit it from a machine that has it: {' '.join(destination.command)} FILE"
         )
     file = destination.output
     if destination.submit and file is None:
@@ -175,9 +175,9 @@ def deliver(text: str, destination: Destination, *, name: str) -> int:
     return subprocess.run([*destination.command, str(file.absolute())], check=False).returncode
 
 
-def job_with(request: JobRequest, *, words: Mapping[str, str], accelerate_file: Path) -> JobRequest:
-    """Return the job with some of its words, such as paths, replaced by those that the hosts know."""
-    replaced = tuple(words.get(word, word) for word in request.job.words)
+def job_with(request: JobRequest, *, paths: Mapping[str, str], accelerate_file: Path) -> JobRequest:
+    """Return the job with paths of this machine replaced by those on the hosts."""
+    replaced = tuple(paths.get(word, word) for word in request.job.words)
     job: Job = replace(request.job, words=replaced, accelerate_file=accelerate_file)
     return replace(request, job=job)
 
@@ -185,8 +185,8 @@ def job_with(request: JobRequest, *, words: Mapping[str, str], accelerate_file: 
 def _check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
     if world > 1 and (file.distributed_type in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
         raise StrategyError(
-            f"--accelerate {file.path}: accelerate starts one process of it on each host, and {world} are wanted in "
-            "all. Take accelerate_configs/ddp.yaml or another with `use_cpu: false`."
+            f"--accelerate {file.path}: with it, accelerate starts one process per host, and the job needs {world} in "
+            "total. Use accelerate_configs/ddp.yaml or another file with `use_cpu: false`."
         )
     sizes = file.values.get("parallelism_config") or {}
     numbers = {name.removeprefix("parallelism_config_"): size for name, size in sizes.items() if name.endswith("_size")}
@@ -201,11 +201,12 @@ def _check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> Non
 
 
 def _job_name(name: str | None, default: str) -> str:
-    """Return a name that is fit for Slurm, Kubernetes and SkyPilot. Raises UserError for a given one that is not."""
+    """Return a name that is valid for Slurm, Kubernetes and SkyPilot. Raises UserError for an invalid --name."""
     if name is not None:
         if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_MAX_NAME - 2}}}[a-z0-9])?", name):
             raise UserError(
-                f"--name {name}: write small letters, digits and `-`, a letter first, at most {_MAX_NAME} characters."
+                f"--name {name}: write lowercase letters, digits and `-`, starting with a letter, at most {_MAX_NAME} "
+                "characters."
             )
         return name
     made = re.sub(r"[^a-z0-9]+", "-", default.lower()).strip("-")[: _MAX_NAME - 9].strip("-")

@@ -1,9 +1,10 @@
 """`finetune launch kubernetes`: a JobSet or a TrainJob, with the job's files in a ConfigMap."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from finetune.commands.launch.contents import INSIST, check_options, check_text
 from finetune.commands.launch.job_files import (
@@ -18,16 +19,42 @@ from finetune.commands.launch.job_files import (
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import LoadedConfig, read_text
 from finetune.errors import UserError
-from finetune.launch.jobs.kubernetes import JOBSET, TRAINJOB, File, KubernetesOptions, kubernetes_objects
+from finetune.launch.jobs.request import PORT, JobRequest, host_script
 from finetune.launch.jobs.yaml_text import yaml_text
 from finetune.runtime.text.redact import redacted_yaml
+
+JOBSET, TRAINJOB = "jobset", "trainjob"
+
+_NODE = "node"
+"""Name of the replicated job and of its container, as in Kubeflow's own runtimes."""
+
+_FINAL_CODES = [1, 2, 126, 127, 130]
+"""Exit codes without a restart: `finetune launch next` decided so, or the program does not exist."""
+
+_DECIDING_SECONDS = 30
+"""Time after the save for the decision whether to restart."""
+
+_EXPANDED = re.compile(r"\$(?=[$(])")
+"""References that Kubernetes itself expands in commands and values of variables."""
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the job, which is mounted in the container at the same path as here."""
+
+    name: str  # in the ConfigMap
+    path: str
+    content: str
+
 
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _NAME = rf"{_LABEL}(\.{_LABEL})*"
 _RESOURCE = r"([A-Za-z0-9.-]+/)?[A-Za-z0-9._-]+"
 _AMOUNT = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 _MAX_FILE_BYTES = 200_000
-"""Of the files together: a ConfigMap holds 1 MiB, and `kubectl apply` notes all of it in 256 KiB."""
+"""Of the files together: a ConfigMap holds 1 MiB, and `kubectl apply` stores it in an annotation of 256 KiB."""
 
 _COMMENT = """\
 Written by `finetune launch kubernetes`. Submit it with `kubectl apply -f FILE`.
@@ -41,7 +68,7 @@ _MOUNT = "Mount a volume with --claim CLAIM:/PATH, or name a folder of the image
 
 @dataclass(frozen=True)
 class KubernetesArguments:
-    """The options that are those of Kubernetes alone."""
+    """The options of Kubernetes, as they are typed."""
 
     image: str
     kind: str = JOBSET
@@ -53,64 +80,73 @@ class KubernetesArguments:
     gpu_resource: str = "nvidia.com/gpu"
     node_selector: tuple[str, ...] = ()  # LABEL=VALUE
     service_account: str | None = None
-    runtime: str | None = None
-    max_starts: int = 100
+    runtime: str | None = None  # a ClusterTrainingRuntime of the cluster, in place of our own
+    max_starts: int = 100  # for any reason, preemptions included
 
 
-def launch_kubernetes(words: JobFileArguments, kubernetes: KubernetesArguments, destination: Destination) -> int:
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """The checked options, and the files of the job."""
+
+    typed: KubernetesArguments
+    files: tuple[File, ...]
+    claims: Mapping[str, str]  # path in the container -> persistent volume claim
+    secrets: tuple[str, ...]  # whose keys become variables
+    secret_keys: Mapping[str, tuple[str, str]]  # variable -> secret and key
+    resources: Mapping[str, str]  # cpu, memory, rdma/hca ...
+    node_selector: Mapping[str, str]
+
+
+def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArguments, destination: Destination) -> int:
     """Print, write or submit the objects, and return the exit code. Raises UserError, and ConfigError for the job."""
     destination = replace(destination, command=("kubectl", "apply", "-f"), advice=f"{_SECRETS} {INSIST}")
-    check_options((words, kubernetes), advice=destination.advice, allows_secrets=destination.allow_secrets)
+    check_options((arguments, kubernetes), advice=destination.advice, allows_secrets=destination.allow_secrets)
     claims = _read_claims(kubernetes.claim)
-    there = (*map(Path, claims), *kubernetes.in_image)
-    request, loaded = check_job(replace(words, elsewhere=there))
+    folders = (*map(Path, claims), *kubernetes.in_image)
+    request, loaded = check_job(replace(arguments, elsewhere=folders))
     require_kept(
         request, tuple(map(Path, claims)), advice="Mount a volume that all pods can write: --claim CLAIM:/PATH"
     )
-    require_files(loaded, there, advice=_MOUNT)
+    require_files(loaded, folders, advice=_MOUNT)
     _require_names(kubernetes)
-    files = _job_files(words, loaded)
+    files = _job_files(arguments, loaded)
     for file in files:
         check_text(
             file.content,
-            what=file.path,
+            source=file.path,
             advice=destination.advice,
             allows_secrets=destination.allow_secrets,
             redact=redacted_yaml,
         )
     deepspeed = next((file.path for file in files if file.name == "deepspeed.json"), None)
     options = KubernetesOptions(
-        kind=kubernetes.kind,
-        image=kubernetes.image,
+        typed=kubernetes,
         files=files,
-        namespace=kubernetes.namespace,
         claims=claims,
         secrets=tuple(name for name in kubernetes.secret if "=" not in name),
         secret_keys=_read_secret_keys(kubernetes.secret),
         resources=_read_resources(kubernetes.resource),
-        gpu_resource=kubernetes.gpu_resource,
-        node_selector=read_pairs(kubernetes.node_selector, option="--node-selector", what="label", name=_RESOURCE),
-        service_account=kubernetes.service_account,
-        runtime=kubernetes.runtime,
-        max_starts=kubernetes.max_starts,
+        node_selector=read_pairs(kubernetes.node_selector, option="--node-selector", noun="label", name=_RESOURCE),
     )
-    text = yaml_text(kubernetes_objects(replace(request, deepspeed_file=deepspeed), options), comment=_COMMENT)
+    text = yaml_text(_objects(replace(request, deepspeed_file=deepspeed), options), comment=_COMMENT)
     return deliver(text, destination, name=request.name)
 
 
-def _job_files(words: JobFileArguments, loaded: LoadedConfig) -> tuple[File, ...]:
-    """Return the job, the accelerate file and what that names; raises UserError for files that do not fit."""
-    values = read_accelerate_file(words.accelerate).values
+def _job_files(arguments: JobFileArguments, loaded: LoadedConfig) -> tuple[File, ...]:
+    """Return the job, the accelerate file and its DeepSpeed config; raises UserError where they are too large."""
+    values = read_accelerate_file(arguments.accelerate).values
     named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     try:
         files = [
-            File("job.yaml", str(words.config.absolute()), loaded.text),
-            File("accelerate.yaml", str(words.accelerate.absolute()), read_text(words.accelerate)),
+            File("job.yaml", str(arguments.config.absolute()), loaded.text),
+            File("accelerate.yaml", str(arguments.accelerate.absolute()), read_text(arguments.accelerate)),
         ]
         if named is not None:
             files.append(File("deepspeed.json", str(Path(named).absolute()), read_text(Path(named))))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--accelerate {words.accelerate}: {named or 'the file'} cannot be read: {error}.") from error
+        raise UserError(
+            f"--accelerate {arguments.accelerate}: {named or 'the file'} cannot be read: {error}."
+        ) from error
     if sum(len(file.content.encode()) for file in files) > _MAX_FILE_BYTES:
         raise UserError("--config: job, accelerate file and DeepSpeed config are too large for a ConfigMap.")
     for file in files:
@@ -126,23 +162,23 @@ def _read_claims(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         claim, mark, path = text.partition(":")
         if not mark or not re.fullmatch(_NAME, claim):
-            raise UserError(f"--claim {text}: write CLAIM:/PATH, a persistent volume claim and where it is mounted.")
+            raise UserError(f"--claim {text}: write CLAIM:/PATH, a persistent volume claim and its mount path.")
         _require_path(path, option=f"--claim {text}")
         if path in claims or path == "/dev/shm":
-            raise UserError(f"--claim {text}: something else is mounted at {path} already.")
+            raise UserError(f"--claim {text}: {path} is already a mount path.")
         claims[path] = claim
     return claims
 
 
 def _require_path(path: str, *, option: str) -> None:
     if not path.startswith("/") or path == "/" or ":" in path or not path.isprintable() or ".." in Path(path).parts:
-        raise UserError(f"{option}: {path!r} cannot be a place in a container. Write an absolute path without `:`.")
+        raise UserError(f"{option}: {path!r} cannot be mounted in a container. Write an absolute path without `:`.")
 
 
 def _read_secret_keys(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the secret and its key for each variable; raises UserError."""
     pairs = [text for text in texts if "=" in text]
-    secrets = read_pairs(pairs, option="--secret", what="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
+    secrets = read_pairs(pairs, option="--secret", noun="variable", name=r"[A-Za-z_][A-Za-z0-9_]*")
     keys = {}
     for variable, value in secrets.items():
         name, _, key = value.partition(":")
@@ -153,7 +189,7 @@ def _read_secret_keys(texts: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _read_resources(texts: Sequence[str]) -> dict[str, str]:
-    amounts = read_pairs(texts, option="--resource", what="resource", name=_RESOURCE)
+    amounts = read_pairs(texts, option="--resource", noun="resource", name=_RESOURCE)
     for name, amount in amounts.items():
         if not _AMOUNT.fullmatch(amount):
             raise UserError(f"--resource {name}={amount}: write an amount, such as cpu=16, memory=200Gi or rdma/hca=1.")
@@ -161,7 +197,7 @@ def _read_resources(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _require_names(words: KubernetesArguments) -> None:
-    """Raise UserError for what Kubernetes would refuse, or would take for something else."""
+    """Raise UserError for names that Kubernetes would refuse or misread."""
     if words.kind not in (JOBSET, TRAINJOB):
         raise UserError(f"--kind {words.kind}: write {JOBSET} or {TRAINJOB}.")
     if not words.image or not words.image.isprintable() or " " in words.image:
@@ -169,10 +205,166 @@ def _require_names(words: KubernetesArguments) -> None:
     names = {"--namespace": words.namespace, "--service-account": words.service_account, "--runtime": words.runtime}
     for option, name in [*names.items(), *(("--secret", secret) for secret in words.secret if "=" not in secret)]:
         if name is not None and not re.fullmatch(_NAME, name):
-            raise UserError(f"{option} {name}: write a name of Kubernetes: small letters, digits, `-` and `.`.")
+            raise UserError(f"{option} {name}: write a valid Kubernetes name: lowercase letters, digits, `-` and `.`.")
     if not re.fullmatch(_RESOURCE, words.gpu_resource):
         raise UserError(f"--gpu-resource {words.gpu_resource}: write a resource, such as nvidia.com/gpu.")
     if words.runtime is not None and words.kind != TRAINJOB:
-        raise UserError("--runtime: a JobSet has none. Write --kind trainjob, or leave it out.")
+        raise UserError("--runtime: a JobSet does not have one. Write --kind trainjob, or leave it out.")
     if words.runtime is not None and not all("=" in secret for secret in words.secret):
-        raise UserError("--secret: the cluster's runtime takes single variables alone. Write VARIABLE=NAME:KEY.")
+        raise UserError("--secret: the cluster's runtime accepts single variables only. Write VARIABLE=NAME:KEY.")
+
+
+def _objects(request: JobRequest, options: KubernetesOptions) -> list[Object]:
+    """Return the objects in the order in which they are created."""
+    files = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(request, options),
+        "data": {file.name: file.content for file in options.files},
+    }
+    if options.typed.kind == JOBSET:
+        address = f"{request.name}-{_NODE}-0-0.{request.name}"
+        command = _command(request, rank='"$JOB_COMPLETION_INDEX"', address=address, port=str(PORT))
+        job_set = {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(request, options),
+            "spec": _job_set_spec(request, options, container={"command": command, **_run_of(request, options)}),
+        }
+        return [files, job_set]
+    if options.typed.runtime is not None:
+        return [files, _train_job(request, options)]
+    return [files, _training_runtime(request, options), _train_job(request, options)]
+
+
+def _metadata(request: JobRequest, options: KubernetesOptions) -> Object:
+    return {"name": request.name, **({"namespace": options.typed.namespace} if options.typed.namespace else {})}
+
+
+def _training_runtime(request: JobRequest, options: KubernetesOptions) -> Object:
+    spec = _job_set_spec(request, options, container={"image": options.typed.image, **_secrets(options)})
+    job = spec["replicatedJobs"][0]["template"]
+    job["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    for name in ("parallelism", "completions", "completionMode"):  # Kubeflow sets them for the number of nodes
+        del job["spec"][name]
+    del spec["network"]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(request, options),
+        "spec": {"mlPolicy": {"numNodes": request.num_nodes, "torch": {}}, "template": {"spec": spec}},
+    }
+
+
+def _train_job(request: JobRequest, options: KubernetesOptions) -> Object:
+    command = _command(request, rank='"$PET_NODE_RANK"', address='"$PET_MASTER_ADDR"', port='"$PET_MASTER_PORT"')
+    run = _run_of(request, options)
+    trainer: Object = {
+        "image": options.typed.image,
+        "command": command,
+        "numNodes": request.num_nodes,
+        "numProcPerNode": request.ranks_per_node,
+        "env": run["env"],
+        "resourcesPerNode": run["resources"],
+    }
+    own = options.typed.runtime is None
+    runtime_kind = "TrainingRuntime" if own else "ClusterTrainingRuntime"
+    runtime_ref = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": runtime_kind,
+        "name": request.name if own else options.typed.runtime,
+    }
+    spec: Object = {"runtimeRef": runtime_ref, "trainer": trainer}
+    if options.typed.runtime is not None:
+        spec["runtimePatches"] = [_patch(request, options)]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(request, options),
+        "spec": spec,
+    }
+
+
+def _patch(request: JobRequest, options: KubernetesOptions) -> Object:
+    """Return the patch for the cluster's runtime: volumes, service account, and time to save."""
+    pod = _pod(request, options, container={})
+    del pod["restartPolicy"]
+    pod["containers"] = [{"name": _NODE, "volumeMounts": pod["containers"][0]["volumeMounts"]}]
+    job = {"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}
+    template = {"spec": {"replicatedJobs": [job]}}
+    return {"manager": "finetune.launch/job", "trainingRuntimeSpec": {"template": template}}
+
+
+def _job_set_spec(request: JobRequest, options: KubernetesOptions, *, container: Object) -> Object:
+    final = {"name": "over", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    job = {
+        "parallelism": request.num_nodes,
+        "completions": request.num_nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,  # a single host cannot be restarted: the JobSet restarts all of them
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": _NODE, "operator": "In", "values": _FINAL_CODES},
+                },
+            ]
+        },
+        "template": {"spec": _pod(request, options, container=container)},
+    }
+    return {
+        "failurePolicy": {"maxRestarts": options.typed.max_starts - 1, "rules": [final]},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": request.name},
+        "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": job}}],
+    }
+
+
+def _pod(request: JobRequest, options: KubernetesOptions, *, container: Object) -> Object:
+    claims = {f"claim-{number}": claim for number, claim in enumerate(options.claims.items())}
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    mounts += [{"name": name, "mountPath": path} for name, (path, _) in claims.items()]
+    mounts += [{"name": "files", "mountPath": file.path, "subPath": file.name} for file in options.files]
+    volumes: list[Object] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    volumes += [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, (_, claim) in claims.items()]
+    volumes.append({"name": "files", "configMap": {"name": request.name}})
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": request.stop_seconds + _DECIDING_SECONDS,
+        **({"serviceAccountName": options.typed.service_account} if options.typed.service_account else {}),
+        **({"nodeSelector": dict(options.node_selector)} if options.node_selector else {}),
+        "volumes": volumes,
+        "containers": [{"name": _NODE, **container, "volumeMounts": mounts}],
+    }
+
+
+def _run_of(request: JobRequest, options: KubernetesOptions) -> Object:
+    """Return image, variables and resources of the container."""
+    gpus = {options.typed.gpu_resource: str(request.ranks_per_node)} if request.uses_gpus else {}
+    amounts = {**options.resources, **gpus}
+    variables: list[Object] = [{"name": name, "value": _unexpanded(text)} for name, text in request.variables().items()]
+    variables += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+        for name, (secret, key) in options.secret_keys.items()
+    ]
+    return {
+        "image": options.typed.image,
+        "env": variables,
+        **_secrets(options),
+        "resources": {"requests": amounts, "limits": dict(amounts)} if amounts else {},
+    }
+
+
+def _secrets(options: KubernetesOptions) -> Object:
+    """Return the entry that makes the keys of secrets environment variables."""
+    return {"envFrom": [{"secretRef": {"name": name}} for name in options.secrets]} if options.secrets else {}
+
+
+def _command(request: JobRequest, *, rank: str, address: str, port: str) -> list[str]:
+    variables = {"MACHINE_RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return ["/bin/sh", "-c", _unexpanded(host_script(request, variables))]
+
+
+def _unexpanded(text: str) -> str:
+    """Return the text so that Kubernetes, which expands `$(NAME)` and turns `$$` into `$`, leaves it as it was."""
+    return _EXPANDED.sub("$$", text)

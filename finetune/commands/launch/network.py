@@ -1,4 +1,4 @@
-"""Settings of NCCL and gloo that follow from the facts of `finetune doctor --json`; what the facts do not say stays."""
+"""Settings of NCCL and gloo that follow from the facts of `finetune doctor --json`."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -10,7 +10,7 @@ from finetune.commands.doctor.subjects.network import InfinibandPort
 ACTIVE = "ACTIVE"
 
 _ELASTIC_FABRIC = ("efa", "rdmap")
-"""Names of the cards of AWS's Elastic Fabric Adapter, which the kernel lists as InfiniBand and NCCL cannot use so."""
+"""Prefixes of AWS's Elastic Fabric Adapters, which the kernel lists as InfiniBand and NCCL cannot use as such."""
 
 _WITHOUT_P2P = ("no-p2p", "p2p-iommu")
 """Findings after which NCCL must not copy between GPUs directly: it would hang, or sums would be wrong."""
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def network_variables(facts: Facts, *, num_nodes: int) -> dict[str, str]:
-    """Return the variables that the ranks of such hosts need; none where NCCL and gloo choose right by themselves."""
+    """Return the variables that the ranks of such hosts need; empty where the defaults of NCCL and gloo are right."""
     variables: dict[str, str] = {}
     if num_nodes > 1:
         variables |= _interfaces(facts) | _adapters(facts)
@@ -37,13 +37,13 @@ def _interfaces(facts: Facts) -> dict[str, str]:
 
 
 def _adapters(facts: Facts) -> dict[str, str]:
-    """Return which InfiniBand ports NCCL takes, where some have no link or lead elsewhere; it takes all otherwise."""
+    """Return the setting that limits NCCL to usable InfiniBand ports; by default it uses all of them."""
     if any(port.device.startswith(_ELASTIC_FABRIC) for host in facts.hosts for port in host.network.infiniband):
         return {"FI_PROVIDER": "efa"}
     if not any(host.network.infiniband for host in facts.hosts):
         return {}
     if not all(_usable(host.network.infiniband) for host in facts.hosts):
-        return {"NCCL_IB_DISABLE": "1"}  # a host has none: all talk over TCP, without a try that fails
+        return {"NCCL_IB_DISABLE": "1"}  # a host has none: all of them use TCP
     chosen = _same_everywhere(facts, lambda host: _usable(host.network.infiniband))
     has_others = any(len(_usable(host.network.infiniband)) < len(host.network.infiniband) for host in facts.hosts)
     return {"NCCL_IB_HCA": f"={','.join(chosen)}"} if chosen is not None and has_others else {}

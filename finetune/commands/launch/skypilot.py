@@ -1,10 +1,12 @@
 """`finetune launch skypilot`: the task of a managed job, which is recovered on another machine and resumes."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from finetune.commands.launch.attempt_end import AGAIN
 from finetune.commands.launch.contents import INSIST, check_options
 from finetune.commands.launch.job_files import (
     Destination,
@@ -16,7 +18,7 @@ from finetune.commands.launch.job_files import (
     require_kept,
 )
 from finetune.errors import UserError
-from finetune.launch.jobs.skypilot import SkypilotOptions, skypilot_task
+from finetune.launch.jobs.request import PORT, JobRequest, host_script
 from finetune.launch.jobs.yaml_text import yaml_text
 
 SETUP = "pip install 'finetune[s3]'\n"
@@ -27,7 +29,7 @@ _COMMENT = "Written by `finetune launch skypilot`. Submit it with `sky jobs laun
 
 @dataclass(frozen=True)
 class SkypilotArguments:
-    """The options that are SkyPilot's alone."""
+    """The options of SkyPilot; None: its own default."""
 
     gpu: str | None = None
     bucket: tuple[str, ...] = ()  # /PATH=URL
@@ -41,73 +43,97 @@ class SkypilotArguments:
     secret: tuple[str, ...] = ()  # environment variables
 
 
-def launch_skypilot(words: JobFileArguments, sky: SkypilotArguments, destination: Destination) -> int:
+def launch_skypilot(arguments: JobFileArguments, sky: SkypilotArguments, destination: Destination) -> int:
     """Print, write or submit the task, and return the exit code. Raises UserError, and ConfigError for the job."""
     given = [word for name in sky.secret for word in ("--secret", name)]
     destination = replace(
         destination, command=("sky", "jobs", "launch", "--yes", *given), advice=f"{_SECRETS} {INSIST}"
     )
-    check_options((words, sky), advice=destination.advice, allows_secrets=destination.allow_secrets)
+    check_options((arguments, sky), advice=destination.advice, allows_secrets=destination.allow_secrets)
     _require_names(sky.secret)
     buckets = _read_mounts(
-        sky.bucket, option="--bucket", what=r"[a-z0-9]+://[A-Za-z0-9._/-]+", example="/data=s3://my-bucket"
+        sky.bucket, option="--bucket", pattern=r"[a-z0-9]+://[A-Za-z0-9._/-]+", example="/data=s3://my-bucket"
     )
-    volumes = _read_mounts(sky.volume, option="--volume", what=r"[A-Za-z0-9][A-Za-z0-9._-]*", example="/runs=my-volume")
+    volumes = _read_mounts(
+        sky.volume, option="--volume", pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*", example="/runs=my-volume"
+    )
     mounted = tuple(map(Path, (*buckets, *volumes)))
-    request, loaded = check_job(replace(words, elsewhere=mounted))
+    request, loaded = check_job(replace(arguments, elsewhere=mounted))
     require_kept(
-        request, mounted, advice="Mount what all hosts can write: --bucket /PATH=gs://BUCKET, --volume /PATH=NAME"
+        request,
+        mounted,
+        advice="Mount storage that all hosts can write to: --bucket /PATH=gs://BUCKET, --volume /PATH=NAME",
     )
-    advice = "Run this in the folder that has it, which is copied, or mount it with --bucket"
+    advice = "Run this command in the folder that contains it, which is copied, or mount it with --bucket"
     require_files(loaded, (Path.cwd(), *mounted), advice=advice)
-    if not words.cpu and sky.gpu is None:
+    if not arguments.cpu and sky.gpu is None:
         raise UserError("--gpu: name the GPU of the machines, such as H100, or write --cpu.")
-    config, accelerate = str(words.config.absolute()), str(words.accelerate.absolute())
+    config, accelerate = str(arguments.config.absolute()), str(arguments.accelerate.absolute())
     copied = {config: _in_working_folder(config)}
-    request = job_with(request, words=copied, accelerate_file=Path(_in_working_folder(accelerate)))
-    options = SkypilotOptions(
-        working_folder=str(Path.cwd()),
-        gpu=None if words.cpu else sky.gpu,
-        setup=sky.setup if sky.setup.endswith("\n") else f"{sky.setup}\n",
-        infra=sky.infra,
-        image=sky.image,
-        is_spot=sky.spot,
-        strategy=sky.strategy,
-        disk_gb=sky.disk_gb,
-        buckets=buckets,
-        volumes=volumes,
-        secrets=sky.secret,
-    )
+    request = job_with(request, paths=copied, accelerate_file=Path(_in_working_folder(accelerate)))
     comment = _COMMENT.replace("launch FILE", " ".join(["launch", *given, "FILE"]))
-    return deliver(yaml_text([skypilot_task(request, options)], comment=comment), destination, name=request.name)
+    task = _task(request, replace(sky, gpu=None if arguments.cpu else sky.gpu), buckets=buckets, volumes=volumes)
+    return deliver(yaml_text([task], comment=comment), destination, name=request.name)
 
 
 def _require_names(variables: Sequence[str]) -> None:
     for name in variables:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(
-                "--secret: write the name of a variable without its value, which is read when it is launched."
-            )
+            raise UserError("--secret: write the name of a variable without its value, which is read at the launch.")
 
 
 def _in_working_folder(path: str) -> str:
-    """Return the path on the machines, to which this folder is copied. Raises UserError for one outside of it."""
-    here = Path.cwd()
-    if not Path(path).is_relative_to(here):
+    """Return the path on the machines, to which this folder is copied. Raises UserError for a path outside of it."""
+    folder = Path.cwd()
+    if not Path(path).is_relative_to(folder):
         raise UserError(
-            f"{path}: it is not in {here}, the folder that SkyPilot copies to the machines. Run this command in a "
-            "folder that has the job, the accelerate file and the data. `finetune init --strategy NAME --into .` "
+            f"{path}: it is not in {folder}, the folder that SkyPilot copies to the machines. Run this command in a "
+            "folder that contains the job, the accelerate file and the data. `finetune init --strategy NAME --into .` "
             "writes an accelerate file."
         )
-    return f"./{Path(path).relative_to(here)}"
+    return f"./{Path(path).relative_to(folder)}"
 
 
-def _read_mounts(texts: Sequence[str], *, option: str, what: str, example: str) -> dict[str, str]:
+def _read_mounts(texts: Sequence[str], *, option: str, pattern: str, example: str) -> dict[str, str]:
     mounts: dict[str, str] = {}
     for text in texts:
         path, _, source = text.partition("=")
         is_path = path.startswith("/") and path != "/" and path.isprintable() and "$" not in path
-        if not is_path or path in mounts or not re.fullmatch(what, source):
-            raise UserError(f"{option} {text}: write an absolute path, once, and what is mounted there: {example}.")
+        if not is_path or path in mounts or not re.fullmatch(pattern, source):
+            raise UserError(f"{option} {text}: write a new absolute path and the source to mount there: {example}.")
         mounts[path] = source
     return mounts
+
+
+_VARIABLES = {
+    "MACHINE_RANK": '"$SKYPILOT_NODE_RANK"',
+    "MASTER_ADDR": '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"',
+    "MASTER_PORT": str(PORT),
+}
+
+
+def _task(
+    request: JobRequest, options: SkypilotArguments, *, buckets: Mapping[str, str], volumes: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the task; buckets and volumes are given by the path at which they are mounted."""
+    recovery: dict[str, Any] = {"recover_on_exit_codes": [AGAIN]}  # failures are counted by `finetune launch next`
+    if options.strategy is not None:
+        recovery["strategy"] = options.strategy
+    resources: dict[str, Any] = {"use_spot": options.spot, "job_recovery": recovery}
+    if options.gpu is not None:
+        resources["accelerators"] = f"{options.gpu}:{request.ranks_per_node}"
+    requested = {"infra": options.infra, "image_id": options.image, "disk_size": options.disk_gb}
+    resources |= {name: value for name, value in requested.items() if value is not None}
+    mounts = {path: {"source": url, "mode": "MOUNT"} for path, url in buckets.items()}
+    return {
+        "name": request.name,
+        "workdir": str(Path.cwd()),
+        "num_nodes": request.num_nodes,
+        "resources": resources,
+        **({"file_mounts": mounts} if mounts else {}),
+        **({"volumes": dict(volumes)} if volumes else {}),
+        "envs": request.variables(),
+        **({"secrets": dict.fromkeys(options.secret)} if options.secret else {}),
+        "setup": options.setup if options.setup.endswith("\n") else f"{options.setup}\n",
+        "run": host_script(request, _VARIABLES),
+    }

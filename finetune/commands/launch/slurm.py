@@ -14,8 +14,166 @@ from finetune.config.load import LoadedConfig
 from finetune.config.overrides import override_label
 from finetune.config.paths import is_url
 from finetune.errors import UserError
-from finetune.launch.jobs.request import JobRequest
-from finetune.launch.jobs.slurm import APPTAINER, ArrayTask, Container, Directives, SlurmOptions, slurm_script
+from finetune.launch.jobs.request import JobRequest, Rendezvous, launch_words, next_words, rank_words
+from finetune.launch.jobs.shell import ShellText, Word, command_line, exports, quoted, render
+
+APPTAINER, PYXIS = "apptainer", "pyxis"
+
+
+@dataclass(frozen=True)
+class Container:
+    """The image in which ranks run, and the folders of the host that are mounted at the same paths."""
+
+    image: str
+    runtime: str  # APPTAINER or PYXIS
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Directives:
+    """Directives of the batch script; None: the default of the cluster."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str | None = None
+    cpus_per_node: int | None = None
+    gpu_type: str | None = None
+    sbatch: tuple[str, ...] = ()  # further directives: `--exclusive`
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """How the script starts the ranks, and its folders."""
+
+    working_folder: str
+    log_folder: str
+    directives: Directives = Directives()
+    modules: tuple[str, ...] = ()
+    activate: str | None = None  # the activate script of a virtual environment
+    env_file: str | None = None  # NAME=VALUE, exported to the ranks
+    container: Container | None = None
+    uses_srun_ranks: bool = False
+    runs_at_once: int | None = None
+
+
+@dataclass(frozen=True)
+class ArrayTask:
+    """One run of a sweep: the words that its task adds to the job's, and its folders."""
+
+    words: tuple[str, ...]
+    run_folder: str
+    log_folder: str
+
+
+def slurm_script(request: JobRequest, options: SlurmOptions, tasks: Sequence[ArrayTask] = ()) -> str:
+    """Return the script. Raises UserError for a value that a directive cannot contain."""
+    container = options.container
+    cpus = options.directives.cpus_per_node
+    if cpus is not None and options.uses_srun_ranks:
+        cpus = max(1, cpus // request.ranks_per_node)
+    return render(
+        "slurm.sh.jinja",
+        directives=list(map(_directive, _directives(request, options, num_tasks=len(tasks), cpus=cpus))),
+        tasks=tasks,
+        is_in_folder=bool(tasks) or not request.is_at_url,
+        run_folder=request.run_folder,
+        log_folder=options.log_folder,
+        setup=_setup(options),
+        exports=exports(request.variables()),
+        cpus_per_task=cpus,
+        srun=command_line(_srun(request, options, has_tasks=bool(tasks))),
+        next=command_line(
+            _in_container(container, next_words(request, run_folder=ShellText('"$run"'), code="code"), is_step=False)
+        ),
+    )
+
+
+def _directives(
+    request: JobRequest, options: SlurmOptions, *, num_tasks: int, cpus: int | None
+) -> list[tuple[str, str | None]]:
+    chosen = options.directives
+    gpus = f"{chosen.gpu_type}:{request.ranks_per_node}" if chosen.gpu_type else str(request.ranks_per_node)
+    at_once = f"%{options.runs_at_once}" if options.runs_at_once else ""
+    log = "%A_%a" if num_tasks else "%j"
+    requested = {
+        "--job-name": request.name,
+        "--nodes": str(request.num_nodes),
+        "--ntasks-per-node": str(request.ranks_per_node if options.uses_srun_ranks else 1),
+        "--gpus-per-node": gpus if request.uses_gpus else None,
+        "--cpus-per-task": str(cpus) if cpus is not None else None,
+        "--time": chosen.time,
+        "--partition": chosen.partition,
+        "--account": chosen.account,
+        "--qos": chosen.qos,
+        "--constraint": chosen.constraint,
+        "--array": f"0-{num_tasks - 1}{at_once}" if num_tasks else None,
+        "--chdir": options.working_folder,
+        "--output": f"{request.name}-{log}.out",  # in --chdir: Slurm makes no folders
+        "--signal": f"TERM@{request.stop_seconds}",
+    }
+    pairs: list[tuple[str, str | None]] = [(name, value) for name, value in requested.items() if value is not None]
+    pairs += [("--open-mode", "append"), ("--requeue", None)]
+    for text in chosen.sbatch:
+        name, mark, value = text.partition("=")
+        if not name.startswith("--") or name in dict(pairs):
+            raise UserError(f"--sbatch {text}: write an option of sbatch that is not set yet, such as `--exclusive`.")
+        pairs.append((name, value if mark else None))
+    return pairs
+
+
+def _directive(pair: tuple[str, str | None]) -> str:
+    """Return the option as sbatch reads it: in double quotes where it has blanks. Raises UserError."""
+    name, value = pair
+    text = name if value is None else f"{name}={value}"
+    if not text.isprintable() or any(character in text for character in '\\"'):
+        raise UserError(
+            f'{name}: a directive of Slurm cannot contain {value!r}. Use printable characters, no `\\` or `"`.'
+        )
+    return f'{name}="{value}"' if value and any(character in value for character in " '#") else text
+
+
+def _setup(options: SlurmOptions) -> list[str]:
+    lines = [f"module load {quoted(module)}" for module in options.modules]
+    if options.activate is not None:
+        lines += [
+            "# shellcheck disable=SC1090,SC1091 # a file of the cluster",
+            f". {quoted(options.activate)} || exit 2",
+        ]
+    if options.env_file is not None:
+        lines += ["set -a", "# shellcheck disable=SC1090,SC1091", f". {quoted(options.env_file)} || exit 2", "set +a"]
+    return [*lines, ""] if lines else []
+
+
+def _srun(request: JobRequest, options: SlurmOptions, *, has_tasks: bool) -> list[Word]:
+    overrides: list[Word] = [ShellText('"${overrides[@]}"')] if has_tasks else []
+    # A host whose ranks have ended must not end another that still saves or uploads: finetune itself ends failed runs.
+    step: list[Word] = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
+    if options.uses_srun_ranks or request.is_single:
+        step += [ShellText('--output="${logs//%/%%}/rank-%t.log"')]
+        ranks = [*rank_words(request), *overrides]
+        return [*step, *_in_container(options.container, ranks, is_step=True)]
+    rendezvous = Rendezvous("SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
+    log_folder = ShellText('"$LOGS/host-$SLURM_NODEID"')
+    command = launch_words(request, rendezvous, log_folder=log_folder)
+    script = f'LOGS="$1"; shift; exec {command_line(command)} "$@"'
+    host: list[Word] = ["bash", "-c", script, "host", ShellText('"$logs"'), *overrides]
+    return [*step, *_in_container(options.container, host, is_step=True)]
+
+
+def _in_container(container: Container | None, words: Sequence[Word], *, is_step: bool) -> list[Word]:
+    """Return the words so that they run in the image; those of a step follow `srun` and its options."""
+    if container is None:
+        return list(words)
+    folders = ",".join(f"{folder}:{folder}" for folder in container.folders)
+    if container.runtime == APPTAINER:
+        return ["apptainer", "exec", "--nv", "--bind", folders, container.image, *words]
+    image = [f"--container-image={container.image}", f"--container-mounts={folders}"]
+    if is_step:
+        return [*image, *words]
+    return ["srun", "--nodes=1", "--ntasks=1", "--overlap", *image, *words]
+
 
 LOGS_FOLDER = "logs"
 
@@ -27,7 +185,7 @@ _SECRETS = (
 
 @dataclass(frozen=True)
 class SlurmArguments(Directives):
-    """The options that are Slurm's alone."""
+    """The options of Slurm."""
 
     module: tuple[str, ...] = ()
     activate: Path | None = None
@@ -42,21 +200,23 @@ class SlurmArguments(Directives):
     at_once: int | None = None
 
 
-def launch_slurm(words: JobFileArguments, slurm: SlurmArguments, destination: Destination) -> int:
+def launch_slurm(arguments: JobFileArguments, slurm: SlurmArguments, destination: Destination) -> int:
     """Print, write or submit the script, and return the exit code. Raises UserError, and ConfigError for the job."""
     destination = replace(destination, suffix=".sbatch", command=("sbatch",), advice=f"{_SECRETS} {INSIST}")
-    check_options((words, slurm), advice=destination.advice, allows_secrets=destination.allow_secrets)
-    request, loaded = check_job(words)
-    tasks = _array_tasks(words, slurm, loaded) if slurm.sweep else []
+    check_options((arguments, slurm), advice=destination.advice, allows_secrets=destination.allow_secrets)
+    request, loaded = check_job(arguments)
+    tasks = _array_tasks(arguments, slurm, loaded) if slurm.sweep else []
     if not slurm.sweep and (slurm.sweep_folder is not None or slurm.at_once is not None):
-        raise UserError("--sweep-folder, --at-once: they are for an array. Write --sweep KEY=V1,V2 or leave them out.")
+        raise UserError(
+            "--sweep-folder, --at-once: only an array uses them. Write --sweep KEY=V1,V2 or leave them out."
+        )
     run_folders = [task.run_folder for task in tasks] or [request.run_folder]
     for folder in run_folders:
-        require_shared_folder(folder, num_nodes=words.nodes)
+        require_shared_folder(folder, num_nodes=arguments.nodes)
     log_folder = _log_folder(slurm, request.run_folder)
-    require_shared_folder(str(log_folder), num_nodes=words.nodes, key="--log-folder")
+    require_shared_folder(str(log_folder), num_nodes=arguments.nodes, key="--log-folder")
     if request.local_folder is not None:
-        require_shared_folder(request.local_folder, num_nodes=words.nodes, key="run.local_folder")
+        require_shared_folder(request.local_folder, num_nodes=arguments.nodes, key="run.local_folder")
     written = [Path(folder).parent for folder in run_folders if not is_url(folder)]
     container = _container(
         slurm, request, folders=[*written, log_folder] if slurm.log_folder or not written else written
@@ -76,22 +236,22 @@ def launch_slurm(words: JobFileArguments, slurm: SlurmArguments, destination: De
     return deliver(text, destination, name=request.name)
 
 
-def _array_tasks(words: JobFileArguments, slurm: SlurmArguments, loaded: LoadedConfig) -> list[ArrayTask]:
-    """Return the runs that `finetune sweep` would make of these values, in its order and in its folders."""
+def _array_tasks(arguments: JobFileArguments, slurm: SlurmArguments, loaded: LoadedConfig) -> list[ArrayTask]:
+    """Return the runs that `finetune sweep` would start with these values, in the same order and folders."""
     if slurm.sweep_folder is None and is_url(loaded.config.run.folder):
         raise UserError("--sweep-folder: run.folder is a URL, and the runs of a sweep are in folders. Name one.")
-    for text in words.override:
+    for text in arguments.override:
         if (key := text.partition("=")[0]) in FORBIDDEN:
             raise UserError(f"{override_label(text)}: {FORBIDDEN[key].replace('--folder', '--sweep-folder')}")
     axes = parse_axes(slurm.sweep)
-    for text in words.override:
+    for text in arguments.override:
         if is_within(text.partition("=")[0], frozenset(axis.key for axis in axes)):
-            raise UserError(f"{override_label(text)}: --sweep has values of this key, too. Remove one of the two.")
+            raise UserError(f"{override_label(text)}: --sweep also has values of this key. Remove one of the two.")
     swept = [axis.key for axis in axes if axis.is_swept]
     folder = (slurm.sweep_folder or Path(f"{loaded.config.run.folder}-sweep")).absolute()
     runs = name_runs(grid_points(axes), axes, swept=swept, folder=folder, names={})
-    whole = [replace(run, overrides=(*words.override, *run.overrides)) for run in runs]
-    configs = check_runs(words.config, whole, num_processes=words.world)
+    whole = [replace(run, overrides=(*arguments.override, *run.overrides)) for run in runs]
+    configs = check_runs(arguments.config, whole, num_processes=arguments.world)
     logs = slurm.log_folder.absolute() if slurm.log_folder is not None else None
     return [_task(run, configs[run.name], logs=logs) for run in runs]
 
@@ -135,7 +295,7 @@ def _env_file(slurm: SlurmArguments) -> str | None:
 
 
 def _container(slurm: SlurmArguments, request: JobRequest, *, folders: Sequence[Path]) -> Container | None:
-    """Return the container, which sees the folders of the job and those given at the same places. Raises UserError."""
+    """Return the container, with the folders of the job and of --mount at the same paths. Raises UserError."""
     if slurm.container is None:
         if slurm.mount or slurm.container_runtime != APPTAINER:
             raise UserError("--mount, --container-runtime: they need --container IMAGE. Write it, or leave them out.")

@@ -1,4 +1,4 @@
-"""`finetune launch torchrun`: the commands of all hosts, or a supervisor with which hosts may come and go."""
+"""`finetune launch torchrun`: the commands of all hosts, or a supervisor that lets hosts join and leave."""
 
 import platform
 import re
@@ -16,7 +16,7 @@ from finetune.errors import StrategyError, UserError
 from finetune.launch.supervisor.agent import Job, launch_command
 from finetune.launch.supervisor.members import Attempt, Limits
 from finetune.launch.supervisor.network import own_address
-from finetune.launch.supervisor.supervise import Place, RunAccess, Timing, supervise
+from finetune.launch.supervisor.supervise import HostSettings, RunAccess, Timing, supervise
 from finetune.runtime.supervision.attempt import mark_attempt
 from finetune.runtime.supervision.spot import SpotNotice
 from finetune.runtime.supervision.writer_lock import is_locked
@@ -25,12 +25,12 @@ from finetune.runtime.text.terminal import write_file_to_stdout
 _SECRETS = "Export it as a variable on each host, or start the hosts with --supervise, which prints no command."
 
 SUPERVISORS_FOLDER = "supervisors"
-"""Where supervisors meet, in the run folder."""
+"""Folder of the supervisors' files, in the run folder."""
 
 
 @dataclass(frozen=True)
 class LocalHost:
-    """What a supervisor gets to know about its own host; None: detected."""
+    """Name, interface and shared folder of this host; None: detected."""
 
     name: str | None = None
     interface: str | None = None
@@ -38,7 +38,7 @@ class LocalHost:
 
 
 def read_limits(nodes: str) -> Limits:
-    """Return how many hosts take part: `2`, or `1:4`. Raises UserError.
+    """Return the limits on the number of hosts, from `2` or `1:4`. Raises UserError.
 
     >>> read_limits("1:4")
     Limits(least=1, most=4, max_failures=3)
@@ -61,9 +61,9 @@ def make_job(
     stop_seconds: float,
     elsewhere: Sequence[Path] = (),
 ) -> tuple[Job, LoadedConfig]:
-    """Return what each host launches. Raises UserError where the job or the accelerate file is not right.
+    """Return what each host launches. Raises UserError for an invalid job or accelerate file.
 
-    Files in the folders `elsewhere` are on the hosts, and are not looked for here.
+    Files in the folders `elsewhere` are on the hosts, and are not checked local_host.
     """
     loaded = load_config(config, overrides, elsewhere=elsewhere)
     words = ["-m", "finetune", "--config", str(config.absolute())]
@@ -73,10 +73,12 @@ def make_job(
     if file.num_copies > 1 and ranks_per_host % file.sequence_size:
         raise StrategyError(
             f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "
-            f"{ranks_per_host} ranks of a host, which has a copy of the model of its own. Write a divisor."
+            f"{ranks_per_host} ranks of a host, which has its own copy of the model. Write a divisor."
         )
     job = Job(
-        *(tuple(words), accelerate_file.absolute(), ranks_per_host),
+        tuple(words),
+        accelerate_file.absolute(),
+        ranks_per_host,
         is_hybrid=file.num_copies > 1,
         sequence_size=file.sequence_size,
         is_deepspeed=file.distributed_type == "DEEPSPEED",
@@ -91,7 +93,7 @@ def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: i
     if size < 1 or world % size:
         raise StrategyError(
             f"--accelerate {file.path}: parallelism_config_sp_size: {size} does not divide the {world} ranks. Write a "
-            "divisor, best one of the ranks of a host."
+            "divisor, preferably of the number of ranks per host."
         )
     require_divisible_batch(loaded, num_processes=world // size)
 
@@ -106,27 +108,27 @@ def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:
     for rank, host in enumerate(hosts):
         words = launch_command(job, attempt, rank=rank)
         text += f"# on {host}\n{shlex.join(['accelerate', 'launch', *words[3:]])}\n"
-    check_text(text, what="the command", advice=_SECRETS, allows_secrets=False)
+    check_text(text, source="the command", advice=_SECRETS, allows_secrets=False)
     write_file_to_stdout(text)
 
 
-def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, here: LocalHost, timing: Timing) -> int:
-    """Run the job on this host with whichever others are there, and return the exit code."""
+def supervise_job(job: Job, loaded: LoadedConfig, limits: Limits, *, local_host: LocalHost, timing: Timing) -> int:
+    """Run the job on this host together with all available others, and return the exit code."""
     file = read_accelerate_file(job.accelerate_file)
     for count in range(limits.least, limits.most + 1):
         require_shared_batch(loaded, file, world=count * job.ranks_per_host)
     run_folder = loaded.config.run.folder
-    if here.shared_folder is None and is_url(str(run_folder)):
-        raise UserError("--shared-folder: the run folder is not on a file system; name a folder that all hosts share.")
-    shared = here.shared_folder or Path(run_folder) / SUPERVISORS_FOLDER
-    address, interface = own_address(here.interface)
-    place = Place(_host_name(here.name), address, interface, Path(run_folder), shared.absolute())
+    if local_host.shared_folder is None and is_url(str(run_folder)):
+        raise UserError("--shared-folder: the run folder is a URL; name a folder that all hosts share.")
+    shared = local_host.shared_folder or Path(run_folder) / SUPERVISORS_FOLDER
+    address, interface = own_address(local_host.interface)
+    host = HostSettings(_host_name(local_host.name), address, interface, Path(run_folder), shared.absolute())
     access = RunAccess(
-        is_locked=partial(is_locked, place.run_folder),
-        mark_attempt=partial(mark_attempt, place.shared_folder),
+        is_locked=partial(is_locked, host.run_folder),
+        mark_attempt=partial(mark_attempt, host.shared_folder),
         is_reclaimed=_spot_notice(loaded),
     )
-    return supervise(job, limits, place=place, access=access, timing=timing, log=_log)
+    return supervise(job, limits, host=host, access=access, timing=timing, log=_log)
 
 
 def _spot_notice(loaded: LoadedConfig) -> Callable[[], bool]:
@@ -139,7 +141,7 @@ def _log(line: str) -> None:
 
 
 def _host_name(name: str | None) -> str:
-    """Return the name of this host as a part of a file's name. Raises UserError for one that is given and is none."""
+    """Return the name of this host as a part of a file's name. Raises UserError for an invalid --name."""
     if name is not None and not re.fullmatch(r"[\w.-]{1,100}", name):
         raise UserError(f"--name {name}: write letters, digits, `.`, `_` and `-` only.")
     return name or re.sub(r"[^\w.-]", "-", platform.node())[:100] or "host"

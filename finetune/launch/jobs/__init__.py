@@ -1,5 +1,5 @@
-"""Job files for schedulers: what a host of a job runs, and the file that Slurm, Kubernetes or SkyPilot is given.
+"""The commands of a job's hosts, as shell text and YAML for schedulers.
 
-Nothing here runs or asks anything: each function returns a text. What users write reaches a shell only through
-`shell.quoted`, and YAML only through its writer.
+Nothing here has side effects: each function returns text. User input reaches a shell only through `shell.quoted`, and
+YAML only through its writer.
 """

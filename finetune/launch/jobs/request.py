@@ -1,14 +1,14 @@
-"""What a job file is made from: the job on its hosts, checked already."""
+"""A checked job on its hosts, and the commands and the script of a host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from finetune.launch.jobs.shell import ShellText, Word
+from finetune.launch.jobs.shell import ShellText, Word, command_line, quoted, render
 from finetune.launch.supervisor.agent import Job, launch_command
 from finetune.launch.supervisor.members import Attempt
 
 PORT = 29500
-"""Where ranks meet, where nothing else is chosen."""
+"""Default port of the rendezvous."""
 
 TEE = "3"
 """torchelastic's number for standard output and error, each to a file and to the console."""
@@ -16,7 +16,7 @@ TEE = "3"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How a host gets its number and the address of the first, as the shell there expands it."""
+    """Shell variables with the number of a host and the address of the first one."""
 
     machine_rank: str
     address: str
@@ -27,15 +27,15 @@ class Rendezvous:
 class JobRequest:
     """One job on several hosts."""
 
-    name: str  # fit for every scheduler: small letters, digits and dashes
+    name: str  # valid for every scheduler: lowercase letters, digits and dashes
     job: Job
     num_nodes: int
     run_folder: str  # a folder that all hosts share, or a URL
-    local_folder: str | None  # of a run at a URL, where the job names one
+    local_folder: str | None  # of a run at a URL, if the job names one
     is_single: bool  # one process, which needs no launcher
     deepspeed_file: str | None = None  # in place of the one that the accelerate file names
     max_restarts: int = 3
-    stop_seconds: int = 180  # from the request to stop until everything is killed
+    stop_seconds: int = 180  # from the stop request until all processes are killed
     uses_gpus: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -50,15 +50,15 @@ class JobRequest:
         return "://" in self.run_folder
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of the ranks; what the user has set comes last."""
+        """Return the environment of the ranks; variables of the user take precedence."""
         timeout = str(max(1, self.stop_seconds - 10))  # the launcher kills ranks after it, the scheduler kills both
         return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout, "PYTHONUNBUFFERED": "1", **self.environment}
 
 
-def launch_words(request: JobRequest, meeting: Rendezvous, *, log_folder: Word | None) -> list[Word]:
+def launch_words(request: JobRequest, rendezvous: Rendezvous, *, log_folder: Word | None) -> list[Word]:
     """Return the command of a host: `accelerate launch`, or the one process itself.
 
-    The output of each rank also goes to a file in the log folder. `meeting` is for the shell that runs the command.
+    The output of each rank also goes to a file in the log folder. `rendezvous` is for the shell that runs the command.
     """
     if request.is_single:
         return rank_words(request)
@@ -67,9 +67,9 @@ def launch_words(request: JobRequest, meeting: Rendezvous, *, log_folder: Word |
     words = launch_command(request.job, attempt, rank=0)[1:]
     options: list[Word] = list(words[: len(words) - len(request.job.words)])
     expanded = {
-        "--machine_rank": meeting.machine_rank,
-        "--main_process_ip": meeting.address,
-        "--main_process_port": meeting.port,
+        "--machine_rank": rendezvous.machine_rank,
+        "--main_process_ip": rendezvous.address,
+        "--main_process_port": rendezvous.port,
     }
     for option, variable in expanded.items():
         options[words.index(option) + 1] = ShellText(f'"${variable}"')
@@ -83,16 +83,41 @@ def launch_words(request: JobRequest, meeting: Rendezvous, *, log_folder: Word |
 
 
 def rank_words(request: JobRequest) -> list[Word]:
-    """Return the command of one rank that needs no launcher, since the scheduler starts each of them."""
+    """Return the command of one rank that the scheduler starts without a launcher."""
     module, *rest = request.job.words[1:]
     return ["python", "-m", module, "train", "--accelerate", str(request.job.accelerate_file), *rest]
 
 
 def next_words(request: JobRequest, *, run_folder: Word, code: str, machine_rank: Word | None = None) -> list[Word]:
-    """Return the command that says, after the launcher has ended, whether the job is to be started again."""
+    """Return the command that decides, after the launcher has ended, whether the job is restarted."""
     words: list[Word] = ["python", "-m", "finetune", "launch", "next", "--run", run_folder]
     words += ["--since", ShellText('"$started"'), "--exit-code", ShellText(f'"${code}"')]
     words += ["--max-restarts", str(request.max_restarts)]
     if request.local_folder is not None:
         words += ["--local-folder", request.local_folder]
     return words if machine_rank is None else [*words, "--machine-rank", machine_rank]
+
+
+LOCAL_LOGS = "/tmp/finetune-logs"
+"""Folder of the ranks' logs for a run at a URL; the log of the host also has their output."""
+
+
+RENDEZVOUS = Rendezvous("MACHINE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def host_script(request: JobRequest, variables: Mapping[str, str]) -> str:
+    """Return the script for a POSIX shell; its exit code is for the scheduler.
+
+    `variables` has the shell expression of each variable of RENDEZVOUS on this scheduler.
+    """
+    needed = [RENDEZVOUS.machine_rank] if request.is_single else list(variables)
+    logs: Word = LOCAL_LOGS
+    if not request.is_at_url:
+        logs = ShellText(f'{quoted(request.run_folder)}"/logs/host-${RENDEZVOUS.machine_rank}"')
+    rank = ShellText(f'"${RENDEZVOUS.machine_rank}"')
+    return render(
+        "host.sh.jinja",
+        assignments=[f"{name}={variables[name]}" for name in needed],
+        launch=command_line(launch_words(request, RENDEZVOUS, log_folder=logs)),
+        next=command_line(next_words(request, run_folder=request.run_folder, code="code", machine_rank=rank)),
+    )

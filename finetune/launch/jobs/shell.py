@@ -1,4 +1,4 @@
-"""Shell text out of words: each word is quoted, unless it is meant for the shell that reads it."""
+"""Shell text from words, which are quoted unless the shell is meant to expand them."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ Word = str | ShellText
 
 
 def quoted(word: Word) -> str:
-    """Return the word as the shell has to read it.
+    """Return the word, quoted for the shell.
 
     >>> quoted("a b"), quoted(ShellText('"$RANK"'))
     ("'a b'", '"$RANK"')
@@ -39,7 +39,7 @@ def command_line(words: Iterable[Word]) -> str:
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Return the lines that set the variables for all that follows."""
+    """Return the lines that export the variables."""
     return [f"export {name}={quoted(value)}" for name, value in variables.items()]
 
 
@@ -51,7 +51,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # shell text; what users write is quoted by the filters
+        autoescape=False,  # shell text; the filters quote user input
     )
     environment.filters |= {"quoted": quoted, "command_line": command_line}
     return environment.get_template(template).render(**values)

@@ -1,4 +1,4 @@
-"""YAML that readers of YAML 1.1 and 1.2 understand alike: `yes` and `010` stay texts, scripts keep their lines."""
+"""YAML with the same meaning in versions 1.1 and 1.2: `yes` and `010` stay strings, scripts keep their lines."""
 
 import io
 import re
@@ -10,11 +10,11 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarStri
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
-"""Texts that YAML 1.1 reads as something else."""
+"""Words that YAML 1.1 does not read as strings."""
 
 
 def yaml_text(documents: Sequence[Mapping[str, Any]], *, comment: str) -> str:
-    """Return the documents as one file, which begins with the comment."""
+    """Return the documents as one file that starts with the comment."""
     writer = YAML()
     writer.default_flow_style = False
     writer.width = 1 << 20

@@ -13,19 +13,19 @@ from finetune.launch.supervisor.members import Attempt
 
 @dataclass(frozen=True)
 class Job:
-    """What is launched on every host."""
+    """The job to launch on every host."""
 
-    words: tuple[str, ...]  # what follows `accelerate launch ...`: -m finetune --config JOB.yaml ...
+    words: tuple[str, ...]  # arguments after `accelerate launch ...`: -m finetune --config JOB.yaml ...
     accelerate_file: Path
     ranks_per_host: int
     is_hybrid: bool = False  # HSDP: a copy of the model per host
     sequence_size: int = 1  # ranks that share the tokens of every row
     is_deepspeed: bool = False  # which Accelerate would launch through pdsh on all hosts at once
-    stop_seconds: float = 180.0  # for a save, once it is asked to stop
+    stop_seconds: float = 180.0  # to save after a stop request
 
 
 def launch_command(job: Job, attempt: Attempt, *, rank: int) -> list[str]:
-    """Return the command of the host with this number; after three words, those of `accelerate launch`."""
+    """Return the command of the host with this number: three words of Python, then those of `accelerate launch`."""
     count = len(attempt.hosts)
     hybrid = (
         ("--parallelism_config_dp_replicate_size", str(count)),
@@ -56,7 +56,7 @@ class Agent:
         return self._process.poll()
 
     def request_stop(self) -> None:
-        """Ask the ranks to save and end."""
+        """Request that the ranks save and end."""
         with suppress(ProcessLookupError):
             self._process.terminate()
 
@@ -66,10 +66,10 @@ class Agent:
 
 
 def network_environment(interface: str, *, stop_seconds: float) -> dict[str, str]:
-    """Return what ranks need to find one another, unless it is set already.
+    """Return the variables with which ranks reach one another, except those that are already set.
 
-    Gloo takes the address of the host's name otherwise, which often is 127.0.0.1, and NCCL the first interface it
-    finds, which may be a container's.
+    By default gloo uses the address of the hostname, which often is 127.0.0.1, and NCCL the first interface, which may
+    belong to a container.
     """
     variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
     variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, int(stop_seconds) - 5))

@@ -1,4 +1,4 @@
-"""What the supervisors know of one another, and who takes part in the next attempt: pure decisions.
+"""The heartbeats of supervisors, and pure decisions on the hosts of the next attempt.
 
 Clocks of hosts differ, so no time is compared between them: a host is alive as long as its counter grows.
 """
@@ -12,18 +12,18 @@ IDLE, RUNNING, FAILED, ENDED = "idle", "running", "failed", "ended"
 
 @dataclass(frozen=True)
 class Beat:
-    """What a host says of itself, again and again."""
+    """The heartbeat of a host."""
 
     name: str
     address: str
-    port: int  # at which its supervisor listens, so that others can see whether they reach it
-    main_port: int  # at which ranks are to meet where this is the main host
+    port: int  # of its supervisor, to which others connect to check that they reach it
+    main_port: int  # of the rendezvous if this is the main host
     count: int  # grows with every beat
     state: str = IDLE
-    attempt: int = 0  # of which the state is; where idle, the attempt for which it is ready
+    attempt: int = 0  # to which the state belongs; if idle, the attempt for which it is ready
     reaches: tuple[str, ...] = ()  # names of hosts that it could connect to
-    is_leaving: bool = False  # it was asked to stop, or its machine is taken away
-    session: str = ""  # of its supervisor; a new one when that is started again
+    is_leaving: bool = False  # it received a stop request, or its machine is preempted
+    session: str = ""  # of its supervisor; a restart begins a new one
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Attempt:
     addresses: tuple[str, ...]
     port: int
     reason: str
-    num_failures: int = 0  # attempts in a row, this one not included, that failed without a step gained
+    num_failures: int = 0  # attempts in a row before this one that failed without progress
     step: int = 0  # of the newest checkpoint when it began
-    exit_code: int | None = None  # the run is over: every supervisor ends with this
-    sessions: tuple[str, ...] = ()  # of the supervisors that take part, in the order of the hosts
+    exit_code: int | None = None  # of every supervisor, once the run is over
+    sessions: tuple[str, ...] = ()  # of the participating supervisors, in the order of the hosts
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many hosts take part, and how often an attempt may fail."""
+    """Limits on the number of hosts and of failed attempts in a row."""
 
     least: int
     most: int
@@ -52,21 +52,21 @@ class Limits:
 
 @dataclass(frozen=True)
 class View:
-    """What one supervisor sees at a moment."""
+    """The state of all hosts as one supervisor sees it."""
 
     alive: Mapping[str, Beat]
     attempt: Attempt | None
-    is_patient: bool  # more hosts may still come: the wait for them is not over
+    is_patient: bool  # still waiting for more hosts
     is_overdue: bool = False  # it failed on one host long ago, and others still run it
     checkpoint_step: int = 0
     user_mistake: str | None = None
-    last_number: int = 0  # of all attempts, those of earlier launches included
+    last_number: int = 0  # of all attempts, including earlier launches
 
 
 def is_current(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
-    """Return whether a supervisor that takes part in the attempt is alive, or one that follows this run's attempts.
+    """Return whether a supervisor of the attempt, or one that follows this run's attempts, is alive.
 
-    All that did may have ended, and others be alive that were started later: it is of an earlier launch then.
+    Otherwise the attempt belongs to an earlier launch, even if supervisors that started later are alive.
     """
     return any(
         beat.session in attempt.sessions or (beat.attempt > 0 and beat.attempt >= attempt.number - 1)
@@ -75,9 +75,9 @@ def is_current(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
 
 
 def can_save(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
-    """Return whether the ranks of an attempt can still save: all its hosts are there and reach one another.
+    """Return whether the ranks of an attempt can still save: all its hosts are alive and reach one another.
 
-    A save needs all ranks; without it, ranks that are asked to stop wait for those that are gone.
+    A save needs all ranks: otherwise ranks that are asked to stop would wait for lost ones.
     """
     beats = {name: alive[name] for name in attempt.hosts if name in alive}
     if tuple(beat.session for beat in beats.values()) != attempt.sessions:
@@ -96,7 +96,7 @@ def may_start(attempt: Attempt, alive: Mapping[str, Beat]) -> bool:
 
 
 def find_leader(view: View) -> str | None:
-    """Return the host that decides: the first of the attempt's that is alive, else the first by name."""
+    """Return the leader: the first host of the attempt that is alive, else the first by name."""
     order = view.attempt.hosts if view.attempt is not None else ()
     staying = {name for name, beat in view.alive.items() if not beat.is_leaving}
     candidates = [name for name in order if name in staying] + sorted(staying)
@@ -106,7 +106,7 @@ def find_leader(view: View) -> str | None:
 def connected_hosts(beats: Mapping[str, Beat], *, first: str, preferred: Collection[str] = ()) -> tuple[str, ...]:
     """Return the largest group of hosts that reach one another both ways.
 
-    Of equal ones, that with most of the preferred hosts, then that with `first`.
+    Ties are broken by the number of preferred hosts, then in favor of the group with `first`.
     """
     starts = sorted(beats, key=lambda name: (name != first, name))
     groups = [_group_around(start, beats, preferred) for start in starts]
@@ -114,10 +114,10 @@ def connected_hosts(beats: Mapping[str, Beat], *, first: str, preferred: Collect
 
 
 def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
-    """Return the attempt that the leader `me` is to begin now, or None where all is as it should be.
+    """Return the attempt that the leader `me` begins now, or None if no change is needed.
 
-    An attempt begins when enough hosts are there, when one of its hosts is lost, leaves, cannot be reached or was
-    started again, when another host has come, and when it has failed on all hosts that are left.
+    An attempt begins when enough hosts are alive; when one of its hosts is lost, leaves, cannot be reached or was
+    restarted; when a host joins; and when it has failed on all remaining hosts.
     """
     staying = {name: beat for name, beat in view.alive.items() if not beat.is_leaving}
     attempt = view.attempt
@@ -141,14 +141,14 @@ def next_attempt(view: View, limits: Limits, *, me: str) -> Attempt | None:
 
 
 def _change(view: View, attempt: Attempt, hosts: Sequence[str]) -> str:
-    """Return how these hosts differ from the attempt's; empty where they are the same."""
+    """Return how these hosts differ from the attempt's; empty if they do not."""
     sessions = dict(zip(attempt.hosts, attempt.sessions, strict=True))
     changes = [f"{name} {_why_missing(view.alive.get(name))}" for name in sorted(set(attempt.hosts) - set(hosts))]
     for name in sorted(hosts):
         if name not in sessions:
             changes.append(f"{name} joined")
         elif view.alive[name].session != sessions[name]:
-            changes.append(f"{name} was started again")
+            changes.append(f"{name} was restarted")
     return ", ".join(changes)
 
 
@@ -186,7 +186,7 @@ def _begin(view: View, hosts: tuple[str, ...], reason: str, *, num_failures: int
 
 
 def _ending(view: View, limits: Limits, attempt: Attempt) -> Attempt | None:
-    """Return the end of the run: a success, what only the user can fix, or too many failures."""
+    """Return the end of the run: success, an error that only the user can fix, or too many failures."""
     beats = [view.alive[name] for name in attempt.hosts if name in view.alive]
     states = {beat.state for beat in beats if beat.attempt == attempt.number}
     if ENDED in states and states <= {ENDED, FAILED}:
@@ -196,7 +196,7 @@ def _ending(view: View, limits: Limits, attempt: Attempt) -> Attempt | None:
     if view.user_mistake is not None:
         return _end(view, attempt, 2, view.user_mistake)
     if _failures(view, attempt) >= limits.max_failures:
-        return _end(view, attempt, 1, f"{limits.max_failures} attempts failed without a step gained")
+        return _end(view, attempt, 1, f"{limits.max_failures} attempts failed without progress")
     return None
 
 
@@ -209,7 +209,7 @@ def _failures(view: View, attempt: Attempt) -> int:
 
 
 def _all_failed(view: View, attempt: Attempt) -> bool:
-    """Return whether the attempt has failed on all its hosts, or on one so long ago that the others must be stopped."""
+    """Return whether the attempt failed on all its hosts, or on one and the others are overdue."""
     beats = [view.alive.get(name) for name in attempt.hosts]
     failed = [beat is not None and beat.state == FAILED and beat.attempt == attempt.number for beat in beats]
     return all(failed) or (any(failed) and view.is_overdue)

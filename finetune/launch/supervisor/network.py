@@ -10,16 +10,16 @@ import psutil
 from finetune.errors import UserError
 
 _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
-"""Beginnings of the names of interfaces that do not lead to another host."""
+"""Prefixes of interfaces that do not lead to another host."""
 
 CONNECT_SECONDS = 1.0
-"""For one look at all other hosts."""
+"""Time limit of one check of all other hosts."""
 
-Place = tuple[str, int]  # an IPv4 address and a port
+Endpoint = tuple[str, int]  # an IPv4 address and a port
 
 
 class Listener:
-    """A port that others connect to, only to see that they can."""
+    """A port to which others connect to check that they can."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("", 0), backlog=128)
@@ -40,14 +40,14 @@ class Listener:
 
 
 class Reachability:
-    """Which hosts were reached not long ago."""
+    """The hosts that were reached recently."""
 
     def __init__(
         self,
         *,
         lost_after_seconds: float,
         clock: Callable[[], float] = time.monotonic,
-        connect: Callable[[Iterable[Place]], set[Place]] | None = None,
+        connect: Callable[[Iterable[Endpoint]], set[Endpoint]] | None = None,
     ) -> None:
         self._connect = connect or can_connect
         self._lost_after = lost_after_seconds
@@ -55,37 +55,37 @@ class Reachability:
         self._reached_at: dict[str, float] = {}
 
     def skip(self, seconds: float) -> None:
-        """Forgive so long a time without a connection: this host could not look."""
+        """Extend the deadline of each host by a time in which this host could not check."""
         self._reached_at = {name: at + seconds for name, at in self._reached_at.items()}
 
     def update(self, others: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
         """Connect to the others, given by name as address and port, and return the names of those that are reached."""
         reached = self._connect(others.values())
         now = self._clock()
-        self._reached_at |= {name: now for name, place in others.items() if place in reached}
+        self._reached_at |= {name: now for name, endpoint in others.items() if endpoint in reached}
         return tuple(
             sorted(name for name in others if now - self._reached_at.get(name, -self._lost_after) < self._lost_after)
         )
 
 
-def can_connect(places: Iterable[Place], *, seconds: float = CONNECT_SECONDS) -> set[Place]:
-    """Return the places, an IPv4 address and a port each, to which a connection is made within the seconds."""
+def can_connect(endpoints: Iterable[Endpoint], *, seconds: float = CONNECT_SECONDS) -> set[Endpoint]:
+    """Return the endpoints that accept a connection within this time."""
     waiting: dict[socket.socket, tuple[str, int]] = {}
-    for place in places:
+    for endpoint in endpoints:
         client = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         client.setblocking(False)
         try:
-            client.connect_ex(place)
+            client.connect_ex(endpoint)
         except OSError:
             client.close()
             continue
-        waiting[client] = place
+        waiting[client] = endpoint
     reached, deadline = set(), time.monotonic() + seconds
     while waiting and (left := deadline - time.monotonic()) > 0:
         for client in select.select([], list(waiting), [], left)[1]:
-            place = waiting.pop(client)
+            endpoint = waiting.pop(client)
             if client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                reached.add(place)
+                reached.add(endpoint)
             client.close()
     for client in waiting:
         client.close()
@@ -99,7 +99,7 @@ def free_port() -> int:
 
 
 def own_address(interface: str | None) -> tuple[str, str]:
-    """Return this host's IPv4 address and the interface that has it; the first that leads out unless one is named.
+    """Return this host's IPv4 address and its interface: the named one, or the first that leads to other hosts.
 
     Raises UserError where there is none.
     """
@@ -112,13 +112,15 @@ def own_address(interface: str | None) -> tuple[str, str]:
     if interface is not None:
         if interface not in addresses:
             raise UserError(
-                f"--interface: there is no `{interface}` with an IPv4 address here. Seen: {_names(addresses)}."
+                f"--interface: this host has no `{interface}` with an IPv4 address. It has: {_names(addresses)}."
             )
         return addresses[interface], interface
     for name, address in addresses.items():
         if not name.startswith(_VIRTUAL):
             return address, name
-    raise UserError(f"no interface leads to other hosts. Name one with --interface. Seen: {_names(addresses)}.")
+    raise UserError(
+        f"no interface leads to other hosts. Name one with --interface. This host has: {_names(addresses)}."
+    )
 
 
 def _names(interfaces: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The folder in which supervisors meet: a file for each host, which only that host writes, and one for each attempt."""
+"""The folder that supervisors share: a file for each host, which only that host writes, and one for each attempt."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from finetune.launch.supervisor.members import Attempt, Beat
 ATTEMPT_FILE = "attempt.json"
 """A copy of the newest `attempt-NUMBER.json`: hosts, reason, step, and at last the exit code."""
 
-_LOOKS = 3  # at a file of this host's name, to see whether somebody still writes it
+_NUM_CHECKS = 3  # of a file with this host's name, to detect another writer
 
 
 class SharedFolder:
@@ -27,20 +27,20 @@ class SharedFolder:
         self._folder = folder
         self._lost_after = lost_after_seconds
         self._clock = clock
-        self._seen: dict[str, tuple[int, float | None]] = {}  # counter of each host, and when it was seen to grow
+        self._seen: dict[str, tuple[int, float | None]] = {}  # counter of each host, and when it last grew
         folder.mkdir(parents=True, exist_ok=True)
 
     def write_beat(self, beat: Beat) -> None:
-        """Write down what this host says of itself; raises OSError."""
+        """Write the heartbeat of this host; raises OSError."""
         self._write(f"host-{beat.name}.json", asdict(beat))
 
     def remove_beat(self, beat: Beat) -> None:
-        """Forget this host: its supervisor has ended. One that was started in its place stays."""
+        """Remove the heartbeat of an ended supervisor, but not that of one that has replaced it."""
         if (written := self.last_write(beat.name)) is not None and written[0] == beat.session:
             (self._folder / f"host-{beat.name}.json").unlink(missing_ok=True)
 
     def alive(self) -> dict[str, Beat]:
-        """Return the hosts whose counter was seen to grow not long ago, by name: a file that only lies there is old."""
+        """Return the heartbeats whose counter grew recently, by host; others are stale."""
         now, beats = self._clock(), {}
         for path in sorted(self._folder.glob("host-*.json")):
             try:
@@ -56,14 +56,14 @@ class SharedFolder:
         return beats
 
     def skip(self, seconds: float) -> None:
-        """Forgive hosts so long a silence: this one could not look."""
+        """Extend the deadline of each host by a time in which this host could not check."""
         self._seen = {
             name: (count, None if grew_at is None else grew_at + seconds)
             for name, (count, grew_at) in self._seen.items()
         }
 
     def last_write(self, name: str) -> tuple[str, int] | None:
-        """Return the session that has written this host's file last, and its counter; None without a file."""
+        """Return the session that last wrote this host's file, and its counter; None without a file."""
         try:
             facts = json.loads((self._folder / f"host-{name}.json").read_text(encoding="utf-8"))
             return str(facts["session"]), int(facts["count"])
@@ -71,12 +71,12 @@ class SharedFolder:
             return None
 
     def last_number(self) -> int:
-        """Return the number of the attempt that was begun last, of earlier launches too; 0 before the first."""
+        """Return the number of the newest attempt, earlier launches included; 0 before the first."""
         numbers = (path.stem.removeprefix("attempt-") for path in self._folder.glob("attempt-*.json"))
         return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
     def read_attempt(self) -> Attempt | None:
-        """Return the attempt that was begun last; None before the first, and where its file is damaged."""
+        """Return the newest attempt; None before the first, and where its file is damaged."""
         try:
             facts = json.loads(self._attempt_path(self.last_number()).read_text(encoding="utf-8"))
             lists = {name: tuple(facts[name]) for name in ("hosts", "addresses", "sessions")}
@@ -87,10 +87,10 @@ class SharedFolder:
             return None
 
     def write_attempt(self, attempt: Attempt) -> bool:
-        """Write the attempt that all hosts are to follow; False where another host has begun one with this number.
+        """Write the attempt that all hosts follow; return False where another host began one with this number.
 
-        Two hosts that both believe that they lead, as one does that was suspended, cannot both begin an attempt.
-        Raises OSError.
+        So two hosts that both believe that they lead, as after a suspension, cannot both begin an attempt. Raises
+        OSError.
         """
         path = self._attempt_path(attempt.number)
         temporary = self._write_temporary(path.name, asdict(attempt))
@@ -108,7 +108,7 @@ class SharedFolder:
         return True
 
     def publish(self, attempt: Attempt) -> None:
-        """Have `attempt.json`, which is there for watchers of the run, be the attempt that was begun last."""
+        """Write the attempt to `attempt.json`, for programs that watch the run."""
         text = json.dumps(asdict(attempt))
         with suppress(OSError):
             if (self._folder / ATTEMPT_FILE).read_text(encoding="utf-8") == text:
@@ -128,22 +128,22 @@ class SharedFolder:
 
 
 class NameCheck:
-    """Whether the name of this host is its own: two hosts with one name would each take the other for itself."""
+    """Checks that the name of this host is unique: two hosts with one name would overwrite each other's file."""
 
     def __init__(self, shared: SharedFolder, beat: Beat) -> None:
         self._shared, self._beat = shared, beat
-        self._left_over = shared.last_write(beat.name)
-        self._looks_left = _LOOKS if self._left_over is not None else 0
+        self._stale_write = shared.last_write(beat.name)
+        self._checks_left = _NUM_CHECKS if self._stale_write is not None else 0
 
     def is_free(self) -> bool:
-        """Return whether the host's file may be written; not before it is known that nobody else does.
+        """Return whether the host's file may be written, which takes a few checks.
 
-        Raises UserError where another supervisor does.
+        Raises UserError where another supervisor writes it.
         """
         written = self._shared.last_write(self._beat.name)
-        if written is not None and written != self._left_over and written[0] != self._beat.session:
+        if written is not None and written != self._stale_write and written[0] != self._beat.session:
             raise UserError(
-                f"--name {self._beat.name}: another supervisor has this name. Give each host a name of its own."
+                f"--name {self._beat.name}: another supervisor has this name. Give each host a unique name."
             )
-        self._looks_left -= 1
-        return self._looks_left < 0
+        self._checks_left -= 1
+        return self._checks_left < 0

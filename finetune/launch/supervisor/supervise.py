@@ -1,4 +1,4 @@
-"""The supervisor of one host: it beats, follows the attempt that the leader has begun, and leads where it is first."""
+"""The supervisor of one host: it writes its heartbeat, follows the leader's attempts, and leads if it is first."""
 
 import errno
 import json
@@ -36,20 +36,22 @@ STOPPED = 143
 
 @dataclass(frozen=True)
 class Timing:
-    """How long things take, in seconds."""
+    """Intervals and time limits, in seconds."""
 
     beat: float = 1.0
     lost_after: float = 30.0  # without a beat, or without a connection
-    join: float = 60.0  # for more hosts than the least, at the first start
+    join: float = 60.0  # wait for more than the minimum number of hosts, at the first start
 
 
 @dataclass(frozen=True)
 class RunAccess:
-    """What keeps two attempts from writing into one run, and what a cloud says of this machine."""
+    """Callbacks that keep two attempts from writing to one run, and report that the cloud reclaims this machine."""
 
     is_locked: Callable[[], bool]  # a process writes to the run folder
-    mark_attempt: Callable[[int], Mapping[str, str]]  # older ranks write no more; the environment of the newer ones
-    is_reclaimed: Callable[[], bool] = lambda: False  # the machine is about to be taken away
+    mark_attempt: Callable[
+        [int], Mapping[str, str]
+    ]  # stops writes of older ranks; returns the environment of the newer ones
+    is_reclaimed: Callable[[], bool] = lambda: False  # the machine is about to be preempted
 
 
 class Ranks(Protocol):
@@ -66,8 +68,8 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class World:
-    """What a supervisor acts on, so that tests can put another one in its place."""
+class SystemCalls:
+    """The clock, the launcher and the connections of a supervisor, which tests replace."""
 
     clock: Callable[[], float] = time.monotonic
     launch: Callable[[Sequence[str], Mapping[str, str]], Ranks] = Agent
@@ -75,8 +77,8 @@ class World:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A host, and where the run and the supervisors have their files."""
+class HostSettings:
+    """A host, the run folder and the folder that the supervisors share."""
 
     name: str
     address: str  # IPv4
@@ -86,14 +88,14 @@ class Place:
 
 
 def supervise(
-    job: Job, limits: Limits, *, place: Place, access: RunAccess, timing: Timing, log: Callable[[str], None]
+    job: Job, limits: Limits, *, host: HostSettings, access: RunAccess, timing: Timing, log: Callable[[str], None]
 ) -> int:
-    """Run the job on this host and whichever others are there, to its end; return the exit code.
+    """Run the job on this host and all available others to its end; return the exit code.
 
     SIGTERM and SIGINT make this host leave: its ranks save, and the run continues on the others. Raises UserError
     where another host has the same name.
     """
-    supervisor = Supervisor(job, limits, place=place, access=access, timing=timing, log=log)
+    supervisor = Supervisor(job, limits, host=host, access=access, timing=timing, log=log)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.leave())
     try:
@@ -112,44 +114,44 @@ class Supervisor:
         job: Job,
         limits: Limits,
         *,
-        place: Place,
+        host: HostSettings,
         access: RunAccess,
         timing: Timing,
         log: Callable[[str], None],
-        world: World = World(),
+        system: SystemCalls = SystemCalls(),
     ) -> None:
-        self._clock, self._launch = world.clock, world.launch
+        self._clock, self._launch = system.clock, system.launch
         self._job, self._limits, self._timing, self._access = job, limits, timing, access
-        self._run_folder, self._interface = place.run_folder, place.interface
+        self._run_folder, self._interface = host.run_folder, host.interface
         self._print = log
-        self._shared = SharedFolder(place.shared_folder, lost_after_seconds=timing.lost_after, clock=world.clock)
+        self._shared = SharedFolder(host.shared_folder, lost_after_seconds=timing.lost_after, clock=system.clock)
         self._listener = Listener()
         self._reachability = Reachability(
-            lost_after_seconds=timing.lost_after, clock=world.clock, connect=world.connect
+            lost_after_seconds=timing.lost_after, clock=system.clock, connect=system.connect
         )
         session = uuid.uuid4().hex
-        self._me = Beat(place.name, place.address, self._listener.port, free_port(), count=0, session=session)
+        self._me = Beat(host.name, host.address, self._listener.port, free_port(), count=0, session=session)
         self._name_check = NameCheck(self._shared, self._me)
         self._agent: Ranks | None = None
         self._running: Attempt | None = None  # whose ranks the agent has started
         self._stop_at: float | None = None  # when an agent that was asked to stop is killed
-        self._started = self._looked_at = self._clock()
-        self._woke_at: float | None = None  # it may not know of hosts that came meanwhile
-        self._was_away = False  # for so long that the other hosts may have gone on without this one
+        self._started = self._checked_at = self._clock()
+        self._resumed_at: float | None = None  # other hosts may have joined in the meantime
+        self._was_away = False  # long enough that the other hosts may have continued without this one
         self._waits_for_lock = False
         self._leaves_since: float | None = None
         self._failed_since: float | None = None  # when a host of the attempt was first seen to have failed
-        self._log(f"{place.address} on {place.interface}; waits for hosts, {limits.least} to {limits.most}")
+        self._log(f"{host.address} on {host.interface}; waiting for {limits.least} to {limits.most} hosts")
 
     def _log(self, line: str) -> None:
         self._print(f"supervisor {self._me.name}: {line}")
 
     def leave(self) -> None:
-        """Have this host leave the run."""
+        """Leave the run with this host."""
         self._me = replace(self._me, is_leaving=True)
 
     def close(self) -> None:
-        """End this host's ranks, if any are left, and its beat."""
+        """End this host's remaining ranks, and remove its heartbeat."""
         if self._agent is not None:
             self._agent.kill()
         self._listener.close()
@@ -157,29 +159,29 @@ class Supervisor:
             self._shared.remove_beat(self._me)
 
     def tick(self) -> int | None:
-        """Beat, lead where it is this host's turn, and follow the attempt; return the exit code once all is over."""
+        """Write the heartbeat, lead if this host is first, and follow the attempt; return the exit code at the end."""
         self._listener.answer()
         self._watch_agent()
         if self._access.is_reclaimed() and not self._me.is_leaving:
-            self._log("the cloud takes this machine away")
+            self._log("the cloud is reclaiming this machine")
             self.leave()
         try:
             if not self._name_check.is_free():
                 return None
-            view = self._look()
+            view = self._observe()
         except OSError as error:
             return self._without_folder(error)
         if self._me.is_leaving:
             return self._leave_attempt(view)
         return self._follow(view, self._lead(view))
 
-    def _look(self) -> View:
-        """Beat, and return what there is to see; raises OSError where the shared folder is not there."""
+    def _observe(self) -> View:
+        """Write the heartbeat and return the state of all hosts; raises OSError without the shared folder."""
         if self._me.attempt > self._shared.last_number():  # an empty mount point, perhaps
             raise OSError(errno.ESTALE, "the attempts are no longer in the shared folder")
         self._me = replace(self._me, count=self._me.count + 1)
         self._shared.write_beat(self._me)
-        self._note_pause()
+        self._forgive_pause()
         alive = self._shared.alive()
         others = {name: (beat.address, beat.port) for name, beat in alive.items() if name != self._me.name}
         self._me = replace(self._me, reaches=self._reachability.update(others))
@@ -198,21 +200,21 @@ class Supervisor:
             last_number=self._shared.last_number(),
         )
 
-    def _note_pause(self) -> None:
-        """Count no silence of others while this host could not look: it was suspended, or the folder was away."""
+    def _forgive_pause(self) -> None:
+        """Extend the deadlines of the others by the time in which this host was suspended or lost the folder."""
         now = self._clock()
-        pause, self._looked_at = now - self._looked_at, now
+        pause, self._checked_at = now - self._checked_at, now
         excess = max(0.0, pause - self._timing.beat - CONNECT_SECONDS)
         self._shared.skip(excess)
         self._reachability.skip(excess)
         self._was_away = excess > self._timing.lost_after
         if self._was_away:
-            self._woke_at = now
-            self._log(f"could not look at the other hosts for {pause:.0f} s")
+            self._resumed_at = now
+            self._log(f"could not check the other hosts for {pause:.0f} s")
 
     def _lead(self, view: View) -> Attempt | None:
-        """Begin an attempt where it is this host's turn and one is due; return the newest."""
-        if find_leader(view) != self._me.name or not self._has_looked(view):
+        """Begin an attempt if this host leads and one is due; return the newest."""
+        if find_leader(view) != self._me.name or not self._knows_hosts(view):
             return view.attempt
         begun = next_attempt(view, self._limits, me=self._me.name)
         if begun is None:
@@ -220,15 +222,15 @@ class Supervisor:
                 self._shared.publish(view.attempt)
             return view.attempt
         if not self._shared.write_attempt(begun):
-            return None  # another host was first: seen at the next look
+            return None  # another host was first: its attempt is read at the next tick
         self._failed_since = None
         return begun
 
-    def _has_looked(self, view: View) -> bool:
-        """Return whether this host has looked long enough to know the other hosts, since its start or its waking up."""
-        if len(view.alive) >= self._limits.most or (self._woke_at is None and self._me.attempt > 0):
+    def _knows_hosts(self, view: View) -> bool:
+        """Return whether this host has been awake long enough to know the other hosts."""
+        if len(view.alive) >= self._limits.most or (self._resumed_at is None and self._me.attempt > 0):
             return True
-        return self._clock() - (self._woke_at or self._started) >= self._timing.lost_after
+        return self._clock() - (self._resumed_at or self._started) >= self._timing.lost_after
 
     def _is_overdue(self, alive: dict[str, Beat], attempt: Attempt | None) -> bool:
         number = attempt.number if attempt is not None else 0
@@ -249,7 +251,7 @@ class Supervisor:
         return None
 
     def _change_to(self, attempt: Attempt, view: View) -> int | None:
-        """Stop what runs; then be ready for the attempt, or end where it is the end of the run."""
+        """Stop the running ranks; then get ready for the attempt, or return the exit code at the end of the run."""
         if self._is_stopping(saves=not self._was_away and self._can_save(view)):
             return None
         if attempt.exit_code is not None:
@@ -262,7 +264,7 @@ class Supervisor:
             return None
         self._waits_for_lock = False
         is_spare = self._me.name not in attempt.hosts
-        more = "; this host waits" if is_spare else ""
+        more = "; this host is a spare" if is_spare else ""
         self._log(f"attempt {attempt.number} on {', '.join(attempt.hosts)}: {attempt.reason}{more}")
         self._me = replace(self._me, state=IDLE, attempt=attempt.number)
         return None
@@ -271,7 +273,7 @@ class Supervisor:
         return self._running is not None and can_save(self._running, view.alive)
 
     def _is_stopping(self, *, saves: bool) -> bool:
-        """Stop the agent, if there is one, and tell whether it is still there."""
+        """Stop the agent, if there is one, and return whether it still runs."""
         if self._agent is None:
             return False
         if self._stop_at is None and saves:
@@ -279,7 +281,7 @@ class Supervisor:
             self._stop_at = self._clock() + self._job.stop_seconds
         elif self._stop_at is None or self._clock() > self._stop_at:
             self._stop_at = self._stop_at or self._clock()
-            self._log("ends its ranks, which cannot save any more")
+            self._log("killing its ranks, which can no longer save")
             self._agent.kill()
         return True
 
@@ -291,12 +293,12 @@ class Supervisor:
         self._me = replace(self._me, state=RUNNING)
 
     def _watch_agent(self) -> None:
-        """Note how the agent has ended; one that was asked to stop has neither failed nor ended the run."""
+        """Record how the agent has ended; after a stop request it has neither failed nor ended the run."""
         if self._agent is None or (code := self._agent.exit_code()) is None:
             return
-        was_asked = self._stop_at is not None
+        was_stopped = self._stop_at is not None
         self._agent, self._running, self._stop_at = None, None, None
-        state = IDLE if was_asked else ENDED if code == 0 else FAILED
+        state = IDLE if was_stopped else ENDED if code == 0 else FAILED
         if state == FAILED:
             self._log(f"its ranks ended with exit code {code}")
         self._me = replace(self._me, state=state, main_port=free_port())
@@ -310,11 +312,11 @@ class Supervisor:
         return STOPPED
 
     def _without_folder(self, error: OSError) -> int | None:
-        """Stop the ranks where the folder is away for long: other hosts may have begun another attempt."""
+        """Kill the ranks if the folder stays unavailable: other hosts may have begun another attempt."""
         if self._me.is_leaving and self._agent is None:
             return STOPPED
-        if self._clock() - self._looked_at > self._timing.lost_after and self._agent is not None:
-            self._log(f"ends its ranks: the shared folder is away ({error.strerror or error})")
+        if self._clock() - self._checked_at > self._timing.lost_after and self._agent is not None:
+            self._log(f"killing its ranks: the shared folder is unavailable ({error.strerror or error})")
             self._agent.kill()
         return None
 
@@ -324,14 +326,14 @@ _USER_MISTAKE = 2
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far the run is, and what only the user can fix."""
+    """The newest checkpoint of the run, and an error that only the user can fix."""
 
     checkpoint_step: int = 0
     user_mistake: str | None = None
 
 
 def read_run_status(run_folder: Path, attempt: Attempt | None) -> RunStatus:
-    """Return the status; an error counts if it is of this attempt. Nothing where there is none, or it is damaged."""
+    """Return the status, with an error only of this attempt; the defaults without a readable status file."""
     try:
         facts = json.loads((run_folder / "status.json").read_text(encoding="utf-8"))
         return RunStatus(_newest_step(run_folder), _mistake(facts, attempt))

@@ -1,12 +1,21 @@
 """`finetune launch next`: what this attempt wrote counts; failures are counted over attempts, hosts and machines."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from finetune.commands.launch.attempt_end import RECORD, newest_step, print_decision
-from finetune.launch.jobs.decision import AGAIN
+from finetune.commands.launch.attempt_end import (
+    AGAIN,
+    RECORD,
+    Decision,
+    RunEnd,
+    decide,
+    newest_step,
+    print_decision,
+    read_run_end,
+)
 
 
 @pytest.fixture
@@ -23,7 +32,7 @@ def write_status(run: Path, *, time: float, exit_code: int | None, **facts: obje
     (run / "status.json").write_text(json.dumps(content))
 
 
-def decide(run: Path | str, *, code: int = 1, restarts: int = 3, machine_rank: int = 0, **others: object) -> int:
+def run_next(run: Path | str, *, code: int = 1, restarts: int = 3, machine_rank: int = 0, **others: object) -> int:
     moments = iter(range(2000, 3000))
     return print_decision(
         str(run),
@@ -40,47 +49,47 @@ def decide(run: Path | str, *, code: int = 1, restarts: int = 3, machine_rank: i
 @pytest.mark.parametrize(("exit_code", "expected"), [(0, 0), (2, 2), (143, AGAIN), (1, AGAIN), (None, AGAIN)])
 def test_the_status_of_this_attempt_counts(run, exit_code, expected):
     write_status(run, time=1500.0, exit_code=exit_code)
-    assert decide(run) == expected
+    assert run_next(run) == expected
 
 
 def test_the_status_of_an_earlier_attempt_does_not(run, capsys):
     write_status(run, time=999.0, exit_code=0)
-    assert decide(run, code=1) == AGAIN
+    assert run_next(run, code=1) == AGAIN
     assert "the launcher ended with exit code 1" in capsys.readouterr().out
 
 
 def test_a_damaged_or_missing_status_is_ignored(run):
     for content in ("", "{", "[]", '{"time": "x"}', '{"time": 1500.0, "exit_code": "no"}'):
         (run / "status.json").write_text(content)
-        assert decide(run, code=2) == 2
-    assert decide(run / "nowhere", code=2) == 2
+        assert run_next(run, code=2) == 2
+    assert run_next(run / "nowhere", code=2) == 2
 
 
 def test_failures_are_counted_until_a_step_is_gained(run, capsys):
     codes = []
     for _ in range(3):
         write_status(run, time=1500.0, exit_code=1, error={"message": "the GPU fell off"})
-        codes.append(decide(run, restarts=1))
+        codes.append(run_next(run, restarts=1))
     assert codes == [AGAIN, AGAIN, 1]  # the first one had gained 10 steps
     (run / "checkpoints" / "step-000020").mkdir()
-    assert decide(run, restarts=1) == AGAIN
+    assert run_next(run, restarts=1) == AGAIN
     assert "from step 20: failed (the GPU fell off)" in capsys.readouterr().out
 
 
 def test_another_host_waits_for_the_decision_of_the_first(run, capsys):
-    assert decide(run, machine_rank=1) == AGAIN and "host 0 has not decided" in capsys.readouterr().out
+    assert run_next(run, machine_rank=1) == AGAIN and "host 0 has not decided" in capsys.readouterr().out
     write_status(run, time=1500.0, exit_code=2)
-    assert decide(run) == 2
-    assert decide(run, machine_rank=1) == 2
+    assert run_next(run) == 2
+    assert run_next(run, machine_rank=1) == 2
     record = json.loads((run / RECORD).read_text())
     (run / RECORD).write_text(json.dumps({**record, "time": 900.0}))
-    assert decide(run, machine_rank=1) == AGAIN  # that was an earlier attempt's
+    assert run_next(run, machine_rank=1) == AGAIN  # that was an earlier attempt's
 
 
 def test_a_damaged_restart_record_is_ignored(run):
     for content in ("", "[1]", '{"time": 1, "decision": {"exit_code": "x"}}', "\0"):
         (run / RECORD).write_text(content)
-        assert decide(run, restarts=0) == AGAIN
+        assert run_next(run, restarts=0) == AGAIN
 
 
 def test_the_record_of_a_run_at_a_url_is_there_for_a_new_machine(tmp_path):
@@ -89,16 +98,87 @@ def test_the_record_of_a_run_at_a_url_is_there_for_a_new_machine(tmp_path):
     for machine in range(3):
         stage = tmp_path / f"machine-{machine}"
         write_status(stage, time=1500.0, exit_code=1)
-        codes.append(decide(url, restarts=1, local_folder=stage))
+        codes.append(run_next(url, restarts=1, local_folder=stage))
     assert codes == [AGAIN, 1, 1]
-    assert decide(url, machine_rank=1, local_folder=tmp_path / "another") == 1
+    assert run_next(url, machine_rank=1, local_folder=tmp_path / "another") == 1
 
 
 def test_a_disk_that_takes_nothing_does_not_change_the_decision(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert decide(tmp_path / "file", code=1) == AGAIN
+    assert run_next(tmp_path / "file", code=1) == AGAIN
     assert "warning: the decision cannot be recorded" in capsys.readouterr().out
 
 
 def test_only_whole_checkpoints_count(run):
     assert newest_step(run) == 10 and newest_step(run / "nowhere") == 0
+
+
+def decided(
+    ended: int | None, *, step: int = 10, last: Decision | None = None, restarts: int = 3, code: int = 1
+) -> int:
+    return decide(RunEnd(ended), code=code, step=step, last=last, max_restarts=restarts).exit_code
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [(0, 0), (2, 2), (130, 130), (143, AGAIN), (129, AGAIN), (1, AGAIN), (None, AGAIN), (-9, AGAIN), (137, AGAIN)],
+)
+def test_the_end_that_the_run_wrote_down_counts_and_not_the_launchers(ended, expected):
+    for code in (0, 1, 137):
+        assert decided(ended, code=code) == expected
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 2), (1, AGAIN), (143, AGAIN), (130, 130), (127, AGAIN)])
+def test_without_a_status_of_this_attempt_the_exit_code_of_the_launcher_counts(code, expected):
+    decision = decide(None, code=code, step=0, last=None, max_restarts=3)
+    assert decision.exit_code == expected and f"exit code {code}" in decision.reason
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+@pytest.mark.parametrize("ended", [1, 143, None])
+def test_a_job_that_gains_nothing_is_given_up(restarts, ended):
+    last, codes = None, []
+    for _ in range(restarts + 1):
+        last = decide(RunEnd(ended), code=1, step=0, last=last, max_restarts=restarts)
+        codes.append(last.exit_code)
+    assert codes == [AGAIN] * restarts + [1]
+    assert f"{restarts + 1} attempts in a row" in last.reason
+
+
+def test_a_step_gained_clears_the_count_however_often_it_was_preempted():
+    last = None
+    for number in range(1, 50):
+        last = decide(RunEnd(143, "signal SIGTERM"), code=1, step=number, last=last, max_restarts=0)
+        assert (last.exit_code, last.num_failures, last.step) == (AGAIN, 0, number)
+
+
+def test_a_job_is_never_restarted_in_a_row_more_often_than_allowed():
+    """All sequences of 5 ends, with and without a step gained."""
+    num_sequences = 0
+    for sequence in itertools.product([(1, 0), (143, 0), (None, 0), (1, 1), (143, 1)], repeat=5):
+        last, step, without = None, 0, 0
+        for ended, gained in sequence:
+            step += gained
+            without = 0 if gained else without + 1
+            last = decide(RunEnd(ended), code=1, step=step, last=last, max_restarts=2)
+            assert last.exit_code == (1 if without > 2 else AGAIN), sequence
+            if last.exit_code != AGAIN:
+                break
+        num_sequences += 1
+    assert num_sequences == 5**5
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"exit_code": 2, "error": {"message": "no"}, "reason": None}, RunEnd(2, "no")),
+        ({"exit_code": 143, "error": None, "reason": "signal SIGTERM"}, RunEnd(143, "signal SIGTERM")),
+        ({"exit_code": None, "state": "running"}, RunEnd(None, "running")),
+        ({"exit_code": "2"}, None),
+        ({"exit_code": True}, None),
+        ({"exit_code": 1, "error": "text"}, RunEnd(1, "")),
+        ({}, RunEnd(None, "")),
+    ],
+)
+def test_a_status_is_read_with_care(facts, expected):
+    assert read_run_end(facts) == expected

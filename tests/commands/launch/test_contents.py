@@ -144,7 +144,7 @@ def test_invisible_characters_are_refused_in_options_and_folders(launch, project
     folder.mkdir()
     monkeypatch.chdir(folder)
     if scheduler == "slurm":
-        with pytest.raises(UserError, match=r"the job file, line [0-9]+: it has a control character|cannot hold"):
+        with pytest.raises(UserError, match=r"the job file, line [0-9]+: it has a control character|cannot contain"):
             launch(scheduler)
 
 

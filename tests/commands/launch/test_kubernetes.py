@@ -162,7 +162,7 @@ def test_hostile_values_arrive_unchanged_or_are_refused(words, project, hostile,
             objects(wanted, kind=kind)
         return
     if not hostile.isprintable() or ":" in hostile:
-        with pytest.raises(UserError, match="cannot be a place in a container"):
+        with pytest.raises(UserError, match="cannot be mounted in a container"):
             objects(wanted, kind=kind)
         wanted = replace(wanted, config=project / "job.yaml")
     found = objects(wanted, kind=kind)
@@ -175,12 +175,12 @@ def test_hostile_values_arrive_unchanged_or_are_refused(words, project, hostile,
 @pytest.mark.parametrize(
     ("override", "kubernetes", "message"),
     [
-        ((), {"in_image": ()}, "data.train.path: .* the hosts will not have it. Mount a volume"),
+        ((), {"in_image": ()}, "data.train.path: .* is only on this machine, not on the hosts. Mount a volume"),
         ((), {"claim": ("data",)}, "--claim data: write CLAIM:/PATH"),
         ((), {"claim": ("Data:/data",)}, "--claim"),
         ((), {"claim": ("data:relative",)}, "absolute path"),
-        ((), {"claim": ("a:/data", "b:/data")}, "something else is mounted"),
-        ((), {"claim": ("data:/dev/shm",)}, "something else is mounted"),
+        ((), {"claim": ("a:/data", "b:/data")}, "is already a mount path"),
+        ((), {"claim": ("data:/dev/shm",)}, "is already a mount path"),
         ((), {"resource": ("cpu=many",)}, "write an amount"),
         ((), {"secret": ("a b",)}, "--secret"),
         ((), {"namespace": "Team"}, "--namespace"),
@@ -201,7 +201,7 @@ def test_a_run_that_is_lost_with_its_pod_is_refused(words, project):
         wanted = words("ddp", nodes=nodes, override=override)
         return launch_kubernetes(wanted, kubernetes, Destination(output=Path("out.yaml")))
 
-    with pytest.raises(UserError, match=r"run.folder: .*/runs/first is on the host alone"):
+    with pytest.raises(UserError, match=r"run.folder: .*/runs/first exists only on the host"):
         launch()
     with pytest.raises(UserError, match=r"run.local_folder: is not set"):
         launch("run.folder=s3://bucket/run")

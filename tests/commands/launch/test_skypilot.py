@@ -131,11 +131,11 @@ def test_the_job_is_found_in_the_folder_that_is_copied(words, project):
     ("override", "sky", "message"),
     [
         ((), {"gpu": None}, "--gpu: name the GPU"),
-        ((), {"bucket": ("/data",)}, "--bucket /data: write an absolute path"),
+        ((), {"bucket": ("/data",)}, "--bucket /data: write a new absolute path"),
         ((), {"bucket": ("data=s3://bucket",)}, "--bucket"),
         ((), {"bucket": ("/d=s3://a", "/d=s3://b")}, "--bucket"),
         ((), {"volume": ("/shared=a b",)}, "--volume"),
-        ((), {"volume": ()}, r"run.local_folder: /shared/run is on the host alone"),
+        ((), {"volume": ()}, r"run.local_folder: /shared/run exists only on the host"),
         (("model.name=/models/llama", "model.from_config=null", "model.tokenizer=null"), {}, "model.name"),
     ],
 )

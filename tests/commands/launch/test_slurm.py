@@ -176,7 +176,7 @@ def test_mistakes_are_named(words, others, slurm, message):
 
 def test_a_folder_that_each_host_has_alone_is_refused(words, monkeypatch):
     monkeypatch.setattr(job_files, "_LOCAL_FOLDERS", ("/tmp",))
-    with pytest.raises(UserError, match=r"run.folder: /tmp/.* which each host has for itself"):
+    with pytest.raises(UserError, match=r"run.folder: /tmp/.* which is local to each host"):
         script(words("ddp", override=("run.folder=/tmp/run",)))
     with pytest.raises(UserError, match="--log-folder"):
         script(words("ddp", override=("run.folder=s3://bucket/run",)), log_folder=Path("/tmp/logs"))

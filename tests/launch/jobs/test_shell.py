@@ -23,5 +23,5 @@ def test_hostile_arguments_and_variables_arrive_unchanged(shell, tmp_path):
 
 
 def test_a_job_template_does_not_expand_user_text():
-    text = render("host.sh.jinja", meeting=["X={{ secret }}"], launch="{% raw %}", next="{{ 7 * 7 }}")
+    text = render("host.sh.jinja", assignments=["X={{ secret }}"], launch="{% raw %}", next="{{ 7 * 7 }}")
     assert "{{ secret }}" in text and "{% raw %}" in text and "{{ 7 * 7 }}" in text

@@ -14,7 +14,7 @@ from pathlib import Path
 from finetune.errors import UserError
 from finetune.launch.supervisor.agent import Job
 from finetune.launch.supervisor.members import Limits
-from finetune.launch.supervisor.supervise import Place, RunAccess, Supervisor, Timing, World
+from finetune.launch.supervisor.supervise import HostSettings, RunAccess, Supervisor, SystemCalls, Timing
 from finetune.runtime.supervision.attempt import mark_attempt, newer_attempt
 
 JOB = Job(("-m", "finetune"), Path("fsdp2.yaml"), ranks_per_host=1, stop_seconds=20)
@@ -69,16 +69,16 @@ class Simulation:
         (folder / "checkpoints").mkdir(parents=True)
 
     def start(self, host: FakeHost) -> None:
-        place = Place(host.name, host.address, "eth0", self.run, self.shared)
+        settings = HostSettings(host.name, host.address, "eth0", self.run, self.shared)
         access = RunAccess(is_locked=self._is_locked, mark_attempt=lambda number: mark_attempt(self.shared, number))
-        world = World(
+        system = SystemCalls(
             clock=lambda: self.now,
             launch=lambda command, environment: self._launch(host, command, environment),
             connect=lambda places: self._connect(host, places),
         )
         host.exit_code, host.asleep_until, host.ranks = None, 0.0, []
         host.supervisor = Supervisor(
-            JOB, self.limits, place=place, access=access, timing=TIMING, log=self._log, world=world
+            JOB, self.limits, host=settings, access=access, timing=TIMING, log=self._log, system=system
         )
 
     def kill(self, host: FakeHost) -> None:

@@ -139,7 +139,7 @@ def test_a_host_whose_supervisor_was_started_again_is_not_taken_for_the_old_one(
     beats["b"] = replace(beats["b"], session="new", state=IDLE, attempt=0)
     begun = next_attempt(view(beats), Limits(1, 2), me="a")
     assert begun is not None and (begun.hosts, begun.reason, begun.sessions) == (
-        *(("a", "b"), "b was started again"),
+        *(("a", "b"), "b was restarted"),
         ("sa", "new"),
     )
     assert not can_save(TWO_OF, beats)

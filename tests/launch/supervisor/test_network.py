@@ -31,7 +31,7 @@ def test_a_host_counts_as_reached_for_a_while_after_the_last_connection() -> Non
 
 def test_an_address_is_that_of_the_named_interface() -> None:
     assert own_address("lo") == ("127.0.0.1", "lo")
-    with pytest.raises(UserError, match=r"there is no `eth99`.*lo \(127.0.0.1\)"):
+    with pytest.raises(UserError, match=r"this host has no `eth99`.*lo \(127.0.0.1\)"):
         own_address("eth99")
 
 

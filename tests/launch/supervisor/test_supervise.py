@@ -118,7 +118,7 @@ def test_a_host_that_wakes_up_is_not_let_write(tmp_path: Path) -> None:
     settle(cluster)
     reasons = [line.split(": ")[-1] for line in cluster.lines[woken:] if "attempt" in line]
     assert set(reasons) == {
-        "starts; this host waits",
+        "starts; this host is a spare",
         "h0 joined",
     }  # it has not displaced the other, of which it knew nothing
     assert cluster.written == sorted(cluster.written)
