@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"registry", "errors", "finetune.runtime.optional", *PRINTING},
     "registry": {"errors"},
     "runtime": {"errors"},
-    "launch": {"errors"},
+    "launch": {"errors", "finetune.runtime.optional"},
     "errors": set(),
 }
 """From each folder to what it may import; its own folder always. A folder that is missing here is not allowed."""

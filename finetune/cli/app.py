@@ -17,6 +17,7 @@ with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import check as check_command
     from finetune.commands import init as init_command
     from finetune.commands import prepare as prepare_command
+    from finetune.commands import train_on_ranks as train_on_ranks_command
     from finetune.commands.preview import file as preview_file_command
     from finetune.commands.preview import preview as preview_command
     from finetune.config import schema as config_schema
@@ -57,11 +58,20 @@ def train(
     config: Config,
     override: Overrides = None,
     accelerate: OptionalAccelerateFile = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Start N processes on this host; under DDP without --accelerate."),
+    ] = None,
 ) -> int:
     """Train as the job file says, or resume the run that it started.
 
-    On several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml
+    On several processes: accelerate launch --config_file ACCELERATE.yaml -m finetune --config JOB.yaml, or
+    --processes N here, or torchrun, srun or mpirun with --accelerate.
     """
+    if processes is not None and (processes > 1 or accelerate is not None):
+        return train_on_ranks_command.train_on_ranks(
+            config, override or [], num_processes=processes, accelerate_file=accelerate
+        )
     return train_command.start(config, override or [], accelerate_file=accelerate)
 
 

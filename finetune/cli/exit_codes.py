@@ -13,6 +13,7 @@ from typing import Any, ParamSpec
 import typer
 
 from finetune.errors import FinetuneError, NotAFile, UserError, disk_text, system_error
+from finetune.launch.ranks import is_started_by_run_ranks
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
     CLOSED_PIPE,
@@ -142,7 +143,8 @@ def _print_error(error: FinetuneError) -> None:
         time.sleep(_FIRST_RANK_SECONDS)
     with suppress(OSError, ValueError):  # nobody reads it
         print(format_error(error, rank=_rank()), file=sys.stderr, flush=True)
-        if isinstance(error, UserError) and any(name in os.environ for name in _LAUNCHED):
+        is_launched = any(name in os.environ for name in _LAUNCHED) and not is_started_by_run_ranks(os.environ)
+        if isinstance(error, UserError) and is_launched:
             print("Ignore the launcher's traceback below: it only reports this exit.", file=sys.stderr, flush=True)
 
 

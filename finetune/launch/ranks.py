@@ -47,6 +47,15 @@ def is_launched(variables: Mapping[str, str]) -> bool:
     return "RANK" in variables or all(name in variables for name in SINGLE_LAUNCH)
 
 
+OWN_RUN_ID = "finetune-"
+"""How TORCHELASTIC_RUN_ID begins in ranks that `finetune train --processes` has started."""
+
+
+def is_started_by_run_ranks(variables: Mapping[str, str]) -> bool:
+    """Return whether `finetune train --processes`, and no other launcher, has started this process."""
+    return variables.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN_ID)
+
+
 def make_ranks(
     variables: Mapping[str, str],
     names: Mapping[str, str],
@@ -81,7 +90,7 @@ def read_count(variables: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
-_TORCHRUN_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+TORCHRUN_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """Defaults of torchrun: one thread for each process, and an error where a collective hangs."""
 
 
@@ -101,7 +110,7 @@ def adopt_ranks(variables: MutableMapping[str, str]) -> Ranks | None:
     ranks = find_ranks(variables)
     if ranks is not None:
         variables.update(ranks.variables())
-        for name, value in _TORCHRUN_DEFAULTS.items():
+        for name, value in TORCHRUN_DEFAULTS.items():
             variables.setdefault(name, value)
     return ranks
 

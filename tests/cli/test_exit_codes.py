@@ -78,6 +78,13 @@ def test_the_message_under_a_launcher_advises_ignoring_the_launchers_traceback(m
     assert "Ignore" not in capsys.readouterr().err
 
 
+def test_the_message_under_the_own_launcher_is_all(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "finetune-123")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert ended(CheckpointError("no checkpoint in runs/first")) == 2
+    assert capsys.readouterr().err == "error: no checkpoint in runs/first\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -121,6 +121,49 @@ def test_torchrun_with_an_accelerate_file_has_the_losses_of_accelerate_launch(jo
     assert_same(Ended(code, log.read_text(), folder), accelerated(strategy), strategy=strategy)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_train_with_processes_has_the_losses_of_accelerate_launch(job, accelerated, strategy, tmp_path):
+    """By name, and from a folder without accelerate files."""
+    folder, log = (job.parent / kind / f"processes-{strategy}" for kind in ("runs", "logs"))
+    words = words_of(job, folder, SHORT, strategy)[:-1]
+    command = [sys.executable, *words, strategy, "--processes", "2"]
+    code = launching.run(command, log=log, timeout_seconds=TIMEOUT_SECONDS, folder=tmp_path)
+    assert_same(Ended(code, log.read_text(), folder), accelerated(strategy), strategy=strategy)
+    assert ("reading " in log.read_text()) == (strategy == "zero2")  # where the DeepSpeed config was found
+
+
+def test_sigterm_to_train_with_processes_saves_and_ends_with_143(job):
+    folder, log = (job.parent / kind / "processes-term" for kind in ("runs", "logs"))
+    overrides = [*SHORT, "train.steps=2000", "checkpoint.every_steps=1000"]
+    words = [sys.executable, *words_of(job, folder, overrides, None), "--processes", "2"]
+    running = Running(words, folder=folder, log=log, environment={})
+    try:
+        running.until(lambda: running.steps() > 2)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.until_ended() == 143, running.output
+    finally:
+        running.kill_all()
+    assert running.status()["reason"] == "signal SIGTERM"
+    assert len(running.checkpoints()) == 1
+    assert "Traceback" not in running.output and "closing signal" not in running.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.setps=4"], "there is no such key. Did you mean `steps`?"),  # before any rank is started
+        (["run.strategy=zero3"], "Launch with --config_file accelerate_configs/zero3.yaml"),  # by the ranks
+    ],
+)
+def test_a_mistake_under_train_with_processes_is_one_message(job, tmp_path, overrides, message):
+    words = [sys.executable, *words_of(job, tmp_path / "run", [*SHORT, *overrides], None), "--processes", "2"]
+    code = launching.run(words, log=tmp_path / "log", timeout_seconds=TIMEOUT_SECONDS)
+    output = (tmp_path / "log").read_text()
+    assert code == 2, output
+    assert output.count("error:") == 1 and message in output
+    assert "Traceback" not in output and "launcher" not in output
+
+
 def test_mpirun_without_an_accelerate_file_uses_ddp_and_logs_it(begin_tasks, accelerated):
     run = ended(begin_tasks(of_mpirun, name="mpirun-ddp", strategy=None))
     assert_same(run, accelerated("ddp"), strategy="ddp")
