@@ -48,6 +48,9 @@ class OptimizerEntry(Entry):
 INT8_BYTES = 1.0 + 4 / 256
 """Of a moment with one float32 scale per 256 values."""
 
+INT4_BYTES = 0.5 + 4 / 128
+"""Of a moment with one float32 scale per 128 values."""
+
 _ADAM_KEYS = ("exp_avg", "exp_avg_sq")
 _AMSGRAD = {"amsgrad": "max_exp_avg_sq"}
 _BETAS = frozenset({"betas", "eps"})
@@ -89,8 +92,35 @@ OPTIMIZERS = Table(
         OptimizerEntry(
             name="adamw_8bit",
             description="AdamW of bitsandbytes, with 8-bit moments",
-            implementation="finetune.train.optim.optimizers:adamw_8bit",
+            implementation="finetune.train.optim.packages:adamw_8bit",
             states=(OptimizerState(class_name="AdamW8bit", is_elementwise=False),),
+            num_moments=2,
+            moment_bytes=INT8_BYTES,
+            reads=_BETAS,
+        ),
+        OptimizerEntry(
+            name="adamw_4bit",
+            description="AdamW of torchao, with 4-bit moments (Li et al., 2023, arXiv:2309.01507)",
+            implementation="finetune.train.optim.packages:adamw_4bit",
+            states=(OptimizerState(class_name="AdamW4bit", is_elementwise=False),),
+            num_moments=2,
+            moment_bytes=INT4_BYTES,
+            reads=_BETAS,
+        ),
+        OptimizerEntry(
+            name="paged_adamw",
+            description="AdamW of bitsandbytes, whose moments move to the host while the GPU is short of memory",
+            implementation="finetune.train.optim.packages:paged_adamw",
+            states=(OptimizerState(class_name="PagedAdamW", is_elementwise=False),),
+            num_moments=2,
+            moment_bytes=4.0,
+            reads=_BETAS,
+        ),
+        OptimizerEntry(
+            name="paged_adamw_8bit",
+            description="the same, with 8-bit moments",
+            implementation="finetune.train.optim.packages:paged_adamw_8bit",
+            states=(OptimizerState(class_name="PagedAdamW8bit", is_elementwise=False),),
             num_moments=2,
             moment_bytes=INT8_BYTES,
             reads=_BETAS,

@@ -15,6 +15,8 @@ BILLION = 10**9
         ("adamw", "bfloat16", 4, 4),
         ("adamw", "int8", 4, 2 + 2 * 4 / 256),  # a scale for 256 values
         ("adamw_8bit", None, 4, 2 + 2 * 4 / 256),
+        ("adamw_4bit", None, 4, 1 + 2 * 4 / 128),
+        ("paged_adamw", None, 2, 8),
         ("sgd", None, 4, 4),
         ("adafactor", None, 4, 0),
     ],

@@ -150,7 +150,7 @@ class NamedState:
             return False
         target = self._tensor(record)
         has_same_layout = (values.dtype, values.device) == (target.dtype, target.device) and target.is_contiguous()
-        if has_same_layout and type(target) is Tensor:
+        if has_same_layout and type(target) is Tensor and record.key in self._state(self._shards[record.name]):
             self._state(self._shards[record.name])[record.key] = values.view(target.shape)
             return True
         return False
@@ -218,16 +218,23 @@ class NamedState:
 
     def _tensor(self, record: TensorRecord) -> Tensor:
         shard = self._shards[record.name]
-        tensor: Tensor = shard.tensor if record.key == PARAMETER else self._state(shard)[record.key]
-        return tensor
+        if record.key == PARAMETER:
+            return shard.tensor
+        key, _, part = record.key.partition(".")
+        tensor: Tensor = self._state(shard)[key]
+        return getattr(tensor, part) if part else tensor
 
     def _tensors(self, shard: ShardView) -> dict[str, Tensor]:
-        state = self._state(shard)
-        return {
-            key: value
-            for key, value in state.items()
-            if isinstance(value, Tensor) and not _is_number(key, value, shard)
-        }
+        """Return the tensors by key; those that make up a quantized one as `exp_avg.codes`, `exp_avg.scale`, ..."""
+        tensors: dict[str, Tensor] = {}
+        for key, value in self._state(shard).items():
+            if not isinstance(value, Tensor) or _is_number(key, value, shard):
+                continue
+            if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):
+                tensors |= {f"{key}.{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+            else:
+                tensors[key] = value
+        return tensors
 
     def _numbers(self, shard: ShardView) -> dict[str, Any]:
         state = self._state(shard)

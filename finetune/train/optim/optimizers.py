@@ -16,7 +16,7 @@ from finetune.config.sections.train import AverageSection, OptimizerSection, Unf
 from finetune.errors import ModelError
 from finetune.model.compilation import missing_triton_toolchain
 from finetune.registry.optimizers import OPTIMIZERS
-from finetune.runtime.optional import lazily, require
+from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape
 from finetune.train.optim.averages import ScheduleFreeAdamW, keep_average, set_average_decay
 from finetune.train.optim.low_bit import LowBitAdamW, add_rounding_keys, set_rounding_step
@@ -140,20 +140,6 @@ def adafactor(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     return optimizer
 
 
-def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    """Return bitsandbytes' 8-bit AdamW; raises MissingPackage if it is missing, ModelError on unsupported devices."""
-    bitsandbytes = require("bitsandbytes", extra="quantization", purpose="train.optimizer.name: adamw_8bit")
-    if not torch.cuda.is_available() and not _is_on_cpu("bitsandbytes::optimizer_update_8bit_blockwise"):
-        raise ModelError(
-            f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
-            f"{bitsandbytes.__version__} does not support it on CPUs. Write `name: adamw` with `state_dtype: int8`."
-        )
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
-        inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
-    )
-    return optimizer
-
-
 def muon(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     """Return Muon for hidden matrices and AdamW for the rest; raises ModelError if there is no hidden matrix."""
     momentum = inputs.section.momentum
@@ -214,7 +200,11 @@ def begin_step(optimizer: Any, *, step: int, learning_rate: float) -> None:
     """
     for group in optimizer.param_groups:
         group[NOT_YET_UNFROZEN] = step < group.get(UNFREEZE_AFTER, 0)
-        group["lr"] = 0.0 if group[NOT_YET_UNFROZEN] else learning_rate * group.get(RATE_FACTOR, 1.0)
+        rate = 0.0 if group[NOT_YET_UNFROZEN] else learning_rate * group.get(RATE_FACTOR, 1.0)
+        if isinstance(group["lr"], torch.Tensor):  # of torchao, whose update is compiled
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
         set_average_decay(group, step=step)
         set_rounding_step(group, step=step)
 
@@ -268,7 +258,3 @@ def _low_bit(groups: Groups, section: OptimizerSection, learning_rate: float) ->
         state_dtype=getattr(torch, section.state_dtype) if section.state_dtype else None,
         rounds_weights=section.stochastic_rounding,
     )
-
-
-def _is_on_cpu(operator: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU")
