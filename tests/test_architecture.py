@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipes": {"runtime", "errors"},
     "config": {"registry", "errors", "finetune.runtime.optional", *PRINTING},
     "registry": {"errors"},
+    "register": {"registry", "finetune.config.section", "errors"},
     "runtime": {"errors"},
     "launch": {"errors", "finetune.runtime.optional"},
     "errors": set(),
@@ -74,12 +75,13 @@ THROUGH_OPTIONAL = (
 )
 """Packages that may be missing: only `runtime/optional.py` imports them, by name."""
 
-WITHOUT_TORCH = ("config", "registry", "cli", "launch", "recipes", "errors", "__main__")
+WITHOUT_TORCH = ("config", "registry", "register", "cli", "launch", "recipes", "errors", "__main__")
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "deepspeed"}
 
 IMPORTS_BY_NAME = {
     "finetune/runtime/optional.py": "packages that may be missing, modules that a job may not need",
     "finetune/registry/table.py": "the implementation of an entry of a table",
+    "finetune/registry/plugins.py": "a plugin that a job names",
     "finetune/task/generation/evaluation.py": "a metric that the user names as package.module:function",
 }
 """The only files that import by name while they run, and what."""
@@ -115,7 +117,7 @@ EXACT_JSON = (
 
 LONGEST_FILE, LONGEST_FUNCTION, LARGEST_FOLDER = 450, 60, 14
 
-OTHER_TEST_FOLDERS = ("benchmarks", "fuzz", "faults", "scenarios", "task_cases")
+OTHER_TEST_FOLDERS = ("plugins", "benchmarks", "fuzz", "faults", "scenarios", "task_cases")
 """Folders of `tests/` that are not named after a folder of the package: they test the program as a whole."""
 
 BANNED_FILES = ("utils", "util", "helpers", "helper", "common", "misc", "manager")
@@ -650,8 +652,9 @@ def test_a_key_its_section_its_folder_and_its_tests_bear_one_name():
     classes = [node for node in MODULES["finetune.config.run_config"].nodes if isinstance(node, ast.ClassDef)]
     (run_config,) = [node for node in classes if node.name == "RunConfig"]
     keys = {node.target.id for node in run_config.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    keys -= {"plugin_options"}  # next to `plugins` in its file
     assert keys == sections, "a top-level key and its file in config/sections bear the same name"
-    for key in sorted(keys - {"evaluate"}):  # evaluation is a part of training: train/evaluate.py
+    for key in sorted(keys - {"evaluate", "plugins"}):  # they are in train/evaluate.py and in registry/plugins.py
         assert (PACKAGE / key).is_dir(), f"the section `{key}` has no folder finetune/{key}"
         assert (ROOT / "tests" / key).is_dir(), f"the section `{key}` has no folder tests/{key}"
 

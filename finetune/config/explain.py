@@ -110,7 +110,7 @@ def _format_rows(config: RunConfig) -> str:
 
 def _format_dataset(source: SourceSection) -> str:
     streamed = " as a stream" if isinstance(source, TrainedSourceSection) and source.stream is not None else ""
-    return f"{source.path or source.name}{streamed}"
+    return f"{source.path or source.name or f'the source {source.source}'}{streamed}"
 
 
 def _format_mix_share(source: MixedSourceSection) -> str:

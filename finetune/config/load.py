@@ -21,6 +21,7 @@ from finetune.config.formatting import closest, format_list
 from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
 from finetune.config.overrides import apply_overrides, override_label
 from finetune.config.paths import is_url, path_problems, with_absolute_paths
+from finetune.config.plugins import activate_options, load_plugins, missing_options
 from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
@@ -88,6 +89,8 @@ def load_config(
     sources = _file_locations(document, overridden.replaced, name=path.name) | overridden.sources
     problems = _not_overridden(document.problems, overridden.replaced) + overridden.problems
     folder = path.absolute().parent.resolve()
+    if unusable := load_plugins(overridden.values, folder):
+        raise ConfigError(_sort_problems(unusable, sources, overrides=overrides), path.name)
     broken = {problem.key for problem in problems}
     config, found, num_unnamed = _validate(
         overridden.values, folder=folder, broken=broken, sources=sources, elsewhere=elsewhere
@@ -97,6 +100,7 @@ def load_config(
         ordered = _sort_problems(problems, sources, overrides=overrides)
         num_more = num_unnamed + max(0, len(ordered) - MAX_LISTED)
         raise ConfigError(ordered[:MAX_LISTED], path.name, num_more=num_more)
+    activate_options(config.plugin_options)
     return LoadedConfig(config, path, text, sources)
 
 
@@ -167,6 +171,7 @@ def _validate(
     config = with_absolute_paths(config, folder)
     is_draft = bool(broken)
     problems += [*unusable, *rule_problems(config, is_draft=is_draft)]
+    problems += [] if is_draft else missing_options(config)
     problems += file_problems(config, folder=folder, is_draft=is_draft, elsewhere=elsewhere)
     return config, problems, max(0, len(found) - MAX_LISTED)
 
@@ -234,6 +239,8 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     overridden = apply_overrides(document.values, overrides)
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
+    if unusable := load_plugins(overridden.values, pathlib.Path.cwd()):
+        raise ConfigError(unusable, path.name)
     try:
         config = with_absolute_paths(RunConfig.model_validate(overridden.values), pathlib.Path.cwd())
     except ValidationError as error:
@@ -245,5 +252,6 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
             f"{path}: was written by another version of finetune: {place}: {first['msg']}. Use that version "
             "(see environment.json), or start the run again with this version, which rewrites the file."
         ) from error
+    activate_options(config.plugin_options)
     remote = config.run.folder if is_url(config.run.folder) else None
     return LoadedConfig(with_run_folder(config, str(run.absolute())), path, text, {}, remote)

@@ -94,6 +94,8 @@ def absolute_path(path: str, folder: pathlib.Path) -> str:
 
 def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
     mark = next(_path_marks(field, RelativeToConfig), None)
+    if mark is not None and isinstance(value, tuple):
+        return tuple(_resolved(each, field, folder=folder) for each in value)
     if mark is None or not isinstance(value, str) or is_url(value) or value in _choices(field):
         return value
     if mark.only_marked and not is_path(value):

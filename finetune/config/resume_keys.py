@@ -15,6 +15,8 @@ from typing import Any
 
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
+from finetune.registry.metrics import METRICS
+from finetune.registry.observers import CALLBACKS, REPORTERS
 from finetune.runtime.text.redact import comparable_config, redacted_text
 
 MUST_MATCH = (
@@ -65,6 +67,7 @@ MUST_MATCH = (
     *("train.average", "train.average.decay", "train.average.after_steps"),
     *("train.schedule.name", "train.schedule.warmup_steps", "train.schedule.warmup_fraction"),
     *("train.schedule.decay_fraction", "train.schedule.final_fraction"),
+    *("task.loss", "plugin_options"),
 )
 
 COMPARED_BY_CONTENT = (
@@ -79,6 +82,7 @@ COMPARED_BY_CONTENT = (
     *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
     *("task.seq2seq.max_target_length", "task.seq2seq.source_prefix"),
     *("model.tokenizer", "model.tokenizer.name", "model.tokenizer.train", "model.tokenizer.train.vocabulary_size"),
+    *("data.train.source", "plugins"),  # the digests of plugins are compared
 )
 
 MAY_DIFFER = (
@@ -124,6 +128,7 @@ MAY_DIFFER = (
     "task.distillation.cache",  # the same probabilities, computed once
     *("export.dtype", "export.max_shard_size", "export.merge", "export.push_to_hub", "export.private"),
     "export.verify",
+    *("train.callbacks", "report.reporters", "data.validation.source"),
 )
 
 RECORDED_UNLESS_DEFAULT = (
@@ -135,6 +140,8 @@ RECORDED_UNLESS_DEFAULT = (
     *("task.embedding.prompts.query", "task.embedding.prompts.passage", "task.reranking.loss"),
     *("train.router_aux_loss", "train.try_longest_batch", "report.expert_load"),
     *("report.profile", "report.prometheus", "report.prometheus_address"),
+    *("task.loss", "plugins", "plugin_options", "train.callbacks", "report.reporters"),
+    *("data.train.source", "data.validation.source"),
 )
 """Keys that older checkpoints do not have; with its default, such a key changes nothing in a run."""
 
@@ -149,13 +156,20 @@ NOT_RECORDED = (
 def keys_that_must_match(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that a resume must match, with their values as JSON."""
     others = {*COMPARED_BY_CONTENT, *MAY_DIFFER, *NOT_RECORDED}
-    return {key: text for key, text in _flat(config) if key not in others}
+    return {key: text for key, text in _flat(config) if key not in others and not _is_option_of_observer(key)}
 
 
 def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
     """Return the dotted keys that may differ between starts, with their values as JSON."""
     recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
-    return {key: redacted_text(text) for key, text in _flat(config) if key in recorded}
+    return {key: redacted_text(text) for key, text in _flat(config) if key in recorded or _is_option_of_observer(key)}
+
+
+def _is_option_of_observer(key: str) -> bool:
+    """Return whether the key is an option of a callback, a reporter or a metric, which change no step."""
+    section, _, option = key.partition(".")
+    name = option.partition(".")[0]
+    return section == "plugin_options" and any(name in table for table in (CALLBACKS, REPORTERS, METRICS))
 
 
 def _flat(section: Section, *, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from finetune.config.sections.data import DataSection
 from finetune.config.sections.evaluate import EvaluateSection
 from finetune.config.sections.export import ExportSection
 from finetune.config.sections.model import ModelSection
+from finetune.config.sections.plugins import PluginOptions, Plugins
 from finetune.config.sections.report import ReportSection
 from finetune.config.sections.run import RunSection
 from finetune.config.sections.task import TaskSection
@@ -32,6 +33,14 @@ class RunConfig(Section):
     evaluate: EvaluateSection | None = key("What is measured on the validation rows, and when.", None)
     report: ReportSection = key("Where the run is logged.", ReportSection())
     export: ExportSection = key("The model that the run leaves in `final/`.", ExportSection())
+    plugins: Plugins = key(
+        "Modules that add names: `my_package.losses`, `./my_task.py` (a path begins with `.`, `/` or `~`), or "
+        "installed distributions. Each rank imports them; nothing is imported because it is installed.",
+        (),
+    )
+    plugin_options: PluginOptions = key(
+        "The options of plugins, under the name that they add: `{my_loss: {gamma: 2.0}}`; see docs/plugins.md.", None
+    )
 
 
 def with_run_folder(config: RunConfig, folder: str) -> RunConfig:

@@ -22,6 +22,13 @@ def run_schema() -> dict[str, Any]:
     return RunConfig.model_json_schema()
 
 
+def clear_schemas() -> None:
+    """Forget what was computed: plugins have added names and options, or others are loaded."""
+    for computed in (run_schema, _schema_alone):
+        computed.cache_clear()
+    _definitions.clear()
+
+
 def node_at(key: str) -> Node | None:
     """Return the schema of a dotted key, None if the key does not exist; the empty key is the whole file."""
     if not key:
@@ -142,9 +149,12 @@ def _describe_one(node: Node) -> str:
         case "array":
             return _describe_list(node)
         case "string":
-            return {"path": "a path", "name or path": "a name or a path"}.get(
-                node.get("format", ""), _describe_text(node)
-            )
+            formats = {
+                "path": "a path",
+                "name or path": "a name or a path",
+                "name of a plugin": "a name that a plugin adds",
+            }
+            return formats.get(node.get("format", ""), _describe_text(node))
         case "integer":
             return "a whole number" + _describe_bounds(node)
         case "number":
@@ -223,6 +233,12 @@ def json_schema() -> str:
 
 def _sections(nodes: Mapping[str, Node], *, prefix: str = "") -> Iterator[str]:
     """Yield a table for each section among the keys, followed by the tables of the sections inside it."""
+    values = {name: node for name, node in nodes.items() if not keys_of(node)} if not prefix else {}
+    if values:
+        yield "## The job file itself\n\n| key | value | default | meaning |\n|---|---|---|---|"
+        for name, node in values.items():
+            yield _row(name, node, is_required=False)
+        yield ""
     for name, node in nodes.items():
         section, keys, title = node, keys_of(node), prefix + name
         if not keys:

@@ -76,8 +76,9 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(self._validate)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """List the names."""
-        return {"enum": list(self.table.choices), "type": "string"}
+        """List the names; of a table that only plugins fill, none may be known."""
+        names = {"enum": list(self.table.choices)} if self.table.choices else {"format": "name of a plugin"}
+        return {**names, "type": "string"}
 
     def _validate(self, value: Any) -> str:
         if not isinstance(value, str) or value not in self.table.choices:

@@ -152,6 +152,9 @@ def _missing_key(key: str) -> str:
 def _unknown_key(key: str) -> str:
     here, _, name = key.rpartition(".")
     meant = _suggested_sibling(key)
+    if here == "plugin_options" and meant is None:
+        known = format_list(keys_of(node_at(here) or {}))
+        return f"no plugin of this job has options under this name; known: {known}. Name its module in `plugins`."
     if meant is not None and name not in UNSUPPORTED_KEYS:
         return f"there is no such key. Did you mean `{meant.rpartition('.')[2]}`?"
     if name in UNSUPPORTED_KEYS:

@@ -1,4 +1,4 @@
-"""The formats of rows that `format` of a source chooses from."""
+"""The formats of rows that `format` of a source chooses from, and what only plugins add: sources, chat templates."""
 
 from dataclasses import dataclass
 
@@ -139,3 +139,22 @@ FORMATS = Table(
     ),
 )
 """In the order in which they are tried on a row whose format is unset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceEntry(Entry):
+    """A source of rows that `source` names. Its implementation is a function that returns an iterable of rows.
+
+    It is called again for every pass over the rows, on every rank, and must return the same rows each time.
+    """
+
+
+SOURCES: Table[SourceEntry] = Table("source", SourceEntry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateEntry(Entry):
+    """A chat template that `data.chat_template` names. Its implementation is a function that returns the Jinja text."""
+
+
+TEMPLATES: Table[TemplateEntry] = Table("chat template", TemplateEntry)

@@ -1,4 +1,7 @@
-"""The losses that `loss` of `task.preference`, `.embedding` and `.reranking` chooses from, and `train.loss_kernel`."""
+"""The losses that `task.loss` and `loss` of `task.preference`, `.embedding` and `.reranking` choose from.
+
+And `train.loss_kernel`.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +14,30 @@ Score = Literal["log_probability", "mean_log_probability", "ratio", "mean_ratio"
 
 Means are over the tokens of an answer.
 """
+
+TokenScores = Literal["log_probabilities", "logits"]
+"""What a loss of tokens is given: the log-probability of each target, or the logits of the whole vocabulary there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLossEntry(Entry):
+    """A loss of predicted tokens in place of the cross-entropy; plugins add them.
+
+    Its implementation is a function from the scores (log-probabilities [targets], or logits [targets, vocabulary]), the
+    labels [targets] and the batch to the loss of each target, [targets].
+    """
+
+    scores: TokenScores = "log_probabilities"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.implementation:
+            raise RegistryError(f"loss `{self.name}`: has no implementation.")
+        if self.scores not in ("log_probabilities", "logits"):
+            raise RegistryError(f"loss `{self.name}`: `scores` is `log_probabilities` or `logits`.")
+
+
+TOKEN_LOSSES: Table[TokenLossEntry] = Table("loss", TokenLossEntry)
 
 PAIRS_TASK = "finetune.task.preference.dpo:PreferenceTask"
 

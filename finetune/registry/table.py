@@ -7,8 +7,9 @@ loss reads it from the entry; no other module keeps lists of names.
 import difflib
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from finetune.errors import RegistryError
@@ -22,13 +23,17 @@ class Entry:
     """An entry that a job selects by name. Raises RegistryError if it is invalid.
 
     `description` follows the name on the reference page. `implementation` is `package.module:attribute`, imported on
-    first use; empty if the entry has no code. A job cannot select an internal entry.
+    first use; empty if the entry has no code. A job cannot select an internal entry. `options` is the section with the
+    keys that a plugin's entry has in `plugin_options`, under its name; the implementation is then called with the
+    argument `options`, in addition to those of its table.
     """
 
     name: str
     description: str = ""
     implementation: str = ""
     is_internal: bool = False
+    plugin: str = ""  # the module that has added it; empty for those of this package
+    options: Any = None  # a class of section, or None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -63,6 +68,10 @@ class Table(Generic[EntryType]):
             )
         self._entries[entry.name] = entry
 
+    def remove_plugin(self, module: str) -> None:
+        """Remove the entries that this module of a plugin has added."""
+        self._entries = {name: entry for name, entry in self._entries.items() if entry.plugin != module}
+
     def __getitem__(self, name: str) -> EntryType:
         """Return the entry; raises RegistryError with the closest match for an unknown name."""
         if name in self._entries:
@@ -83,13 +92,36 @@ class Table(Generic[EntryType]):
         return tuple(entry.name for entry in self if not entry.is_internal)
 
     def resolve(self, name: str) -> Any:
-        """Import and return the implementation of the entry."""
-        return import_attribute(self[name].implementation)
+        """Import and return the implementation of the entry, with the options of the job if it has any."""
+        entry = self[name]
+        implementation = import_attribute(entry.implementation)
+        return implementation if entry.options is None else partial(implementation, options=options_of(entry))
 
     def describe(self) -> str:
         """Return the names that a job can select with their descriptions, for the reference page."""
         entries = [self[name] for name in self.choices]
         return " ".join(f"`{entry.name}`{entry.description and f': {entry.description}'}." for entry in entries)
+
+
+_option_values: dict[str, Any] = {}
+"""The validated `plugin_options` of the job that this process works on, by name of the entry."""
+
+
+def use_options(values: Mapping[str, Any]) -> None:
+    """Make these the options of plugins from now on: those of the job that was loaded last, or that is trained."""
+    _option_values.clear()
+    _option_values.update(values)
+
+
+def options_in_use() -> Mapping[str, Any]:
+    """Return the options of plugins that are in use."""
+    return dict(_option_values)
+
+
+def options_of(entry: Entry) -> Any:
+    """Return the section with the options of the entry; its defaults if the job has none."""
+    value = _option_values.get(entry.name)
+    return value if isinstance(value, entry.options) else entry.options()
 
 
 def import_attribute(path: str) -> Any:

@@ -1,10 +1,12 @@
 """The `report:` section becomes one reporter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.config.sections.report import ReportSection
+from finetune.errors import UserError
+from finetune.registry.observers import REPORTERS
 from finetune.report.console import ConsoleReporter, choose_screen
 from finetune.report.history import EVENTS_FILE, RunHistory
 from finetune.report.jsonl import JsonlReporter
@@ -35,7 +37,8 @@ def build_reporter(
         require_client()
     if not is_main:
         return NullReporter()
-    reporters: list[Reporter] = [
+    reporters: list[Reporter] = [*_plugin_reporters(section.reporters, run_folder)]
+    reporters += [
         JsonlReporter(run_folder / EVENTS_FILE, notes=notes),
         ConsoleReporter(choose_screen(section.console), log_every_steps=section.log_every_steps),
         PageReporter(run_folder / EVENTS_FILE, on_read=on_read),
@@ -46,3 +49,14 @@ def build_reporter(
         address, name = section.prometheus_address, run_folder.name
         reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
     return FanOut(reporters)
+
+
+def _plugin_reporters(names: Sequence[str], run_folder: Path) -> Iterator[Reporter]:
+    """Yield the reporters of plugins; raises UserError for one that cannot be made."""
+    for name in names:
+        try:
+            yield REPORTERS.resolve(name)(run_folder)
+        except Exception as error:
+            raise UserError(
+                f"report.reporters: `{name}` cannot be made: {type(error).__name__}: {error}. Remove it, or correct it."
+            ) from error

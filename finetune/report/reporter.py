@@ -1,11 +1,14 @@
-"""Reporters watch, they never steer."""
+"""Reporters watch, they never steer; callbacks of plugins watch, too, and may request three things."""
 
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from finetune.report.events import Event, Warned
+from finetune.registry.observers import CALLBACKS, NO_REQUEST, Request
+from finetune.report.events import Event, Noted, Warned
+from finetune.runtime import distributed
 
 
 class Reporter(Protocol):
@@ -68,3 +71,65 @@ class FanOut:
     def _warning(self, reporter: Reporter, error: Exception) -> Warned:
         name = type(reporter).__name__
         return Warned(self._step, f"{name} failed and is switched off: {type(error).__name__}: {error}")
+
+
+Callback = Callable[[Event], Request | None]
+
+
+class CallbackReporter:
+    """Passes events on to the reporter, then to the callbacks, and collects what they request on this rank.
+
+    A callback that raises, or that returns anything but a Request or None, is switched off with a warning: the run
+    continues. What is collected is summed over the ranks with the counts of the next step, so all ranks do it.
+    """
+
+    def __init__(self, reporter: Reporter, names: Sequence[str], *, can_evaluate: bool) -> None:
+        self._reporter = reporter
+        self._can_evaluate = can_evaluate
+        self._requested = NO_REQUEST
+        self._callbacks: dict[str, Callback] = {}
+        for name in names:
+            try:
+                self._callbacks[name] = CALLBACKS.resolve(name)()
+            except Exception as error:
+                self._warn(0, f"callback `{name}` cannot be made and is left out: {type(error).__name__}: {error}")
+
+    def __call__(self, event: Event) -> None:
+        """Pass the event on."""
+        self._reporter(event)
+        for name, callback in tuple(self._callbacks.items()):
+            try:
+                request = callback(event)
+                if not isinstance(request, Request | None):
+                    raise TypeError(f"it returned `{request!r}`, and not a register.Request or None")
+            except Exception as error:
+                del self._callbacks[name]
+                message = f"callback `{name}` failed and is switched off: {type(error).__name__}: {error}"
+                self._warn(event.step, message)
+            else:
+                self._collect(request or NO_REQUEST, name=name, step=event.step)
+
+    def close(self) -> None:
+        """Close the reporter."""
+        self._reporter.close()
+
+    def take_requests(self) -> Request:
+        """Return what was requested since the last call."""
+        requested, self._requested = self._requested, NO_REQUEST
+        return requested
+
+    def _collect(self, request: Request, *, name: str, step: int) -> None:
+        if Request.EVALUATE in request and not self._can_evaluate:
+            self._can_evaluate = True  # the warning appears once: without rows an evaluation does nothing
+            self._warn(step, f"callback `{name}` requests an evaluation, but the job has no `evaluate:` section")
+        new = request & ~self._requested
+        if new:
+            self._requested |= new
+            words = " and ".join(str(each.name).lower() for each in Request if each in new)
+            self._reporter(Noted(step, f"callback `{name}` requests: {words}"))
+
+    def _warn(self, step: int, message: str) -> None:
+        if distributed.is_main():
+            self._reporter(Warned(step, message))
+        else:  # the reporter of this rank is silent
+            print(f"[rank {distributed.rank()}] warning: {message}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from finetune.model.batch_norm import sync_batch_norm
 from finetune.registry.tasks import TASKS
 from finetune.report.events import CheckpointSaved, RunEnded, RunStarted, Warned
 from finetune.report.gpu import sampled_gpu
-from finetune.report.reporter import Reporter
+from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.run.context import RunContext
 from finetune.run.final_export import export_final
 from finetune.run.flops import device_price, peak_flops
@@ -43,7 +43,9 @@ class TrainingOutcome:
     started: float
 
 
-def fit(context: RunContext, restored: RestoredRun, *, reporter: Reporter, supervision: Supervision) -> TrainingOutcome:
+def fit(
+    context: RunContext, restored: RestoredRun, *, reporter: CallbackReporter, supervision: Supervision
+) -> TrainingOutcome:
     """Train to the end of the plan, or until a stop is requested. Collective."""
     config, progress, plan = context.config, restored.progress, restored.built.plan
     on_path = supervision.status.checkpoint

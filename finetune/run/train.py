@@ -13,8 +13,10 @@ from accelerate import Accelerator
 
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig
+from finetune.config.plugins import activate_options
 from finetune.errors import DiskError
 from finetune.report.page.interruptions import InterruptionCosts
+from finetune.report.reporter import CallbackReporter
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunContext
 from finetune.run.final_export import push_final
@@ -42,6 +44,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     `checksums` is what `prefetch_checksums` has started.
     """
     startup = StartupTimer.from_process_start()
+    activate_options(loaded.config.plugin_options)
     context = validate(loaded)
     uploader = make_uploader(context.loaded)
     with supervised_run(context.loaded, startup, log=context.log) as supervision, model_code_errors():
@@ -76,7 +79,9 @@ def _train(
         context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
     restored = replace(restored, built=built)
     costs = InterruptionCosts(supervision.status.add, hours_stated=config.run.hours_between_interruptions)
-    reporter = uploader.watch_reporter(open_run_folder(context.loaded, built, costs=costs, log=log))
+    watched = uploader.watch_reporter(open_run_folder(context.loaded, built, costs=costs, log=log))
+    can_evaluate = config.evaluate is not None
+    reporter = CallbackReporter(watched, config.train.callbacks, can_evaluate=can_evaluate)
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):
         fitted = fit(context, restored, reporter=reporter, supervision=supervision)
         code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)

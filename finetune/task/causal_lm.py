@@ -14,7 +14,7 @@ from finetune.data.templates.chat_template import require_chat_template
 from finetune.data.token_cache.chunks import Encode
 from finetune.errors import DataError
 from finetune.task.base import BaseTask
-from finetune.task.lm_loss.target_loss import TargetLoss
+from finetune.task.lm_loss.target_loss import PluginLoss, TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free
@@ -57,6 +57,8 @@ class CausalTask(BaseTask):
 def make_target_loss(context: TaskContext) -> TargetLoss:
     """Return the configured loss of predicted tokens."""
     section = context.section
+    if section.loss is not None:
+        return PluginLoss(TokenLoss(), context.loss_kernel, section.loss)
     return TargetLoss(TokenLoss(section.label_smoothing, section.z_loss), context.loss_kernel)
 
 

@@ -53,13 +53,15 @@ def _take_steps(parts: TrainingComponents, progress: Progress) -> str:
     while progress.step < parts.plan.num_steps:
         started = time.perf_counter()
         group = groups.take(progress.step)
-        counts = group.counts
-        if counts.has_news or counts.stop_request.stop_reason:
+        counts, request = group.counts, group.counts.stop_request
+        if counts.has_news or request.stop_reason or request.evaluates:
             report_steps(parts, progress)
-        if counts.stop_request.saves and saved_step < progress.step:
+        is_evaluated = request.evaluates and progress.metrics_step < progress.step
+        ended = _evaluate(parts, progress) if is_evaluated and not request.stop_reason else None
+        if (request.saves or ended) and saved_step < progress.step:
             saved_step = _save(parts, progress)
-        if counts.stop_request.stop_reason:
-            return counts.stop_request.stop_reason
+        if reason := request.stop_reason or ended:
+            return reason
         record = take_step(
             parts,
             group.batches,
@@ -96,8 +98,12 @@ def _after_step(parts: TrainingComponents, progress: Progress, record: StepRecor
     is_evaluated = parts.evaluate_due.due(progress.step)
     if parts.log_due.due(progress.step) or is_evaluated or reason:
         report_steps(parts, progress)
-    if is_evaluated:
-        progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
-        parts.early_stopping.update(progress.last_metrics, progress)
-        reason = reason or (EARLY_STOPPING if parts.early_stopping.is_over(progress) else None)
-    return reason
+    ended = _evaluate(parts, progress) if is_evaluated else None
+    return reason or ended
+
+
+def _evaluate(parts: TrainingComponents, progress: Progress) -> str | None:
+    """Evaluate; return why the run is to end by that, if it is. Collective."""
+    progress.last_metrics, progress.metrics_step = parts.evaluate(progress.step), progress.step
+    parts.early_stopping.update(progress.last_metrics, progress)
+    return EARLY_STOPPING if parts.early_stopping.is_over(progress) else None

@@ -5,44 +5,54 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from finetune.registry.observers import NO_REQUEST, Request
 from finetune.runtime.supervision.signals import ReceivedSignals
 
 SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT = "spot notice", "STOP file", "checkpoint failed", "time limit"
-REASONS = ("signal SIGTERM", "signal SIGINT", "signal SIGHUP", SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT)
+CALLBACK = "callback"
+REASONS = (
+    *("signal SIGTERM", "signal SIGINT", "signal SIGHUP", SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT),
+    CALLBACK,
+)
 """The reasons for which a rank can request a stop; the first in this order counts."""
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """What all ranks have agreed on: the reason to stop, if any, and whether to save first."""
+    """What all ranks have agreed on: the reason to stop, if any, and whether to save and to evaluate first."""
 
     stop_reason: str | None
     saves: bool
+    evaluates: bool = False
 
 
 @dataclass(frozen=True)
 class StopSources:
     """The stop requests of this rank, as counts that are summed in the step's own all-reduce.
 
-    `sources` are what can request a stop besides a signal, by reason; each is called once per step.
+    `sources` are what can request a stop besides a signal, by reason; each is called once per step. `requests` returns
+    what callbacks have requested since its last call.
     """
 
     note: ReceivedSignals
     sources: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
+    requests: Callable[[], Request] = lambda: NO_REQUEST
 
     def counts(self) -> list[int]:
-        """Return a 1 for each of REASONS for which this rank requests a stop, and at last one for a checkpoint."""
+        """Return a 1 for each of REASONS for which this rank requests a stop, then for a checkpoint, an evaluation."""
         received = f"signal {self.note.received.name}" if self.note.received else None
-        stops = [int(reason == received or (reason in self.sources and self.sources[reason]())) for reason in REASONS]
-        saves, self.note.wants_save = int(self.note.wants_save), False
-        return [*stops, saves]
+        requests = self.requests()
+        reasons = (received, CALLBACK if Request.STOP in requests else None)
+        stops = [int(reason in reasons or (reason in self.sources and self.sources[reason]())) for reason in REASONS]
+        saves, self.note.wants_save = int(self.note.wants_save or Request.SAVE in requests), False
+        return [*stops, saves, int(Request.EVALUATE in requests)]
 
 
 def stop_request_of(counts: list[int]) -> StopRequest:
     """Return the request of the summed counts: the first reason of any rank; no save where saving has failed."""
-    *stops, saves = counts
+    *stops, saves, evaluates = counts
     reason = next((reason for reason, count in zip(REASONS, stops, strict=True) if count), None)
-    return StopRequest(reason, saves=bool(saves or reason) and reason != FAILED_SAVE)
+    return StopRequest(reason, saves=bool(saves or reason) and reason != FAILED_SAVE, evaluates=bool(evaluates))
 
 
 @dataclass(frozen=True)

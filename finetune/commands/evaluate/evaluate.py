@@ -108,7 +108,7 @@ def measure(target: EvaluationTarget) -> Measurement:
 
 def _validation(target: EvaluationTarget, task: Task, *, log: RunLog) -> TokenCache:
     """Return the validation set; training rows are read only where it is split off from them."""
-    encoding = make_encoding(target.config.data, target.run_inputs.processing, task)
+    encoding = make_encoding(target.config.data, target.run_inputs.processing, task, name=target.config.task.name)
     return prepare_set(_source(target.config, log=log), encoding, log=log)
 
 
@@ -119,7 +119,7 @@ def _source(config: RunConfig, *, log: RunLog) -> Source:
             "data.validation: the job has no validation data to evaluate on. Add "
             "`--set 'data.validation={path: ROWS.jsonl}'`."
         )
-    if section.path is not None or section.name is not None:
+    if any(address is not None for address in (section.path, section.name, section.source)):
         return open_source(section, key="data.validation", log=log)
     validation = open_sources(config.data, seed=config.run.seed, log=log).validation
     assert validation is not None, "a section without a source of its own is split off from the training rows"

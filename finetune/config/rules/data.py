@@ -11,22 +11,23 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import is_written
 from finetune.config.sections.data import TrainedSourceSection
 from finetune.errors import Problem
-from finetune.registry.formats import FORMATS
+from finetune.registry.formats import FORMATS, TEMPLATES
 from finetune.registry.tasks import TASKS, tasks_where
 from finetune.runtime.optional import lazily
 
 with lazily():
     from jinja2 import environment, exceptions
 
-TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")
+BUILT_IN_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")
 """Chat templates that come with the package."""
 
 
 def template_is_known(config: RunConfig) -> Iterator[Problem]:
     """A chat template is built in or a file."""
     template = config.data.chat_template
-    if template is not None and template not in TEMPLATES and not is_path(template):
-        hint = did_you_mean(template, TEMPLATES) or f"Write {format_list(TEMPLATES)}."
+    known = (*BUILT_IN_TEMPLATES, *TEMPLATES.choices)
+    if template is not None and template not in known and not is_path(template):
+        hint = did_you_mean(template, known) or f"Write {format_list(known)}."
         message = (
             f"the template `{template}` does not exist. {hint} For a file, begin with `.`, `/` or `~`: `./{template}`."
         )

@@ -62,7 +62,7 @@ def file_keys_fit_the_kind(config: RunConfig) -> Iterator[Problem]:
     """A key that only some kinds of files have is written for no other."""
     for key, source in row_sources(config):
         kind = _kind(source)
-        where = "a hub dataset" if source.path is None else f"`{kind}` files"
+        where = f"`{kind}` files" if source.path else "a hub dataset" if source.name else "a plugin's source"
         if source.path is not None and kind not in (*TEXT_KINDS, *TABLE_KINDS):
             continue  # a folder: its files are looked at when they are read
         written = {name: kinds for name, kinds in KINDS_OF_KEYS.items() if getattr(source, name) is not None}

@@ -44,7 +44,7 @@ def source_is_written_once(config: RunConfig) -> Iterator[Problem]:
         "data.validation": ", or split the training rows (`fraction` or `hash_fraction`)",
     }
     for key, source in source_sections(config):
-        names = ("path", "name", *(SPLIT_KEYS if isinstance(source, ValidationSourceSection) else ()))
+        names = ("path", "name", "source", *(SPLIT_KEYS if isinstance(source, ValidationSourceSection) else ()))
         written = [name for name in names if getattr(source, name) is not None]
         if not written:
             message = f"no rows are given. Write `path` (files) or `name` (a hub dataset){more.get(key, '')}."

@@ -25,7 +25,7 @@ from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, PairLo
 from finetune.registry.tasks import TASKS, tasks_where
 
 _HUB_KEYS = ("config", "revision", "split")
-_ADDRESS_KEYS = ("path", "name")
+_ADDRESS_KEYS = ("path", "name", "source")
 _SPLIT_KEYS = tuple(name for name in SourceSection.model_fields if name not in _ADDRESS_KEYS)
 _MIXED_KEYS = tuple(name for name in TrainedSourceSection.model_fields if name not in _ADDRESS_KEYS)
 
@@ -50,7 +50,8 @@ def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
                 yield ConditionalKey(f"{key}.{name}", _never, "the rows are those of `data.train`")
             continue
         for name in _HUB_KEYS:
-            needs = f"rows at a `path` have no {name}, only a hub dataset has one"
+            place = "at a `path`" if source.source is None else "of a plugin's `source`"
+            needs = f"rows {place} have no {name}, only a hub dataset has one"
             yield ConditionalKey(f"{key}.{name}", partial(_is_hub_dataset, source=source), needs)
         needs = "only a local folder or glob can contain links to other places"
         yield ConditionalKey(f"{key}.follow_links", partial(_may_meet_links, source=source), needs)
@@ -66,7 +67,7 @@ def _never(config: RunConfig) -> bool:
 
 
 def _is_hub_dataset(config: RunConfig, *, source: SourceSection) -> bool:
-    return source.path is None
+    return source.name is not None
 
 
 def _reads_images(config: RunConfig) -> bool:
@@ -157,10 +158,10 @@ def _only_losses(names: tuple[str, ...]) -> str:
 def _keys_of_loss() -> Iterator[ConditionalKey]:
     needs = "it applies only to a cross-entropy over classes or tokens"
     yield ConditionalKey("task.label_smoothing", _is_smoothed, needs)
-    has_token_loss = partial(_task_is, names=tasks_where("has_token_loss"))
-    yield ConditionalKey("task.z_loss", has_token_loss, "it applies only to a cross-entropy over tokens")
+    yield ConditionalKey("task.z_loss", _has_cross_entropy, "it applies only to a cross-entropy over tokens")
     needs = "only a cross-entropy over tokens has a choice of kernels"
-    yield ConditionalKey("train.loss_kernel", has_token_loss, needs)
+    yield ConditionalKey("train.loss_kernel", _has_cross_entropy, needs)
+    yield _for_tasks("task.loss", "has_token_loss")
 
 
 def _keys_of_input() -> Iterator[ConditionalKey]:
@@ -206,7 +207,13 @@ def _has_classes(config: RunConfig) -> bool:
     return config.task.classification.kind != "regression"
 
 
+def _has_cross_entropy(config: RunConfig) -> bool:
+    return TASKS[config.task.name].has_token_loss and config.task.loss is None
+
+
 def _is_smoothed(config: RunConfig) -> bool:
+    if config.task.loss is not None:
+        return False
     return TASKS[config.task.name].smooths_labels and config.task.classification.kind == "single_label"
 
 

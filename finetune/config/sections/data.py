@@ -25,8 +25,9 @@ from finetune.config.section import (
     Workers,
     key,
 )
-from finetune.registry.formats import FORMATS
+from finetune.registry.formats import FORMATS, SOURCES
 
+SourceName = Annotated[str, OneOf(SOURCES)]
 Format = Annotated[str, OneOf(FORMATS)]
 MixedSources = Annotated[tuple["MixedSourceSection", ...], Field(strict=False)]
 Auto = Literal["auto"]
@@ -43,6 +44,9 @@ class SourceSection(Section):
         None,
     )
     name: Name | None = key("Hub dataset name.", None)
+    source: SourceName | None = key(
+        "A source of rows that a plugin adds, in place of `path` and `name`; see docs/plugins.md.", None
+    )
     config: Name | None = key("Configuration of the hub dataset.", None)
     revision: Name | None = key("Branch, tag or commit of the hub dataset.", None)
     split: Name = key("Split of the hub dataset, or a slice of it: `train[:10%]`.", "train")

@@ -1,8 +1,13 @@
 """`report:` - where the run is logged."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from finetune.config.section import Name, Positive, Section, Strings, key
+from pydantic import Field
+
+from finetune.config.section import Name, OneOf, Positive, Section, Strings, key
+from finetune.registry.observers import REPORTERS
+
+Reporters = Annotated[tuple[Annotated[str, OneOf(REPORTERS)], ...], Field(strict=False)]
 
 
 class ProfileSection(Section):
@@ -26,6 +31,7 @@ class ReportSection(Section):
     trackers: Strings = key(
         "Trackers that Accelerate supports: `tensorboard`, `wandb`, `mlflow`, `trackio`, ... (extra `tracking`).", ()
     )
+    reporters: Reporters = key("Reporters that plugins add: each is called with every event on the main process.", ())
     sample_ids: bool = key(
         "Write the ids of the samples that each process received into `samples/`, step by step.", False
     )

@@ -17,10 +17,11 @@ from finetune.config.section import (
     Width,
     key,
 )
-from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, RERANKING_LOSSES
+from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, RERANKING_LOSSES, TOKEN_LOSSES
 from finetune.registry.tasks import TASKS
 
 TaskName = Annotated[str, OneOf(TASKS)]
+TokenLossName = Annotated[str, OneOf(TOKEN_LOSSES)]
 PreferenceLoss = Annotated[str, OneOf(PREFERENCE_LOSSES)]
 EmbeddingLoss = Annotated[str, OneOf(EMBEDDING_LOSSES)]
 RerankingLoss = Annotated[str, OneOf(RERANKING_LOSSES)]
@@ -168,6 +169,9 @@ class TaskSection(Section):
     """What the model is trained to do with a row."""
 
     name: TaskName = key(TASKS.describe())
+    loss: TokenLossName | None = key(
+        "A loss of predicted tokens that a plugin adds, in place of the cross-entropy; see docs/plugins.md.", None
+    )
     label_smoothing: Share = key(
         "Fraction of the probability that is spread evenly over all classes or tokens (Szegedy et al., 2015, "
         "arXiv:1512.00567).",

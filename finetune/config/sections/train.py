@@ -18,6 +18,7 @@ from finetune.config.section import (
     key,
 )
 from finetune.registry.losses import LOSS_KERNELS
+from finetune.registry.observers import CALLBACKS
 from finetune.registry.optimizers import OPTIMIZERS, describe_defaults
 from finetune.registry.schedules import SCHEDULES
 
@@ -26,6 +27,7 @@ Rate = Annotated[float, Field(gt=0.0, le=MAX_FACTOR)]
 DecayRates = Annotated[tuple[DecayRate, ...], Field(strict=False)]
 OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 ScheduleName = Annotated[str, OneOf(SCHEDULES)]
+Callbacks = Annotated[tuple[Annotated[str, OneOf(CALLBACKS)], ...], Field(strict=False)]
 LossKernel = Annotated[str, OneOf(LOSS_KERNELS)]
 
 
@@ -196,6 +198,9 @@ class TrainSection(Section):
     )
     nonfinite: NonFiniteSection = key("What to do with a NaN or infinite loss or gradient.", NonFiniteSection())
     early_stopping: EarlyStoppingSection | None = key("Stop when an evaluation metric no longer improves.", None)
+    callbacks: Callbacks = key(
+        "Callbacks that plugins add: they watch the events, and may request an evaluation, a checkpoint or a stop.", ()
+    )
     time_limit_minutes: float | None = key(
         "Stop, with a checkpoint, after this many minutes.", None, gt=0.0, le=MAX_COUNT
     )

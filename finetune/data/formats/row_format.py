@@ -23,6 +23,7 @@ from finetune.data.turns import (
 )
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
+from finetune.registry.plugins import code_identity
 
 
 def read_labelled(columns: Columns) -> Row:
@@ -109,8 +110,8 @@ class ColumnFormat:
 
     def identity(self) -> Any:
         """Return the name of the format, those of the columns, and the templates."""
-        names = self.names
-        parts: list[Any] = [self.name, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
+        names, code = self.names, code_identity(FORMATS[self.name])
+        parts: list[Any] = [self.name, *code, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
         if names.image_root is not None and names.image_root.counts_from is not None:
             parts.append(str(names.image_root.counts_from))
         if names.has_arguments:
@@ -173,7 +174,7 @@ def _classes(
 
 def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:
     available = _available(section, first.parse())
-    for form in FORMATS:
+    for form in (form for form in FORMATS if not form.plugin):  # a plugin's is only read where it is named
         has_required = all(section.column_names.get(column, column) in available for column in form.required)
         if has_required and all(column in form.columns for column in (*section.column_names, *section.template)):
             return form.name

@@ -23,6 +23,7 @@ from finetune.data.sources.files import Files, Origin
 from finetune.data.sources.hub import load_hub_dataset
 from finetune.data.sources.local import find_local
 from finetune.data.sources.options import read_options
+from finetune.data.sources.plugin import load_plugin_rows
 from finetune.data.sources.remote import find_remote
 from finetune.data.sources.slices import (
     ContentSplit,
@@ -182,7 +183,10 @@ def image_root(section: SourceSection, folders: Sequence[Path], *, key: str) -> 
 
 def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
     """Return the origin of the section's rows; raises DataError naming the key if there is none."""
-    if section.path is None:
+    find: Callable[[SourceSection], Origin]
+    if section.source is not None:
+        origin_key, find = f"{key}.source", load_plugin_rows
+    elif section.path is None:
         origin_key, find = f"{key}.name", load_hub_dataset
     else:
         finder = find_remote if "://" in section.path else find_local
@@ -195,7 +199,8 @@ def find_origin(section: SourceSection, *, key: str, log: Log) -> Origin:
         raise DataError(f"{origin_key}: {error.filename or section.path} cannot be read: {error.strerror}.") from error
     if isinstance(origin, Files):
         return replace(origin, options=read_options(section, origin.endings, key=key))
-    read_options(section, ["a folder of images" if section.path else "a hub dataset"], key=key)
+    what = "a folder of images" if section.path else origin.name if section.source else "a hub dataset"
+    read_options(section, [what], key=key)
     return origin
 
 

@@ -11,6 +11,7 @@ from finetune.data.templates.rendering import render, set_template_file
 from finetune.data.templates.sandbox import TemplateRefused, TemplateSyntax
 from finetune.data.turns import Turn
 from finetune.errors import DataError
+from finetune.registry.formats import TEMPLATES
 from finetune.runtime.files.read import open_regular
 
 BUILT_IN = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.jinja"))}
@@ -40,15 +41,28 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         return
     path = BUILT_IN.get(chat_template, Path(chat_template).expanduser())
     _check_tokens(tokenizer, chat_template)
+    is_named = chat_template in BUILT_IN or chat_template in TEMPLATES
     try:
-        tokenizer.chat_template = _read(path)
-        set_template_file(tokenizer, None if chat_template in BUILT_IN else chat_template)
+        tokenizer.chat_template = _of_plugin(chat_template) if chat_template in TEMPLATES else _read(path)
+        set_template_file(tokenizer, None if is_named else chat_template)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.chat_template: {chat_template} cannot be read: {error}. "
             f"Give a Jinja file (beginning with `.`, `/` or `~`) or a built-in name: {', '.join(BUILT_IN)}."
         ) from error
     _check_syntax(tokenizer, chat_template)
+
+
+def _of_plugin(name: str) -> str:
+    """Return the Jinja text of a plugin's template; raises DataError where it returns anything else."""
+    try:
+        text = TEMPLATES.resolve(name)()
+        if not isinstance(text, str):
+            raise TypeError(f"it returned a {type(text).__name__}, not text")
+    except Exception as error:
+        message = f"data.chat_template: the plugin's `{name}` failed: {type(error).__name__}: {error}"
+        raise DataError(message) from error
+    return text
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

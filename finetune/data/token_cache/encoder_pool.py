@@ -1,5 +1,6 @@
 """Chunks encoded in this process or in several: the same samples in the same order either way."""
 
+import pickle
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,8 @@ from multiprocessing import get_context
 from finetune.data.rows import RawRow
 from finetune.data.token_cache.chunks import Chunk, EncodingPlan, encode_chunk
 from finetune.errors import DataError
+from finetune.registry.plugins import Plugin, load_again, loaded_plugins
+from finetune.registry.table import options_in_use, use_options
 from finetune.runtime.processes import exit_with_parent, ignore_run_signals
 from finetune.runtime.text.terminal import guard_process
 
@@ -86,7 +89,10 @@ class EncoderPool:
     def _start(self) -> None:
         # spawn: a forked child would inherit locks that threads of torch or the tokenizer may hold
         self._pool = ProcessPoolExecutor(
-            self._num_workers, get_context("spawn"), initializer=_set_plan, initargs=(self._recipe,)
+            self._num_workers,
+            get_context("spawn"),
+            initializer=_set_plan,
+            initargs=(loaded_plugins(), pickle.dumps((self._recipe, options_in_use()))),
         )
         self._starting = [self._pool.submit(_is_started) for _ in range(self._num_workers)]
 
@@ -109,10 +115,13 @@ _plans: list[EncodingPlan] = []
 """The plan of a worker process, sent once."""
 
 
-def _set_plan(plan: EncodingPlan) -> None:
+def _set_plan(plugins: Sequence[Plugin], pickled: bytes) -> None:
     guard_process()
     ignore_run_signals()
     exit_with_parent()
+    load_again(plugins)  # the plan may hold what they define
+    plan, options = pickle.loads(pickled)
+    use_options(options)
     _plans[:] = [plan]
 
 

@@ -24,6 +24,7 @@ from finetune.data.token_cache.cache import OnSourceProgress, cache_folder, prep
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.store import TokenCache, dataset_view, grouped_by_length
 from finetune.model.processing import Processing, load_processing
+from finetune.registry.plugins import code_identity
 from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext
@@ -105,7 +106,7 @@ def make_training_data(
     )
     for line in (*warnings, *task.data_facts.lines, *format_padding_free(config, layout)):
         log(line)
-    encoding = make_encoding(data, processing, task)
+    encoding = make_encoding(data, processing, task, name=config.task.name)
     prepare = partial(prepare_set, encoding=encoding, log=log, on_progress=on_progress, builds=builds)
     audited: dict[str, Prepared | Streamed] = {}
     pools = []
@@ -122,13 +123,13 @@ def make_training_data(
     return TrainingData(processing, task, _mix(pools, config, layout), audited, validation_set, answer_metrics)
 
 
-def make_encoding(data: DataSection, processing: Processing, task: Task) -> Encoding:
-    """Return how the rows of every source of the job are encoded."""
-    tokenizer = processing.tokenizer
+def make_encoding(data: DataSection, processing: Processing, task: Task, *, name: str) -> Encoding:
+    """Return how the rows of every source of the job are encoded by the task of this name."""
+    tokenizer, code = processing.tokenizer, code_identity(TASKS[name])
     return Encoding(
         task.samples.encode,
         data,
-        identity=input_identity(processing, task),
+        identity=input_identity(processing, task) | ({"task code": " ".join(code)} if code else {}),
         unknown_ids=unknown_ids(tokenizer) if tokenizer is not None else frozenset(),
         length=task.samples.length_limit,
     )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from finetune.data.sample_checks import SampleVerifier
 from finetune.model.batch_norm import GhostBatchNorm, sync_batch_norm, update_running_statistics
 from finetune.report.events import Noted, StartedUp
 from finetune.report.gpu import DeviceColumns
-from finetune.report.reporter import Reporter
+from finetune.report.reporter import CallbackReporter, Reporter
 from finetune.report.run_log import RunLog
 from finetune.report.timing import StartupTimer
 from finetune.run.context import RunPaths
@@ -54,7 +54,7 @@ def make_parts(
     config: RunConfig,
     built: BuiltRun,
     *,
-    reporter: Reporter,
+    reporter: CallbackReporter,
     save: CheckpointSaving,
     signals: ReceivedSignals,
     startup: StartupTimer,
@@ -84,7 +84,10 @@ def make_parts(
         log_due=Cadence(config.report.log_every_steps, plan.num_steps),
         evaluate_due=Cadence(config.evaluate.every_steps, plan.num_steps) if config.evaluate else NeverDue(),
         save_due=Cadence(config.checkpoint.every_steps, plan.num_steps),
-        stop_sources=make_stop_sources(config, signals=signals, save=save, started=startup.started_at, log=log),
+        stop_sources=replace(
+            make_stop_sources(config, signals=signals, save=save, started=startup.started_at, log=log),
+            requests=reporter.take_requests,
+        ),
         stop_after_steps=config.train.stop_after_steps,
         early_stopping=EarlyStopping(stopping) if stopping else NeverStop(),
         before_batch=prepared.before_batch,

@@ -86,9 +86,9 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     """Return the metrics by their short names; raises UserError for one that cannot be imported."""
     metrics = {}
     for name in names:
-        path = METRICS[name].implementation if name in METRICS else name
         try:
-            metrics[name.rpartition(":")[2]] = import_attribute(path)
+            metric = METRICS.resolve(name) if name in METRICS else import_attribute(name)
+            metrics[name.rpartition(":")[2]] = metric
         except (ImportError, RegistryError, ValueError) as error:
             raise UserError(
                 f"evaluate.generate.metrics: `{name}` cannot be imported ({error}). Write `exact_match` or "

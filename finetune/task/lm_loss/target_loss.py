@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from finetune.config.sections.train import LossKernel
 from finetune.data.batch import Batch
-from finetune.registry.losses import LOSS_KERNELS
+from finetune.errors import UserError
+from finetune.registry.losses import LOSS_KERNELS, TOKEN_LOSSES
 from finetune.runtime.optional import require
 from finetune.task.lm_loss import chunked_loss
-from finetune.task.lm_loss.at_targets import compute_at_targets, logits_everywhere
+from finetune.task.lm_loss.at_targets import compute_at_targets, logits_at_targets, logits_everywhere
 from finetune.task.lm_loss.chunked_loss import (
     AUTOGRAD_LOGIT_BYTES,
     SMOOTHED_LOGIT_BYTES,
@@ -129,9 +130,50 @@ class TargetLoss:
         return head is not None and batch.labels.numel() * head.vocabulary <= MAX_FULL_LOGITS
 
 
-def log_probabilities_at_targets(model: nn.Module, batch: Batch) -> Tensor:
+@dataclass(frozen=True)
+class PluginLoss(TargetLoss):
+    """A plugin's loss of a batch's targets; evaluations measure the cross-entropy, as with every other loss."""
+
+    name: str = ""  # in the registry
+
+    def sums(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """Return `loss_sum` and the detached sum of the plain `cross_entropy`.
+
+        Raises UserError where the plugin returns anything but the loss of each target.
+        """
+        labels, function = _labels(batch), TOKEN_LOSSES.resolve(self.name)
+        if TOKEN_LOSSES[self.name].scores == "logits":
+            logits = logits_at_targets(model, batch, inputs=inputs).to(torch.float32)
+            plain = nn.functional.cross_entropy(logits.detach(), labels, reduction="sum")
+            losses = function(logits, labels, batch)
+        else:
+            log_probabilities = log_probabilities_at_targets(model, batch, inputs=inputs)
+            plain = -log_probabilities.detach().sum()
+            losses = function(log_probabilities, labels, batch)
+        require_one_loss_each(losses, len(labels), name=self.name, what="target")
+        return {"loss_sum": losses.to(torch.float32).sum(), "cross_entropy": plain}
+
+
+def require_one_loss_each(losses: Any, count: int, *, name: str, what: str) -> None:
+    """Raise UserError unless the plugin's loss is a float tensor of shape [count].
+
+    Only then it is summed over all ranks and divided by their number of targets, the same under every strategy.
+    """
+    if isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape == (count,):
+        return
+    found = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+    if isinstance(losses, Tensor) and not losses.is_floating_point():
+        found += f" and type {losses.dtype}"
+    mean = ", which is a mean or a sum" if isinstance(losses, Tensor) and losses.dim() == 0 else ""
+    raise UserError(
+        f"the loss `{name}` returned {found}{mean}. Return the loss of each {what}, a float tensor of shape "
+        f"[{count}]: the mean is taken once, over the {what}s of the whole step on all processes."
+    )
+
+
+def log_probabilities_at_targets(model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """Return the log-probability in nats of each of the batch's targets, [targets], in float32."""
-    return -compute_at_targets(model, batch, partial(_loss_of_each, labels=_labels(batch)))
+    return -compute_at_targets(model, batch, partial(_loss_of_each, labels=_labels(batch)), inputs=inputs)
 
 
 def _labels(batch: Batch) -> Tensor:

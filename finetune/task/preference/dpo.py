@@ -10,6 +10,7 @@ from finetune.config.sections.task import PreferenceSection
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.registry.losses import PREFERENCE_LOSSES, Score
+from finetune.task.lm_loss.target_loss import require_one_loss_each
 from finetune.task.preference.answer_pairs import (
     PAIR_WEIGHTS,
     AnswerPairsTask,
@@ -88,6 +89,7 @@ class PairLogProbabilities:
         """Return the loss of every pair, [pairs]."""
         entry = PREFERENCE_LOSSES[section.loss]
         preferred: Tensor = PREFERENCE_LOSSES.resolve(entry.name)(*self._scores(entry.score), section)
+        require_one_loss_each(preferred, len(self.chosen), name=entry.name, what="pair")
         weight = entry.sft_weight if section.sft_weight is None else section.sft_weight
         return preferred if weight == 0 else preferred - weight * self.chosen / self.chosen_tokens
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.config.rules.data import TEMPLATES
+from finetune.config.rules.data import BUILT_IN_TEMPLATES
 from finetune.data.templates.chat_template import (
     BUILT_IN,
     NEEDED,
@@ -46,7 +46,7 @@ def test_a_file_that_is_not_jinja_is_named_with_its_line(tokenizer, tmp_path):
 
 
 def test_every_template_name_of_the_config_has_a_template_and_required_tokens():
-    assert sorted(BUILT_IN) == sorted(TEMPLATES) == sorted(NEEDED)
+    assert sorted(BUILT_IN) == sorted(BUILT_IN_TEMPLATES) == sorted(NEEDED)
 
 
 def test_a_named_template_whose_tokens_the_tokenizer_does_not_know_is_refused_with_the_list(make_tokenizer):

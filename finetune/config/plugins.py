@@ -1,0 +1,143 @@
+"""The plugins of a job: imported before it is validated, so that their names and options are known like all others."""
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finetune.config.formatting import format_list
+from finetune.config.run_config import RunConfig
+from finetune.config.schema import clear_schemas
+from finetune.config.section import Section, join_key
+from finetune.errors import Problem, RegistryError
+from finetune.registry import plugins
+from finetune.registry.formats import FORMATS, SOURCES, TEMPLATES
+from finetune.registry.losses import PREFERENCE_LOSSES, TOKEN_LOSSES
+from finetune.registry.metrics import METRICS
+from finetune.registry.observers import CALLBACKS, REPORTERS
+from finetune.registry.optimizers import OPTIMIZERS
+from finetune.registry.schedules import SCHEDULES
+from finetune.registry.table import Entry, Table, use_options
+from finetune.registry.tasks import TASKS
+
+NAMED_BY: tuple[tuple[str, str, Table[Any]], ...] = (
+    ("task.name", "tasks", TASKS),
+    ("task.loss", "losses", TOKEN_LOSSES),
+    ("task.preference.loss", "losses", PREFERENCE_LOSSES),
+    ("train.optimizer.name", "optimizers", OPTIMIZERS),
+    ("train.schedule.name", "schedules", SCHEDULES),
+    ("train.callbacks.*", "callbacks", CALLBACKS),
+    ("report.reporters.*", "reporters", REPORTERS),
+    ("evaluate.generate.metrics.*", "metrics", METRICS),
+    ("data.chat_template", "templates", TEMPLATES),
+    ("data.train.source", "sources", SOURCES),
+    ("data.train.mix.*.source", "sources", SOURCES),
+    ("data.validation.source", "sources", SOURCES),
+    ("data.train.format", "formats", FORMATS),
+    ("data.train.mix.*.format", "formats", FORMATS),
+    ("data.validation.format", "formats", FORMATS),
+)
+"""The keys that name an entry which a plugin may have added, with the group and the table; `*`: each item of a list."""
+
+WATCHING = ("callbacks", "reporters", "metrics")
+"""Groups of plugins that change no step."""
+
+
+def load_plugins(values: Mapping[str, Any], folder: pathlib.Path) -> list[Problem]:
+    """Import the plugins that a job names, or whose entries it names; return what is wrong with them.
+
+    An entry that no table has is looked for among the entry points of installed distributions.
+    """
+    problems: list[Problem] = []
+    named: set[str] = set()
+    written = values.get("plugins")
+    for number, name in enumerate(written if isinstance(written, list) else ()):
+        if isinstance(name, str):
+            try:
+                named |= {plugin.module for plugin in plugins.load_plugin(name, folder)}
+            except RegistryError as error:
+                problems.append(Problem(f"plugins.{number}", str(error)))
+    for key, name, group, table in () if problems else _named_entries(values):
+        if name in table and table[name].plugin in {"", *named}:
+            continue
+        points = [] if name in table and not table[name].plugin else plugins.entry_points(group, name)
+        if len(points) > 1:
+            origins = format_list(f"{point.value} of {plugins.distribution_text(point)}" for point in points)
+            message = f"several installed plugins have a {table.title} `{name}`: {origins}. Uninstall all but one."
+            problems.append(Problem(key, message))
+        elif points:
+            try:
+                plugin = plugins.load_entry_point(points[0])
+            except RegistryError as error:
+                problems.append(Problem(key, str(error)))
+                continue
+            named.add(plugin.module)
+            if name not in table:
+                message = f"`{points[0].value}`, imported for it, registers no {table.title} `{name}`. Tell its author."
+                problems.append(Problem(key, message))
+        elif name in table and any(plugin.module == table[name].plugin for plugin in plugins.loaded_plugins()):
+            message = f"it is from a plugin that this job does not name. Add `plugins: [{_title(table[name])}]`."
+            problems.append(Problem(key, message))
+    clear_schemas()
+    return problems
+
+
+def _title(entry: Entry) -> str:
+    return plugins.plugin_of(entry).name
+
+
+def _named_entries(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Table[Any]]]:
+    """Yield key, name, group and table wherever the values name an entry."""
+    for pattern, group, table in NAMED_BY:
+        found: list[tuple[str, Any]] = [("", values)]
+        for part in pattern.split("."):
+            found = [(join_key(key, name), inner) for key, value in found for name, inner in _items(value, part)]
+        yield from ((key, name, group, table) for key, name in found if isinstance(name, str))
+
+
+def _items(value: Any, part: str) -> Iterator[tuple[str, Any]]:
+    if part == "*" and isinstance(value, list | tuple):
+        yield from ((str(number), inner) for number, inner in enumerate(value))
+    elif isinstance(value, dict) and part in value:
+        yield part, value[part]
+
+
+def used_entries(config: RunConfig) -> list[tuple[str, Entry]]:
+    """Return the entries of plugins that the job uses, with their groups."""
+    named = _named_entries(config.model_dump(exclude={"plugin_options"}))
+    used = {(group, name): table[name] for _, name, group, table in named if name in table and table[name].plugin}
+    return [(group, entry) for (group, _), entry in used.items()]
+
+
+def plugin_identities(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """Return version and digest of the plugins that change what is trained, and of those that only watch, by name.
+
+    A module without entries, which may change anything, is one of the first.
+    """
+    trained: dict[str, str] = {}
+    watching: dict[str, str] = {}
+    for group, entry in used_entries(config):
+        place = watching if group in WATCHING else trained
+        place[f"plugin {entry.name}"] = plugins.plugin_of(entry).identity
+    for plugin in plugins.loaded_plugins():
+        if plugin.name in config.plugins and not plugin.entries:  # it may change anything
+            trained[f"plugin {plugin.module}"] = plugin.identity
+    return trained, watching
+
+
+def missing_options(config: RunConfig) -> list[Problem]:
+    """Return which entries that the job uses have required options, and no section in `plugin_options`."""
+    return [
+        Problem(
+            f"plugin_options.{entry.name}",
+            f"the section is missing: the options of `{entry.name}`. It needs {format_list(required)}.",
+        )
+        for _, entry in used_entries(config)
+        if entry.options is not None and getattr(config.plugin_options, entry.name, None) is None
+        if (required := [name for name, field in entry.options.model_fields.items() if field.is_required()])
+    ]
+
+
+def activate_options(section: Section | None) -> None:
+    """Have the entries of plugins be called with these options from now on: `plugin_options` of a job."""
+    names = type(section).model_fields if section is not None else ()
+    use_options({name: value for name in names if (value := getattr(section, name)) is not None})
