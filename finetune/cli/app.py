@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from finetune import __version__
-from finetune.cli import after_training, before_training, checkpoint, launch, reports, sweep, verify
+from finetune.cli import after_training, before_training, checkpoint, launch, plugins, reports, sweep, verify
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import Config, OptionalAccelerateFile, Overrides
 from finetune.cli.ranks import with_ranks
@@ -20,8 +20,11 @@ with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import train_on_ranks as train_on_ranks_command
     from finetune.commands.preview import file as preview_file_command
     from finetune.commands.preview import preview as preview_command
+    from finetune.config import load as config_load
     from finetune.config import schema as config_schema
     from finetune.run import start as train_command
+
+OptionalConfig = Annotated[Path | None, typer.Option("--config", metavar="JOB.yaml", help="A job that names plugins.")]
 
 app = typer.Typer(
     name="finetune",
@@ -146,15 +149,19 @@ def preview(
 
 @app.command()
 @handle_errors
-def reference() -> None:
-    """Print the reference of all keys of a job file, as Markdown."""
+def reference(config: OptionalConfig = None) -> None:
+    """Print the reference of all keys of a job file, as Markdown; with --config, with those of the job's plugins."""
+    if config is not None:
+        config_load.load_config(config)  # its plugins add their keys
     print(config_schema.reference_markdown(), end="")
 
 
 @app.command()
 @handle_errors
-def schema() -> None:
-    """Print the JSON schema of a job file, for editors."""
+def schema(config: OptionalConfig = None) -> None:
+    """Print the JSON schema of a job file, for editors; with --config, with the keys of the job's plugins."""
+    if config is not None:
+        config_load.load_config(config)  # its plugins add their keys
     print(config_schema.json_schema(), end="")
 
 
@@ -180,3 +187,4 @@ after_training.add_to(app)
 before_training.add_to(app)
 reports.add_to(app)
 sweep.add_to(app)
+plugins.add_to(app)

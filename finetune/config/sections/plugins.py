@@ -42,7 +42,7 @@ def options_section() -> type[Section]:
         if entry.options is None:
             continue
         is_required = any(field.is_required() for field in entry.options.model_fields.values())
-        description = f"The options of `{entry.name}`, of the plugin `{entry.plugin}`."
+        description = f"The options of `{entry.name}`."
         annotation = entry.options | None if is_required else entry.options
         default = None if is_required else entry.options()
         fields[entry.name] = (annotation, Field(default, description=description))
