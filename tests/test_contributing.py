@@ -70,7 +70,7 @@ def test_the_source_that_is_added_gives_rows_that_know_their_place(tmp_path, mon
     with (tmp_path / "sayings.fortune").open("rb") as stream:
         rows = list(readers.rows_of(stream, ".fortune", origin="sayings.fortune"))
     assert [(row.number, row.parse()) for row in rows] == [(1, {"text": "a star"}), (3, {"text": "the moon\nand more"})]
-    assert rows[1].place.endswith("sayings.fortune, row 3")
+    assert rows[1].location.endswith("sayings.fortune, row 3")
 
 
 @pytest.fixture

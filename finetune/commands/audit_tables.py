@@ -183,7 +183,7 @@ def _source_lines(audit: SourceAudit) -> Iterator[str]:
     if counts.excluded_rows:
         yield f"{audit.key}: excluded {counts.excluded_rows:,} rows that are also in data.validation"
     if counts.unknown_tokens:
-        yield f"{audit.key}: {counts.unknown_tokens:,} tokens stand for text that the tokenizer does not know"
+        yield f"{audit.key}: {counts.unknown_tokens:,} tokens represent text unknown to the tokenizer"
     if audit.in_validation:
         yield f"{audit.key}: {audit.in_validation:,} samples are also in the validation data"
 

@@ -229,7 +229,7 @@ class _Generator:
         """Answer this process's share of the unanswered rows, and write the answers after every batch."""
         for row in raw:
             if ANSWER in row.parse():
-                raise DataError(f"{row.place}: already has a column `{ANSWER}`. Rename it.")
+                raise DataError(f"{row.location}: already has a column `{ANSWER}`. Rename it.")
         answered = parts.answered()
         unanswered = [number for number in range(len(prompts)) if number not in answered]
         own = [TokenizedPrompt(number, self._tokens(prompts[number], raw[number])) for number in unanswered[_share()]]
@@ -248,7 +248,7 @@ class _Generator:
         limit = self._limit()
         if limit is not None and len(tokens) >= limit:
             raise DataError(
-                f"{raw.place}: the prompt has {len(tokens):,} tokens, but the model reads at most {limit:,}."
+                f"{raw.location}: the prompt has {len(tokens):,} tokens, but the model reads at most {limit:,}."
             )
         return tokens
 

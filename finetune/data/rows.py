@@ -34,7 +34,7 @@ class RawRow:
     content: bytes | Row
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Return the location of the row for messages."""
         return row_location(self.origin, self.number)
 

@@ -70,7 +70,7 @@ class TrainingComponents:
     groups: Callable[..., Iterator[tuple[Batch, ...]]]  # this rank's microbatches, a group per step, from `first_step`
     plan: StepPlan
     deliveries: SampleVerifier  # compares the expected and the received samples of a step
-    place: Callable[[int], str]  # the location of a sample's row, for messages
+    row_location: Callable[[int], str]  # of a sample id, for messages
     seed: int
     update: Update
     nonfinite: NonFiniteSection

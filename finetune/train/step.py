@@ -187,7 +187,7 @@ def record_skipped_step(parts: TrainingComponents, progress: Progress, record: S
     is_loss_finite = distributed.sum_counts([int(not is_finite(record.losses))]) == [0]
     reason = LOSS_SCALE if parts.scales_loss and is_loss_finite else NON_FINITE
     sample_ids = _nonfinite_samples(record)
-    rows = _describe_rows(sample_ids, parts.place)
+    rows = _describe_rows(sample_ids, parts.row_location)
     if reason == NON_FINITE:
         _stop_unless_skipping(parts, progress, number=record.number, rows=rows)
         progress.num_nonfinite_skips += 1
@@ -211,9 +211,9 @@ def _nonfinite_samples(record: StepRecord) -> tuple[int, ...]:
     return tuple(sorted(set(sample_ids)))  # ranks that share a row report the same ids
 
 
-def _describe_rows(sample_ids: tuple[int, ...], place: Callable[[int], str]) -> str:
+def _describe_rows(sample_ids: tuple[int, ...], row_location: Callable[[int], str]) -> str:
     """Return the locations of the first samples, and the number of the others."""
-    locations = [place(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
+    locations = [row_location(sample_id) for sample_id in sample_ids[:MAX_NAMED_ROWS]]
     more = len(sample_ids) - len(locations)
     return "; ".join([*locations, f"and {more} more"] if more else locations)
 

@@ -192,7 +192,7 @@ def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_asid
     assert "Run the same command again: it rebuilds the set and resumes from the last checkpoint" in then
     assert len(asides(prepared.folder)) == 1
     (told,) = deliveries.explain(delivery.damaged)[1:]  # another rank
-    assert "has been set aside by another process" in told
+    assert "was damaged and renamed by another process" in told
     again, _ = prepare()
     assert digest_of_steps(pool_of_delivery(again), 2, global_batch_size=STEP) == digest_of_steps(
         pool, 2, global_batch_size=STEP
@@ -231,7 +231,7 @@ def test_damage_that_makes_collation_fail_is_reported_as_damage(prepare):
         num_steps=1,
         section=section,
     )
-    with pytest.raises(DataError, match=r"rows\.jsonl, row \d+; .*not what was prepared"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row \d+; .*differs from the prepared sample"):
         list(loader)
 
 
@@ -273,7 +273,7 @@ def test_precomputed_arrays_are_verified_and_not_part_of_the_digest_of_consumed_
     assert delivery.mark == SampleVerifier(pool_of_delivery(prepared), STEP).expected(0)
     flip(tmp_path / "known" / "chunk-000000.bin", start=0)
     damaged = batches(pool, section)[0]
-    with pytest.raises(DataError, match=r"known is set aside as \.damaged-known-1"):
+    with pytest.raises(DataError, match=r"known is damaged and was renamed to \.damaged-known-1"):
         require_intact(known, damaged)
     assert asides(prepared.folder) == []
 

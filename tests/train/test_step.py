@@ -121,7 +121,7 @@ def parts_of(
         groups=lambda first_step: iter([group] * (num_steps - first_step)),
         plan=make_plan(section, num_positions=NUM_SAMPLES, world=1, steps_for_tokens=lambda tokens: 0),
         deliveries=deliveries or Handed(),
-        place=lambda sample_id: f"rows.jsonl, row {sample_id + 1}",
+        row_location=lambda sample_id: f"rows.jsonl, row {sample_id + 1}",
         seed=1,
         update=Update(accelerator, model, optimizer, max_gradient_norm=1.0),
         nonfinite=nonfinite or NonFiniteSection(),

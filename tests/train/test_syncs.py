@@ -240,7 +240,7 @@ def parts_of(
         groups=unused,
         plan=make_plan(section, num_positions=len(LENGTHS), world=1, steps_for_tokens=lambda tokens: 0),
         deliveries=unused,
-        place=str,
+        row_location=str,
         seed=1,
         update=update,
         nonfinite=NonFiniteSection(),

@@ -16,7 +16,7 @@ class PreviewSample:
     """A sample, the location of its row, and its tokens as text."""
 
     sample_id: int
-    place: str
+    location: str
     pieces: tuple[Piece, ...]
     num_tokens: int
     num_targets: int
@@ -120,5 +120,5 @@ class BatchPreview:
     def _sample(self, sample_id: int) -> PreviewSample:
         features = self.view.samples[sample_id]
         pieces = tuple(pieces_of(features, self.tokenizer))
-        location, answer = self.view.samples.place(sample_id), self.task.label_text(features)
+        location, answer = self.view.samples.location(sample_id), self.task.label_text(features)
         return PreviewSample(sample_id, location, pieces, features.length, features.num_targets, answer)

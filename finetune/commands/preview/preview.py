@@ -51,7 +51,8 @@ def image_lines(view: DatasetView, task: Task, *, sizes: BatchSizes, start: int,
     for position, sample_id in enumerate(ids, start=start):
         if position == start or position % sizes.microbatch_size == 0:
             yield _batch_line(position, sizes)
-        yield f"position {position}  {image_line(view.samples[sample_id], task, place=view.samples.place(sample_id))}"
+        location = view.samples.location(sample_id)
+        yield f"position {position}  {image_line(view.samples[sample_id], task, location=location)}"
     pixels = task.collate([view.samples[ids[0]]]).inputs["pixel_values"]
     channels, height, width = pixels.shape[1:]
     yield ""
@@ -61,13 +62,13 @@ def image_lines(view: DatasetView, task: Task, *, sizes: BatchSizes, start: int,
     )
 
 
-def image_line(features: Features, task: Task, *, place: str) -> str:
+def image_line(features: Features, task: Task, *, location: str) -> str:
     """Return file, size, class and data location of an image."""
     content = features.arrays[IMAGE].tobytes()
     facts = image_facts(content)
     label = task.data_facts.values["labels"][int(features.arrays[LABEL][0])]
     size = f"{facts.width} x {facts.height} {facts.kind}, {format_size(len(content))}"
-    return f"{image_name(features)}  {size}  class `{label}`  ({place})"
+    return f"{image_name(features)}  {size}  class `{label}`  ({location})"
 
 
 def _batch_line(position: int, sizes: BatchSizes) -> str:
@@ -196,7 +197,7 @@ def format_sample(sample: PreviewSample) -> str:
     """Return a line with the sample's id, location and numbers of tokens and targets."""
     share = sample.num_targets / sample.num_tokens if sample.num_tokens else 0.0
     return (
-        f"sample {sample.sample_id}  {sample.place}  {sample.num_tokens:,} tokens, "
+        f"sample {sample.sample_id}  {sample.location}  {sample.num_tokens:,} tokens, "
         f"{sample.num_targets:,} targets ({share:.0%}){f' → {sample.answer}' if sample.answer else ''}"
     )
 
@@ -329,7 +330,7 @@ def _joined(position: PreviewPosition, longest: int) -> ForwardRow:
 
 def _padded(sample: PreviewSample, width: int) -> ForwardRow:
     padding = Segment("padding", _percent(width - sample.num_tokens, width))
-    return ForwardRow(f"{sample.place}: {sample.num_tokens:,} tokens", (*_segments(sample, of=width), padding))
+    return ForwardRow(f"{sample.location}: {sample.num_tokens:,} tokens", (*_segments(sample, of=width), padding))
 
 
 def _segments(sample: PreviewSample, *, of: int) -> Iterator[Segment]:

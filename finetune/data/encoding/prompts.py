@@ -53,7 +53,7 @@ def read_prompt(raw: RawRow, *, system: str | None = None) -> ChatPrompt:
         tools = read_tools(row["tools"], title="`tools`") if row.get("tools") else None
         own = read_template_arguments(row[ARGUMENTS], title=f"`{ARGUMENTS}`") if row.get(ARGUMENTS) else None
     except DataError as error:
-        raise DataError(f"{raw.place}: {error}") from error
+        raise DataError(f"{raw.location}: {error}") from error
     has_own_system = bool(system) and turns[0]["role"] != "system"
     if has_own_system:
         turns.insert(0, {"role": "system", "content": system})

@@ -69,7 +69,7 @@ def require_columns(section: SourceSection, form: ColumnFormat, first: RawRow, *
     missing = [names.get(column, column) for column in expected if names.get(column, column) not in row]
     if missing:
         raise DataError(
-            f"{first.place}: has no column {quoted_list(missing)} for format `{form.name}`; its columns are "
+            f"{first.location}: has no column {quoted_list(missing)} for format `{form.name}`; its columns are "
             f"{quoted_list(row)}. Map yours with {key}.columns: {{{expected[0]}: NAME OF YOUR COLUMN}}."
             f"{column_hint(section, row, kind=kind)}"
         )

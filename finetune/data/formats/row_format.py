@@ -106,7 +106,7 @@ class ColumnFormat:
         try:
             return self._read(Columns(self.names, row, origin=raw.origin))
         except (DataError, *FAULTS_OF_VALUES) as error:
-            raise DataError(f"{raw.place}: {error}") from error
+            raise DataError(f"{raw.location}: {error}") from error
 
     def identity(self) -> Any:
         """Return the name of the format, those of the columns, and the templates."""
@@ -180,7 +180,7 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:
             return form.name
     choices = "; ".join(f"{form.name}: {quoted_list(form.required)}" for form in FORMATS)
     raise UnknownFormat(
-        f"{first.place}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
+        f"{first.location}: cannot tell the format from its columns {quoted_list(available)}. Set {key}.format and map "
         f"its columns with {key}.columns (for example {{prompt: question, completion: answer}}), or write a "
         f"{key}.template. Formats are {choices}."
     )

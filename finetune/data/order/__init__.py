@@ -1,1 +1,1 @@
-"""Which samples stand at which position: pure functions of the position."""
+"""The order of samples: pure functions of the position."""

@@ -1,7 +1,7 @@
-"""DatasetView: samples by id, and the order in which they are taken. A mix of views is a view.
+"""DatasetView: samples by id, and the order in which they are read. A mix of views is a view.
 
-An id says in one whole number which source, which window of a stream, and which sample in it. A job with one source
-that is no stream has the ids 0, 1, 2, ..., the indices of its prepared set.
+An id encodes the source, the window of a stream, and the index of the sample in one integer. For a job with a single
+source that is not a stream, the ids are the indices of its prepared set.
 """
 
 import hashlib
@@ -20,24 +20,24 @@ INDEX_BITS, WINDOW_BITS = 24, 24
 
 
 class SourceSampleId(NamedTuple):
-    """Where a sample stands: in a prepared set, which is no stream, the window is 0 and the index may be any."""
+    """The two parts of a sample id; for a source that is not a stream, `within` is the index in its prepared set."""
 
     source: int
-    within: int  # the id that the sample has in its source alone
+    within: int  # the sample's id within its source
 
 
 def source_offset(source: int) -> int:
-    """Return what is added to the ids that the samples of this source have in it alone."""
+    """Return the offset that is added to ids within this source."""
     return source << (INDEX_BITS + WINDOW_BITS)
 
 
 def window_offset(window: int) -> int:
-    """Return what is added to the index that a sample has in this window of its stream."""
+    """Return the offset that is added to indices within this window of a stream."""
     return window << INDEX_BITS
 
 
 def split_sample_id(sample_id: int) -> SourceSampleId:
-    """Return the source of the id and the id within it.
+    """Return the source and the id within that source.
 
     >>> split_sample_id(source_offset(2) + 7)
     SourceSampleId(source=2, within=7)
@@ -52,7 +52,7 @@ def sources_of(sample_ids: np.ndarray) -> np.ndarray:
 
 
 def split_stream_index(within: int) -> tuple[int, int]:
-    """Return the window of a stream's sample, and its index in that window.
+    """Return the window of a sample of a stream, and the index in that window.
 
     >>> split_stream_index(window_offset(2) + 7)
     (2, 7)
@@ -61,49 +61,49 @@ def split_stream_index(within: int) -> tuple[int, int]:
 
 
 class Samples(Protocol):
-    """Encoded samples by id; small to send to a loader process, since it opens its files again."""
+    """Encoded samples by id; cheap to pickle, since a loader process reopens the files."""
 
     def __getitem__(self, sample_id: int) -> Features:
-        """Return the sample of that id."""
+        """Return the sample with that id."""
 
-    def place(self, sample_id: int) -> str:
-        """Return where its row stands, for a message: `train.jsonl, row 17`."""
+    def location(self, sample_id: int) -> str:
+        """Return the location of its row for messages, such as `train.jsonl, row 17`."""
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the tokens of each sample."""
+        """Return the number of tokens of each sample."""
 
     def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark (uint64) of each sample's own arrays, as it was when it was made."""
+        """Return the checksum (uint64) of each sample's own arrays, computed when it was encoded."""
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark (uint64) of what is delivered with each sample next to its own arrays; 0 of nothing."""
+        """Return the checksum (uint64) of each sample's precomputed arrays; 0 without such arrays."""
 
     def problem(self) -> str | None:
-        """Return what has been found to be damaged so far."""
+        """Return the damage found so far."""
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return messages on samples that were delivered damaged, or on a `problem`.
+        """Return messages about samples that the loader delivered damaged, or about a `problem`.
 
-        What is damaged on disk, too, is set aside by then.
+        Sets that are also damaged on disk have been quarantined when this returns.
         """
 
 
 def no_lines(num_positions: int) -> tuple[str, ...]:
-    """Return no line."""
+    """Return no lines."""
     return ()
 
 
 @dataclass(frozen=True)
 class DatasetView:
-    """The samples of one source or of several, and their order."""
+    """The samples of one or several sources, and their order."""
 
     samples: Samples
     order: Order
-    fingerprint: str  # of all that decides what the samples are and at which positions they stand
-    epoch_tokens: int | None = None  # of every epoch; None where they differ, or where nobody knows
-    lines: Callable[[int], tuple[str, ...]] = no_lines  # about the first positions, up to a number, for the user
+    fingerprint: str  # changes with the samples and with their positions
+    epoch_tokens: int | None = None  # tokens of every epoch; None if epochs differ or the number is unknown
+    lines: Callable[[int], tuple[str, ...]] = no_lines  # describes the first N positions to the user
 
 
 def fingerprint_of(*parts: object) -> str:
-    """Return a digest of what JSON can hold."""
+    """Return a digest of values that can be written as JSON."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

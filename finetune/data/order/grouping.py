@@ -12,43 +12,46 @@ from finetune.data.order.order import LengthsOf, Order, PiecewiseOrder, SetOrder
 
 
 class SampleGroups(NamedTuple):
-    """Samples put into groups; group g holds `members[starts[g]:starts[g + 1]]`."""
+    """Samples in groups; group g holds `members[starts[g]:starts[g + 1]]`."""
 
-    members: np.ndarray  # places in the lengths given, each once, group after group
-    starts: np.ndarray  # one more than there are groups
+    members: np.ndarray  # indices into the lengths, each exactly once, group by group
+    starts: np.ndarray  # [num_groups + 1]
 
     @property
     def num_groups(self) -> int:
-        """Return how many groups there are."""
+        """Return the number of groups."""
         return len(self.starts) - 1
 
 
 Grouping = Callable[[np.ndarray], SampleGroups]
-"""From lengths to groups, whose number follows from the lengths alone, in whatever order they come."""
+"""From lengths to groups; the number of groups does not depend on the order of the lengths."""
 
 
 def best_fit_decreasing(lengths: np.ndarray, *, budget: int) -> SampleGroups:
-    """Return packs of at most `budget` tokens: from the longest sample on, each goes where the least room is left.
+    """Return packs of at most `budget` tokens: samples, longest first, each go into the fullest pack they fit into.
 
-    All samples of one length are placed together, so the time is that of sorting them. Among samples of one length
-    those that come first are placed first. Raises ValueError for a sample longer than the budget.
+    Samples of equal length are packed together, in their order, so the cost is that of sorting. Raises ValueError for
+    a sample longer than the budget.
     """
     if len(lengths) and int(lengths.max()) > budget:
         raise ValueError(f"a sample of {int(lengths.max())} tokens in packs of {budget}")
     packs = np.empty(len(lengths), np.int64)
-    rooms = _OpenPacks(budget)
-    for length, members in _by_length(lengths):
+    open_packs = _OpenPacks(budget)
+    longest_first = np.argsort(-lengths, kind="stable")
+    distinct, counts = np.unique(lengths, return_counts=True)
+    of_equal_length = np.split(longest_first, np.cumsum(counts[::-1])[:-1])
+    for length, members in zip(distinct[::-1].tolist(), of_equal_length, strict=False):
         while len(members):
-            members = rooms.place(members, length=length, packs=packs)
+            members = open_packs.add(members, length=length, packs=packs)
     order = np.argsort(packs, kind="stable")
-    counts = np.bincount(packs, minlength=rooms.num_packs)
-    return SampleGroups(order, _starts(counts))
+    sizes = np.bincount(packs, minlength=open_packs.num_packs)
+    return SampleGroups(order, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
 def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> SampleGroups:
-    """Return batches of samples of similar length, each of which has at most `budget` tokens when it is padded.
+    """Return batches of samples of similar length with at most `budget` tokens each, padding included.
 
-    A sample that is longer is a batch of its own.
+    A longer sample forms a batch of its own.
     """
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order].tolist()
@@ -60,29 +63,29 @@ def batches_by_tokens(lengths: np.ndarray, *, budget: int) -> SampleGroups:
 
 
 class _OpenPacks:
-    """The open packs, by the tokens that still fit into them."""
+    """The packs that are not full, by the number of tokens that still fit."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._packs: dict[int, list[np.ndarray]] = {}
-        self._spaces = 0  # bit r is set where packs with room for r tokens are
+        self._spaces = 0  # bit r is set if there are packs with room for r tokens
         self.num_packs = 0
 
-    def place(self, members: np.ndarray, *, length: int, packs: np.ndarray) -> np.ndarray:
-        """Put samples of this length into all packs of the best fitting room, or into new ones; return what is left.
+    def add(self, members: np.ndarray, *, length: int, packs: np.ndarray) -> np.ndarray:
+        """Add samples of this length to all packs with the best-fitting space, or to new ones; return the others.
 
-        A pack that has taken one has even less room, so it fits best for the next: it takes as many as it can hold.
+        A pack is filled with as many of them as fit: after one sample it has less space, so it still fits best.
         """
         space, open_packs = self._best_fit(length, num_samples=len(members))
-        each = space // length
-        used, unused = np.split(open_packs, [-(-len(members) // each)])
-        taken = min(len(members), len(used) * each)
-        packs[members[:taken]] = np.repeat(used, each)[:taken]
-        last = taken - (len(used) - 1) * each
-        self._keep(used[:-1], space=space - each * length)
-        self._keep(used[-1:], space=space - last * length)
+        samples_per_pack = space // length
+        used, unused = np.split(open_packs, [-(-len(members) // samples_per_pack)])
+        num_added = min(len(members), len(used) * samples_per_pack)
+        packs[members[:num_added]] = np.repeat(used, samples_per_pack)[:num_added]
+        num_in_last = num_added - (len(used) - 1) * samples_per_pack
+        self._keep(used[:-1], space=space - samples_per_pack * length)
+        self._keep(used[-1:], space=space - num_in_last * length)
         self._keep(unused, space=space)
-        return members[taken:]
+        return members[num_added:]
 
     def _best_fit(self, length: int, *, num_samples: int) -> tuple[int, np.ndarray]:
         fitting = self._spaces >> length
@@ -100,25 +103,14 @@ class _OpenPacks:
             self._spaces |= 1 << space
 
 
-def _by_length(lengths: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return the places of the samples of each length, the longest first."""
-    order = np.argsort(-lengths, kind="stable")
-    values, counts = np.unique(lengths, return_counts=True)
-    return list(zip(values[::-1].tolist(), np.split(order, np.cumsum(counts[::-1])[:-1]), strict=False))
-
-
-def _starts(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
 WINDOW_SAMPLES = 1 << 20
-"""Samples that are packed together: of a larger set, one window of it after the other."""
+"""The number of samples that are packed together; a larger set is packed window by window."""
 
 
 def set_order(lengths: np.ndarray, *, seed: int, shuffle: bool, batching: BatchingSection, max_length: int) -> Order:
-    """Return the endless order of samples of these lengths; each epoch holds every sample once.
+    """Return the endless order of samples of these lengths; each epoch contains every sample once.
 
-    `batching.length_window_steps` is no matter of one set: see `data/order/grouping.py`.
+    `batching.length_window_steps` is applied to the whole mix later, by `LengthGroupedOrder`.
     """
     if batching.by == "samples":
         return SetOrder(seed=seed, num_samples=len(lengths), shuffle=shuffle)
@@ -128,15 +120,15 @@ def set_order(lengths: np.ndarray, *, seed: int, shuffle: bool, batching: Batchi
 
 
 def tokens_per_position(batching: BatchingSection, *, max_length: int) -> int:
-    """Return the budget of a pack or a batch by tokens."""
+    """Return the token budget of a pack, or of a batch by tokens."""
     return batching.tokens if batching.tokens is not None else max_length
 
 
 class GroupedOrder(PiecewiseOrder):
-    """An endless sequence of groups of samples, epoch after epoch, each of which holds every sample once.
+    """An endless sequence of groups of samples; each epoch contains every sample once.
 
-    Which samples are in which window is fixed for all epochs, so every epoch has equally many groups. In each epoch
-    the samples of a window are grouped again and the groups shuffled, all from (seed, epoch, window).
+    Windows hold the same samples in all epochs, so every epoch has the same number of groups. In each epoch the
+    samples of a window are regrouped and the groups shuffled, as a function of (seed, epoch, window).
     """
 
     def __init__(
@@ -148,15 +140,15 @@ class GroupedOrder(PiecewiseOrder):
         shuffle: bool,
         window_samples: int = WINDOW_SAMPLES,
     ) -> None:
-        self._lengths = np.array(lengths)  # a copy: what is damaged on disk later must not group samples otherwise
+        self._lengths = np.array(lengths)  # a copy: later damage on disk must not change the groups
         self._group = group
         self._seed = seed
         self._shuffle = shuffle
         self._num_windows = -(-len(lengths) // window_samples)
         self._window_samples = window_samples
         self._grouped = lru_cache(maxsize=2)(self._compute_groups)
-        each = [self._group(self._lengths[self._window(number)]).num_groups for number in range(self._num_windows)]
-        self._ends = np.cumsum(each)  # of each window's positions within an epoch
+        counts = [self._group(self._lengths[self._window(number)]).num_groups for number in range(self._num_windows)]
+        self._ends = np.cumsum(counts)  # of each window's positions within an epoch
 
     @property
     def num_positions(self) -> int:
@@ -176,25 +168,28 @@ class GroupedOrder(PiecewiseOrder):
             start += last - first
 
     def _compute_groups(self, epoch: int, window: int) -> SampleGroups:
-        """Return the window's groups of sample ids in the order in which the epoch has them."""
+        """Return the window's groups of sample ids in the order of the epoch."""
         ids = self._window(window)
         if self._shuffle:
             ids = ids[permutation(len(ids), self._seed, "order", epoch, window)]
         groups = self._group(self._lengths[ids])
         members = ids[groups.members]
         if self._shuffle:
-            turn = permutation(groups.num_groups, self._seed, "groups", epoch, window)
+            group_order = permutation(groups.num_groups, self._seed, "groups", epoch, window)
         else:
-            turn = np.argsort(np.minimum.reduceat(members, groups.starts[:-1]), kind="stable")
-        return _in_turn(SampleGroups(members, groups.starts), turn)
+            group_order = np.argsort(np.minimum.reduceat(members, groups.starts[:-1]), kind="stable")
+        sizes = np.diff(groups.starts)[group_order]
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        indices = np.repeat(groups.starts[:-1][group_order] - starts[:-1], sizes) + np.arange(len(members))
+        return SampleGroups(members[indices], starts)
 
     def _window(self, number: int) -> np.ndarray:
         """Return the ids of the window's samples, in the order of the set."""
-        places = slice(number * self._window_samples, (number + 1) * self._window_samples)
+        indices = slice(number * self._window_samples, (number + 1) * self._window_samples)
         num_samples = len(self._lengths)
         if self._num_windows == 1 or not self._shuffle:
-            return np.arange(num_samples, dtype=np.int64)[places]
-        return np.sort(_windows(self._seed, num_samples)[places])
+            return np.arange(num_samples, dtype=np.int64)[indices]
+        return np.sort(_windows(self._seed, num_samples)[indices])
 
 
 @lru_cache(maxsize=1)
@@ -202,19 +197,11 @@ def _windows(seed: int, num_samples: int) -> np.ndarray:
     return permutation(num_samples, seed, "windows")
 
 
-def _in_turn(groups: SampleGroups, turn: np.ndarray) -> SampleGroups:
-    """Return the groups in another order."""
-    sizes = np.diff(groups.starts)[turn]
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    places = np.repeat(groups.starts[:-1][turn] - starts[:-1], sizes) + np.arange(len(groups.members))
-    return SampleGroups(groups.members[places], starts)
-
-
 class LengthGroupedOrder(PiecewiseOrder):
-    """An order whose samples are sorted by length within every window of a number of steps.
+    """An order whose samples are sorted by length within windows of `window_steps` steps.
 
-    In a window of one step each step keeps its samples, so its loss is the same. In a larger one the steps get samples
-    of similar lengths and are shuffled. No sample leaves its epoch.
+    With a window of one step, every step keeps its samples and its loss. With a larger window, each step gets samples
+    of similar length, and the steps are shuffled. Samples stay in their epoch.
     """
 
     def __init__(
@@ -229,17 +216,17 @@ class LengthGroupedOrder(PiecewiseOrder):
 
     @property
     def unsorted(self) -> Order:
-        """Return the order that is sorted; each window holds the same samples in both."""
+        """Return the underlying order; each window holds the same samples in both."""
         return self._order
 
     @property
     def window_positions(self) -> int:
-        """Return the positions of a window."""
+        """Return the number of positions of a window."""
         return self._window_size
 
     @property
     def num_positions(self) -> int | None:
-        """Return those of the order that is sorted."""
+        """Return the number of positions of the underlying order."""
         return self._order.num_positions
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
@@ -260,29 +247,29 @@ class LengthGroupedOrder(PiecewiseOrder):
         ids = self._order.samples(start, stop)
         ids = ids[np.argsort(-self._lengths_of(ids), kind="stable")]
         edges = [start, *_multiples(self._step_size, start, stop), stop]
-        turn = permutation(len(edges) - 1, self._seed, "lengths", start)  # which part of the sorted samples comes next
-        sizes = np.empty_like(turn)
-        sizes[turn] = np.diff(edges)
+        part_order = permutation(len(edges) - 1, self._seed, "lengths", start)  # of the parts of the sorted samples
+        sizes = np.empty_like(part_order)
+        sizes[part_order] = np.diff(edges)
         parts = np.split(ids, np.cumsum(sizes)[:-1])
-        return concatenated(parts[number] for number in turn)
+        return concatenated(parts[number] for number in part_order)
 
 
 class LongestFirstOrder(PiecewiseOrder):
-    """The samples of a set from the longest to the shortest, for what depends on no order."""
+    """The samples of a set from the longest to the shortest, for computations that do not depend on the order."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self._ids = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
 
     @property
     def num_positions(self) -> int:
-        """Return the number of samples: each is one position."""
+        """Return the number of samples; each is one position."""
         return len(self._ids)
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield the samples at positions [start, stop) of the one epoch that there is."""
+        """Yield the samples at positions [start, stop) of the only epoch."""
         yield self._ids[start:stop]
 
 
 def _multiples(of: int, start: int, stop: int) -> list[int]:
-    """Return the multiples of a number strictly between start and stop."""
+    """Return the multiples of `of` strictly between start and stop."""
     return list(range((start // of + 1) * of, stop, of))

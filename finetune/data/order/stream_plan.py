@@ -1,4 +1,4 @@
-"""Which rows are in which window of a stream: shard after shard, in an order drawn for every pass, cut into windows."""
+"""The windows of a stream: shards in an order drawn for every pass, whose rows are cut into windows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from finetune.errors import DataError
 
 
 class RowShard(Protocol):
-    """A part of a source that is read without the others."""
+    """A part of a source that can be read independently of the others."""
 
     @property
     def name(self) -> str:
-        """Return what it is called in messages."""
+        """Return the name for messages."""
 
     @property
     def num_left_out(self) -> int:
-        """Return how many rows of the source its reading has passed over by now, because they are evaluated on."""
+        """Return the number of rows skipped so far because they are in the validation set."""
 
     def rows(self, start: int = 0) -> Iterator[RawRow]:
-        """Yield its rows in their order, without the first `start`."""
+        """Yield its rows in order, without the first `start`."""
 
 
 class Cursor(NamedTuple):
-    """Between which rows a window begins, as numbers from 0."""
+    """The start of a window, as indices from 0."""
 
     pass_number: int
-    place: int = 0  # in the pass's order of shards
+    shard: int = 0  # index in the pass's order of shards
     row: int = 0  # in that shard
 
 
@@ -37,15 +37,15 @@ START = Cursor(0)
 
 
 def excerpt(shards: Sequence[RowShard], *, num_rows: int, num_shards: int) -> Iterator[RawRow]:
-    """Yield at most this number of rows, equally many from the beginning of each of a few evenly spread shards."""
+    """Yield at most `num_rows` rows: the same number from the start of each of `num_shards` evenly spaced shards."""
     num_chosen = min(num_shards, len(shards))
-    for place in range(num_chosen):
-        yield from islice(shards[place * len(shards) // num_chosen].rows(), num_rows // num_chosen)
+    for number in range(num_chosen):
+        yield from islice(shards[number * len(shards) // num_chosen].rows(), num_rows // num_chosen)
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The endless sequence of a stream's rows, pass after pass, each of which holds every row once."""
+    """The endless sequence of a stream's rows; each pass contains every row once."""
 
     shards: Sequence[RowShard]
     window_rows: int
@@ -53,28 +53,28 @@ class StreamPlan:
     shuffle: bool = True
 
     def shards_of(self, pass_number: int) -> list[RowShard]:
-        """Return the shards in the order in which this pass goes through them."""
+        """Return the shards in the order of this pass."""
         if not self.shuffle:
             return list(self.shards)
         return [self.shards[number] for number in permutation(len(self.shards), self.seed, "shards", pass_number)]
 
     def window(self, start: Cursor) -> "WindowRows":
-        """Return the rows of the window that begins there."""
+        """Return the rows of the window that starts at the cursor."""
         return WindowRows(self, start)
 
-    def place(self, cursor: Cursor) -> str:
-        """Return in words where the cursor stands."""
+    def describe(self, cursor: Cursor) -> str:
+        """Return the position of the cursor for messages."""
         shards = self.shards_of(cursor.pass_number)
-        if cursor.place == len(shards):
+        if cursor.shard == len(shards):
             return f"the end of pass {cursor.pass_number + 1}"
-        return f"{shards[cursor.place].name} after {cursor.row:,} of its rows"
+        return f"{shards[cursor.shard].name} after {cursor.row:,} of its rows"
 
 
 class WindowRows:
-    """The rows of one window, to be taken once; a window never spans two passes, so a pass's last one may be short.
+    """The rows of one window, iterated once. Windows do not span passes, so the last one of a pass may be shorter.
 
-    When all have been taken, `next` is where the following window begins, and `num_left_out` how many rows have been
-    passed over before those of the window, because they are evaluated on. Raises DataError when a whole pass has none.
+    After the iteration, `next` is the start of the following window, and `num_left_out` the number of rows that were
+    skipped because they are in the validation set. Raises DataError if a whole pass has no rows.
     """
 
     def __init__(self, plan: StreamPlan, start: Cursor) -> None:
@@ -84,37 +84,38 @@ class WindowRows:
 
     def __iter__(self) -> Iterator[RawRow]:
         num_rows = 0
-        for row in self._of_pass():
+        for row in self._rest_of_pass():
             num_rows += 1
             yield row
-        if num_rows == 0:  # the cursor stood behind the last row of its pass
-            for row in self._of_pass():
+        if num_rows == 0:  # the cursor was at the end of its pass
+            for row in self._rest_of_pass():
                 num_rows += 1
                 yield row
         if num_rows == 0:
             raise DataError("a whole pass over the stream has no rows.")
 
-    def _of_pass(self) -> Iterator[RawRow]:
+    def _rest_of_pass(self) -> Iterator[RawRow]:
         """Yield the rows up to the end of the window or of the pass."""
         pass_number, first, row = self.next
-        left = self._plan.window_rows
+        num_missing = self._plan.window_rows
         shards = self._plan.shards_of(pass_number)
-        for place in range(first, len(shards)):
-            self.next = Cursor(pass_number, place, row)
-            for raw in self._counted(shards[place], row):
-                row, left = row + 1, left - 1
-                self.next = Cursor(pass_number, place, row)
+        for shard in range(first, len(shards)):
+            self.next = Cursor(pass_number, shard, row)
+            for raw in self._counted(shards[shard], row):
+                row += 1
+                num_missing -= 1
+                self.next = Cursor(pass_number, shard, row)
                 yield raw
-                if left == 0:
+                if num_missing == 0:
                     return
             row = 0
         self.next = Cursor(pass_number + 1)
 
     def _counted(self, shard: RowShard, start: int) -> Iterator[RawRow]:
-        """Yield the rows from `start` on; what is left out between two rows counts with the second of them."""
+        """Yield the rows from `start` on; rows skipped between two rows are counted with the second one."""
         rows = shard.rows(max(0, start - 1))
         if start:
-            next(rows, None)  # a reader that begins here counts what follows the row before, and no more
+            next(rows, None)  # start one row earlier, so that only rows skipped after it are counted
         before = shard.num_left_out
         for raw in rows:
             self.num_left_out += shard.num_left_out - before

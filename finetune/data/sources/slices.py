@@ -156,7 +156,7 @@ def _files_of(raw: RawRow, form: RowFormat) -> list[Path]:
     try:
         return list(referenced_files(row))
     except DataError as error:
-        raise DataError(f"{raw.place}: {error}") from error
+        raise DataError(f"{raw.location}: {error}") from error
 
 
 def referenced_files(row: Row) -> Iterator[Path]:

@@ -1,1 +1,1 @@
-"""Rows that are prepared window after window while the model trains."""
+"""Streams: rows that are prepared window by window during training."""

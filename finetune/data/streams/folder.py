@@ -1,7 +1,7 @@
-"""A stream's folder in the cache: its windows, a small record of every window, and the readers' requests.
+"""The cache folder of a stream: its windows, a small record of every window, and the requests of its readers.
 
-readers/NAME the number of the window; locked by the kernel for as long as the process lives readers/NAME.error why
-that window cannot be prepared
+`readers/NAME` holds the number of the requested window and is locked while its process is alive;
+`readers/NAME.error` holds the reason if that window cannot be prepared.
 """
 
 import fcntl
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
@@ -37,32 +38,34 @@ _ERROR = ".error"
 
 
 class StreamReader:
-    """The registration of this process as a reader, until it ends, however it ends."""
+    """Registers this process as a reader until it exits, normally or not."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DataError where the file system has no locks."""
+        """Raises DataError if the file system does not support locks."""
         name = f"{platform.node()}-{os.getpid()}-{uuid4().hex[:8]}"
         self._path = folder / name
         hidden = folder / f".{name}"
         self._file = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by children, as `flock` is
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike `flock`, not inherited by children
         except OSError as error:
-            raise DataError(f"{folder} cannot hold locks ({error}). Set data.cache_folder to a local disk.") from error
-        self.want(NOTHING)
-        hidden.rename(self._path)  # only now does anybody look whether it is locked
+            raise DataError(
+                f"{folder} does not support file locks ({error}). Set data.cache_folder to a local disk."
+            ) from error
+        self.request(NOTHING)
+        hidden.rename(self._path)  # other processes check the lock only from now on
 
-    def want(self, window: int) -> None:
-        """Request a window and those after it; the last request counts."""
+    def request(self, window: int) -> None:
+        """Request a window and the following ones; replaces the previous request."""
         os.pwrite(self._file, f"{window:{_DIGITS}d}".encode(), 0)
-        os.fsync(self._file)  # so that another machine on the same file system sees it
+        os.fsync(self._file)  # visible to other machines that share the file system
 
     def close(self) -> None:
-        """Stop being a reader."""
+        """Unregister this process."""
         os.close(self._file)
 
     def raise_error(self) -> None:
-        """Raise DataError when the requested window cannot be prepared."""
+        """Raise DataError if the requested window cannot be prepared."""
         path = self._path.with_name(self._path.name + _ERROR)
         with suppress(FileNotFoundError):
             raise DataError(path.read_text(encoding="utf-8"))
@@ -70,29 +73,29 @@ class StreamReader:
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """What a living process requests."""
+    """The request of a running process."""
 
     path: Path
     window: int
 
     def answer(self, error: str) -> None:
-        """Answer the process with the reason why the window cannot be prepared."""
+        """Report to the process why the window cannot be prepared."""
         path = self.path.with_name(self.path.name + _ERROR)
         if not path.exists():
             write_text(path, printable(error))
 
 
 def window_requests(folder: Path) -> Iterator[WindowRequest]:
-    """Yield the request of every living reader; the files of those that have ended are deleted.
+    """Yield the request of every running reader, and delete the files of readers that have exited.
 
-    Not for a process that is a reader itself: its own lock would not outlast it.
+    Must not be called by a process that is itself a reader: closing the file would release its own lock.
     """
     for path in sorted(folder.glob("[!.]*")):
-        if path.suffix != _ERROR and (window := _wanted(path)) is not None:
+        if path.suffix != _ERROR and (window := _read_request(path)) is not None:
             yield WindowRequest(path, window)
 
 
-def _wanted(path: Path) -> int | None:
+def _read_request(path: Path) -> int | None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -103,8 +106,8 @@ def _wanted(path: Path) -> int | None:
         return int(os.pread(file, _DIGITS, 0))
     finally:
         os.close(file)
-    for gone in (path, path.with_name(path.name + _ERROR)):
-        gone.unlink(missing_ok=True)
+    for stale in (path, path.with_name(path.name + _ERROR)):
+        stale.unlink(missing_ok=True)
     return None
 
 
@@ -114,79 +117,79 @@ _HIDDEN = "."
 
 @dataclass(frozen=True)
 class WindowRecord:
-    """What remains of a window when its tokens are gone."""
+    """The facts about a window that are kept when its tokens are deleted."""
 
     window: int
     start: Cursor
-    next: Cursor  # where the following window begins
+    next: Cursor  # the start of the following window
     counts: Counts
-    lengths: np.ndarray  # tokens of each sample
+    lengths: np.ndarray  # number of tokens of each sample
     checksums: np.ndarray  # uint64, of each sample
 
-    def is_like(self, other: "WindowRecord") -> bool:
-        """Return whether both are of the same rows with the same content."""
+    def is_same_as(self, other: "WindowRecord") -> bool:
+        """Return whether both windows have the same rows with the same content."""
         is_same = np.array_equal(self.lengths, other.lengths) and np.array_equal(self.checksums, other.checksums)
         return (self.start, self.next) == (other.start, other.next) and is_same
 
 
 @dataclass(frozen=True)
 class StreamFolder:
-    """The folder of one stream; every entry in it appears whole or not at all."""
+    """The folder of one stream; every file in it is written atomically."""
 
     path: Path
 
     @property
     def lock(self) -> Path:
-        """Return the file that the process holds which prepares windows."""
+        """Return the lock file of the process that prepares windows."""
         return self.path / "maker.lock"
 
     @property
     def readers(self) -> Path:
-        """Return where processes ask for windows."""
+        """Return the folder in which processes request windows."""
         return self.path / "readers"
 
     @property
-    def sign_of_life(self) -> Path:
-        """Return the file whose time moves on as rows are prepared."""
+    def heartbeat(self) -> Path:
+        """Return the file whose modification time advances as rows are prepared."""
         return self.path / "maker.alive"
 
     def make(self) -> None:
-        """Make the folder and those in it."""
+        """Create the folder and its subfolders."""
         for name in ("windows", "records", "readers"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
 
     def window(self, number: int) -> Path:
-        """Return where the window's prepared set is, or would be."""
+        """Return the folder of the window's prepared set, which may not exist."""
         return self.path / "windows" / _name(number)
 
     def windows(self) -> set[int]:
-        """Return the windows that are at hand."""
+        """Return the windows that are prepared."""
         return {int(path.name) for path in (self.path / "windows").glob(f"[!{_HIDDEN}]*")}
 
     def staging(self, number: int) -> Path:
-        """Return a new folder in which the window may be prepared."""
+        """Create and return a folder in which the window can be prepared."""
         path = self.path / "windows" / f"{_HIDDEN}{_name(number)}.{uuid4().hex[:8]}"
         path.mkdir()
         return path
 
     def damaged(self) -> list[Path]:
-        """Return the windows and records that were damaged, and have been or will be prepared again."""
+        """Return the quarantined windows and records, which have been or will be prepared again."""
         folder = self.path / "damaged"
         return sorted(folder.iterdir()) if folder.is_dir() else []
 
     def delete_window(self, number: int) -> None:
-        """Delete the window's tokens; processes that have mapped them already may continue reading."""
-        gone = self.staging(number)
-        self.window(number).rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        """Delete the window's tokens; processes that have already mapped them can continue reading."""
+        deleted = self.staging(number)
+        self.window(number).rename(deleted)
+        shutil.rmtree(deleted, ignore_errors=True)
 
     def delete_leftovers(self) -> None:
-        """Delete what a process that was killed has left half prepared or half deleted."""
+        """Delete incomplete windows of a process that was killed."""
         for path in (self.path / "windows").glob(f"{_HIDDEN}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def write_record(self, record: WindowRecord) -> None:
-        """Write the record, which is never deleted."""
+        """Write the record; records are never deleted."""
         path = self._record(record.window)
         digests = {}
         for name, array in (("lengths", record.lengths), ("marks", record.checksums)):
@@ -198,17 +201,17 @@ class StreamFolder:
         write_json_with_digest(path, {"version": _VERSION, **parts}, exact=True)
 
     def has_record(self, number: int) -> bool:
-        """Return whether the window has been prepared at some time."""
+        """Return whether the window has ever been prepared."""
         return self._record(number).exists()
 
     def num_records(self) -> int:
-        """Return how many windows, from the first on, have been prepared at some time."""
-        return next(number for number in self._numbers() if not self.has_record(number))
+        """Return the number of windows that have ever been prepared, without gaps."""
+        return next(number for number in count() if not self.has_record(number))
 
     def read_record(self, number: int) -> WindowRecord:
-        """Return the record; one that is damaged is set aside with its window, and DamagedSet raised.
+        """Return the record; a damaged one is quarantined together with its window, and DamagedSet is raised.
 
-        It is there again when the window has been prepared again.
+        It is written again when the window is prepared again.
         """
         path = self._record(number)
         try:
@@ -219,32 +222,26 @@ class StreamFolder:
             arrays = {name: _array(path, name, digest=digest) for name, digest in value["digests"].items()}
             return WindowRecord(number, start, following, counts, arrays["lengths"], arrays["marks"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._set_aside(path)
-            self.set_window_aside(number)
+            self._quarantine(path)
+            self.quarantine_window(number)
             raise DamagedSet(path, str(error), title="the record") from error
 
-    def set_window_aside(self, number: int) -> Path | None:
-        """Rename a damaged window, so that it is prepared again; None where it is gone already."""
-        return self._set_aside(self.window(number))
+    def quarantine_window(self, number: int) -> Path | None:
+        """Rename a damaged window, so that it is prepared again; None if it no longer exists."""
+        return self._quarantine(self.window(number))
 
-    def _set_aside(self, path: Path) -> Path | None:
+    def _quarantine(self, path: Path) -> Path | None:
         folder = self.path / "damaged"
         folder.mkdir(exist_ok=True)
-        aside = folder / f"{path.name}-{uuid4().hex[:8]}"
+        quarantined = folder / f"{path.name}-{uuid4().hex[:8]}"
         try:
-            path.rename(aside)
+            path.rename(quarantined)
         except FileNotFoundError:
-            return None  # another process has done so
-        return aside
+            return None  # another process was faster
+        return quarantined
 
     def _record(self, number: int) -> Path:
         return self.path / "records" / f"{_name(number)}.json"
-
-    def _numbers(self) -> Iterator[int]:
-        number = 0
-        while True:
-            yield number
-            number += 1
 
 
 def _name(number: int) -> str:
@@ -256,5 +253,5 @@ def _array(record: Path, name: str, *, digest: str) -> np.ndarray:
     require_undamaged_file(path)
     content = path.read_bytes()
     if xxhash.xxh3_128_hexdigest(content) != digest:
-        raise Damaged(f"{path.name} does not hold what was written")
+        raise Damaged(f"the content of {path.name} has changed since it was written")
     return np.asarray(np.load(BytesIO(content), allow_pickle=False))

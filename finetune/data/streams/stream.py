@@ -1,10 +1,9 @@
-"""A stream: rows that are prepared window after window while the model trains, for data that the disk cannot hold."""
+"""A stream: rows that are prepared window by window during training, for data larger than the disk."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,17 +28,17 @@ _KEPT_ORDERS = 4
 
 
 class StreamOrder(PiecewiseOrder):
-    """An endless sequence of positions that follows from the lengths of the samples in each window alone.
+    """An endless sequence of positions that depends only on the lengths of the samples in each window.
 
-    `arrange(window)` gives the order of a window, of which one epoch is taken; None where no sample is in it. It may
-    wait until the window has been prepared.
+    `arrange(window)` returns the order of a window, used for one epoch, or None for a window without samples. It may
+    block until the window has been prepared.
     """
 
-    num_positions = None  # nobody knows before a whole pass has been prepared
+    num_positions = None  # unknown before a whole pass has been prepared
 
     def __init__(self, arrange: Callable[[int], Order | None]) -> None:
         self._arranged = lru_cache(maxsize=_KEPT_ORDERS)(arrange)
-        self._ends: list[int] = []  # of each window's positions, as far as they are known
+        self._ends: list[int] = []  # of the positions of each known window
 
     def window_at(self, position: int) -> int:
         """Return the window that holds the position."""
@@ -50,19 +49,19 @@ class StreamOrder(PiecewiseOrder):
         return bisect_right(self._ends, position)
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield the ids at positions [start, stop), window after window."""
+        """Yield the ids at positions [start, stop), window by window."""
         while start < stop:
             window = self.window_at(start)
-            order, begins = self._arranged(window), self._ends[window - 1] if window else 0
+            order, window_start = self._arranged(window), self._ends[window - 1] if window else 0
             last = min(self._ends[window], stop)
-            assert order is not None, "a position lies in a window that has some"
-            yield order.samples(start - begins, last - begins) + window_offset(window)
+            assert order is not None, "a position is in a window with samples"
+            yield order.samples(start - window_start, last - window_start) + window_offset(window)
             start = last
 
 
 @dataclass(frozen=True)
 class StreamSamples:
-    """Encoded samples by id; where a window is not at hand any more, it waits until it has been prepared again."""
+    """Encoded samples by id; waits until a deleted window has been prepared again."""
 
     windows: Windows
 
@@ -70,25 +69,25 @@ class StreamSamples:
         window, index = split_stream_index(sample_id)
         return Features(self.windows.prepared(window)[index].arrays, sample_id)
 
-    def place(self, sample_id: int) -> str:
-        """Return where its row stands, as exactly as what is at hand can tell."""
+    def location(self, sample_id: int) -> str:
+        """Return the location of its row for messages; only the window's if that is no longer prepared."""
         window, index = split_stream_index(sample_id)
-        prepared = self.windows.at_hand(window)
+        prepared = self.windows.if_prepared(window)
         if prepared is not None:
-            return prepared.place(index)
-        begins = self.windows.job.plan.place(self.windows.record(window).start)
-        return f"sample {index} of window {window} (from {begins} on)"
+            return prepared.location(index)
+        start = self.windows.job.plan.describe(self.windows.record(window).start)
+        return f"sample {index} of window {window} (starting at {start})"
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the tokens of each sample, which outlive the samples."""
+        """Return the number of tokens of each sample, also of deleted windows."""
         return self._recorded(sample_ids, lambda record: record.lengths, np.int64)
 
     def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark (uint64) of each sample, which outlive the samples."""
+        """Return the checksum (uint64) of each sample, also of deleted windows."""
         return self._recorded(sample_ids, lambda record: record.checksums, np.uint64)
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the mark of what is delivered with each sample next to its own arrays: of nothing."""
+        """Return zeros: samples of a stream have no precomputed arrays."""
         return np.zeros(len(sample_ids), np.uint64)
 
     def problem(self) -> str | None:
@@ -96,24 +95,28 @@ class StreamSamples:
         return None
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return messages on samples that were delivered damaged; their windows are prepared again."""
-        places = "; ".join(self.place(sample_id) for sample_id in damaged[:MAX_NAMED].tolist())
+        """Return messages about samples that the loader delivered damaged; their windows are prepared again."""
+        locations = "; ".join(self.location(sample_id) for sample_id in damaged[:MAX_NAMED].tolist())
         windows = sorted({split_stream_index(sample_id)[0] for sample_id in damaged.tolist()})
-        gone = [
-            window for window in windows if self.windows.at_hand(window) is None
-        ]  # a damaged one is set aside by it
-        if gone:
-            again = f"windows {', '.join(map(str, gone))} are set aside. The same command prepares them again and"
+        quarantined = [window for window in windows if self.windows.if_prepared(window) is None]
+        if quarantined:
+            remedy = (
+                f"Quarantined windows: {', '.join(map(str, quarantined))}. Run the same command again: it prepares "
+                "them again and resumes from the last checkpoint."
+            )
         else:
-            again = "and on the disk it is intact: it was damaged in the memory of a process. The same command"
-        return f"{places}: not what was prepared", f"{again} continues from the last checkpoint."
+            remedy = (
+                "The copy on disk is intact: the sample was corrupted in the memory of a process. Run the same "
+                "command again: it resumes from the last checkpoint."
+            )
+        return f"{locations}: differs from the prepared sample", remedy
 
     def _recorded(
         self, sample_ids: np.ndarray, read: Callable[[WindowRecord], np.ndarray], dtype: type[np.generic]
     ) -> np.ndarray:
-        places = [split_stream_index(sample_id) for sample_id in sample_ids.tolist()]
-        found = {window: read(self.windows.record(window)) for window in sorted({window for window, _ in places})}
-        return np.array([found[window][index] for window, index in places], dtype)
+        indices = [split_stream_index(sample_id) for sample_id in sample_ids.tolist()]
+        values = {window: read(self.windows.record(window)) for window in sorted({window for window, _ in indices})}
+        return np.array([values[window][index] for window, index in indices], dtype)
 
 
 Log = Callable[[str], None]
@@ -126,16 +129,21 @@ def stream_view(
     seed: int,
     log: Log,
 ) -> tuple[DatasetView, Streamed]:
-    """Return the source's rows as an endless dataset view, and their counts; a process begins to prepare its windows.
+    """Return the source's rows as an endless dataset view, and their counts; starts the process that prepares windows.
 
-    Raises DataError where the cache folder cannot be written; rows that are refused
-    raise it when their window is reached, in every process that waits for it.
+    Raises DataError if the cache folder cannot be written. Refused rows raise it when their window is reached, in
+    every process that waits for it.
     """
     stream, section = stream_of(source.section), encoding.section
     assert stream is not None
     plan = StreamPlan(source.shards(), stream.window_rows, seed=seed, shuffle=section.shuffle)
-    made_of = identify(source, encoding, stream=_windows_of(source, plan))
-    folder = cache_folder(section) / "streams" / folder_name(made_of)
+    windows_identity = {
+        "listing": source.listing_identity(),
+        "window_rows": plan.window_rows,
+        "seed": plan.seed if plan.shuffle else None,
+    }
+    identity = identify(source, encoding, stream=windows_identity)
+    folder = cache_folder(section) / "streams" / folder_name(identity)
     log_older_versions(folder, key=source.key, log=log)
     job = StreamJob(
         folder=StreamFolder(folder),
@@ -144,7 +152,7 @@ def stream_view(
         encoding_plan=encoding.plan(source.format),
         section=section,
         num_ahead=stream.num_ahead,
-        made_of=made_of,
+        identity=identity,
     )
     windows = Windows(job, log=log)
     num_before = windows.open()
@@ -152,12 +160,16 @@ def stream_view(
         log(line)
     order = StreamOrder(WindowOrders(windows, num_logged=num_before, log=log))
     budget = tokens_per_position(section.batching, max_length=section.longest)
-    fingerprint = fingerprint_of(made_of.fingerprint, section.shuffle, section.batching.by, budget)
-    return DatasetView(StreamSamples(windows), order, fingerprint), Streamed(partial(_count_so_far, windows))
+    fingerprint = fingerprint_of(identity.fingerprint, section.shuffle, section.batching.by, budget)
+
+    def count_so_far() -> Counts:
+        return total_counts(windows.record(window).counts for window in range(job.folder.num_records()))
+
+    return DatasetView(StreamSamples(windows), order, fingerprint), Streamed(count_so_far)
 
 
 class WindowOrders:
-    """Gives every window the order of an ordinary set, and tells of each that is new what became of its rows."""
+    """Orders the samples of a window like those of a prepared set, and logs the counts of every new window."""
 
     def __init__(self, windows: Windows, *, num_logged: int, log: Log) -> None:
         self._windows = windows
@@ -167,7 +179,7 @@ class WindowOrders:
         self.counts = Counts()  # of all windows that have been arranged
 
     def __call__(self, window: int) -> Order | None:
-        """Return the order of the window, None where no sample is in it; waits until it has been prepared."""
+        """Return the order of the window, None if it has no samples; waits until it has been prepared."""
         plan, section = self._windows.job.plan, self._windows.job.section
         record = self._windows.record(window)
         order = None
@@ -184,7 +196,7 @@ class WindowOrders:
         return order
 
     def _count(self, record: WindowRecord, order: Order | None) -> None:
-        """Add the window up; raises DataError when a whole pass has come to nothing."""
+        """Add the counts of the window; raises DataError after a whole pass without samples."""
         self.counts = self.counts.plus(record.counts)
         self._num_counted += 1
         job = self._windows.job
@@ -196,33 +208,23 @@ class WindowOrders:
             batching = job.section.batching
             grouped = () if order is None or batching.by == "samples" else (f"{order.num_positions:,} {batching.unit}",)
             self._log(f"{job.key}: window {record.window}: {'; '.join((*record.counts.lines(), *grouped))}")
-            if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # 2, 4, 8, ...: ever more rarely
+            if self._num_counted & (self._num_counted - 1) == 0 and record.window:  # after 2, 4, 8, ... windows
                 self._log(f"{job.key}: {self._num_counted:,} windows so far: {'; '.join(self.counts.lines())}")
 
 
-def _count_so_far(windows: Windows) -> Counts:
-    return total_counts(windows.record(window).counts for window in range(windows.job.folder.num_records()))
-
-
-def _windows_of(source: Source, plan: StreamPlan) -> Mapping[str, Any]:
-    """Return what decides which rows are in which window."""
-    seed = plan.seed if plan.shuffle else None
-    return {"listing": source.listing_identity(), "window_rows": plan.window_rows, "seed": seed}
-
-
 def _describe_stream(job: StreamJob, *, num_before: int) -> Iterator[str]:
-    """Yield what is to be known of a stream's order, and what is there of it."""
+    """Yield lines about the stream's order and its existing windows."""
     plan = job.plan
-    turn = "in an order drawn for every pass" if plan.shuffle else "in their order"
-    mixed = ", shuffled within a window only" if plan.shuffle else ""
+    order = "in a new order for every pass" if plan.shuffle else "in order"
+    shuffled = ", shuffled within each window" if plan.shuffle else ""
     yield (
-        f"{job.key}: a stream of {len(plan.shards):,} files or shards {turn}, in windows of {plan.window_rows:,} rows"
-        f"{mixed}; prefetched windows: {job.num_ahead}"
+        f"{job.key}: a stream of {len(plan.shards):,} files or shards {order}, in windows of {plan.window_rows:,} rows"
+        f"{shuffled}; prefetched windows: {job.num_ahead}"
     )
     if damaged := job.folder.damaged():
         yield (
-            f"warning: {job.key}: {len(damaged)} of its windows or records were damaged and prepared again; they are "
-            f"kept in {damaged[0].parent}. Check the disk and the memory of this machine, then delete that folder."
+            f"warning: {job.key}: {len(damaged)} damaged windows or records were prepared again; the damaged ones are "
+            f"in {damaged[0].parent}. Check the disk and the memory of this machine, then delete that folder."
         )
     if num_before:
-        yield f"{job.key}: {num_before:,} windows were prepared before; those that are needed are prepared again"
+        yield f"{job.key}: {num_before:,} windows were prepared earlier; those that are needed are prepared again"

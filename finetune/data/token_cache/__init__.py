@@ -1,1 +1,1 @@
-"""Prepared sets on disk: tokenized once, found again by content, verified, and memory-mapped as they are read."""
+"""Prepared sets on disk: tokenized once, cached by content, verified, and memory-mapped."""

@@ -1,7 +1,7 @@
-"""Files of 1-D arrays: written whole or not at all, memory-mapped as they are read, and verified block by block.
+"""Files of 1-D arrays: written atomically, memory-mapped for reading, and verified block by block.
 
-A file holds its arrays end to end, each from a multiple of 64 bytes on, then a footer in JSON and the 8 bytes of the
-footer's length. The footer has the arrays' types and lengths, digests of their blocks, and a digest of itself.
+A file contains its arrays, each aligned to 64 bytes, then a JSON footer and the length of the footer in 8 bytes. The
+footer contains the types and lengths of the arrays, the digests of their blocks, and a digest of itself.
 """
 
 import json
@@ -25,14 +25,14 @@ BLOCK_BYTES = 4 << 20
 _DIGEST_DIGITS = 32  # of 128 bits in hexadecimal
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8  # of the footer's length, at the end of the file
-_READ_BYTES = 256 << 10  # fits into a core's own cache
+_READ_BYTES = 256 << 10  # fits into the private cache of a core
 
 ArrayPieces = tuple[np.dtype[Any], Iterable[np.ndarray]]
-"""The type of an array, and its values in consecutive pieces."""
+"""The dtype of an array, and its values in consecutive pieces."""
 
 
 def write_array_file(path: Path, arrays: Mapping[str, ArrayPieces], *, facts: Mapping[str, Any]) -> None:
-    """Write the arrays, whole or not at all, with `facts`, which are plain JSON; survives a power cut."""
+    """Write the arrays and `facts`, which are plain JSON, atomically; the file survives a power cut."""
     layout: list[tuple[str, str, int]] = []
     digests = _BlockDigests()
     with write_atomically(path) as file:
@@ -40,7 +40,7 @@ def write_array_file(path: Path, arrays: Mapping[str, ArrayPieces], *, facts: Ma
             num_values = 0
             for piece in pieces:
                 if piece.dtype != dtype:
-                    raise TypeError(f"{piece.dtype} in {name}, which holds {dtype}")
+                    raise TypeError(f"{name} is {dtype}, but a piece is {piece.dtype}")
                 content = np.ascontiguousarray(piece).view(np.uint8)
                 file.write(content.data)
                 digests.update(content)
@@ -54,7 +54,7 @@ def write_array_file(path: Path, arrays: Mapping[str, ArrayPieces], *, facts: Ma
 
 
 class _BlockDigests:
-    """The digests of the blocks of bytes that are added piece by piece."""
+    """Computes the digests of blocks of bytes that are added piece by piece."""
 
     def __init__(self) -> None:
         self._complete: list[str] = []
@@ -72,15 +72,15 @@ class _BlockDigests:
                 self._block, self._missing_bytes = xxhash.xxh3_128(), BLOCK_BYTES
 
     def hexdigest(self) -> str:
-        """Return the digests end to end; the last block may be shorter than the others."""
+        """Return the concatenated digests; the last block may be shorter than the others."""
         last = [self._block.hexdigest()] if self._missing_bytes < BLOCK_BYTES else []
         return "".join(self._complete + last)
 
 
 class ArrayFile:
-    """The arrays of a file by name, mapped read-only; raises Damaged unless the footer is as it was written.
+    """The arrays of a file by name, mapped read-only; raises Damaged if the footer has changed since it was written.
 
-    No file descriptor stays open: a dataset may have more files than a process may open.
+    The file is not kept open: a dataset may have more files than the process's limit of open files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +90,7 @@ class ArrayFile:
             with path.open("rb") as file:
                 state = os.fstat(file.fileno())
                 footer, self._content_bytes = _read_footer(file.fileno(), state.st_size)
-            # torch maps a file without keeping it open, which NumPy and `mmap` cannot
+            # unlike NumPy and `mmap`, torch does not keep the file open
             mapped = torch.from_file(str(path), shared=False, size=state.st_size, dtype=torch.uint8).numpy()
         except (OSError, ValueError, RuntimeError) as error:
             raise Damaged(f"{path.name} cannot be read: {error}") from error
@@ -106,62 +106,62 @@ class ArrayFile:
             self.arrays[name] = mapped[start:stop].view(dtype)
             start = stop + -stop % _ALIGNMENT
         if start != self._content_bytes:
-            raise Damaged(f"{path.name} has {self._content_bytes:,} bytes of arrays and was written with {start:,}")
+            raise Damaged(f"{path.name} has {self._content_bytes:,} bytes of arrays, but {start:,} were written")
 
     @property
     def content_bytes(self) -> int:
-        """Return the bytes of the arrays."""
+        """Return the size of the arrays in bytes."""
         return self._content_bytes
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks that can be verified one by one."""
+        """Return the number of blocks, each of which can be verified separately."""
         return -(-self._content_bytes // BLOCK_BYTES)
 
     def verify(self) -> None:
-        """Raise Damaged unless every block is as it was written."""
+        """Raise Damaged if a block has changed since it was written."""
         for number in range(self.num_blocks):
             self.verify_block(number)
 
     def verify_block(self, number: int) -> None:
-        """Raise Damaged unless the block is as it was written; may be called by any thread."""
+        """Raise Damaged if the block has changed since it was written; thread-safe."""
         start = number * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self._content_bytes)
         written = self._digests[number * _DIGEST_DIGITS : (number + 1) * _DIGEST_DIGITS]
         digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
         try:
-            with self._path.open("rb") as file:  # read, not mapped: a bad sector is then an error, not a signal
+            with self._path.open("rb") as file:  # read, not mapped: a bad sector then raises instead of SIGBUS
                 state = os.fstat(file.fileno())
                 if (state.st_dev, state.st_ino) != self._inode:
-                    raise OSError("it has been replaced since it was opened")
+                    raise OSError("it was replaced after it was opened")
                 offset = start
                 while offset < stop:
                     num_read = os.preadv(file.fileno(), [buffer[: min(stop - offset, _READ_BYTES)]], offset)
                     if num_read == 0:
-                        raise OSError("it is shorter than it was")
+                        raise OSError("it was truncated after it was opened")
                     digest.update(buffer[:num_read])
                     offset += num_read
         except OSError as error:
             raise Damaged(f"{self._path.name} cannot be read: {error}") from error
         if digest.hexdigest() != written:
-            raise Damaged(f"{self._path.name} has changed between its bytes {start:,} and {stop:,}")
+            raise Damaged(f"{self._path.name} has changed between bytes {start:,} and {stop:,}")
 
 
 def _read_footer(descriptor: int, file_bytes: int) -> tuple[dict[str, Any], int]:
-    """Return the footer and the bytes before it; raises ValueError where it is not as it was written."""
+    """Return the footer and the number of bytes before it; raises ValueError if it has changed since it was written."""
     end = file_bytes - _LENGTH_BYTES
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, max(end, 0)), "little")
     if not 0 < length <= end:
-        raise ValueError("its end is damaged")
+        raise ValueError("its footer is damaged")
     return check_digest(parse_json(os.pread(descriptor, length, end - length))), end - length
 
 
 MAX_THREADS = 4
-"""Digests are computed as fast as memory is read: more threads gain nothing."""
+"""Hashing is limited by memory bandwidth: more threads are not faster."""
 
 
 class Verification:
-    """Reads all blocks of the files once; the first damaged one ends it."""
+    """Reads all blocks of the files once, and stops at the first damaged one."""
 
     def __init__(self, files: Sequence[ArrayFile]) -> None:
         self._blocks = [(file, number) for file in files for number in range(file.num_blocks)]
@@ -197,7 +197,7 @@ class Verification:
             thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all blocks are verified or one is damaged, at most this long."""
+        """Wait until all blocks are verified or one is damaged, for at most `seconds`."""
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
             thread.join(None if end is None else max(0.0, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""A prepared set is written into a folder, a file per chunk of rows, and resumed where it was interrupted."""
+"""Builds a prepared set in a folder, with a file per chunk of rows; an interrupted build is resumed."""
 
 import shutil
 import stat
@@ -29,7 +29,7 @@ from finetune.runtime.supervision.heartbeat import fault_point
 def refuse_counts(
     counts: Counts, section: DataSection, *, key: str, length: LengthLimit, needs_samples: bool = True
 ) -> None:
-    """Raise DataError with all that must be fixed: rows that the section refuses, or no sample left."""
+    """Raise DataError with all problems: rows that the section refuses, or no samples left."""
     problems = []
     if counts.long_rows and section.over_length == "refuse":
         problems.append(
@@ -38,40 +38,40 @@ def refuse_counts(
             f"Set data.over_length: truncate or drop, or {length.advice(counts.longest)}."
         )
     if counts.rows_without_target and section.no_target == "refuse":
-        cut = ", some of them since they were cut" if counts.truncated_targets else ""
+        cut = ", some of them because they were truncated" if counts.truncated_targets else ""
         problems.append(
-            f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target to learn from{cut} "
+            f"{counts.rows_without_target:,} of {counts.rows:,} rows have no target{cut} "
             f"(the first: {counts.first_without_target}). Fix them, or set data.no_target: drop."
         )
     if needs_samples and not problems and counts.samples == 0:
-        problems.append(f"no sample is left: {'; '.join(counts.lines())}.")
+        problems.append(f"no samples are left: {'; '.join(counts.lines())}.")
     if problems:
         raise DataError(f"{key}: " + f"\n{key}: ".join(problems))
 
 
 def refuse_shares(prepared: TokenCache, section: AuditSection, *, key: str) -> None:
-    """Raise DataError with every share of this source that is above what `data.audit` allows."""
-    twice = 0 if section.max_duplicate_samples is None else sum(num_duplicates([prepared.digests]))
-    problems = [f"{share} {REMEDY}" for share in exceeded_shares(prepared.counts, twice, section)]
+    """Raise DataError with every share of this source that exceeds its limit in `data.audit`."""
+    duplicates = 0 if section.max_duplicate_samples is None else sum(num_duplicates([prepared.digests]))
+    problems = [f"{share} {REMEDY}" for share in exceeded_shares(prepared.counts, duplicates, section)]
     if problems:
         raise DataError("\n".join(f"{key}: {problem}" for problem in problems))
 
 
 COLUMNS = {"lengths": "<i4", "num_targets": "<i4", "digests": "<u8", "marks": "<u8", "row_numbers": "<i8"}
-"""One value per sample, of this type."""
+"""The dtypes of the columns, which hold one value per sample."""
 
 CHUNKS_PER_FILE = 16
-"""Encoded chunks that are written into one file: the most that are encoded again after a kill."""
+"""Encoded chunks per file: the maximum that is encoded again after a kill."""
 
 
 class TokenCacheWriter:
-    """Writes a prepared set into a folder, after the chunk files that an earlier process has written there."""
+    """Writes a prepared set into a folder, continuing after the chunk files of an earlier process."""
 
-    def __init__(self, folder: Path, made_of: Identity) -> None:
+    def __init__(self, folder: Path, identity: Identity) -> None:
         self._folder = folder
-        self._made_of = made_of
-        self._head = f"{made_of.fingerprint}/{FORMAT_VERSION}"
-        self.damage: str | None = None  # why files of an earlier process cannot be used
+        self._identity = identity
+        self._head = f"{identity.fingerprint}/{FORMAT_VERSION}"
+        self.damage: str | None = None  # why the files of an earlier process cannot be used
         chunks = self._intact_chunks()
         _remove_others(folder, names={chunk_name(number) for number in range(len(chunks))})
         self._counts = Counts(**chunks[-1].facts["counts"]) if chunks else Counts()
@@ -86,7 +86,7 @@ class TokenCacheWriter:
         return self._counts
 
     def append(self, chunk: Chunk) -> None:
-        """Take the samples of the next rows; they are written as soon as a file is full."""
+        """Append the samples of the next rows, which are written when a file is full."""
         lengths = next(iter(chunk.lengths.values()), np.zeros(0, np.int64)).astype(np.int32)
         columns = (lengths, chunk.num_targets, chunk.digests, chunk.checksums, chunk.row_numbers)
         self._writer.append(SampleArrays(chunk.values, chunk.lengths, dict(zip(COLUMNS, columns, strict=True))))
@@ -100,19 +100,19 @@ class TokenCacheWriter:
             fault_point("prepare.saved", step=self._writer.num_chunks)
 
     def finish(self, *, num_excluded: int = 0) -> Counts:
-        """Write the files that make the folder a prepared set, and return its counts."""
+        """Write the index and the manifest, which complete the set, and return its counts."""
         if self._num_pending:
             self._write_file()
         self._counts = self._counts.plus(Counts(excluded_rows=num_excluded))
         names, files = self._writer.finish()
         manifest = {
             "version": FORMAT_VERSION,
-            "fingerprint": self._made_of.fingerprint,
+            "fingerprint": self._identity.fingerprint,
             "names": names,
             "counts": asdict(self._counts),
             "origins": self._origins,
-            "shards": self._made_of.shards,
-            "made_of": dict(self._made_of.parts),
+            "shards": self._identity.shards,
+            "made_of": dict(self._identity.parts),
             "files": files,
         }
         write_json_with_digest(self._folder / MANIFEST, manifest)
@@ -130,7 +130,7 @@ class TokenCacheWriter:
         self._num_pending = 0
 
     def _intact_chunks(self) -> list[ArrayFile]:
-        """Return the chunk files that an earlier process has written, up to the first that is damaged or missing."""
+        """Return the chunk files of an earlier process, up to the first damaged or missing one."""
         chunks: list[ArrayFile] = []
         paths = sorted(self._folder.glob("chunk-*"))
         try:
@@ -141,7 +141,7 @@ class TokenCacheWriter:
                     raise Damaged(f"{path.name} is not a regular file")
                 chunk = ArrayFile(path)
                 if (chunk.facts["made_of"], chunk.facts["number"]) != (self._head, number):
-                    break  # of other data or settings
+                    break  # made from other data or settings
                 chunk.verify()
                 chunks.append(chunk)
         except Damaged as damage:
@@ -150,7 +150,7 @@ class TokenCacheWriter:
 
 
 def _remove_others(folder: Path, *, names: Collection[str]) -> None:
-    """Remove everything in the folder but the files of these names."""
+    """Remove everything in the folder except the files with these names."""
     for path in folder.iterdir():
         if path.name not in names:
             if path.is_dir() and not path.is_symlink():
@@ -160,7 +160,7 @@ def _remove_others(folder: Path, *, names: Collection[str]) -> None:
 
 
 def num_written_rows(folder: Path) -> int:
-    """Return how many rows the process that prepares the set in this folder has written."""
+    """Return the number of rows that have been written to this folder so far."""
     with suppress(Damaged, OSError):
         if paths := sorted(folder.glob("chunk-??????.bin")):
             return int(ArrayFile(paths[-1]).facts["counts"]["rows"])
@@ -168,42 +168,38 @@ def num_written_rows(folder: Path) -> int:
 
 
 OnProgress = Callable[[int], None]
-"""Called with the number of rows that are done, also of an earlier process."""
-
-
-def ignore_damage(reason: str, first_row: int) -> None:
-    """Ignore it."""
+"""Called with the number of rows that are done, including those of an earlier process."""
 
 
 def build_set(
     folder: Path,
     rows: Iterator[RawRow],
     encoders: EncoderPool,
-    made_of: Identity,
+    identity: Identity,
     *,
     advance: OnProgress = no_op,
     num_left_out: Callable[[], int] = int,
-    on_damage: Callable[[str, int], None] = ignore_damage,
+    on_damage: Callable[[str, int], None] = no_op,
 ) -> Counts:
-    """Make a prepared set of the rows in the folder and return its counts.
+    """Build a prepared set of the rows in the folder and return its counts.
 
-    `num_left_out` returns, after the last row, how many the source has left out because they are evaluated on. Where
-    a build of the same identity was interrupted in this folder, it resumes after the rows that were written, and the
-    result is bitwise identical; `on_damage` is called with the reason why rows from a number on are encoded again.
+    `num_left_out` returns, after the last row, the number of rows skipped because they are in the validation set. A
+    build with the same identity that was interrupted in this folder is resumed after the written rows, with a bitwise
+    identical result; `on_damage` is called with a reason and the first row if written rows must be encoded again.
     Raises DataError for a row that cannot be encoded, OSError for a full disk.
     """
     if (folder / MANIFEST).exists():
-        with suppress(DamagedSet):  # intact files of a damaged set are used below
+        with suppress(DamagedSet):  # intact files of a damaged set are reused below
             prepared = TokenCache(folder)
             prepared.verify()
             return prepared.counts
-    writer = TokenCacheWriter(folder, made_of)
+    writer = TokenCacheWriter(folder, identity)
     num_done = writer.counts.rows
     if writer.damage is not None:
         on_damage(writer.damage, num_done + 1)
     if sum(1 for _ in islice(rows, num_done)) < num_done:
         raise DataError(
-            f"the source has changed: it has fewer rows than the {num_done:,} that were already tokenized. Start again."
+            f"the source has changed: it has fewer than the {num_done:,} rows that were already tokenized. Run again."
         )
     advance(num_done)
     for number, chunk in enumerate(encoders.encode(rows), start=1):

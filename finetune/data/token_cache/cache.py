@@ -1,13 +1,12 @@
-"""Rows are tokenized once and found again by content: one process builds the set, others wait on a lock file.
+"""The cache of prepared sets, keyed by content: one process builds a set while others wait for its lock file.
 
-A set is verified when it is opened; a damaged one is quarantined and built again.
+A set is verified when it is opened; a damaged one is quarantined and rebuilt.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from finetune.runtime.files.recorded_names import recorded_name
 from finetune.runtime.supervision.heartbeat import fault_point
 
 VERIFIED_AT_ONCE_BYTES = 256 << 20
-"""A set up to this size is verified before it is used, in hundredths of a second; a larger one in the background."""
+"""Sets up to this size are verified before use, which takes well under a second; larger ones in the background."""
 
 _MAX_ATTEMPTS = 3
 
@@ -34,19 +33,19 @@ Log = Callable[[str], None]
 
 
 def open_verified(
-    folder: Path, make: Callable[[], bool], *, made_of: Identity, key: str, log: Log
+    folder: Path, build: Callable[[], bool], *, identity: Identity, key: str, log: Log
 ) -> tuple[TokenCache, bool]:
-    """Return the set, and whether `make` has just built it; raises DataError where it is damaged again and again.
+    """Return the set, and whether `build` has just built it; raises DataError if it is damaged repeatedly.
 
-    `make` builds the folder unless it exists. A large set is verified in the background from now on.
+    `build` builds the folder unless it exists. Verification of a large set continues in the background.
     """
     for _ in range(_MAX_ATTEMPTS):
-        is_new = make()
+        is_new = build()
         try:
-            prepared = _opened(folder, made_of)
+            prepared = _open(folder, identity)
         except DamagedSet as damage:
-            damaged: DamagedSet = damage
-            _quarantine(damage, partial(_is_damaged, folder, made_of), key=key, log=log)
+            last_damage: DamagedSet = damage
+            _quarantine(damage, partial(_is_damaged, folder, identity), key=key, log=log)
             continue
         if copies := quarantined_copies(folder):
             log(
@@ -55,24 +54,24 @@ def open_verified(
             )
         if not _is_small(prepared):
             prepared.verification.start()
-        prepared.remake = partial(_remade, make=make, made_of=made_of, key=key, log=log)
+        prepared.rebuild = partial(_rebuild, build=build, identity=identity, key=key, log=log)
         return prepared, is_new
     raise DataError(
-        f"{key}: {damaged}, and so were the sets built in its place. Check the disk and the memory of this machine, "
+        f"{key}: {last_damage}, and the rebuilt sets were damaged, too. Check the disk and the memory of this machine, "
         f"or set data.cache_folder to another disk."
     )
 
 
 def repair(prepared: TokenCache, *, seconds: float | None) -> None:
-    """Wait for the verification, at most `seconds`; a set that is damaged is rebuilt and read from then on."""
+    """Wait at most `seconds` for the verification; a damaged set is rebuilt and replaced by the new one."""
     prepared.verification.wait(seconds)
-    if prepared.verification.problem and prepared.remake is not None:
-        prepared.reopen(prepared.remake(prepared))
+    if prepared.verification.problem and prepared.rebuild is not None:
+        prepared.reopen(prepared.rebuild(prepared))
 
 
-def _opened(folder: Path, made_of: Identity) -> TokenCache:
-    prepared = TokenCache(folder, shards=made_of.shards)
-    if prepared.fingerprint != made_of.fingerprint:
+def _open(folder: Path, identity: Identity) -> TokenCache:
+    prepared = TokenCache(folder, shards=identity.shards)
+    if prepared.fingerprint != identity.fingerprint:
         raise DamagedSet(folder, "it was made from other data or settings")
     if _is_small(prepared):
         prepared.verify()
@@ -83,49 +82,49 @@ def _is_small(prepared: TokenCache) -> bool:
     return prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES
 
 
-def _is_damaged(folder: Path, made_of: Identity) -> bool:
+def _is_damaged(folder: Path, identity: Identity) -> bool:
     try:
-        _opened(folder, made_of)
+        _open(folder, identity)
     except DamagedSet:
         return True
     return False
 
 
-def _remade(prepared: TokenCache, *, make: Callable[[], bool], made_of: Identity, key: str, log: Log) -> TokenCache:
+def _rebuild(prepared: TokenCache, *, build: Callable[[], bool], identity: Identity, key: str, log: Log) -> TokenCache:
     damage = DamagedSet(prepared.folder, prepared.verification.problem or "")
     _quarantine(damage, prepared.is_still_damaged, key=key, log=log)
-    return open_verified(prepared.folder, make, made_of=made_of, key=key, log=log)[0]
+    return open_verified(prepared.folder, build, identity=identity, key=key, log=log)[0]
 
 
 def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
-    aside = quarantine_set(damage.folder, is_damaged, log=log)
-    if aside is not None:
-        log(f"warning: {key}: {damage}. It is set aside as {aside.name} and rebuilt.")
+    quarantined = quarantine_set(damage.folder, is_damaged, log=log)
+    if quarantined is not None:
+        log(f"warning: {key}: {damage}. It is renamed to {quarantined.name} and rebuilt.")
 
 
 DEFAULT_FOLDER = "~/.cache/finetune"
 
 CODE_VERSION = 3
-"""Increased whenever the same rows would be encoded differently than before: older sets are then not used."""
+"""Increased when the same rows are encoded differently, which invalidates older sets."""
 
 _FIRST_FORMAT = 2
-"""Stays: a fingerprint is that of the content, by which checkpoints know their data; the files' form may change."""
+"""Never changes: checkpoints identify their data by this fingerprint of the content, whatever the file format."""
 
 WITHOUT_EFFECT = frozenset(
     {"train", "validation", "chat_template", "images", "shuffle", "batching", "audit", "cache_folder"}
     | {"prepare_workers", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor"}
 )
-"""Keys of `data` that no sample depends on, or that count by their content: the sources, the template."""
+"""Keys of `data` that do not affect samples, or whose content is in the identity: the sources, the template."""
 
 _ROWS_BETWEEN_LOGS = 100_000
 
 
 class NotPrepared(DataError):
-    """The set is not in the cache, and was not to be built."""
+    """The set is not in the cache, and building it was not allowed."""
 
 
 OnSourceProgress = Callable[[str, int, int | None], None]
-"""Called with a source's key, how many of its rows are done, and how many there are where that is known."""
+"""Called with a source's key, the number of rows done, and the total number if it is known."""
 
 
 def prepare_set(
@@ -136,24 +135,40 @@ def prepare_set(
     on_progress: OnSourceProgress | None = None,
     builds: bool = True,
 ) -> TokenCache:
-    """Return the source's samples, tokenized now or found in the cache of earlier runs.
+    """Return the source's samples, tokenized now or read from the cache.
 
-    Call it outside any collective: ranks that come while one of them tokenizes wait on a lock file, and if it dies,
-    another resumes from where it stopped. What is cut or dropped is counted in `counts`; what the section refuses
-    raises DataError with the counts, after all rows have been seen. Without `builds`, NotPrepared where it is not
-    found.
+    Must not be called inside a collective: while one rank tokenizes, the others wait for a lock file; if it dies,
+    another one resumes its work. Truncated and dropped rows are counted in `counts`. Refused rows raise DataError with
+    the counts after all rows have been read. Without `builds`, raises NotPrepared if the set is not in the cache.
     """
     section = encoding.section
-    made_of = identify(source, encoding)
-    folder = set_folder(section, made_of)
+    identity = identify(source, encoding)
+    folder = set_folder(section, identity)
     log_older_versions(folder, key=source.key, log=log)
     if not builds and not folder.is_dir():
         raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
     plan = encoding.plan(source.format)
-    shown = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
-    build = partial(_build, source=source, plan=plan, made_of=made_of, section=section, advance=shown, log=log)
-    make = partial(_make, folder, build, log=log, while_waiting=lambda made: shown(num_written_rows(made)))
-    prepared, is_new = open_verified(folder, make, made_of=made_of, key=source.key, log=log)
+    progress = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
+    build_staged = partial(
+        _build, source=source, plan=plan, identity=identity, section=section, advance=progress, log=log
+    )
+
+    def build() -> bool:
+        try:
+            return build_once(
+                folder,
+                build_staged,
+                log=log,
+                goes_on=True,
+                while_waiting=lambda staging: progress(num_written_rows(staging)),
+            )
+        except OSError as error:
+            raise DataError(
+                f"data.cache_folder: writing to {folder.parent} failed: {error}. Free disk space or set another "
+                "folder. Progress is saved. Run the same command to resume."
+            ) from error
+
+    prepared, is_new = open_verified(folder, build, identity=identity, key=source.key, log=log)
     for line in prepared.counts.lines():
         log(f"{source.key}: {line}")
     log(f"{source.key}: {'prepared in' if is_new else 'already prepared in'} {folder}")
@@ -162,35 +177,35 @@ def prepare_set(
 
 
 def log_older_versions(folder: Path, *, key: str, log: Log) -> None:
-    """Log it where `folder` does not exist yet, but was written by an earlier version of the format of these files."""
+    """Log if `folder` does not exist yet but an earlier format version of the same set does."""
     fingerprint = folder.name.rpartition("-")[0]
     older = [folder.with_name(f"{fingerprint}-{version}") for version in range(_FIRST_FORMAT, FORMAT_VERSION)]
     if not folder.is_dir() and (existing := [path for path in older if path.is_dir()]):
         log(
-            f"{key}: {', '.join(map(str, existing))} was prepared by an older version of finetune, in another format. "
+            f"{key}: {', '.join(map(str, existing))} was prepared in an older format of finetune. "
             f"It is prepared again as {folder.name}; the older one can be deleted."
         )
 
 
-def set_folder(section: DataSection, made_of: Identity) -> Path:
-    """Return where the set of that identity lies, or will lie."""
-    return cache_folder(section) / "prepared" / folder_name(made_of)
+def set_folder(section: DataSection, identity: Identity) -> Path:
+    """Return the folder of the set with that identity, which may not exist yet."""
+    return cache_folder(section) / "prepared" / folder_name(identity)
 
 
-def folder_name(made_of: Identity) -> str:
-    """Return the name of a folder for what is made of this: another one whenever the form of the files changes."""
-    return f"{made_of.fingerprint}-{FORMAT_VERSION}"
+def folder_name(identity: Identity) -> str:
+    """Return the folder name of a set or stream; it changes with the file format."""
+    return f"{identity.fingerprint}-{FORMAT_VERSION}"
 
 
 def cache_folder(section: DataSection) -> Path:
-    """Return where tokenized rows are kept."""
+    """Return the folder of the cache."""
     return Path(section.cache_folder or DEFAULT_FOLDER).expanduser()
 
 
 def identify(source: Source, encoding: Encoding, *, stream: Mapping[str, Any] | None = None) -> Identity:
-    """Return what the source's set is made of; reads the source's files once for their digest.
+    """Return the identity of the source's set; reads the source's files once for their digest.
 
-    `stream` is what decides the windows of a stream, whose files are not read for it.
+    For a stream, `stream` identifies the windows instead, and the files are not read.
     """
     parts: dict[str, Any] = {
         "code_version": [CODE_VERSION, _FIRST_FORMAT],
@@ -205,7 +220,7 @@ def identify(source: Source, encoding: Encoding, *, stream: Mapping[str, Any] | 
 
 
 def _name_of(encode: Encode) -> str:
-    """Return the name under which prepared sets know the encoder: of one from outside the package, where it stands."""
+    """Return the encoder's name in prepared sets: the recorded name, or the module path of a plugin's encoder."""
     recorded = recorded_name(encode)
     if recorded is not None:
         return f"finetune.{recorded}"
@@ -217,18 +232,18 @@ def _build(
     *,
     source: Source,
     plan: EncodingPlan,
-    made_of: Identity,
+    identity: Identity,
     section: DataSection,
     advance: OnProgress,
     log: Log,
 ) -> None:
-    """Build the set; a refused one is removed, an interrupted one is kept to resume from."""
+    """Build the set; a refused one is removed, an interrupted one is kept for resuming."""
     if done := num_written_rows(staging):
         log(f"{source.key}: {done:,} rows are already tokenized; resuming from there")
 
     def log_damage(reason: str, first_row: int) -> None:
         start = "the first row" if first_row == 1 else f"row {first_row:,}"
-        log(f"warning: {source.key}: what was tokenized so far is damaged ({reason}); it is rebuilt from {start}")
+        log(f"warning: {source.key}: earlier tokenized rows are damaged ({reason}); rebuilding from {start}")
 
     try:
         with EncoderPool(plan, num_workers=num_prepare_workers(section)) as encoders:
@@ -236,7 +251,7 @@ def _build(
                 staging,
                 source.rows(),
                 encoders,
-                made_of,
+                identity,
                 advance=advance,
                 num_left_out=lambda: source.num_left_out,
                 on_damage=log_damage,
@@ -250,24 +265,8 @@ def _build(
     fault_point("prepare.done", step=counts.rows)
 
 
-def _make(folder: Path, build: Callable[[Path], None], *, log: Log, while_waiting: Callable[[Path], None]) -> bool:
-    with _cache_errors(folder):
-        return build_once(folder, build, log=log, goes_on=True, while_waiting=while_waiting)
-
-
-@contextmanager
-def _cache_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"data.cache_folder: {folder.parent} cannot be written: {error}. Free disk space or set another folder; "
-            f"what is done is kept, and the next start resumes from it."
-        ) from error
-
-
 class _LoggedProgress:
-    """Logs now and then how many rows are done."""
+    """Logs the number of rows done, at intervals."""
 
     def __init__(self, key: str, log: Log) -> None:
         self._key = key
@@ -281,7 +280,7 @@ class _LoggedProgress:
 
 
 class _ReportedProgress:
-    """Reports how many rows are done, and of how many."""
+    """Reports the number of rows done and the total number."""
 
     def __init__(self, source: Source, on_progress: OnSourceProgress) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""What became of the rows: every row that is truncated or dropped is counted; `data.audit` limits shares of them."""
+"""Counts of rows that were kept, truncated or dropped; `data.audit` limits their shares."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,31 +19,31 @@ class Counts:
     targets: int = 0
     truncated_rows: int = 0
     truncated_tokens: int = 0  # cut off
-    truncated_targets: int = 0  # of those
-    long_rows: int = 0  # longer than max_length, neither kept nor cut
+    truncated_targets: int = 0  # of truncated_tokens
+    long_rows: int = 0  # longer than max_length and dropped
     rows_without_target: int = 0
     dropped_tokens: int = 0  # of long rows, or of their windows without a target
-    dropped_targets: int = 0  # of those
-    split_rows: int = 0  # made into several windows
-    excluded_rows: int = 0  # left out because they are evaluated on, and not among `rows`
-    empty_rows: int = 0  # among those without a target: no token at all
-    unknown_tokens: int = 0  # that stand for text unknown to the tokenizer
-    control_rows: int = 0  # whose texts hold names of control tokens, encoded as plain text
-    turn_mark_rows: int = 0  # whose texts hold what the chat template writes around turns in plain text
-    longest: int = 0  # tokens of the longest row, before any cut
-    longest_place: str = ""
-    first_without_target: str = ""
-    answers: int = 0  # of rows of which each answer is a sample of its own
-    long_answers: int = 0  # of those, longer than max_length, neither kept nor cut
-    repeated_tokens: int = 0  # of samples of one row, beyond the longest of them
-    argument_rows: int = 0  # with arguments of the chat template of their own
-    override_rows: int = 0  # of those, with other values than the job's
-    dropped_reasoning_rows: int = 0  # with reasoning in a target turn that the chat template leaves out
-    cut_answer_rows: int = 0  # truncated rows of several answers of which one lost a part
-    lost_answer_rows: int = 0  # such rows of which an answer lost all: they are among those without a target
+    dropped_targets: int = 0  # of dropped_tokens
+    split_rows: int = 0  # into several windows
+    excluded_rows: int = 0  # skipped because they are in the validation set; not in `rows`
+    empty_rows: int = 0  # of rows_without_target: no tokens at all
+    unknown_tokens: int = 0  # tokens for text unknown to the tokenizer
+    control_rows: int = 0  # with names of control tokens in their texts, encoded as plain text
+    turn_mark_rows: int = 0  # with the chat template's plain-text turn marks in their texts
+    longest: int = 0  # tokens of the longest row, before truncation
+    longest_place: str = ""  # its location
+    first_without_target: str = ""  # location of the first row without a target
+    answers: int = 0  # of rows whose answers are separate samples
+    long_answers: int = 0  # of answers, longer than max_length and dropped
+    repeated_tokens: int = 0  # of all samples of a row but the longest
+    argument_rows: int = 0  # with their own chat template arguments
+    override_rows: int = 0  # of argument_rows, with other values than the job's
+    dropped_reasoning_rows: int = 0  # with reasoning in a target turn that the chat template drops
+    cut_answer_rows: int = 0  # truncated rows with several answers, one of which was truncated
+    lost_answer_rows: int = 0  # such rows in which an answer was cut off entirely; counted in rows_without_target
 
     def plus(self, other: "Counts") -> "Counts":
-        """Return the counts of both; of two equally long rows the first is named."""
+        """Return the sum of both; of two equally long rows, the first is the longest."""
         names = [field.name for field in fields(self) if field.type is int]
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         longer = other if other.longest > self.longest else self
@@ -58,53 +58,53 @@ class Counts:
 
     @property
     def has_tokens(self) -> bool:
-        """Return whether samples have lengths: where each is one target and nothing else, as an image is, none has."""
+        """Return whether samples consist of tokens; an image, for example, has length 1."""
         return self.longest > 1
 
     @property
-    def what_is_long(self) -> str:
-        """Return how many rows were left out for their length; where each answer is a sample, how many of these."""
-        of_rows = f"{self.long_rows:,} rows"
-        return f"{self.long_answers:,} answers in {of_rows}" if self.answers else of_rows
+    def long_samples(self) -> str:
+        """Return the number of rows that were dropped as too long, and of answers if they are separate samples."""
+        rows = f"{self.long_rows:,} rows"
+        return f"{self.long_answers:,} answers in {rows}" if self.answers else rows
 
     def lines(self) -> tuple[str, ...]:
-        """Return the counts as lines for the user; what did not happen has no line."""
+        """Return the counts as lines for the user; zero counts have no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
         dropped = f"{self.dropped_tokens:,} tokens dropped"
         lines = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
             f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
-            f"each answer is a sample: {self.answers:,} answers; {self.repeated_tokens:,} tokens repeat what another "
-            "sample of the same row holds": self.answers,
+            f"each answer is a sample: {self.answers:,} answers; {self.repeated_tokens:,} tokens are repeated from "
+            "other samples of the same row": self.answers,
             f"longest row: {self.longest:,} tokens ({self.longest_place})": self.has_tokens,
             f"truncated: {self.truncated_rows:,} rows, {self.truncated_tokens:,} tokens cut off, "
             f"{self.truncated_targets:,} of them targets": self.truncated_rows,
             **dict.fromkeys(self.answer_lines, True),
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
-            f"dropped as too long: {self.what_is_long}, {dropped}, {self.dropped_targets:,} of them targets": (
+            f"dropped as too long: {self.long_samples}, {dropped}, {self.dropped_targets:,} of them targets": (
                 self.long_rows
             ),
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
-            f"excluded because data.validation has them, too: {self.excluded_rows:,} rows": self.excluded_rows,
+            f"excluded because they are also in data.validation: {self.excluded_rows:,} rows": self.excluded_rows,
             f"empty: {self.empty_rows:,} of these": self.empty_rows,
             f"unknown to the tokenizer: the text of {self.unknown_tokens:,} tokens": self.unknown_tokens,
             f"names of control tokens in the texts of {self.control_rows:,} rows: encoded as plain text "
             "(data.allow_special_tokens: true encodes them as control tokens)": self.control_rows,
-            f"turn marks of the chat template, which are plain text, in the texts of {self.turn_mark_rows:,} rows: "
+            f"plain-text turn marks of the chat template in the texts of {self.turn_mark_rows:,} rows: "
             "the model cannot distinguish these from turns of the conversation": self.turn_mark_rows,
-            f"arguments of the chat template in {self.argument_rows:,} rows (`chat_template_kwargs`), in place of "
-            f"those of data.chat_template_arguments in {self.override_rows:,}": self.argument_rows,
-            f"warning: the chat template leaves out the reasoning of answers in {self.dropped_reasoning_rows:,} rows: "
+            f"chat template arguments in {self.argument_rows:,} rows (`chat_template_kwargs`), which override "
+            f"data.chat_template_arguments in {self.override_rows:,}": self.argument_rows,
+            f"warning: the chat template drops the reasoning of answers in {self.dropped_reasoning_rows:,} rows: "
             "the model will not be trained on it": self.dropped_reasoning_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
 
     @property
     def answer_lines(self) -> tuple[str, ...]:
-        """Return what became of the answers of truncated rows, in a line each."""
+        """Return lines about truncated answers of truncated rows."""
         lines = {
-            f"answers cut: in {self.cut_answer_rows:,} of these rows one is trained on in part": self.cut_answer_rows,
-            f"answers cut away entirely: in {self.lost_answer_rows:,} of these rows, which are left without a target "
+            f"answers truncated: one in each of {self.cut_answer_rows:,} of these rows": self.cut_answer_rows,
+            f"answers cut off entirely: in {self.lost_answer_rows:,} of these rows, which therefore have no target "
             "(`data.truncate_side: start` cuts prompts first)": self.lost_answer_rows,
         }
         return tuple(line for line, happened in lines.items() if happened)
@@ -118,15 +118,15 @@ def total_counts(counts: Iterable[Counts]) -> Counts:
     return result
 
 
-UNKNOWN = "stand for text that the tokenizer does not know"
+UNKNOWN = "represent text unknown to the tokenizer"
 REMEDY = "Fix the rows (`finetune preview` shows them), change the settings under `data`, or raise the limit."
 
 
 @dataclass(frozen=True)
 class Share:
-    """Some among many, and what `data.audit` allows of them, if it says so."""
+    """A share of rows, samples or tokens, and its limit in `data.audit` if it is exceeded."""
 
-    name: str  # the key of `data.audit` is `max_NAME`
+    name: str  # the key in `data.audit` is `max_NAME`
     what: str
     num: int
     among: int
@@ -134,7 +134,7 @@ class Share:
 
     @property
     def value(self) -> float:
-        """Return the share; that of nothing is 0."""
+        """Return the share, 0 if the total is 0."""
         return self.num / self.among if self.among else 0.0
 
     def __str__(self) -> str:
@@ -143,20 +143,20 @@ class Share:
 
 
 def shares(counts: Counts, duplicates: int) -> tuple[Share, ...]:
-    """Return the shares that `data.audit` may limit."""
+    """Return the shares that `data.audit` can limit."""
     lost = counts.truncated_targets + counts.dropped_targets
-    cut, left_out = counts.truncated_rows + counts.split_rows, counts.long_rows + counts.rows_without_target
+    cut, dropped = counts.truncated_rows + counts.split_rows, counts.long_rows + counts.rows_without_target
     return (
         Share("truncated_rows", "rows were cut or split", cut, counts.rows),
-        Share("dropped_rows", "rows were dropped", left_out, counts.rows),
+        Share("dropped_rows", "rows were dropped", dropped, counts.rows),
         Share("lost_targets", "targets were cut off or dropped", lost, counts.targets + lost),
-        Share("duplicate_samples", "samples equal an earlier one", duplicates, counts.samples),
+        Share("duplicate_samples", "samples are duplicates", duplicates, counts.samples),
         Share("unknown_tokens", f"tokens {UNKNOWN}", counts.unknown_tokens, counts.tokens),
     )
 
 
 def exceeded_shares(counts: Counts, duplicates: int, section: AuditSection) -> Iterator[Share]:
-    """Yield the shares that are above what the section allows, with that limit."""
+    """Yield the shares that exceed their limit in the section, with that limit."""
     limits = {
         "truncated_rows": section.max_truncated_rows,
         "dropped_rows": section.max_dropped_rows,
@@ -171,11 +171,11 @@ def exceeded_shares(counts: Counts, duplicates: int, section: AuditSection) -> I
 
 
 def num_duplicates(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return for each array how many of its values occur earlier, in it or in an array before it."""
+    """Return, for each array, the number of its values that occur earlier in it or in a previous array."""
     if not digests:
         return []
     if len(digests) == 1:
-        ordered = np.sort(digests[0])  # 19 times faster than to find where each value stands first
+        ordered = np.sort(digests[0])  # 19 times faster than finding first occurrences with np.unique
         return [int(np.count_nonzero(ordered[1:] == ordered[:-1]))]
     _, first = np.unique(np.concatenate(digests), return_index=True)
     starts = np.cumsum([0, *map(len, digests)])

@@ -1,4 +1,4 @@
-"""Chunks encoded in this process or in several: the same samples in the same order either way."""
+"""Encodes chunks in this process or in workers, with the same samples in the same order."""
 
 import pickle
 import sys
@@ -18,87 +18,84 @@ from finetune.runtime.text.terminal import guard_process
 
 ROWS_PER_CHUNK = 1024
 BYTES_PER_CHUNK = 4 << 20
-"""A chunk is full with this number of rows, or when its rows that are not parsed yet have this number of bytes."""
+"""The maximum number of rows of a chunk, and of bytes of its rows that are not parsed yet."""
 
 CHUNKS_BEFORE_WORKERS = 16
-"""The number of rows that are encoded here before processes are started."""
+"""The number of chunks that are encoded in this process before workers are started."""
 
 
 class WorkersLost(DataError):
-    """A process that encodes is gone; what has been written stays good."""
+    """An encoding worker exited unexpectedly; the chunks written so far are intact."""
 
 
 class EncoderPool:
-    """Encode rows by one plan, in this process or in workers that are kept from call to call, until `close`.
+    """Encodes rows with one plan, in this process or in workers that are kept until `close`.
 
-    Workers take a moment to start: the first chunks are encoded here, and a small set needs no others.
+    Starting workers takes time, so the first chunks are encoded in this process; small sets need no workers.
     """
 
     def __init__(self, plan: EncodingPlan, *, num_workers: int) -> None:
-        self._recipe = plan
+        self._plan = plan
         self._num_workers = num_workers
-        self._num_alone = CHUNKS_BEFORE_WORKERS if num_workers else sys.maxsize  # still to be encoded before they start
+        self._chunks_before_workers = CHUNKS_BEFORE_WORKERS if num_workers else sys.maxsize
         self._pool: ProcessPoolExecutor | None = None
         self._starting: list[Future[bool]] = []
 
     def __enter__(self) -> "EncoderPool":
         return self
 
-    def __exit__(self, *ended: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def encode(self, rows: Iterator[RawRow]) -> Iterator[Chunk]:
-        """Yield the chunks in the order of the rows, holding only a few chunks of rows in memory.
+        """Yield the chunks in the order of the rows, with only a few chunks of rows in memory.
 
-        Raises DataError naming the row that cannot be encoded, and WorkersLost.
+        Raises DataError naming the row that cannot be encoded, or WorkersLost.
         """
-        waiting: deque[Future[Chunk]] = deque()
+        pending: deque[Future[Chunk]] = deque()
         try:
             for raws in cut_into_chunks(rows):
-                if self._is_alone():
-                    yield encode_chunk(self._recipe, raws)
+                pool = self._ready_pool()
+                if pool is None:
+                    yield encode_chunk(self._plan, raws)
                     continue
-                assert self._pool is not None
-                waiting.append(self._pool.submit(_encode_with_plan, raws))
-                if len(waiting) > 2 * self._num_workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(pool.submit(_encode_with_plan, raws))
+                if len(pending) > 2 * self._num_workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise WorkersLost(
-                "a tokenization worker ended abruptly, perhaps out of memory. Lower data.prepare_workers."
+                "a tokenization worker exited unexpectedly, perhaps out of memory. Lower data.prepare_workers."
             ) from error
 
     def close(self) -> None:
-        """End the workers as soon as they are done with what they have begun."""
+        """Shut down the workers after their current chunks."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _is_alone(self) -> bool:
-        """Return whether the next chunk is encoded here: until it pays to start workers, and one is ready."""
-        if self._num_alone > 0:
-            self._num_alone -= 1
-            return True
+    def _ready_pool(self) -> ProcessPoolExecutor | None:
+        """Return the pool once a worker is ready, and start it when enough chunks have been encoded without workers."""
+        if self._chunks_before_workers > 0:
+            self._chunks_before_workers -= 1
+            return None
         if self._pool is None:
-            self._start()
-        return not self._is_ready()
+            # spawn: a forked child would inherit locks held by threads of torch or of the tokenizer
+            self._pool = ProcessPoolExecutor(
+                self._num_workers,
+                get_context("spawn"),
+                initializer=_set_plan,
+                initargs=(loaded_plugins(), pickle.dumps((self._plan, options_in_use()))),
+            )
+            self._starting = [self._pool.submit(_is_started) for _ in range(self._num_workers)]
+        return self._pool if self._is_worker_ready() else None
 
-    def _is_ready(self) -> bool:
+    def _is_worker_ready(self) -> bool:
         return any(worker.done() for worker in self._starting)
-
-    def _start(self) -> None:
-        # spawn: a forked child would inherit locks that threads of torch or the tokenizer may hold
-        self._pool = ProcessPoolExecutor(
-            self._num_workers,
-            get_context("spawn"),
-            initializer=_set_plan,
-            initargs=(loaded_plugins(), pickle.dumps((self._recipe, options_in_use()))),
-        )
-        self._starting = [self._pool.submit(_is_started) for _ in range(self._num_workers)]
 
 
 def cut_into_chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
-    """Yield the rows chunk by chunk."""
+    """Yield the rows in chunks."""
     chunk: list[RawRow] = []
     num_bytes = 0
     for row in rows:
@@ -112,14 +109,14 @@ def cut_into_chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
 
 
 _plans: list[EncodingPlan] = []
-"""The plan of a worker process, sent once."""
+"""The plan of this worker process, sent once."""
 
 
 def _set_plan(plugins: Sequence[Plugin], pickled: bytes) -> None:
     guard_process()
     ignore_run_signals()
     exit_with_parent()
-    load_again(plugins)  # the plan may hold what they define
+    load_again(plugins)  # the plan may refer to their code
     plan, options = pickle.loads(pickled)
     use_options(options)
     _plans[:] = [plan]

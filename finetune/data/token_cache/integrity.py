@@ -1,4 +1,4 @@
-"""Checksums of samples, and what happens to a prepared set that is damaged on disk: it is quarantined."""
+"""Checksums of samples, and quarantine of prepared sets that are damaged on disk."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -17,7 +17,7 @@ _BITS = (1 << 64) - 1
 
 
 def sample_checksum(arrays: Mapping[str, np.ndarray]) -> int:
-    """Return the checksum of a sample's arrays: of their names, types and values.
+    """Return the checksum of the names, types and values of a sample's arrays.
 
     >>> both = sample_checksum({"a": np.arange(3), "b": np.arange(2)})
     >>> both == (sample_checksum({"a": np.arange(3)}) + sample_checksum({"b": np.arange(2)})) % 2**64
@@ -29,7 +29,7 @@ def sample_checksum(arrays: Mapping[str, np.ndarray]) -> int:
 def sample_checksums(
     values: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray], *, num_samples: int
 ) -> np.ndarray:
-    """Return the checksums (uint64) of samples that lie end to end in the arrays."""
+    """Return the checksums (uint64) of samples that are concatenated in the arrays."""
     total = np.zeros(num_samples, np.uint64)
     for name, array in values.items():
         ends = accumulate(lengths[name].tolist(), initial=0)
@@ -47,7 +47,7 @@ def _seed(name: str, dtype: np.dtype[Any]) -> int:
 
 
 class DamagedSet(DataError):
-    """A prepared set on disk is not what was written."""
+    """A prepared set has changed on disk since it was written."""
 
     def __init__(self, folder: Path, reason: str, *, title: str = "the prepared set") -> None:
         self.folder = folder
@@ -56,46 +56,46 @@ class DamagedSet(DataError):
 
 
 def quarantine_set(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
-    """Rename the folder where it still is damaged and return its new name; None where another process has seen to it.
+    """Rename the folder if it is still damaged and return the new path; None if another process has done so.
 
-    Raises DataError where it cannot be renamed, as in a cache that is only read here.
+    Raises DataError if it cannot be renamed, as in a read-only cache.
     """
     try:
         return quarantine(folder, is_damaged, log=log)
     except OSError as error:
         raise DataError(
-            f"{folder} is damaged and cannot be set aside: {error.strerror or error}. Set data.cache_folder to a "
-            "folder that can be written, or ask the owner of this one to delete the damaged set; it is then rebuilt."
+            f"{folder} is damaged and cannot be renamed: {error.strerror or error}. Set data.cache_folder to a "
+            "writable folder, or ask the owner of this one to delete the damaged set; it is then rebuilt."
         ) from error
 
 
 def quarantined_copies(folder: Path) -> list[Path]:
-    """Return what has been set aside of this folder and not been deleted since."""
+    """Return the quarantined copies of this folder that still exist."""
     prefix = f".damaged-{folder.name}-"
     return sorted(path for path in folder.parent.iterdir() if path.name.startswith(prefix))
 
 
-def format_damage(what: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) -> tuple[str, ...]:
-    """Return messages on damaged data that was delivered from these folders.
+def format_damage(damage: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) -> tuple[str, ...]:
+    """Return messages about damaged data that was delivered from these folders.
 
-    Each comes with what tells whether it still is damaged on the disk; where it is, it is set aside.
+    Each folder comes with a function that checks whether it is damaged on disk; if it is, it is quarantined.
     """
-    damaged = [seen for folder, is_damaged in stores if (seen := _describe_damaged(folder, is_damaged))]
-    if damaged:
-        return what, *damaged
+    quarantines = [line for folder, is_damaged in stores if (line := _quarantine_if_damaged(folder, is_damaged))]
+    if quarantines:
+        return damage, *quarantines
     return (
-        f"{what}, but the copy on disk is intact: it was corrupted in the memory of a process. Run the same command "
+        f"{damage}, but the copy on disk is intact: it was corrupted in the memory of a process. Run the same command "
         f"again: it resumes from the last checkpoint. If this happens again, test the memory of this machine.",
     )
 
 
-def _describe_damaged(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
-    """Return what has become of a folder that is damaged, None of one that is not."""
-    again = "Run the same command again: it rebuilds the set and resumes from the last checkpoint."
+def _quarantine_if_damaged(folder: Path, is_damaged: Callable[[], bool]) -> str | None:
+    """Quarantine the folder and return a message; None if it is intact."""
+    remedy = "Run the same command again: it rebuilds the set and resumes from the last checkpoint."
     try:
-        aside = quarantine_set(folder, is_damaged, log=no_op)
+        quarantined = quarantine_set(folder, is_damaged, log=no_op)
     except DataError as error:
         return str(error)
-    if aside is not None:
-        return f"{folder} is set aside as {aside.name}. {again}"
-    return None if folder.exists() else f"{folder} has been set aside by another process. {again}"
+    if quarantined is not None:
+        return f"{folder} is damaged and was renamed to {quarantined.name}. {remedy}"
+    return None if folder.exists() else f"{folder} was damaged and renamed by another process. {remedy}"

@@ -1,6 +1,6 @@
-"""What happens to samples longer than `max_length`: refused, dropped, truncated or split, and what is lost by it.
+"""Length limits: longer samples are refused, dropped, truncated or split, and the lost tokens are counted.
 
-Samples of several sequences, such as a prompt with either of two answers, are limited sequence by sequence.
+In samples of several sequences, such as a prompt with each of two answers, the limit applies to each sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,27 +18,27 @@ Side = Literal["end", "start"]
 
 
 class LengthLimit(Protocol):
-    """How long a sample may be, and what becomes of a longer one. Sent to other processes."""
+    """The maximum length of samples, and the policy for longer ones. Sent to other processes."""
 
     @property
     def limits(self) -> str:
         """Return the limits with their keys, for messages."""
 
     def advice(self, longest: int) -> str:
-        """Return which key to raise, so that a sample of this number of tokens is short enough."""
+        """Return the setting with which a sample of this number of tokens fits."""
 
     def fits(self, features: Features) -> bool:
-        """Return whether the sample is short enough."""
+        """Return whether the sample is within the limit."""
 
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
-        """Return what becomes of a sample that is too long, and how much of it is lost."""
+        """Return the samples that replace a sample beyond the limit, and counts of the losses."""
 
 
 @dataclass(frozen=True)
 class SampleLengthLimit:
-    """The longest sample in tokens, and what happens to longer ones.
+    """The maximum number of tokens of a sample, and the policy for longer ones.
 
-    `frame` counts the tokens at the beginning and at the end that every part of a sample keeps, such as BERT's
+    `frame` is the number of tokens at the start and at the end that every part of a sample keeps, such as BERT's
     `[CLS]` and `[SEP]`.
     """
 
@@ -49,19 +49,19 @@ class SampleLengthLimit:
 
     @property
     def limits(self) -> str:
-        """Return the longest sample."""
+        """Return the maximum length with its key."""
         return f"data.max_length: {self.max_length}"
 
     def advice(self, longest: int) -> str:
-        """Return the length at which no row is too long."""
+        """Return the `max_length` at which no row is too long."""
         return f"data.max_length: {longest}"
 
     def fits(self, features: Features) -> bool:
-        """Return whether the sample is short enough."""
+        """Return whether the sample is within the limit."""
         return features.length <= self.max_length
 
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
-        """Return what becomes of a sample that is too long, and how much of it is lost."""
+        """Return the samples that replace a sample beyond the limit, and counts of the losses."""
         if self.over_length == "truncate":
             shorter = truncated(features, self.max_length, side=self.truncate_side, frame=self.frame)
             return (shorter,), truncation_counts(features, shorter)
@@ -71,20 +71,20 @@ class SampleLengthLimit:
         return (), dropped_counts(features)
 
     def _with_targets(self, windows: Sequence[Features], features: Features) -> tuple[tuple[Features, ...], Counts]:
-        """Return the windows that have a target; tokens that are in none of these are dropped."""
+        """Return the windows that have a target; tokens that are in none of them count as dropped."""
         has_target = [window.num_targets > 0 for window in windows]
         kept = tuple(compress(windows, has_target))
         frame = sum(self.frame)
-        num_shared = 0 if frame else sum(one and other for one, other in pairwise(has_target))
+        num_shared = 0 if frame else sum(first and second for first, second in pairwise(has_target))
         num_covered = sum(window.length - frame for window in kept) - num_shared + frame
         return kept, Counts(split_rows=1, dropped_tokens=features.length - num_covered)
 
 
 @dataclass(frozen=True)
 class SourceTargetLengthLimit:
-    """The longest source and the longest target of samples that are a source and, all of it trained on, its target.
+    """The maximum lengths of the source and of the target of sequence-to-sequence samples.
 
-    Where such a sample is cut, both of them are; `frame` is what a source keeps at its ends. None is split.
+    Source and target are truncated separately; `frame` is kept at the ends of the source. Samples are never split.
     """
 
     max_source: int
@@ -95,20 +95,20 @@ class SourceTargetLengthLimit:
 
     @property
     def limits(self) -> str:
-        """Return the longest source and the longest target."""
+        """Return both limits with their keys."""
         return f"data.max_length: {self.max_source} (source), task.seq2seq.max_target_length: {self.max_target}"
 
     def advice(self, longest: int) -> str:
-        """Return both keys: one length does not tell which of them to raise."""
+        """Return advice for both keys: the total length does not determine which one to raise."""
         return "raise these"
 
     def fits(self, features: Features) -> bool:
-        """Return whether source and target are short enough."""
+        """Return whether source and target are within their limits."""
         num_targets = features.num_targets
         return num_targets <= self.max_target and features.length - num_targets <= self.max_source
 
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
-        """Return what becomes of a sample that is too long, and how much of it is lost."""
+        """Return the samples that replace a sample beyond the limit, and counts of the losses."""
         if self.over_length != "truncate":
             return (), dropped_counts(features)
         end = features.length - features.num_targets
@@ -124,9 +124,9 @@ class SourceTargetLengthLimit:
 
 
 def truncated(features: Features, max_length: int, *, side: Side = "end", frame: tuple[int, int] = (0, 0)) -> Features:
-    """Return the sample with that side of every position-wise array cut off, its frame kept.
+    """Return the sample with that side of every position-wise array cut off, keeping the frame.
 
-    Where the start is cut off, the first token left is no target: nothing stands before it to predict it from.
+    If the start is cut off, the first remaining token is not a target: there is no token to predict it from.
     """
     (before, after), length = frame, features.length
     if side == "end":
@@ -137,7 +137,7 @@ def truncated(features: Features, max_length: int, *, side: Side = "end", frame:
 def split(features: Features, max_length: int, *, frame: tuple[int, int] = (0, 0)) -> Iterator[Features]:
     """Yield consecutive windows, each with the frame.
 
-    Without one they overlap by one token, so that every target has a token before it in one window.
+    Without a frame, windows overlap by one token, so that every target has a preceding token in some window.
     """
     before, after = frame
     end, room = features.length - after, max_length - before - after
@@ -150,7 +150,7 @@ def split(features: Features, max_length: int, *, frame: tuple[int, int] = (0, 0
 
 
 def truncation_counts(features: Features, shorter: Features) -> Counts:
-    """Return what a sample has lost that was made shorter."""
+    """Return the tokens and targets lost by truncating a sample."""
     return Counts(
         truncated_rows=1,
         truncated_tokens=features.length - shorter.length,
@@ -159,29 +159,29 @@ def truncation_counts(features: Features, shorter: Features) -> Counts:
 
 
 def dropped_counts(features: Features) -> Counts:
-    """Return what is lost where a sample is not kept at all."""
+    """Return the tokens and targets lost by dropping a sample."""
     return Counts(long_rows=1, dropped_tokens=features.length, dropped_targets=features.num_targets)
 
 
-def _joined(features: Features, places: Sequence[tuple[int, int]]) -> Features:
-    """Return the sample with these ranges of its positions; arrays that are not position-wise stay whole."""
+def _joined(features: Features, ranges: Sequence[tuple[int, int]]) -> Features:
+    """Return the sample with only these ranges of positions; arrays that are not position-wise are kept whole."""
     length = features.length
     arrays = {
-        name: np.concatenate([array[start:stop] for start, stop in places]) if len(array) == length else array
+        name: np.concatenate([array[start:stop] for start, stop in ranges]) if len(array) == length else array
         for name, array in features.arrays.items()
     }
-    first = next(start for start, stop in places if start < stop)
+    first = next(start for start, stop in ranges if start < stop)
     if first > 0 and "is_target" in arrays:
-        arrays["is_target"][:1] = False  # counted in the window before
+        arrays["is_target"][:1] = False  # counted in the previous window
     return Features(arrays, features.sample_id)
 
 
 @dataclass(frozen=True)
 class SequencesLengthLimit:
-    """`max_length` holds for each sequence; where one is cut, the others are cut so that their prompts stay alike.
+    """`max_length` applies to each sequence; if one is cut, the others are cut so that their prompts stay equal.
 
-    At the end, each is cut to `max_length`. At the start, all lose what the longest has too much. A sample of which a
-    sequence keeps no target is left out, as one without target. None is split.
+    At the end, each is cut to `max_length`. At the start, all lose the excess of the longest. A sample with a sequence
+    that keeps no target is dropped as one without target. Samples are never split.
     """
 
     max_length: int
@@ -190,35 +190,35 @@ class SequencesLengthLimit:
 
     @property
     def limits(self) -> str:
-        """Return the longest sequence."""
+        """Return the maximum length with its key."""
         return f"data.max_length: {self.max_length} (prompt and one answer)"
 
     def advice(self, longest: int) -> str:
-        """Return the length at which no row is too long."""
+        """Return the `max_length` at which no row is too long."""
         return f"data.max_length: {longest}"
 
     def fits(self, features: Features) -> bool:
-        """Return whether each sequence is short enough."""
+        """Return whether every sequence is within the limit."""
         return features.longest <= self.max_length
 
     def shorten(self, features: Features) -> tuple[tuple[Features, ...], Counts]:
-        """Return what becomes of a sample that is too long, and how much of it is lost."""
+        """Return the samples that replace a sample beyond the limit, and counts of the losses."""
         if self.over_length != "truncate":
             return (), dropped_counts(features)
         keep = np.zeros(features.length, dtype=bool)
-        too_long = features.longest - self.max_length if self.truncate_side == "start" else 0
+        excess = features.longest - self.max_length if self.truncate_side == "start" else 0
         firsts = []
         for start, end in sequence_bounds(features):
-            first = min(start + too_long, end)
+            first = min(start + excess, end)
             keep[first : min(end, first + self.max_length)] = True
             firsts.append(first)
-        shorter = _of_kept(features, keep, firsts=firsts if too_long else [])
-        lost = _answer_counts(features, keep, firsts=firsts if too_long else [])
+        shorter = _with_kept_tokens(features, keep, firsts=firsts if excess else [])
+        lost = _answer_counts(features, keep, firsts=firsts if excess else [])
         return (shorter,), truncation_counts(features, shorter).plus(lost)
 
 
 def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:
-    """Yield where each sequence of the sample begins and ends among its tokens."""
+    """Yield the start and end of each sequence of the sample."""
     end = 0
     for length in features.arrays[LENGTHS_OF_SEQUENCES].tolist():
         yield end, end + length
@@ -226,26 +226,23 @@ def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:
 
 
 def _answer_counts(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Counts:
-    """Return whether an answer of the sample lost a part of its targets, or all of them."""
+    """Return the counts for an answer that lost some, or all, of its targets."""
     before, after = features.arrays["is_target"], _kept_targets(features, keep, firsts=firsts)
     answers = [(before[start:end].sum(), after[start:end].sum()) for start, end in sequence_bounds(features)]
-    is_lost = any(num and not left for num, left in answers)
-    is_cut = any(left < num for num, left in answers)
+    is_lost = any(num_targets and not num_kept for num_targets, num_kept in answers)
+    is_cut = any(num_kept < num_targets for num_targets, num_kept in answers)
     return Counts(cut_answer_rows=int(is_cut and not is_lost), lost_answer_rows=int(is_lost))
 
 
 def _kept_targets(features: Features, keep: np.ndarray, *, firsts: list[int]) -> np.ndarray:
-    """Return which of the sample's tokens are targets still; the first of a sequence that was cut there is none."""
+    """Return which kept tokens are targets; the first token of a sequence cut at the start is not."""
     is_target: np.ndarray = features.arrays["is_target"] & keep
     is_target[[first for first in firsts if first < len(is_target)]] = False
     return is_target
 
 
-def _of_kept(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Features:
-    """Return the sample of the tokens that are kept.
-
-    Where a sequence is left without a target, none of the sample is one.
-    """
+def _with_kept_tokens(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Features:
+    """Return the sample with only the kept tokens, without any targets if a sequence has none left."""
     is_target = _kept_targets(features, keep, firsts=firsts)
     is_target &= all(is_target[start:end].any() for start, end in sequence_bounds(features))
     lengths = np.array([keep[start:end].sum() for start, end in sequence_bounds(features)], np.int32)

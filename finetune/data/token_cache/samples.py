@@ -1,8 +1,8 @@
-"""Samples on disk: a file for each chunk of consecutive samples, and one with the columns of all of them.
+"""Samples on disk: a file for each chunk of consecutive samples, and an index file with the columns of all samples.
 
-`chunk-000000.bin`, `chunk-000001.bin`, ... hold the arrays of their samples end to end, the number of values of every
-sample, and the columns: one value per sample, such as its length. `samples.bin` holds the columns of the whole
-dataset, and for each array where the values of every sample start.
+`chunk-000000.bin`, `chunk-000001.bin`, ... contain the concatenated arrays of their samples, the number of values of
+every sample, and the columns, which have one value per sample, such as its length. `samples.bin` contains the columns
+of the whole dataset, and the offsets of every sample's values.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from finetune.data.token_cache.array_file import ArrayFile, ArrayPieces, Verific
 from finetune.runtime.files.digests import Damaged
 
 CHUNK_BYTES = 64 << 20
-"""The arrays of the samples of a chunk have about this many bytes, or fewer."""
+"""The approximate maximum size of the arrays in a chunk file."""
 
 SAMPLES_FILE = "samples.bin"
 
@@ -29,28 +29,28 @@ _OFFSETS = ".offsets"
 
 @dataclass(frozen=True)
 class SampleArrays:
-    """The arrays of consecutive samples, end to end."""
+    """The concatenated arrays of consecutive samples."""
 
     values: Mapping[str, np.ndarray]
-    lengths: Mapping[str, np.ndarray]  # of the same names: the number of values of each sample
+    lengths: Mapping[str, np.ndarray]  # the number of values of each sample, by the same names
     columns: Mapping[str, np.ndarray]  # one value per sample
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of the values."""
+        """Return the size of the values in bytes."""
         return sum(array.nbytes for array in self.values.values())
 
 
 def chunk_name(number: int) -> str:
-    """Return the name of the file of that chunk."""
+    """Return the file name of a chunk."""
     return f"chunk-{number:06d}.bin"
 
 
 class SampleWriter:
-    """Writes samples into the chunk files of a folder, after `chunks`, which it already holds; raises OSError."""
+    """Writes samples into the chunk files of a folder, after its existing `chunks`; raises OSError."""
 
     def __init__(self, folder: Path, columns: Mapping[str, str], *, chunks: Sequence[ArrayFile] = ()) -> None:
-        """`columns` are the types of the columns by name."""
+        """`columns` maps the names of the columns to their dtypes."""
         self._folder = folder
         self._columns = columns
         self._pending: list[SampleArrays] = []
@@ -66,17 +66,17 @@ class SampleWriter:
 
     @property
     def pending_bytes(self) -> int:
-        """Return the bytes of the samples that are not written yet."""
+        """Return the size of the samples that are not written yet."""
         return sum(arrays.size_bytes for arrays in self._pending)
 
     def append(self, arrays: SampleArrays) -> None:
-        """Take the next samples; they are written by `write_chunk`."""
+        """Append the next samples, which `write_chunk` writes."""
         self._pending.append(arrays)
 
     def write_chunk(self, facts: Mapping[str, Any]) -> None:
         """Write the pending samples into the next chunk file, together with the facts."""
         pieces: dict[str, ArrayPieces] = {}
-        with_values = [arrays for arrays in self._pending if arrays.values]  # the others have no sample
+        with_values = [arrays for arrays in self._pending if arrays.values]  # the others have no samples
         for name in with_values[0].values if with_values else ():
             values = [arrays.values[name] for arrays in with_values]
             lengths = [arrays.lengths[name].astype(np.int64) for arrays in with_values]
@@ -107,13 +107,13 @@ class SampleWriter:
             self._names = [name.removesuffix(_VALUES) for name in chunk.arrays if name.endswith(_VALUES)]
 
     def _column(self, name: str) -> Iterator[np.ndarray]:
-        """Yield that array of every chunk that has it."""
+        """Yield the array with that name from every chunk that has it."""
         for number in range(self.num_chunks):
             if (array := ArrayFile(self._folder / chunk_name(number)).arrays.get(name)) is not None:
                 yield array
 
     def _offsets(self, name: str) -> Iterator[np.ndarray]:
-        """Yield where the values of every sample start, counted over all chunks, and where the last ones end."""
+        """Yield the offsets of every sample's values over all chunks, and the end of the last sample."""
         stop = np.zeros(1, np.int64)
         yield stop
         for lengths in self._column(f"{name}{_NUM_VALUES}"):
@@ -125,8 +125,8 @@ class SampleWriter:
 class StoredSamples:
     """The arrays of the samples of a folder by index, memory-mapped; raises Damaged.
 
-    The columns, and where each sample's values start, are verified here unless another process has done so; the values
-    are by `verification`.
+    Columns and offsets are verified here unless another process has done so (`is_verified`); `verification` verifies
+    the values.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StoredSamples:
         opened = {name: ArrayFile(folder / name) for name in files}
         for name, file in opened.items():
             if file.content_digest != files[name]:
-                raise Damaged(f"{name} is not the file that was written")
+                raise Damaged(f"{name} is not the file that was originally written")
         index = opened.pop(SAMPLES_FILE)
         if not is_verified:
             index.verify()
@@ -144,7 +144,7 @@ class StoredSamples:
         offsets = [index.arrays[f"{name}{_OFFSETS}"] for name in names]
         chunks = [chunk.arrays for chunk in opened.values() if any(name.endswith(_VALUES) for name in chunk.arrays)]
         self._starts = list(accumulate((len(arrays[f"{names[0]}{_NUM_VALUES}"]) for arrays in chunks), initial=0))
-        self._chunks = [  # of each array: its name, its values, where these start among all, and the offsets of all
+        self._chunks = [  # for each array: name, values, offset of the chunk, and offsets of all samples
             [
                 (name, arrays[f"{name}{_VALUES}"], offsets_of_name.item(start), offsets_of_name)
                 for name, offsets_of_name in zip(names, offsets, strict=True)
@@ -159,5 +159,5 @@ class StoredSamples:
         }
 
     def pieces(self, name: str) -> list[np.ndarray]:
-        """Return that array of all samples, end to end, in a piece per chunk."""
+        """Return the concatenated array of all samples, in one piece per chunk."""
         return [values for chunk in self._chunks for array, values, *_ in chunk if array == name]

@@ -1,4 +1,4 @@
-"""The prepared set on disk: flat memory-mapped arrays, opened at once whatever their size, as a dataset view."""
+"""A prepared set on disk as memory-mapped arrays, which open instantly at any size, and as a dataset view."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -26,22 +26,22 @@ from finetune.runtime.files.digests import Damaged, read_json_with_digest
 FORMAT_VERSION = 4
 MANIFEST = "counts.json"
 MAX_NAMED = 16
-"""Rows that a message names of those that are damaged."""
+"""The maximum number of damaged rows that a message names."""
 
 _BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a prepared set was made of: the fingerprint and the parts that it is a digest of."""
+    """The inputs of a prepared set: the fingerprint and the values it is a digest of."""
 
     fingerprint: str
     parts: Mapping[str, Any]
-    shards: tuple[str, ...] = ()  # names of the files in order: they may change while the rows stay the same
+    shards: tuple[str, ...] = ()  # file names in order, which may change while the rows stay the same
 
 
 class TokenCacheManifest(BaseModel):
-    """What `counts.json` holds."""
+    """The content of `counts.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -56,17 +56,17 @@ class TokenCacheManifest(BaseModel):
 
 
 class TokenCache(Dataset[Features]):
-    """Samples in the order of their rows, read from disk as they are asked for; safe to share with forked loaders.
+    """Samples in the order of their rows, read from disk on access; safe to share with forked loaders.
 
-    `shards` are the names that the files which it was made of have now, for messages. What order and batches follow
-    from is verified here, unless another process has done so; the samples themselves by `verify`, or by `verification`
-    in the background. Raises DamagedSet.
+    `shards` are the current names of its source files, for messages. The index (lengths, targets, checksums) is
+    verified here unless another process has done so (`is_verified`); `verify` verifies the samples, `verification` does
+    so in the background. Raises DamagedSet.
     """
 
     def __init__(self, folder: Path, *, shards: Sequence[str] = (), is_verified: bool = False) -> None:
         self.folder = folder
         self.shards = tuple(shards)
-        self.remake: Callable[[TokenCache], TokenCache] | None = None  # sets the folder aside where it is damaged
+        self.rebuild: Callable[[TokenCache], TokenCache] | None = None  # after quarantining the damaged folder
         try:
             self._open(_read_manifest(folder), is_verified=is_verified)
         except Damaged as damage:
@@ -81,86 +81,91 @@ class TokenCache(Dataset[Features]):
         return Features(self._samples[index], sample_id=int(index))
 
     def intact(self, index: int) -> Features:
-        """Return the sample, compared with its mark; raises DamagedSet."""
-        features = self[index]
-        (own,), (known,) = self.checksums_of(np.array([index])), self.precomputed_checksums_of(np.array([index]))
-        if sample_checksum(features.arrays) != (int(own) + int(known)) & _BITS:
-            raise DamagedSet(self.folder, f"{self.place(index)} is not what was prepared")
+        """Return the sample after verifying its checksum; raises DamagedSet."""
+        features, ids = self[index], np.array([index])
+        (own,), (precomputed,) = self.checksums_of(ids), self.precomputed_checksums_of(ids)
+        if sample_checksum(features.arrays) != (int(own) + int(precomputed)) & _BITS:
+            raise DamagedSet(self.folder, f"{self.location(index)} differs from the prepared sample")
         return features
 
     def verify(self) -> None:
-        """Read the samples' arrays once; raises DamagedSet unless they are as they were written."""
+        """Read the samples' arrays once; raises DamagedSet if they have changed since they were written."""
         self.verification.run()
         if self.verification.problem:
             raise DamagedSet(self.folder, self.verification.problem)
 
     def pieces(self, name: str) -> list[np.ndarray]:
-        """Return that array of all samples, end to end, in pieces that are memory-mapped."""
+        """Return the concatenated array of all samples, in memory-mapped pieces."""
         return self._samples.pieces(name)
 
     def lengths_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the tokens of each sample."""
+        """Return the number of tokens of each sample."""
         return np.asarray(self.lengths[sample_ids], np.int64)
 
     def checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the checksum (uint64) of each sample as it was written."""
+        """Return the checksum (uint64) of each sample's own arrays, computed when it was encoded."""
         return np.asarray(self.checksums[sample_ids])
 
     def precomputed_checksums_of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the checksum of the arrays that are delivered with each sample in addition to its own: of none."""
+        """Return zeros: these samples have no precomputed arrays."""
         return np.zeros(len(sample_ids), np.uint64)
 
     def problem(self) -> str | None:
-        """Return the damage that the verification has found so far."""
+        """Return the damage found by the verification so far."""
         problem = self.verification.problem
         return None if problem is None else str(DamagedSet(self.folder, problem))
 
     def refuse(self, damaged: np.ndarray) -> tuple[str, ...]:
-        """Return messages on samples that were delivered damaged, or else on the `problem`.
+        """Return messages about samples that the loader delivered damaged, or else about the `problem`.
 
-        What is damaged on disk, too, is set aside by then.
+        A set that is also damaged on disk has been quarantined when this returns.
         """
-        what = self.problem() or ""
+        damage = self.problem() or ""
         if len(damaged):
-            locations = [self.place(index) for index in damaged[:MAX_NAMED].tolist()]
+            locations = [self.location(index) for index in damaged[:MAX_NAMED].tolist()]
             more = f" and {len(damaged) - MAX_NAMED:,} more" if len(damaged) > MAX_NAMED else ""
-            what = f"{'; '.join(locations)}{more}: not what was prepared in {self.folder}"
-        return format_damage(what, self._stores(damaged))
+            damage = f"{'; '.join(locations)}{more}: differs from the prepared sample in {self.folder}"
+        return format_damage(damage, self._stores(damaged))
 
     def is_still_damaged(self) -> bool:
-        """Return whether the files that are there now have the damage that the verification of these has found."""
+        """Return whether the current files have the damage that the verification found."""
         try:
-            now = TokenCache(self.folder)
-            now.verification.verify_block(self.verification.damaged_block)
+            current = TokenCache(self.folder)
+            current.verification.verify_block(self.verification.damaged_block)
         except (DamagedSet, Damaged):
             return True
         return False
 
     def reopen(self, other: "TokenCache") -> None:
-        """Read from another copy's files from now on; raises DataError where that one holds other samples."""
+        """Read from the files of another copy from now on; raises DataError if its samples differ."""
         if other.files != self.files:
             raise DataError(f"the prepared set {self.folder} was rebuilt with other content. Start the run again.")
         self.__dict__.update(vars(other))
 
-    def place(self, index: int) -> str:
-        """Return the location of the sample's row, in the file as it is named now."""
+    def location(self, index: int) -> str:
+        """Return the location of the sample's row for messages, with the current name of its file."""
         run = bisect_right(self._origins, index, key=lambda origin: origin[0]) - 1
         origin = self._origins[run][1]
-        return row_location(self._now.get(origin, origin), int(self._row_numbers[index]))
+        return row_location(self._current_names.get(origin, origin), int(self._row_numbers[index]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.folder, self.shards)  # another process maps the files again: their content is not sent
+        return _reopen, (self.folder, self.shards)  # another process maps the files again: their content is not sent
 
     def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
-        """Return the folders that samples come from, with what tells whether they are damaged in these samples."""
+        """Return the folders of the samples, each with a function that checks whether these samples are damaged."""
         if not len(damaged):
             return [(self.folder, self.is_still_damaged)]
         return [(self.folder, partial(_has_damaged, self.folder, damaged))]
 
     def _open(self, manifest: TokenCacheManifest, *, is_verified: bool) -> None:
         self.fingerprint = manifest.fingerprint
-        self._now = dict(zip(manifest.shards, self.shards, strict=False))  # from the name then to the name now
-        self.counts = self._counts(manifest.counts)
+        self._current_names = dict(zip(manifest.shards, self.shards, strict=False))  # by the names when it was built
+        counts = Counts(**manifest.counts)
+        self.counts = replace(
+            counts,
+            longest_place=self._with_current_name(counts.longest_place),
+            first_without_target=self._with_current_name(counts.first_without_target),
+        )
         self.files = manifest.files
         self._samples = StoredSamples(self.folder, manifest.files, manifest.names, is_verified=is_verified)
         self.verification = self._samples.verification
@@ -171,30 +176,22 @@ class TokenCache(Dataset[Features]):
         self._row_numbers = self._samples.columns["row_numbers"]
         self._origins = manifest.origins
 
-    def _counts(self, values: dict[str, Any]) -> Counts:
-        counts = Counts(**values)
-        return replace(
-            counts,
-            longest_place=self._place_now(counts.longest_place),
-            first_without_target=self._place_now(counts.first_without_target),
-        )
-
-    def _place_now(self, written: str) -> str:
-        origin, comma, row = written.rpartition(",")
-        return f"{self._now.get(origin, origin)}{comma}{row}"
+    def _with_current_name(self, location: str) -> str:
+        origin, comma, row = location.rpartition(",")
+        return f"{self._current_names.get(origin, origin)}{comma}{row}"
 
 
 def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
-    """Return whether one of these samples is damaged in the files that stand there now."""
+    """Return whether one of these samples is damaged in the current files."""
     try:
-        now = TokenCache(folder)
+        current = TokenCache(folder)
     except DamagedSet:
         return True
-    marks = [sample_checksum(now[index].arrays) for index in sample_ids.tolist()]
-    return bool((np.array(marks, np.uint64) != now.checksums_of(sample_ids)).any())
+    checksums = [sample_checksum(current[index].arrays) for index in sample_ids.tolist()]
+    return bool((np.array(checksums, np.uint64) != current.checksums_of(sample_ids)).any())
 
 
-def _opened(folder: Path, shards: Sequence[str]) -> TokenCache:
+def _reopen(folder: Path, shards: Sequence[str]) -> TokenCache:
     return TokenCache(folder, shards=shards, is_verified=True)
 
 
@@ -207,7 +204,7 @@ def _read_manifest(folder: Path) -> TokenCacheManifest:
 
 
 def dataset_view(prepared: TokenCache, section: DataSection, *, seed: int, key: str) -> DatasetView:
-    """Return the set's samples in an order drawn from the seed; `key` is the source's place in the job YAML."""
+    """Return the set's samples in an order derived from the seed; `key` is the source's key in the job YAML."""
     batching, max_length = section.batching, section.longest
     order = set_order(prepared.lengths, seed=seed, shuffle=section.shuffle, batching=batching, max_length=max_length)
     epoch_tokens = int(prepared.lengths.sum())
@@ -220,9 +217,9 @@ def dataset_view(prepared: TokenCache, section: DataSection, *, seed: int, key: 
 
 
 def _content(prepared: TokenCache) -> str:
-    """Return the fingerprint of the samples: another one where names of control tokens in rows were made plain text.
+    """Return the fingerprint of the samples, which differs if names of control tokens were encoded as plain text.
 
-    Sets from before that was done have none of these rows, or other samples; a checkpoint is refused for those alone.
+    Older versions encoded such rows differently, so their checkpoints are refused, but only for sets with such rows.
     """
     if prepared.counts.control_rows == 0:
         return prepared.fingerprint
@@ -232,9 +229,9 @@ def _content(prepared: TokenCache) -> str:
 def grouped_by_length(
     view: DatasetView, batching: BatchingSection, *, seed: int, global_batch_size: int
 ) -> DatasetView:
-    """Return the view with its samples sorted by length within as many steps as the section says, if any.
+    """Return the view with its samples sorted by length within windows of `batching.length_window_steps` steps.
 
-    `auto` has been resolved before; here it sorts nothing.
+    The view is returned unchanged for 0 and for `auto`, which the caller has resolved.
     """
     steps = batching.length_window_steps
     if steps == "auto" or steps == 0:
@@ -249,7 +246,7 @@ def grouped_by_length(
 def _describe_order(
     order: Order, num_positions: int, *, key: str, unit: str, budget: int, epoch_tokens: int
 ) -> tuple[str, ...]:
-    """Return how many groups an epoch has and how full they are."""
+    """Return the number of groups of an epoch and how full they are."""
     num_groups = order.num_positions or 0
     share = epoch_tokens / (num_groups * budget) if num_groups else 0.0
     return (f"{key}: {epoch_tokens:,} tokens in {num_groups:,} {unit} of at most {budget:,}: {share:.1%} full",)

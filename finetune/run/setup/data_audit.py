@@ -80,7 +80,7 @@ def _notices(audit: Audit) -> Iterator[str]:
         share, plain = audit.padding.share, audit.padding.plain_share
         yield f"padding: {share:.1%} of the computed positions (plain batches: {plain:.1%})"
     if audit.total.duplicates:
-        yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples equal an earlier one"
+        yield f"{audit.total.duplicates:,} of {audit.total.counts.samples:,} training samples are duplicates"
     for source in audit.sources:
         if source.in_validation:
             yield (

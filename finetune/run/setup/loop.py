@@ -72,7 +72,7 @@ def make_parts(
         groups=partial(_step_groups, config, built, startup=startup, report=reporter),
         plan=plan,
         deliveries=SampleVerifier(training_data.training, plan.global_batch_size),
-        place=training_data.training.samples.place,
+        row_location=training_data.training.samples.location,
         seed=config.run.seed,
         update=make_update(config, prepared),
         nonfinite=config.train.nonfinite,

@@ -114,7 +114,7 @@ class _Tries:
                 self._context.config,
                 strategy=self._context.strategy.name,
                 longest=longest,
-                rows=[view.samples.place(sample) for sample in longest.batch.sample_ids],
+                rows=[view.samples.location(sample) for sample in longest.batch.sample_ids],
                 smaller=[other for other in _sizes(self._context) if other < size],
                 free=self._free,
             )

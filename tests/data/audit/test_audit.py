@@ -109,14 +109,14 @@ def test_a_limit_that_is_crossed_is_named_with_by_how_much():
     limits = AuditSection(max_duplicate_samples=0.25, max_unknown_tokens=0.5)
     audit = audit_sources({"data.train": counted("aab")}, limits=limits)
     assert [str(each) for each in audit.exceeded] == [
-        "data.train: 1 of 3 samples equal an earlier one (33.33%): data.audit.max_duplicate_samples allows 25.00%."
+        "data.train: 1 of 3 samples are duplicates (33.33%): data.audit.max_duplicate_samples allows 25.00%."
     ]
     assert audit_sources({"data.train": counted("aabcd")}, limits=limits).exceeded == ()
 
 
 def test_samples_that_stand_in_two_sources_stop_a_run_too():
     sources = {"data.train.mix.0": counted("ab"), "data.train.mix.1": counted("bc")}
-    with pytest.raises(DataError, match=r"data\.train\.mix\.1: 1 of 2 samples equal an earlier one"):
+    with pytest.raises(DataError, match=r"data\.train\.mix\.1: 1 of 2 samples are duplicates"):
         refuse_exceeded(sources, AuditSection(max_duplicate_samples=0.0))
     refuse_exceeded(sources, AuditSection())
 

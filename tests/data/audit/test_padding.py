@@ -22,7 +22,7 @@ class Samples:
     def __getitem__(self, sample_id):
         return Features({"input_ids": np.zeros(self.lengths[sample_id], np.uint32)}, sample_id)
 
-    def place(self, sample_id):
+    def location(self, sample_id):
         return f"row {sample_id + 1}"
 
     def lengths_of(self, sample_ids):

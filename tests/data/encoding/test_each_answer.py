@@ -126,7 +126,7 @@ def test_rows_and_their_answers_are_counted(tokenizer):
     assert counts.repeated_tokens == short == chunk.lengths["input_ids"][0]
     assert chunk.lengths["input_ids"].tolist() == [short, long, short]
     assert chunk.row_numbers.tolist() == [1, 1, 2]
-    line = f"each answer is a sample: 3 answers; {short} tokens repeat what another sample of the same row holds"
+    line = f"each answer is a sample: 3 answers; {short} tokens are repeated from other samples of the same row"
     assert line in counts.lines()
 
 

@@ -106,7 +106,7 @@ class Rows:
     def __getitem__(self, index):
         return Features({"input_ids": np.full(index + 1, index, np.uint32)}, index)
 
-    def place(self, index):
+    def location(self, index):
         return f"{self.name}, row {index + 1}"
 
     def lengths_of(self, ids):
@@ -158,7 +158,7 @@ def test_weights_are_exact_in_windows_as_small_as_they_allow(weights, window, co
 
 
 def test_a_weight_too_small_to_appear_is_refused_by_name():
-    with pytest.raises(DataError, match=r"data.train.mix.1.weight: 1e-05 is less than one in 10,000"):
+    with pytest.raises(DataError, match=r"data.train.mix.1.weight: 1e-05 is less than 1/10000 of the mix"):
         mix_of([5, 5], [{"weight": 1.0}, {"weight": 0.00001}])
 
 
@@ -181,7 +181,7 @@ def test_a_sample_is_found_by_its_id_and_keeps_it():
     sample_id = source_offset(1) + 3
     assert pool.samples[sample_id].sample_id == sample_id
     assert pool.samples[sample_id].arrays["input_ids"].tolist() == [3, 3, 3, 3]
-    assert pool.samples.place(sample_id) == "1.jsonl, row 4"
+    assert pool.samples.location(sample_id) == "1.jsonl, row 4"
     assert pool.samples.lengths_of(np.array([2, sample_id, 0])).tolist() == [3, 4, 1]
 
 

@@ -94,5 +94,5 @@ def test_a_stream_without_a_row_is_an_error():
 
 def test_a_stream_cursor_has_a_readable_description():
     plan = plan_of("abc", "de", window_rows=2, shuffle=False)
-    assert plan.place(Cursor(0, 1, 1)) == "de after 1 of its rows"
-    assert plan.place(Cursor(4, 2, 0)) == "the end of pass 5"
+    assert plan.describe(Cursor(0, 1, 1)) == "de after 1 of its rows"
+    assert plan.describe(Cursor(4, 2, 0)) == "the end of pass 5"

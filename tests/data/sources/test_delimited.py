@@ -42,7 +42,7 @@ def test_without_a_header_the_first_row_is_counted_skipped_and_split_like_any_ot
     source = open_source(section(tmp_path, content, **keys), key="data.train", log=lambda _: None)
     assert source.num_rows() == 10
     assert [raw.number for raw in source.rows()] == list(range(1, 11))
-    assert next(source.shards()[0].rows(7)).place.endswith("rows.csv, row 8")
+    assert next(source.shards()[0].rows(7)).location.endswith("rows.csv, row 8")
 
 
 @pytest.mark.parametrize("delimiter", [";", "|", "\t", ":"])

@@ -47,7 +47,7 @@ def test_the_sub_folders_are_the_labels(photos):
     assert labels(train) == ["cat", "cat", "cat", "dog", "dog"]
     assert train.num_rows() == 5
     first = next(iter(train.rows()))
-    assert first.place == f"{photos}, row 1"
+    assert first.location == f"{photos}, row 1"
     assert train.format.read(first)["image"].read() == png(1)
     assert "read as `image_label`" in said[0]
 

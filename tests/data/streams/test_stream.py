@@ -155,7 +155,7 @@ def job_of(pool):
 
 
 def maker_of(pool):
-    return pool.samples.windows._own()._started[-1]
+    return pool.samples.windows._own_reader()._producers[-1]
 
 
 def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
@@ -171,16 +171,16 @@ def test_every_pass_has_every_row_and_the_disk_holds_a_few_windows(streams):
     assert all(sorted(each) == rows for each in passes)
     assert len({tuple(each) for each in passes}) == 4
     assert most <= NUM_KEPT_WINDOWS + 1 + 1  # behind, in use, ahead
-    assert len(pool.samples.windows._own()._started) == 2
+    assert len(pool.samples.windows._own_reader()._producers) == 2
     said = "\n".join(streams.said)
-    assert "in windows of 3 rows, shuffled within a window only; prefetched windows: 1" in said
+    assert "in windows of 3 rows, shuffled within each window; prefetched windows: 1" in said
     assert "data.train: window 4: 1 rows -> 1 samples" in said  # the last of a pass
     assert "data.train: 8 windows so far: 22 rows -> 22 samples" in said
 
     pool.samples.windows.close()
     again = streams.open()  # prepares a window of the past once more
     assert re.search(
-        r"data\.train: 2[01] windows were prepared before; those that are needed are prepared again", streams.said[-1]
+        r"data\.train: 2[01] windows were prepared earlier; those that are needed are prepared again", streams.said[-1]
     )
     assert texts_of(again, 26, 30) == texts[26:30]
     assert again.fingerprint == pool.fingerprint
@@ -193,7 +193,7 @@ def test_a_bucket_is_streamed(streams, bucket):
         storage.pipe(f"bucket/stream/part-{number}.jsonl", (streams.folder / f"part-{number}.jsonl").read_bytes())
     pool = streams.open(path=f"{bucket}/stream/*.jsonl")
     assert sorted(texts_of(pool, 0, 11)) == sorted([f"a>{n}" for n in range(4)] + [f"b>{n}" for n in range(7)])
-    assert "s3://bucket/stream/part-" in pool.samples.place(int(pool.order.samples(0, 1)[0]))
+    assert "s3://bucket/stream/part-" in pool.samples.location(int(pool.order.samples(0, 1)[0]))
 
 
 def test_a_row_that_cannot_be_encoded_is_reported_when_its_window_is_reached(streams):
@@ -227,9 +227,9 @@ def test_lengths_outlive_the_tokens(streams, no_process):
     job_of(pool).folder.delete_window(0)
     ids = np.array([window_offset(0) + 2, window_offset(1), window_offset(0)])
     assert pool.samples.lengths_of(ids).tolist() == [5, 3, 2]
-    assert pool.samples.windows.at_hand(0) is None
-    first, second = pool.samples.place(window_offset(0) + 2), pool.samples.place(window_offset(1))
-    assert first == f"sample 2 of window 0 (from {streams.folder}/part-0.jsonl after 0 of its rows on)"
+    assert pool.samples.windows.if_prepared(0) is None
+    first, second = pool.samples.location(window_offset(0) + 2), pool.samples.location(window_offset(1))
+    assert first == f"sample 2 of window 0 (starting at {streams.folder}/part-0.jsonl after 0 of its rows)"
     assert second == f"{streams.folder}/part-1.jsonl, row 1"
 
 
@@ -276,7 +276,7 @@ def test_files_that_change_under_a_stream_are_noticed(streams, no_process):
     pool = prepared(streams.open(shuffle=False), 0, 1)
     job_of(pool).folder.delete_window(1)
     streams.write(["a>0", "a>1", "a>2", "other>3"])
-    with pytest.raises(DataError, match="has other rows than when it was prepared before"):
+    with pytest.raises(DataError, match="has different rows than when it was first prepared"):
         make_window(job_of(pool), 1)
 
 
@@ -287,8 +287,8 @@ def test_a_full_disk_is_reported_and_the_partial_window_is_removed(streams, no_p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(stream_maker, "build_set", full)
-    error = stream_maker._made(job_of(pool), 0)
-    assert "data.cache_folder: window 0 of data.train cannot be written" in error
+    error = stream_maker._prepare_window(job_of(pool), 0)
+    assert "data.cache_folder: writing window 0 of data.train to" in error
     assert "No space left on device" in error
     assert list((job_of(pool).folder.path / "windows").iterdir()) == []
 
@@ -304,7 +304,7 @@ def test_storage_that_does_not_answer_is_asked_again(streams, no_process, monkey
 
     job = job_of(streams.open())
     monkeypatch.setattr("finetune.data.sources.slices.SliceShard.rows", away)
-    assert stream_maker._made(job, 0) == "part-0.jsonl: cannot be read"
+    assert stream_maker._prepare_window(job, 0) == "part-0.jsonl: cannot be read"
     assert waited == pauses
 
 
@@ -319,7 +319,7 @@ def test_the_stream_process_exits_when_there_are_no_readers(streams, no_process)
 def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
     monkeypatch.setattr("finetune.data.streams.windows._COMMAND", "raise SystemExit(3)")
     pool = streams.open()
-    with pytest.raises(DataError, match=r"data\.train: the process that prepares windows has ended 3 times.*code 3"):
+    with pytest.raises(DataError, match=r"data\.train: the process that prepares windows exited 3 times.*code 3"):
         pool.order.samples(0, 1)
 
 
@@ -339,7 +339,7 @@ def test_a_window_that_is_damaged_is_set_aside_and_prepared_again(streams):
     assert any("window 0: the prepared set" in line and "is damaged" in line for line in streams.said)
     assert [path.name[:6] for path in folder.damaged()] == ["000000"]
     streams.open(shuffle=False)
-    assert "data.train: 1 of its windows or records were damaged" in "\n".join(streams.said)
+    assert "data.train: 1 damaged windows or records were prepared again" in "\n".join(streams.said)
 
 
 @pytest.mark.full
@@ -353,7 +353,7 @@ def test_a_record_that_is_damaged_is_made_again_with_its_window(streams):
     again = streams.open(shuffle=False)
     assert texts_of(again, 0, 7) == texts
     assert again.samples.checksums_of(ids).tolist() == marks.tolist()
-    assert any("Its window is prepared again" in line for line in streams.said)
+    assert any("Its window will be prepared again" in line for line in streams.said)
     assert folder.has_record(1)
 
 
@@ -366,8 +366,8 @@ def test_damage_to_a_window_during_reading_is_found_in_the_delivered_samples(str
     flip(folder.window(0) / "chunk-000000.bin", offset=24)  # the first token of the third sample
     assert sample_checksum(pool.samples[int(ids[2])].arrays) != int(pool.samples.checksums_of(ids)[2])
     what, then = pool.samples.refuse(ids[2:])
-    assert re.search(r"sample 2 of window 0 \(from .*part-0\.jsonl .*: not what was prepared", what)
-    assert "windows 0 are set aside. The same command prepares them again" in then
+    assert re.search(r"sample 2 of window 0 \(starting at .*part-0\.jsonl .*: differs from the prepared sample", what)
+    assert "Quarantined windows: 0. Run the same command again: it prepares them again" in then
     assert 0 not in folder.windows()
 
 
@@ -375,5 +375,5 @@ def test_rows_that_keep_their_lengths_and_change_are_noticed(streams, no_process
     pool = prepared(streams.open(shuffle=False), 0)
     job_of(pool).folder.delete_window(0)
     streams.write(["a>0", "a>7", "a>2", "a>3"])
-    with pytest.raises(DataError, match="has other rows than when it was prepared before"):
+    with pytest.raises(DataError, match="has different rows than when it was first prepared"):
         make_window(job_of(pool), 0)

@@ -156,10 +156,10 @@ def flip_first_byte(path):
 
 
 DAMAGE = {  # and the reason that is given
-    "cut off": (lambda path: os.truncate(path, path.stat().st_size - 5), "cannot be read: its end is damaged"),
-    "empty": (lambda path: os.truncate(path, 0), "cannot be read: its end is damaged"),
+    "cut off": (lambda path: os.truncate(path, path.stat().st_size - 5), "cannot be read: its footer is damaged"),
+    "empty": (lambda path: os.truncate(path, 0), "cannot be read: its footer is damaged"),
     "missing": (Path.unlink, "is missing"),
-    "a flipped bit": (flip_first_byte, "has changed between its bytes 0 and"),
+    "a flipped bit": (flip_first_byte, "has changed between bytes 0 and"),
 }
 
 
@@ -204,7 +204,7 @@ def test_files_of_another_identity_are_not_resumed_from(build_here, tmp_path, mo
 def test_a_source_with_fewer_rows_than_were_tokenized_is_refused(build_here, tmp_path, monkeypatch):
     cut_off_after(30, tmp_path / "set", build_here, monkeypatch)
     monkeypatch.setattr(build_here.source, "rows", lambda: iter(()))
-    with pytest.raises(DataError, match="fewer rows than the 30 that were already tokenized"):
+    with pytest.raises(DataError, match="fewer than the 30 rows that were already tokenized"):
         build_here(tmp_path / "set")
 
 
@@ -213,8 +213,8 @@ def test_a_sample_knows_where_its_row_stands(build_here, tmp_path):
     build_here(folder)
     prepared = TokenCache(folder)
     file = build_here.source.section.path
-    assert prepared.place(0) == f"{file}, row 1"
-    assert prepared.place(len(prepared) - 1) == f"{file}, row {NUM_ROWS}"
+    assert prepared.location(0) == f"{file}, row 1"
+    assert prepared.location(len(prepared) - 1) == f"{file}, row {NUM_ROWS}"
     assert len(prepared) < NUM_ROWS  # some rows have lost all of their targets
 
 

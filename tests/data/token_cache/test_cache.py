@@ -1,4 +1,4 @@
-"""A set that is damaged on the disk is never used: it is set aside, made again and told of."""
+"""A set that is damaged on disk is never used: it is quarantined, rebuilt and reported."""
 
 import json
 import multiprocessing
@@ -163,15 +163,15 @@ def test_a_damaged_cache_that_cannot_be_set_aside_is_one_message(prepare, monkey
 
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(
-        DataError, match=r"is damaged and cannot be set aside: Permission denied\. Set data\.cache_folder"
+        DataError, match=r"is damaged and cannot be renamed: Permission denied\. Set data\.cache_folder"
     ):
         prepare()
 
 
 def test_a_disk_that_damages_every_rebuilt_cache_is_reported(prepare, monkeypatch):
     prepare()
-    monkeypatch.setattr(cache, "_opened", lambda folder, made_of: (_ for _ in ()).throw(DamagedSet(folder, "rot")))
-    with pytest.raises(DataError, match="and so were the sets built in its place"):
+    monkeypatch.setattr(cache, "_open", lambda folder, identity: (_ for _ in ()).throw(DamagedSet(folder, "rot")))
+    with pytest.raises(DataError, match="and the rebuilt sets were damaged, too"):
         prepare()
 
 
@@ -202,7 +202,7 @@ def test_a_sample_that_is_read_alone_is_compared_with_its_mark(prepare):
     prepared = prepare()
     assert bytes(prepared.intact(3).arrays["input_ids"].astype(np.uint8)).decode() == TEXTS[3]
     flip(prepared.folder / CHUNK, every=4, start=0)  # the pages are shared: it is damaged in the map, too
-    with pytest.raises(DamagedSet, match=r"rows\.jsonl, row 4 is not what was prepared"):
+    with pytest.raises(DamagedSet, match=r"rows\.jsonl, row 4 differs from the prepared sample"):
         prepared.intact(3)
 
 
@@ -235,7 +235,7 @@ def test_damage_before_an_interrupted_build_resumes_does_not_get_into_the_set(
     made = prepare()
     assert texts_of(made) == TEXTS
     assert prepare.encoded == len(TEXTS) - 10 * number
-    assert [f"it is rebuilt from {start}" in line for line in prepare.warnings] == [True]
+    assert [f"rebuilding from {start}" in line for line in prepare.warnings] == [True]
     made.verify()
 
 
@@ -255,9 +255,7 @@ def test_a_set_in_an_older_format_is_prepared_again_with_a_message(prepare):
     folder.rename(older)
     assert texts_of(prepare()) == TEXTS
     assert prepare.encoded == len(TEXTS)
-    message = (
-        f"data.train: {older} was prepared by an older version of finetune, in another format. It is prepared again"
-    )
+    message = f"data.train: {older} was prepared in an older format of finetune. It is prepared again"
     assert [line.startswith(message) for line in prepare.said if str(older) in line] == [True]
     prepare()
     assert not any(str(older) in line for line in prepare.said)
@@ -366,7 +364,7 @@ def test_long_rows_are_refused_with_the_numbers(prepare_cache, tmp_path):
         "data.train: 2 of 4 rows are longer than data.max_length: 5 (the longest has 8 tokens: "
         f"{tmp_path}/rows.jsonl, row 2). Set data.over_length: truncate or drop, or data.max_length: 8."
     )
-    assert second.startswith("data.train: 1 of 4 rows have no target to learn from")
+    assert second.startswith("data.train: 1 of 4 rows have no target")
     assert "rows.jsonl, row 4" in second
     assert list((tmp_path / "cache" / "prepared").glob("[!.]*")) == []
 
@@ -397,7 +395,7 @@ def test_a_row_that_encodes_to_nothing_has_no_target(prepare_cache):
 
 
 def test_a_source_without_any_remaining_sample_is_an_error(prepare_cache):
-    with pytest.raises(DataError, match=r"no sample is left: .*dropped without a target: 2 rows"):
+    with pytest.raises(DataError, match=r"no samples are left: .*dropped without a target: 2 rows"):
         prepare_cache(["a", ""], no_target="drop")
 
 
@@ -418,7 +416,7 @@ def test_the_validation_source_is_named_as_such(write_rows, make_section):
 def only_workers(monkeypatch):
     """Have nothing encoded in the main process, neither first nor while workers start."""
     monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
-    monkeypatch.setattr(EncoderPool, "_is_ready", lambda encoders: True)
+    monkeypatch.setattr(EncoderPool, "_is_worker_ready", lambda encoders: True)
 
 
 def test_several_processes_write_the_same_bytes(write_rows, make_section, tmp_path, monkeypatch, only_workers):
@@ -456,7 +454,7 @@ def test_a_chunk_in_which_nothing_is_kept_does_no_harm(prepare_cache, monkeypatc
 
 def test_a_folder_that_cannot_be_written_is_named(prepare_cache, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache_folder: .*cannot be written"):
+    with pytest.raises(DataError, match=r"data\.cache_folder: writing to .* failed"):
         prepare_cache(["a>b"], cache_folder=str(tmp_path / "file"))
 
 
@@ -465,7 +463,7 @@ def test_a_full_disk_is_one_message_and_the_next_start_resumes(prepare_cache, mo
     monkeypatch.setattr(build, "CHUNKS_PER_FILE", 2)
     monkeypatch.setenv(VARIABLE, "prepare.write step=4 do=no_space")
     texts = ["a>b", "c>d", "e>f", "g>h"]
-    with pytest.raises(DataError, match=r"cannot be written: .*No space left.* the next start resumes from it"):
+    with pytest.raises(DataError, match=r"failed: .*No space left.* Run the same command to resume"):
         prepare_cache(texts)
     monkeypatch.delenv(VARIABLE)
     assert texts_of_cache(prepare_cache(texts)) == texts
@@ -496,10 +494,10 @@ def test_other_code_makes_a_new_set_and_leaves_the_old_one_in_peace(prepare_cach
 
 
 def test_places_name_the_file_as_it_is_now(prepare_cache, tmp_path):
-    assert prepare_cache(["a>b", "c>dd"]).place(1) == f"{tmp_path}/rows.jsonl, row 2"
+    assert prepare_cache(["a>b", "c>dd"]).location(1) == f"{tmp_path}/rows.jsonl, row 2"
     moved = prepare_cache(["a>b", "c>dd"], source={"name": "moved.jsonl"})
     assert prepare_cache.encoded == 0
-    assert moved.place(1) == f"{tmp_path}/moved.jsonl, row 2"
+    assert moved.location(1) == f"{tmp_path}/moved.jsonl, row 2"
     assert f"data.train: longest row: 4 tokens ({tmp_path}/moved.jsonl, row 2)" in prepare_cache.said
 
 
@@ -609,5 +607,5 @@ def test_rows_left_out_for_being_evaluated_on_are_counted_in_the_set(write_rows,
         source = open_sources(section, seed=1, log=said.append).train[0]
         prepared = prepare_set(source, Encoding(encode_bytes, section, identity=IDENTITY), log=said.append)
         assert (prepared.counts.rows, prepared.counts.excluded_rows) == (1, 2)
-        assert "data.train: excluded because data.validation has them, too: 2 rows" in said
+        assert "data.train: excluded because they are also in data.validation: 2 rows" in said
         assert any("already prepared" in line for line in said) is not is_new

@@ -32,7 +32,7 @@ def assume_device(rows, encode, *, num_workers):
 def only_workers(monkeypatch):
     """Have nothing encoded in the main process, neither first nor while workers start."""
     monkeypatch.setattr(encoder_pool, "CHUNKS_BEFORE_WORKERS", 0)
-    monkeypatch.setattr(EncoderPool, "_is_ready", lambda encoders: True)
+    monkeypatch.setattr(EncoderPool, "_is_worker_ready", lambda encoders: True)
 
 
 def test_a_chunk_is_full_by_rows_or_by_bytes(monkeypatch):
@@ -68,7 +68,7 @@ def test_workers_are_kept_from_call_to_call(only_workers):
 
 
 def test_an_abruptly_ended_worker_is_reported_with_the_setting_to_lower(only_workers):
-    with pytest.raises(WorkersLost, match=r"ended abruptly.* Lower data\.prepare_workers"):
+    with pytest.raises(WorkersLost, match=r"exited unexpectedly.* Lower data\.prepare_workers"):
         assume_device(rows(5), encode_in_the_main_process_only, num_workers=1)
 
 

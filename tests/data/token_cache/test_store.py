@@ -54,17 +54,17 @@ def test_places_are_those_of_the_files_as_they_are_named_now(write):
     origins = ((0, "a.jsonl"), (2, "b, row 3.jsonl"))
     folder = write([chunk_of(4, length=3, origins=origins)], shards=("a.jsonl", "b, row 3.jsonl"))
     as_made, moved = TokenCache(folder), TokenCache(folder, shards=("new/a.jsonl", "new/b.jsonl"))
-    assert [as_made.place(i) for i in (1, 2)] == ["a.jsonl, row 2", "b, row 3.jsonl, row 3"]
-    assert [moved.place(i) for i in (1, 2)] == ["new/a.jsonl, row 2", "new/b.jsonl, row 3"]
+    assert [as_made.location(i) for i in (1, 2)] == ["a.jsonl, row 2", "b, row 3.jsonl, row 3"]
+    assert [moved.location(i) for i in (1, 2)] == ["new/a.jsonl, row 2", "new/b.jsonl, row 3"]
     assert moved.counts.longest_place == "new/a.jsonl, row 1"
-    assert pickle.loads(pickle.dumps(moved)).place(3) == "new/b.jsonl, row 4"
+    assert pickle.loads(pickle.dumps(moved)).location(3) == "new/b.jsonl, row 4"
 
 
 def test_a_source_file_that_spans_chunks_is_recorded_once(write):
     folder = write([chunk_of(4, length=3, origins=((0, "a.jsonl"),))] * 3)
     prepared = TokenCache(folder)
     assert (folder / "counts.json").read_text().count('"a.jsonl"') == 1
-    assert prepared.place(11) == "a.jsonl, row 4"
+    assert prepared.location(11) == "a.jsonl, row 4"
 
 
 def test_opening_takes_no_memory_that_grows_with_the_set(write):

@@ -58,9 +58,9 @@ def test_damage_before_a_start_is_made_again_and_the_losses_are_those_of_the_und
     flip(job)
     got, said = run("damaged")
     assert got == wanted
-    assert said.count("is set aside as .damaged-") == 2, "training and validation rows"
+    assert said.count("is renamed to .damaged-") == 2, "training and validation rows"
     events = (job.parent / "runs" / "damaged" / "events.jsonl").read_text()
-    assert "is set aside as .damaged-" in events
+    assert "is renamed to .damaged-" in events
 
     flip(job)
     run("stopped", "train.stop_after_steps=2")
@@ -78,7 +78,7 @@ def test_damage_in_a_large_cache_is_found_in_the_background_and_repaired_before_
     got, said = run("damaged")
     assert got == wanted
     assert asides(job) == 2
-    assert said.count("is set aside as .damaged-") == 2
+    assert said.count("is renamed to .damaged-") == 2
 
 
 def test_damage_during_training_stops_the_run_before_the_step_and_the_same_command_resumes(run, job, monkeypatch):
@@ -109,7 +109,7 @@ def test_validation_rows_that_are_damaged_are_not_measured(run, job, monkeypatch
             flip(job)
 
     monkeypatch.setattr(loop, "advance", and_damage)
-    with pytest.raises(Exception, match=r"held_out\.jsonl, row \d.*not what was prepared"):
+    with pytest.raises(Exception, match=r"held_out\.jsonl, row \d.*differs from the prepared sample"):
         run("measured")
 
 
