@@ -8,11 +8,12 @@ from finetune.config.sections.report import ReportSection
 from finetune.errors import UserError
 from finetune.registry.observers import REPORTERS
 from finetune.report.console import ConsoleReporter, choose_screen
+from finetune.report.events import Event
 from finetune.report.history import EVENTS_FILE, RunHistory
 from finetune.report.jsonl import JsonlReporter
 from finetune.report.page.reporter import PageReporter
 from finetune.report.prometheus import PrometheusReporter, require_client
-from finetune.report.reporter import FanOut, NullReporter, Reporter
+from finetune.report.reporter import FanOut, FunctionReporter, NullReporter, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers
 from finetune.runtime import distributed
 
@@ -25,11 +26,12 @@ def build_reporter(
     is_main: bool,
     notes: Sequence[str] = (),
     on_read: Callable[[RunHistory], None] = lambda history: None,
+    others: Sequence[Callable[[Event], object]] = (),
 ) -> Reporter:
     """Return the run's reporter on the main rank, nothing on others: events.jsonl, console, page, trackers, `/metrics`.
 
-    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter. Nothing is written
-    before the first event.
+    `notes` were printed already; they go to events.jsonl. `on_read` is for the page's reporter, `others` are those of
+    a caller. Nothing is written before the first event.
     Raises UserError or MissingPackage, on every rank alike, for a tracker that is unknown or not installed.
     """
     check_trackers(section.trackers)
@@ -48,7 +50,7 @@ def build_reporter(
     if section.prometheus is not None:
         address, name = section.prometheus_address, run_folder.name
         reporters.append(PrometheusReporter(section.prometheus, address=address, name=name, world=distributed.world()))
-    return FanOut(reporters)
+    return FanOut([*reporters, *map(FunctionReporter, others)])
 
 
 def _plugin_reporters(names: Sequence[str], run_folder: Path) -> Iterator[Reporter]:

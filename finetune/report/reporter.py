@@ -31,6 +31,24 @@ class NullReporter:
         """Do nothing."""
 
 
+class FunctionReporter:
+    """A function of a caller that is given every event; its `close` is called at the end where it has one."""
+
+    def __init__(self, function: Callable[[Event], object]) -> None:
+        self._function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, event: Event) -> None:
+        """Pass the event on."""
+        self._function(event)
+
+    def close(self) -> None:
+        """Pass the end on."""
+        close = getattr(self._function, "close", None)
+        if close is not None:
+            close()
+
+
 class FanOut:
     """Passes events to several reporters; one that fails is dropped with a warning, and the run continues.
 
@@ -69,7 +87,7 @@ class FanOut:
             reporter.close()
 
     def _warning(self, reporter: Reporter, error: Exception) -> Warned:
-        name = type(reporter).__name__
+        name = reporter.name if isinstance(reporter, FunctionReporter) else type(reporter).__name__
         return Warned(self._step, f"{name} failed and is switched off: {type(error).__name__}: {error}")
 
 

@@ -1,5 +1,6 @@
 """Supervision of a run from its start to its exit code: one writer, one status file, one first error, no orphans."""
 
+import multiprocessing
 import os
 import platform
 import re
@@ -24,7 +25,13 @@ from finetune.runtime.processes import stop_with_launcher
 from finetune.runtime.resources import disk_errors, raise_file_limit
 from finetune.runtime.supervision import hang, signals, status
 from finetune.runtime.supervision.attempt import require_newest_attempt
-from finetune.runtime.supervision.exit import ProcessExit, gather_peers, is_broken_collective, kill_children
+from finetune.runtime.supervision.exit import (
+    ProcessExit,
+    RaisedExit,
+    gather_peers,
+    is_broken_collective,
+    kill_children,
+)
 from finetune.runtime.supervision.on_end.outcome import EndHook
 from finetune.runtime.supervision.on_end.start import RunSentinel
 from finetune.runtime.supervision.signals import ReceivedSignals, record_signals
@@ -69,6 +76,7 @@ class Supervision:
 
     def begin_training(self) -> None:
         """Leave it to the loop from now on to stop; a failure is one of training."""
+        self.signals.interrupts_start = False
         self.watchdog.begin_training()
         self.sentinel.begin_training()
 
@@ -132,15 +140,21 @@ def _state_of(reason: str) -> str:
 
 
 @contextmanager
-def supervised_run(loaded: LoadedConfig, startup: StartupTimer, *, log: RunLog) -> Iterator[Supervision]:
+def supervised_run(
+    loaded: LoadedConfig, startup: StartupTimer, *, log: RunLog, outlives_run: bool = False
+) -> Iterator[Supervision]:
     """Supervise this process; rank 0 locks the run folder.
 
     One of several processes that meets an error exits here, with all others, and shows the first error of all; a
-    single process lets its error pass. Raises UserError where another run writes to the folder, or where the disk
-    of the folder or of the cache is full.
+    single process lets its error pass. Where the process `outlives_run`, each rank raises the first error of all.
+    Raises UserError where another run writes to the folder, or where the disk of the folder or of the cache is full.
     """
     config, rank, folder = loaded.config, distributed.rank(), Path(loaded.config.run.folder)
-    with record_signals() as received, lock_run_folder(folder, log=log) if rank == 0 else nullcontext():
+    others = multiprocessing.active_children()
+    with (
+        record_signals(is_callers_process=outlives_run) as received,
+        lock_run_folder(folder, log=log) if rank == 0 else nullcontext(),
+    ):
         stop_with_launcher()
         if (warning := raise_file_limit(distributed.world())) is not None:
             log(f"warning: {warning}")
@@ -149,7 +163,7 @@ def supervised_run(loaded: LoadedConfig, startup: StartupTimer, *, log: RunLog) 
             hang.keep_previous_reports(folder)
         file = open_status_file(folder, rank=rank)
         file.start()
-        leave = ProcessExit(file, rank=rank)
+        leave = RaisedExit(file, rank=rank, world=distributed.world()) if outlives_run else ProcessExit(file, rank=rank)
         watchdog = Watchdog(folder, status=file, ending=leave, note=received, rank=rank, world=distributed.world())
         sentinel = RunSentinel(_end_hook(loaded, launch=file.launch))
         folders = (folder, cache_folder(config.data))
@@ -162,11 +176,11 @@ def supervised_run(loaded: LoadedConfig, startup: StartupTimer, *, log: RunLog) 
         except BaseException as error:
             if stop := watchdog.stop_before_training():  # whatever a signal interrupted
                 leave.after(stop)
-            if distributed.world() > 1:
+            if distributed.world() > 1 or outlives_run:
                 leave.exit_after_error(error)
             raise
         finally:
-            kill_children()
+            kill_children(others=others)
 
 
 def _end_hook(loaded: LoadedConfig, *, launch: str) -> EndHook | None:

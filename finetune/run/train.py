@@ -4,9 +4,9 @@ Each phase takes what the one before it returned, so their order cannot change: 
 that the run starts from, `restore` loads a checkpoint into what `build` returned, `fit` trains what was restored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from accelerate import Accelerator
@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from finetune.checkpoint.read.checksum_prefetch import ChecksumPrefetch
 from finetune.config.load import LoadedConfig
 from finetune.config.plugins import activate_options
-from finetune.errors import DiskError
+from finetune.errors import DiskError, HubError
+from finetune.report.events import Event
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import CallbackReporter
 from finetune.report.timing import StartupTimer
@@ -29,12 +30,14 @@ from finetune.run.setup.microbatch_size import resolve_microbatch_size
 from finetune.run.setup.precompute import add_frozen_models
 from finetune.run.setup.prepared_model import BuiltRun, make_step_task, prepare_model
 from finetune.run.setup.strategy import require_exact_slices
+from finetune.run.state.result import RunResult, result_of_run
 from finetune.run.state.resume import find_finished, restore
 from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
 from finetune.run.supervision import Supervision, model_code_errors, supervised_run
 from finetune.run.validate import validate, validate_model
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
+from finetune.runtime.progress import Progress
 from finetune.task.model_inputs import unwrap_model
 
 
@@ -48,7 +51,7 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
     context = validate(loaded)
     uploader = make_uploader(context.loaded)
     with supervised_run(context.loaded, startup, log=context.log) as supervision, model_code_errors():
-        code = _train(context, supervision, uploader=uploader, checksums=checksums)
+        trained = _train(context, supervision, uploader=uploader, checksums=checksums)
 
     def upload_rest(code: int) -> int:
         """Upload what is left, when no other process waits for this one any more; return the exit code."""
@@ -57,12 +60,54 @@ def train_from_config(loaded: LoadedConfig, checksums: ChecksumPrefetch | None =
             push_final(context.loaded)
         return supervision.sentinel.exit(code)
 
-    return distributed.shut_down(code, afterwards=upload_rest)
+    return distributed.shut_down(trained.code, afterwards=upload_rest)
+
+
+def train_for_caller(
+    loaded: LoadedConfig,
+    checksums: ChecksumPrefetch | None = None,
+    *,
+    reporters: Sequence[Callable[[Event], object]] = (),
+) -> RunResult:
+    """Train as the config says, in a process that outlives the run, and return its result on all ranks. Collective.
+
+    Rank 0 passes all events to the `reporters`. Raises the first error of all ranks on every rank; HubError where the
+    run has ended well and its files were not uploaded. Call it within `isolated_run`.
+    """
+    startup = StartupTimer()
+    context = validate(loaded)
+    uploader = make_uploader(context.loaded)
+    with (
+        supervised_run(context.loaded, startup, log=context.log, outlives_run=True) as supervision,
+        model_code_errors(),
+    ):
+        trained = _train(context, supervision, uploader=uploader, checksums=checksums, reporters=reporters)
+        result = distributed.run_on_rank_0(
+            lambda: result_of_run(context.paths.folder, reason=trained.reason, progress=trained.progress)
+        )
+        distributed.wait_for_devices()
+    if (missing := uploader.upload_rest()) is not None:
+        raise HubError(missing)
+    if trained.code == 0:
+        push_final(context.loaded)
+    return result
+
+
+@dataclass(frozen=True)
+class _TrainedRun:
+    code: int
+    reason: str
+    progress: Progress
 
 
 def _train(
-    context: RunContext, supervision: Supervision, *, uploader: Uploader, checksums: ChecksumPrefetch | None
-) -> int:
+    context: RunContext,
+    supervision: Supervision,
+    *,
+    uploader: Uploader,
+    checksums: ChecksumPrefetch | None,
+    reporters: Sequence[Callable[[Event], object]] = (),
+) -> _TrainedRun:
     config, strategy, log = context.config, context.strategy, context.log
     checksums = fetch_run_folder(context.loaded, checksums, log=log)
     validate_model(context.loaded, strategy, log=log)
@@ -71,7 +116,8 @@ def _train(
     accelerator = make_accelerator(config, strategy, log=log)
     supervision.gather_peers()
     if finished := find_finished(config, strategy, data, log=log):
-        return supervision.end_finished(finished, num_steps=data.plan.num_steps)
+        code = supervision.end_finished(finished, num_steps=data.plan.num_steps)
+        return _TrainedRun(code, finished.reason, finished.progress)
     detect_hangs = partial(supervision.watchdog.detect_hangs, config.run.hang_after_seconds)
     built = build(context, data, accelerator=accelerator, startup=supervision.startup, on_model=detect_hangs)
     restored = restore(context, built, checksums)
@@ -79,7 +125,7 @@ def _train(
         context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
     restored = replace(restored, built=built)
     costs = InterruptionCosts(supervision.status.add, hours_stated=config.run.hours_between_interruptions)
-    watched = uploader.watch_reporter(open_run_folder(context.loaded, built, costs=costs, log=log))
+    watched = uploader.watch_reporter(open_run_folder(context.loaded, built, costs=costs, log=log, reporters=reporters))
     can_evaluate = config.evaluate is not None
     reporter = CallbackReporter(watched, config.train.callbacks, can_evaluate=can_evaluate)
     with closing(reporter), uploader, supervision.recording_first_error(DiskError):
@@ -87,7 +133,7 @@ def _train(
         code = finish(context, restored, fitted, reporter=reporter, supervision=supervision)
     for line in costs.lines:
         log(line)
-    return code
+    return _TrainedRun(code, fitted.reason, restored.progress)
 
 
 def build(

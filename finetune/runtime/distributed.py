@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.runtime.processes import exit_process
@@ -233,6 +234,40 @@ def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
     _groups.clear()
     dist.destroy_process_group()
     return exit_process(afterwards(code))
+
+
+def wait_for_devices() -> None:
+    """Wait until no rank needs a process group any more, be it for a kernel of its device. Collective."""
+    if is_distributed():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        barrier()
+
+
+@contextmanager
+def restored_groups() -> Iterator[None]:
+    """Close the process groups that were made within the context, torch's default one if it is among them.
+
+    Groups of a caller stay. Not collective: after an error, the ranks that wait in such a group fail at once.
+    """
+    had_default = is_distributed()
+    before = set(distributed_c10d._world.pg_map)
+    timeouts = {name: getattr(distributed_c10d, name) for name in _TIMEOUTS if hasattr(distributed_c10d, name)}
+    _groups.clear()
+    try:
+        yield
+    finally:
+        _groups.clear()
+        for name, timeout in timeouts.items():
+            setattr(distributed_c10d, name, timeout)
+        if is_distributed() and not had_default:
+            dist.destroy_process_group()
+        for group in [group for group in distributed_c10d._world.pg_map if group not in before]:
+            dist.destroy_process_group(group)
+
+
+_TIMEOUTS = ("default_pg_timeout", "default_pg_nccl_timeout")
+"""Of groups that are made without one: strategies change them."""
 
 
 def sum_counts(counts: Sequence[int]) -> list[int]:

@@ -15,7 +15,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import NoReturn
@@ -79,7 +80,7 @@ LAUNCHER_MODULES = (
 ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchelastic, through which `accelerate launch` and `torchrun` start several processes."""
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
 _LIBC = ctypes.CDLL(None, use_errno=True)  # opened here: a process that has just been forked should not
 
 
@@ -106,6 +107,19 @@ def terminate_with_parent(parent: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # died meanwhile: the kernel reports nothing that happened before the call
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def restored_parent_signal() -> Iterator[None]:
+    """Restore afterwards which signal this process gets when its parent dies; elsewhere than on Linux nothing."""
+    before = ctypes.c_int()
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_GET_PDEATHSIG, ctypes.byref(before), 0, 0, 0)
+    try:
+        yield
+    finally:
+        if sys.platform == "linux":
+            _LIBC.prctl(_PR_SET_PDEATHSIG, before.value, 0, 0, 0)
 
 
 def is_launcher(command: Sequence[str]) -> bool:

@@ -11,11 +11,14 @@ machines share may hide an owner. A thread reports what is waited for and remove
 **Freed memory.** On CPUs torch allocates each tensor by `malloc`, and glibc gives large blocks back to the kernel when
 they are freed, so every step pays for its pages again.
 
+**Dead loader processes.** torch's first DataLoader with workers handles SIGCHLD from then on, once for a process.
+
 **oneDNN's primitives.** On CPUs torch compiles a primitive for each new shape, and oneDNN keeps 1,024 of them.
 """
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -247,6 +250,27 @@ def keep_freed_memory() -> bool:
         return False
     raised = mallopt(_MMAP_THRESHOLD, _MAX_INT) or mallopt(_MMAP_THRESHOLD, _OLD_MMAP_MAXIMUM)
     return bool(raised and mallopt(_TRIM_THRESHOLD, _MAX_INT))
+
+
+_LOADER_SIGNALS = "torch.utils.data._utils.signal_handling"
+
+
+@contextmanager
+def restored_child_signal() -> Iterator[None]:
+    """Give SIGCHLD the handler back that it had, and have torch set its own again at the next DataLoader with workers.
+
+    torch remembers in a global that it has (`_set_SIGCHLD_handler` in torch/utils/data/_utils, 2.11 to 2.13).
+    """
+    loader = sys.modules.get(_LOADER_SIGNALS)
+    handler, is_set = signal.getsignal(signal.SIGCHLD), getattr(loader, "_SIGCHLD_handler_set", False)
+    try:
+        yield
+    finally:
+        loader = sys.modules.get(_LOADER_SIGNALS)
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGCHLD, handler)
+            if loader is not None:
+                vars(loader)["_SIGCHLD_handler_set"] = is_set
 
 
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")

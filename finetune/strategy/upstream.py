@@ -5,6 +5,7 @@ necessary and right; a test fails with a newer version, and one for each workaro
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -164,6 +165,28 @@ def prefetch_fsdp2_layers(accelerator: Accelerator, model: nn.Module) -> None:
         if isinstance(layers, nn.ModuleList):
             for layer, following in pairwise(layer for layer in layers if isinstance(layer, FSDPModule)):
                 layer.set_modules_to_forward_prefetch([following])
+
+
+# --- DeepSpeed: a second engine in one process
+
+
+def reset_deepspeed() -> None:
+    """Have DeepSpeed, where it is imported, forget the process groups of an engine; the next one makes its own.
+
+    It keeps them in globals and goes on using groups that are destroyed (`cdb` in comm/comm.py, utils/groups.py, 0.19).
+    """
+    unset_hf_deepspeed_config()
+    comm, groups = (sys.modules.get(name) for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"))
+    if comm is None or groups is None:
+        return
+    _require_internals(comm, "cdb", package="deepspeed")
+    _require_internals(groups, "_WORLD_GROUP", package="deepspeed")
+    comm.cdb = None  # type: ignore[attr-defined]
+    for name, value in list(vars(groups).items()):
+        if name.isupper() and isinstance(value, dict):
+            value.clear()
+        elif name in ("mesh_device", "mpu") or (name.isupper() and name.endswith(("_GROUP", "_SIZE", "_RANK"))):
+            setattr(groups, name, None)
 
 
 # --- torch: process groups

@@ -28,6 +28,9 @@ class Uploader(Protocol):
     def finish(self, code: int) -> int:
         """Wait until everything is uploaded and return the exit code: a failure where something is missing."""
 
+    def upload_rest(self) -> str | None:
+        """Wait until everything is uploaded; return what is missing."""
+
     def __enter__(self) -> object: ...
 
     def __exit__(
@@ -54,6 +57,9 @@ class NullUploader:
     def finish(self, code: int) -> int:
         """Return the code."""
         return code
+
+    def upload_rest(self) -> str | None:
+        """Return that nothing is missing."""
 
     def __enter__(self) -> "NullUploader":
         return self
@@ -103,6 +109,14 @@ class BackgroundUploader:
 
     def finish(self, code: int) -> int:
         """Wait until everything is uploaded, and log it; return the code, or 1 for a success that was not uploaded."""
+        missing = self.upload_rest()
+        if missing is None:
+            return code
+        print(f"error: {missing}", file=sys.stderr, flush=True)
+        return code or 1
+
+    def upload_rest(self) -> str | None:
+        """Wait until everything is uploaded, and log it; return what is missing."""
         self._end()
         if self._thread.ident is None:  # a run that was over already: an earlier start may have left something
             self._thread.start()
@@ -111,15 +125,12 @@ class BackgroundUploader:
             print(f"warning: {warning}", flush=True)
         if not self._failures:
             print(f"everything is at {self._url}", flush=True)
-            return code
+            return None
         lines = "".join(f"  {failure}\n" for failure in self._failures)
-        print(
-            f"error: {self._url} lacks {len(self._failures)} of this run's files or folders\n{lines}"
-            f"They are in {self._folder}. Run the same command again: it uploads what is missing.",
-            file=sys.stderr,
-            flush=True,
+        return (
+            f"{self._url} lacks {len(self._failures)} of this run's files or folders\n{lines}"
+            f"They are in {self._folder}. Run the same command again: it uploads what is missing."
         )
-        return code or 1
 
     def _end(self) -> None:
         self._ending.set()

@@ -3,7 +3,7 @@
 Tokenizer, processor and task facts are kept in `inputs/`, so that a checkpoint can be exported without the data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from finetune.errors import UserError
 from finetune.model.processing import Processing, load_saved_processing
 from finetune.registry.tasks import TASKS
 from finetune.report.build import build_reporter
+from finetune.report.events import Event
 from finetune.report.page.interruptions import InterruptionCosts
 from finetune.report.reporter import Reporter
 from finetune.report.run_log import RunLog
@@ -152,8 +153,18 @@ def _require_undamaged(folder: Path) -> None:
 SECRETS_REMOVED = "# As written, except for values that look like secrets: they are replaced by '[redacted]'.\n"
 
 
-def open_run_folder(loaded: LoadedConfig, built: BuiltRun, *, costs: InterruptionCosts, log: RunLog) -> Reporter:
-    """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective."""
+def open_run_folder(
+    loaded: LoadedConfig,
+    built: BuiltRun,
+    *,
+    costs: InterruptionCosts,
+    log: RunLog,
+    reporters: Sequence[Callable[[Event], object]] = (),
+) -> Reporter:
+    """Write config, environment, inputs and audit of the run to its folder, and return its reporter. Collective.
+
+    Rank 0's passes all events to the `reporters`, too.
+    """
     folder, training_data = Path(loaded.config.run.folder), built.training_data
     resources = machine_resources()
     loading = loader_settings(loaded.config.data, resources=resources, cost=training_data.task.samples.loading_cost)
@@ -173,6 +184,7 @@ def open_run_folder(loaded: LoadedConfig, built: BuiltRun, *, costs: Interruptio
         is_main=distributed.is_main(),
         notes=log.messages,
         on_read=costs,
+        others=reporters,
     )
 
 

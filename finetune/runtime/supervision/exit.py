@@ -1,5 +1,6 @@
 """How the processes of a run exit when one of them fails or disappears: the first error is shown, once."""
 
+import ctypes
 import multiprocessing
 import os
 import platform
@@ -7,12 +8,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.process import BaseProcess
 
 import psutil
 import torch.distributed as dist
 
-from finetune.errors import FinetuneError, LostContact, UserError
+from finetune import errors
+from finetune.errors import FinetuneError, LostContact, TrainingError, UserError
 from finetune.runtime import distributed
 from finetune.runtime.processes import STOP_SIGNALS, exit_process
 from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
@@ -47,6 +50,8 @@ _FIRST_RANK_SECONDS = 10.0
 
 class ProcessExit:
     """The exit of this process: whether its main thread or its watchdog comes first, the reason is printed once."""
+
+    ends_process = True  # also where not even a thread can run any more
 
     def __init__(self, status: StatusFile, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
         self._status = status
@@ -94,6 +99,67 @@ class ProcessExit:
         return LostContact(f"lost contact with another rank: {str(error).splitlines()[0]}")
 
 
+class _EndedByWatchdog(BaseException):
+    """Raised in the main thread by another one; `RaisedExit.pending` has the reason."""
+
+
+_STUCK_SECONDS = 30.0
+"""How long a main thread may take to raise what ends the run; within a collective it may never."""
+
+
+class RaisedExit(ProcessExit):
+    """The end of a run within a process that outlives it: an exception in the main thread instead of an exit.
+
+    One of several processes whose main thread is stuck in a collective exits all the same: nothing can be raised there.
+    """
+
+    def __init__(self, status: StatusFile, *, rank: int, world: int) -> None:
+        super().__init__(status, rank=rank)
+        self.ends_process = world > 1
+        self._pending: RankExit | None = None
+        self._is_over = threading.Event()
+
+    def exit_after_error(self, error: BaseException) -> None:
+        """Raise the error that ended the run where it is not this one: that of the watchdog or of another rank."""
+        self._is_over.set()
+        if isinstance(error, KeyboardInterrupt):
+            self._status.claim_exit(exit_from_error(error, rank=self._rank))
+            return
+        if isinstance(error, _EndedByWatchdog) and self._pending is not None:
+            raise error_of_exit(self._pending, rank=self._rank) from None
+        if is_broken_collective(error):
+            error = self._lost_contact(error)
+        own = exit_from_error(error, rank=self._rank)
+        first = self._status.claim_exit(own)
+        if first != own:
+            raise error_of_exit(first, rank=self._rank) from error
+        if isinstance(error, LostContact):
+            raise error
+
+    def after(self, ended: RankExit) -> None:
+        """Have the main thread raise this end, unless it raises by itself, as it does after a signal."""
+        if self._pending is not None or ended.state == STOPPED:
+            return
+        self._pending = self._status.claim_exit(ended)
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(_EndedByWatchdog))
+        if self.ends_process and not self._is_over.wait(_STUCK_SECONDS):
+            self._exit(self._pending, message=None)
+
+    def replaced(self, message: str) -> None:
+        """End as after a lost contact."""
+        self.after(exit_from_error(LostContact(message), rank=self._rank))
+
+
+def error_of_exit(ended: RankExit, *, rank: int) -> FinetuneError:
+    """Return the exception for an end that the status file names; of another rank, with its number."""
+    kind = getattr(errors, ended.type, None)
+    message = ended.message if ended.rank == rank else f"{ended.message} (on rank {ended.rank})"
+    if not (isinstance(kind, type) and issubclass(kind, FinetuneError)) or kind is errors.ConfigError:
+        kind = UserError if ended.exit_code == UserError.exit_code else TrainingError
+    return kind(message)
+
+
 def _leave_it_to_rank_0() -> None:
     """Wait so long that rank 0 has printed its error and the launcher has ended this process."""
     if threading.current_thread() is threading.main_thread():
@@ -137,12 +203,21 @@ def format_first_error(error: BaseException, *, rank: int) -> str:
     return _rank_prefix(rank) + format_traceback(error)
 
 
-def kill_children() -> None:
-    """Kill the processes that load data: they ignore signals, and would outlive this process by seconds."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises where a data loader's process dies
-    for child in multiprocessing.active_children():
+def kill_children(*, others: Collection[BaseProcess] = ()) -> None:
+    """Kill the processes that load data: they ignore signals, and would outlive this process by seconds.
+
+    `others` are children that do not belong to the run. A caller's process outlives the run: its handler comes back.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    # torch's handler raises where a data loader's process dies
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_main else None
+    children = [child for child in multiprocessing.active_children() if child not in others]
+    for child in children:
         child.kill()
+    if is_main and handler is not None:
+        for child in children:
+            child.join(_PATIENCE_SECONDS)
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def exit_now(code: int) -> None:

@@ -19,9 +19,10 @@ _INTERRUPTED = b"\nCtrl-C: the run stops after this step and saves a checkpoint.
 class ReceivedSignals:
     """Remembers what signals have asked of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, interrupts_start: bool = False) -> None:
         self.received: signal.Signals | None = None  # the first that asked to stop
         self.wants_save = False
+        self.interrupts_start = interrupts_start  # raise at once: there is nothing to save yet
         self._num_interrupts = 0
         self._num_interrupts_heard = 0
         self._heard: int | None = None
@@ -32,6 +33,9 @@ class ReceivedSignals:
             self.wants_save = True
             return
         self.received = self.received or signal.Signals(number)
+        if self.interrupts_start:
+            self.interrupts_start = False
+            raise KeyboardInterrupt
         if number == signal.SIGINT:
             self._num_interrupts += 1
             if self._num_interrupts > 1:
@@ -61,12 +65,14 @@ class ReceivedSignals:
 
 
 @contextmanager
-def record_signals() -> Iterator[ReceivedSignals]:
+def record_signals(*, is_callers_process: bool = False) -> Iterator[ReceivedSignals]:
     """Turn signals into notes while the context lasts; outside the main thread raises FinetuneError.
 
-    A SIGHUP that is ignored stays ignored: a run started with `nohup` is meant to outlive its terminal.
+    A SIGHUP that is ignored stays ignored: a run started with `nohup` is meant to outlive its terminal. In a
+    caller's process a signal raises KeyboardInterrupt until `interrupts_start` is cleared, and is handed out by
+    `take_received` afterwards.
     """
-    note = ReceivedSignals()
+    note = ReceivedSignals(interrupts_start=is_callers_process)
     numbers = [*STOP_SIGNALS, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
@@ -78,13 +84,25 @@ def record_signals() -> Iterator[ReceivedSignals]:
     for end in (reading, writing):
         os.set_blocking(end, False)
     note.set_wakeup_pipe(reading)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # an event loop's, in a notebook
     try:
         yield note
     finally:
         note.set_wakeup_pipe(None)
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
         for end in (reading, writing):
             os.close(end)
+        if is_callers_process:
+            _received.extend([note.received] if note.received else [])
+
+
+_received: list[signal.Signals] = []
+
+
+def take_received() -> signal.Signals | None:
+    """Return the signal that stopped the last run in a caller's process, once; None where none has."""
+    number = _received[0] if _received else None
+    _received.clear()
+    return number

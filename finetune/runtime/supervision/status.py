@@ -283,10 +283,20 @@ def previous_end(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+_num_launches = 0
+
+
+def begin_launch() -> None:
+    """Have the next run of this process be another launch: its ranks do not mind how the one before it ended."""
+    global _num_launches
+    _num_launches += 1
+
+
 def open_status_file(folder: Path, *, rank: int) -> StatusFile:
     """Return the status of the launch that this process belongs to."""
     me = Peer(rank, platform.node(), os.getpid())
     launch = launch_id(os.environ, host=me.host, pid=me.pid, parent=os.getppid())
+    launch += f"#{_num_launches}" if _num_launches > 1 else ""
     return StatusFile(folder, rank=rank, me=me, launch=launch, since=psutil.Process().create_time() - 2)
 
 

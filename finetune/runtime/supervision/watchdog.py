@@ -110,7 +110,8 @@ class Watchdog:
         if silent > _QUIET_SECONDS or self._note.received:
             self._look_after_others()
         if self._limit is not None:
-            self._arm(self._limit)
+            if self._ending.ends_process:
+                self._arm(self._limit)
             if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
 
