@@ -21,6 +21,7 @@ from finetune.runtime.text.standard_streams import (
     discard_output,
     flush_streams,
     is_pipe_closed,
+    raised_interrupts,
 )
 from finetune.runtime.text.terminal import guarded_output, print_traceback, printable
 
@@ -42,7 +43,8 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         with guarded_output():
             try:
-                code = command(*args, **kwargs)
+                with raised_interrupts():  # typer, which calls this, prints no message at Ctrl-C
+                    code = command(*args, **kwargs)
             except FinetuneError as error:
                 _print_error(error)
                 code = error.exit_code

@@ -20,6 +20,4 @@ def main() -> None:
     if words and words[0].startswith("--") and words[0] not in NOT_TRAIN:
         words = ["train", *words]
     with exit_codes.guarded_command_line():
-        app = command_line.app
-        with standard_streams.raised_interrupts():
-            app(words)
+        command_line.app(words)

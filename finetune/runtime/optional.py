@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from finetune.errors import MissingPackage
+from finetune.runtime.text.standard_streams import exit_on_interrupt_while_importing
 
 _NEVER = 0
 """The garbage collector's first threshold while a command imports. With Python's own 700, collecting takes a quarter of
@@ -87,7 +88,8 @@ class _LazyModule(ModuleType):
         usual = gc.get_threshold()
         gc.set_threshold(_NEVER, *usual[1:])
         try:
-            return importlib.import_module(self.__name__)
+            with exit_on_interrupt_while_importing():
+                return importlib.import_module(self.__name__)
         finally:
             gc.freeze()  # modules last as long as the process; forked processes share objects that nobody writes to
             gc.set_threshold(*usual)

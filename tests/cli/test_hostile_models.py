@@ -1,6 +1,7 @@
 """Whatever lies in a model's folder: no code of others runs, standard input is not asked, and one message says why."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -66,6 +67,7 @@ COMMANDS = {
     "check": lambda place, good, bad: ["check", job(place, bad)[1]],
     "prepare": lambda place, good, bad: ["prepare", *job(place, bad)],
     "preview": lambda place, good, bad: ["preview", *job(place, bad)],
+    "plan": lambda place, good, bad: ["plan", *job(place, bad), "--gpus", "1xH100-80GB"],
     "train": lambda place, good, bad: ["train", *job(place, bad)],
     "continue": lambda place, good, bad: ["train", *job(place, good, model={"adapter": str(bad)})],
     "distil": lambda place, good, bad: ["train", *distilled(place, good, bad)],
@@ -115,6 +117,30 @@ def test_a_damaged_model_folder_is_reported_with_the_file(place, good, name):
     if name.startswith(("a ", "an ", "no ")) and "beams" not in name and not is_adapter:
         code, said = ends(COMMANDS["train"](place, good, bad))
         assert (code, said.count("error: ")) == (2, 1), said
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_plan_refuses_a_fifo_in_a_model_folder_at_once(place, good, name):
+    bad = write_bad(place / "folder", good=good, change=lambda folder: (folder / name).unlink())
+    os.mkfifo(bad / name)
+    code, said = ends(COMMANDS["plan"](place, good, bad))
+    assert (code, said.count("error: ")) == (2, 1), said
+    assert f"{name}: it is a FIFO, not a regular file" in said
+
+
+@pytest.mark.parametrize("command", ["evaluate", "prepare", "preview"])
+def test_a_tokenizer_whose_rule_would_panic_is_reported_with_the_file(place, good, command, capfd):
+    bad = write_bad(place / "folder", good=good, change=insert_at_word_boundaries)
+    code, said = ends(COMMANDS[command](place, good, bad))
+    assert (code, said.count("error: ")) == (2, 1), said
+    assert "tokenizer.json is damaged: a rule of its normalizer matches the empty text" in said
+    assert "panicked" not in capfd.readouterr().err  # Rust prints to the descriptor
+
+
+def insert_at_word_boundaries(folder):
+    path = folder / "tokenizer.json"
+    rule = {"type": "Replace", "pattern": {"Regex": r"\b"}, "content": "x"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": rule}))
 
 
 def test_code_that_is_trusted_runs(place, good, monkeypatch):

@@ -129,6 +129,46 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line(milliseconds: int, tmp_pa
     assert errors in ("", "interrupted\n")
 
 
+PROGRAM = """
+import os, signal, sys, time
+from types import SimpleNamespace
+import typer
+from finetune.cli import program
+from finetune.cli.exit_codes import handle_errors
+from finetune.runtime.optional import lazily
+sys.path.insert(0, ".")
+with lazily(freeze=True):
+    import slow
+def parse(value): {parse}; return value
+app = typer.Typer()
+@app.command()
+@handle_errors
+def run(value: str = typer.Option("a", callback=parse)): {run}
+program.command_line = SimpleNamespace(app=app)
+sys.argv[1:] = ["--value", "b"]
+program.NOT_TRAIN += ("--value",)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+program.main()
+"""
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+
+
+@pytest.mark.parametrize(
+    ("parse", "run"),
+    [(INTERRUPT, "pass"), ("pass", "slow.anything"), ("pass", INTERRUPT)],
+    ids=["it parses its options", "it imports", "it runs"],
+)
+def test_ctrl_c_in_a_command_is_one_line_and_code_130_while(parse: str, run: str, tmp_path: Path):
+    swallow = f"try: {INTERRUPT}\nexcept BaseException: raise ImportError('as transformers does')"
+    (tmp_path / "slow.py").write_text(f"import os, signal, time\n{swallow}")
+    program = PROGRAM.format(parse=parse, run=run)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_a_closed_descriptor_is_not_taken_by_the_next_file():
     code = (
         "from finetune.runtime.text.standard_streams import open_missing_streams; import os; open_missing_streams(); "

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -35,19 +36,39 @@ def exit_on_interrupt() -> None:
 
     Where SIGINT is ignored (`nohup`, a job in the background), it stays ignored.
     """
-    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _exit_at_once):
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise_interrupt):
         signal.signal(signal.SIGINT, _exit_at_once)
 
 
 @contextmanager
 def raised_interrupts() -> Iterator[None]:
-    """Meanwhile, raise KeyboardInterrupt at Ctrl-C, as Python does by itself."""
-    if signal.getsignal(signal.SIGINT) is _exit_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """While a command runs, raise KeyboardInterrupt at Ctrl-C, as Python does by itself."""
+    if signal.getsignal(signal.SIGINT) is not _exit_at_once:
+        yield
+        return
+    signal.signal(signal.SIGINT, _raise_interrupt)
     try:
         yield
     finally:
         exit_on_interrupt()
+
+
+@contextmanager
+def exit_on_interrupt_while_importing() -> Iterator[None]:
+    """While a command imports what it needs, have Ctrl-C end the process at once.
+
+    Libraries do not expect a KeyboardInterrupt there: transformers turns it into an ImportError.
+    """
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGINT) is not _raise_interrupt
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, _exit_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _raise_interrupt)
 
 
 def flush_streams() -> OSError | None:
@@ -88,3 +109,7 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
         with suppress(OSError):
             os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

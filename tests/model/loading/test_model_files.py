@@ -41,6 +41,9 @@ def tokenizer(normalizer: object = None, post_processor: object = None) -> PreTr
     [
         (normalizers.Replace("", "x" * 1_000_000), "matches the empty text"),
         (normalizers.Replace(Regex("a*"), "x"), "matches the empty text"),
+        (normalizers.Replace(Regex(r"[[:punct:]]*"), "x"), "matches the empty text"),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\b"), "x")]), "matches the empty text"),
+        (normalizers.Replace(Regex("(?=h)"), "x"), "matches the empty text"),
         (normalizers.Replace("a", "x" * 1_000_000), "inserts 1,000,000 characters"),
         (normalizers.Prepend("x" * 100_000), "inserts 100,000 characters"),
         (normalizers.Sequence([normalizers.Replace("a", "aaaa")] * 40), "64 times as long"),
@@ -66,6 +69,7 @@ def test_a_post_processor_that_adds_thousands_of_tokens_is_refused():
         normalizers.NFKC(),
         normalizers.BertNormalizer(),
         normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]),
+        normalizers.Replace(Regex(r"\s*$"), ""),
         normalizers.Sequence([normalizers.Replace(Regex(" {2,}"), " "), normalizers.NFD(), normalizers.StripAccents()]),
         normalizers.Sequence([normalizers.Replace("``", '"'), normalizers.Replace("\u2026", "...")] * 10),
     ],
