@@ -43,6 +43,7 @@ MUST_MATCH = (
     *("model.image_processor.mean", "model.image_processor.std"),
     *("data.shuffle", "data.images.size", "data.images.crop_scale", "data.images.crop_padding"),
     *("data.images.flip", "data.images.mixup", "data.images.cutmix"),
+    *("data.images.min_pixels", "data.images.max_pixels"),
     *("task.name", "task.label_smoothing", "task.z_loss"),
     *("task.classification.kind", "task.classification.labels", "task.classification.class_weights"),
     *("task.preference.loss", "task.preference.beta", "task.preference.label_smoothing"),

@@ -122,6 +122,7 @@ BatchSize = Annotated[int, Field(ge=1, le=1 << 24)]
 Length = Annotated[int, Field(ge=1, le=100_000_000)]  # of a text, in tokens
 Width = Annotated[int, Field(ge=1, le=1 << 16)]  # of a layer
 Pixels = Annotated[int, Field(ge=1, le=16_384)]  # of one side of an image
+ImageArea = Annotated[int, Field(ge=1, le=16_384**2)]  # in pixels
 LayerNumber = Annotated[int, Field(ge=0, le=10_000)]
 Workers = Annotated[int, Field(ge=0, le=512)]
 Prefetch = Annotated[int, Field(ge=1, le=1_000)]  # number of prefetched items

@@ -11,6 +11,7 @@ import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedConfig
 
+from finetune.config.sections.data import ImagesSection
 from finetune.config.sections.model import ImageProcessorSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
@@ -19,6 +20,9 @@ from finetune.model.tokenizer import TOKENIZER_FILES, add_tokens, ensure_padding
 from finetune.registry.tasks import InputKind
 from finetune.runtime.hub import is_offline
 from finetune.runtime.upstream import without_hub_retries
+
+NO_CHANGES = ImagesSection()
+"""Images get the sizes that the model's own processor has."""
 
 
 def build_image_processor(section: ImageProcessorSection) -> Any:
@@ -47,6 +51,32 @@ def with_image_size(processor: Any, size: int) -> Any:
         values["size"] = {"shortest_edge": size}
     if getattr(processor, "do_center_crop", None):
         values["crop_size"] = {"height": size, "width": size}
+    return type(processor).from_dict(values)
+
+
+def with_pixel_limits(processor: Any, images: ImagesSection) -> Any:
+    """Return the image processor of a vision-language model with the section's limits; raises ModelError without any.
+
+    Processors of the Qwen2-VL family call the limits of an image's area `shortest_edge` and `longest_edge`.
+    """
+    keys = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+    limits = {key: pixels for key, pixels in keys.items() if pixels is not None}
+    if not limits:
+        return processor
+    arguments = getattr(getattr(type(processor), "valid_kwargs", None), "__annotations__", {})
+    if not {"min_pixels", "max_pixels"} <= set(arguments):
+        sizes = {key: value for key, value in vars(processor.size).items() if value is not None}
+        raise ModelError(
+            f"data.images: {type(processor).__name__} has no limits of pixels: it resizes every image to {sizes}. "
+            "Remove `min_pixels` and `max_pixels`."
+        )
+    values = processor.to_dict()
+    values["size"] = {key: getattr(processor.size, key) for key in keys} | limits
+    if values["size"]["shortest_edge"] > values["size"]["longest_edge"]:
+        raise ModelError(
+            f"data.images: the limits of the processor become {values['size']['shortest_edge']} to "
+            f"{values['size']['longest_edge']} pixels. Write both `min_pixels` and `max_pixels`."
+        )
     return type(processor).from_dict(values)
 
 
@@ -118,20 +148,22 @@ def load_processing(
     texts: Callable[[], Iterable[str]],
     cache_folder: Path,
     log: Callable[[str], None],
-    image_size: int | None = None,
+    images: ImagesSection = NO_CHANGES,
 ) -> Processing:
-    """Return the tokenizer and processor for this input type and model; raises ModelError.
+    """Return the tokenizer and processor for this input type and model, with the image sizes of the section.
 
-    `image_size` overrides the image processor's own.
+    Raises ModelError.
     """
     if reads == "text":
         return Processing(load_tokenizer(model, texts=texts, cache_folder=cache_folder, log=log))
     if reads == "images":
         processor = _image_processor(model)
-        return Processing(processor=processor if image_size is None else with_image_size(processor, image_size))
+        return Processing(processor=processor if images.size is None else with_image_size(processor, images.size))
     processor = _load_pretrained(model, AutoProcessor, key="model.name")
     if getattr(processor, "tokenizer", None) is None:
         raise ModelError("model.name: its processor has no tokenizer. Use a model for images and text.")
+    if hasattr(processor, "image_processor"):
+        processor.image_processor = with_pixel_limits(processor.image_processor, images)
     if processor.chat_template:  # older repositories have it only in the processor
         processor.tokenizer.chat_template = processor.chat_template
     ensure_padding(processor.tokenizer, log=log)

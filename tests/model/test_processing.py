@@ -2,11 +2,20 @@
 
 import pytest
 import transformers
+from PIL import Image
 from transformers import AutoImageProcessor, ResNetConfig, ViTConfig
 
+from finetune.config.sections.data import ImagesSection
 from finetune.config.sections.model import ImageProcessorSection
 from finetune.errors import ModelError
-from finetune.model.processing import build_image_processor, check_image_shape, processed_image_size, with_image_size
+from finetune.model.processing import (
+    build_image_processor,
+    check_image_shape,
+    processed_image_size,
+    with_image_size,
+    with_pixel_limits,
+)
+from tests.data.picture_processors import qwen, smolvlm
 
 
 def test_a_built_processor_has_one_channel_or_three_and_can_be_loaded_again(tmp_path):
@@ -32,6 +41,27 @@ def test_a_changed_image_size_is_produced_by_the_processor(processor):
     assert processed_image_size(smaller, num_channels=3) == (20, 20)
     assert smaller.image_mean == processor.image_mean
     assert processed_image_size(processor, num_channels=3) == (224, 224)
+
+
+def test_pixel_limits_bound_the_tokens_of_an_image_and_are_saved_with_the_processor(tmp_path):
+    image = Image.new("RGB", (280, 280))
+    usual = qwen().image_processor
+    limited = with_pixel_limits(usual, ImagesSection(max_pixels=4 * 28 * 28))
+    assert usual(image, return_tensors="np")["image_grid_thw"].tolist() == [[1, 8, 8]]  # 16 tokens of 2 x 2 patches
+    assert limited(image, return_tensors="np")["image_grid_thw"].tolist() == [[1, 4, 4]]
+    small = Image.new("RGB", (28, 28))
+    enlarged = with_pixel_limits(usual, ImagesSection(min_pixels=4 * 28 * 28))
+    assert enlarged(small, return_tensors="np")["image_grid_thw"].tolist() == [[1, 4, 4]]
+    limited.save_pretrained(tmp_path)
+    assert AutoImageProcessor.from_pretrained(tmp_path).size.longest_edge == 4 * 28 * 28
+    assert with_pixel_limits(usual, ImagesSection()) is usual
+
+
+def test_pixel_limits_of_a_processor_without_any_are_refused_by_name():
+    with pytest.raises(ModelError, match=r"Idefics3ImageProcessor\w* has no limits of pixels.*'longest_edge': 32"):
+        with_pixel_limits(smolvlm().image_processor, ImagesSection(max_pixels=1000))
+    with pytest.raises(ModelError, match="become 784 to 100 pixels"):
+        with_pixel_limits(qwen().image_processor, ImagesSection(max_pixels=100))
 
 
 def test_a_model_of_patches_wants_its_size_and_any_model_its_channels():

@@ -143,7 +143,7 @@ FORMAT_RULES = (format_fits_task, columns_are_known, templates_can_be_read)
 
 
 def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
-    """Images are cropped in one way, and the range is ascending."""
+    """Images are cropped in one way, and ranges are ascending."""
     images = config.data.images
     if images.crop_scale and images.crop_padding:
         message = "the crop is already set by `data.images.crop_scale`. Keep only one of them."
@@ -151,6 +151,8 @@ def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
     if images.crop_scale and images.crop_scale[0] > images.crop_scale[1]:
         low, high = sorted(images.crop_scale)
         yield Problem("data.images.crop_scale", f"the range is descending. Write `[{low}, {high}]`.")
+    if images.min_pixels and images.max_pixels and images.min_pixels > images.max_pixels:
+        yield Problem("data.images.min_pixels", "it is more than `data.images.max_pixels`. Swap them.")
 
 
 def image_size_is_written_once(config: RunConfig) -> Iterator[Problem]:

@@ -166,7 +166,9 @@ def _keys_of_loss() -> Iterator[ConditionalKey]:
 
 def _keys_of_input() -> Iterator[ConditionalKey]:
     of_images = tuple(task.name for task in TASKS if not task.has_tokens)
-    yield from (_only(f"data.images.{key}", of_images) for key in ImagesSection.model_fields)
+    of_both = tuple(task.name for task in TASKS if task.reads == "both")
+    for key in ImagesSection.model_fields:
+        yield _only(f"data.images.{key}", of_both if key in ("min_pixels", "max_pixels") else of_images)
     yield _only("model.image_processor", of_images)
     for key in (*(f"data.{each}" for each in _TOKEN_KEYS), "model.tokenizer", "model.new_tokens"):
         yield ConditionalKey(key, _has_tokens, "images have no tokens")

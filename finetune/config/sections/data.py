@@ -9,6 +9,7 @@ from finetune.config.section import (
     Delimiter,
     Factor,
     Fraction,
+    ImageArea,
     Length,
     MixRows,
     Name,
@@ -231,6 +232,15 @@ class ImagesSection(Section):
     flip: bool = key("Flip images horizontally with probability 0.5.", False)
     mixup: Factor = key("Alpha of mixup (Zhang et al., 2017, arXiv:1710.09412): blend two images and labels.", 0.0)
     cutmix: Factor = key("Alpha of CutMix (Yun et al., 2019, arXiv:1905.04899): paste a patch of another image.", 0.0)
+    min_pixels: ImageArea | None = key(
+        "Vision-language models: enlarge images of fewer pixels (an area); unset, as the model's processor does.",
+        None,
+    )
+    max_pixels: ImageArea | None = key(
+        "Vision-language models: shrink images of more pixels, which bounds their number of tokens; unset, as the "
+        "model's processor does.",
+        None,
+    )
 
 
 NO_LIMIT = 2**40

@@ -55,7 +55,7 @@ def symbolic_task(config: RunConfig, data: DataSection) -> Task:
             texts=lambda: (),
             cache_folder=cache_folder(config.data),
             log=no_op,
-            image_size=config.data.images.size,
+            images=config.data.images,
         ).processor
     kernel, _ = resolve_kernel(config.train.loss_kernel)
     tokenizer = None if reads == "images" else _tokenizer()

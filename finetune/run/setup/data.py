@@ -153,7 +153,7 @@ def _load_processing(config: RunConfig, sources: OpenedSources, log: RunLog, loc
         texts=partial(texts, sources.train),
         cache_folder=cache_folder(config.data),
         log=log,
-        image_size=config.data.images.size,
+        images=config.data.images,
     )
     if processing.tokenizer is not None:
         set_chat_template(processing.tokenizer, config.data.chat_template)

@@ -51,6 +51,8 @@ IDLE = [
     (["data.images.flip=true"], "data.images.flip", "reads it"),
     (["data.images.mixup=0.2"], "data.images.mixup", "reads it"),
     (["data.images.cutmix=0.2"], "data.images.cutmix", "reads it"),
+    (["data.images.min_pixels=784"], "data.images.min_pixels", "only `task.name: vision_language_sft` reads it"),
+    ([*IMAGES, "data.images.max_pixels=784"], "data.images.max_pixels", "only `task.name: vision_language_sft`"),
     (["model.image_processor={size: 8}"], "model.image_processor", "only `task.name: image_classification` reads it"),
     ([*IMAGES, "data.max_length=4"], "data.max_length", "images have no tokens"),
     ([*IMAGES, "data.over_length=drop"], "data.over_length", "images have no tokens"),
@@ -194,6 +196,11 @@ WRONG = [
         "already set by `data.images.crop_scale`",
     ),
     ([*IMAGES, "data.images.crop_scale=[1.0, 0.1]"], "data.images.crop_scale", "Write `[0.1, 1.0]`"),
+    (
+        ["task.name=vision_language_sft", "data.images={min_pixels: 900, max_pixels: 800}"],
+        "data.images.min_pixels",
+        "it is more than `data.images.max_pixels`",
+    ),
     (
         [*IMAGES, "data.images.size=32", "model.image_processor={size: 64}"],
         "data.images.size",
