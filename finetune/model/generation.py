@@ -62,7 +62,7 @@ def generate_batch(
             input_ids=torch.tensor(rows, device=model.device),
             attention_mask=torch.tensor(mask, device=model.device),
             generation_config=settings,
-            logits_processor=_logits_processors(sampling, seeds),
+            logits_processor=logits_processors(sampling, seeds),
             streamer=streamer,
         )
     start = 1 if is_encoder else longest  # a decoder starts with its start token
@@ -80,7 +80,8 @@ def _generation_errors() -> Iterator[None]:
         ) from error
 
 
-def _logits_processors(sampling: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
+def logits_processors(sampling: SamplingParams, seeds: Sequence[int]) -> LogitsProcessorList:
+    """Return what makes a greedy choice of tokens a sample, with a seed per row; nothing at a temperature of 0."""
     if sampling.temperature == 0.0:
         return LogitsProcessorList()
     warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]

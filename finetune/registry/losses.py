@@ -250,3 +250,47 @@ LOSS_KERNELS = Table(
         LossKernelEntry(name="plain", description="from the logits of all positions"),
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLossEntry(Entry):
+    """A loss of tokens that a call of `Session.forward_backward` names.
+
+    Its implementation is a function from the log-probabilities of the targets, their labels, both [targets], and the
+    batch to the loss of each target. `columns` are the numbers of the rows' targets that it reads.
+    """
+
+    columns: tuple[str, ...] = ()
+
+
+_POLICY_COLUMNS = ("advantages", "old_log_probabilities")
+
+SESSION_LOSSES = Table(
+    "loss",
+    SessionLossEntry,
+    (
+        SessionLossEntry(
+            name="cross_entropy",
+            description="the negative log-probability",
+            implementation="finetune.task.lm_loss.policy_losses:cross_entropy",
+        ),
+        SessionLossEntry(
+            name="policy_gradient",
+            description="the negative log-probability times the advantage (Williams, 1992)",
+            implementation="finetune.task.lm_loss.policy_losses:policy_gradient",
+            columns=("advantages",),
+        ),
+        SessionLossEntry(
+            name="importance_sampling",
+            description="the negative ratio of the probability to that of the sampling model, times the advantage",
+            implementation="finetune.task.lm_loss.policy_losses:importance_sampling",
+            columns=_POLICY_COLUMNS,
+        ),
+        SessionLossEntry(
+            name="clipped_importance_sampling",
+            description="the same with the ratio clipped to 0.8 and 1.2 (PPO; Schulman et al., 2017, arXiv:1707.06347)",
+            implementation="finetune.task.lm_loss.policy_losses:clipped_importance_sampling",
+            columns=_POLICY_COLUMNS,
+        ),
+    ),
+)

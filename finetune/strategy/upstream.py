@@ -301,6 +301,14 @@ _REDUCTION_KEYS = {
 }
 
 
+def deepspeed_engine(accelerator: Accelerator) -> Any:
+    """Return the engine under DeepSpeed, which also updates the weights in the last backward pass of a step; else None.
+
+    Accelerate keeps it in an attribute that other strategies do not have (`deepspeed_engine_wrapped`, 1.15).
+    """
+    return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+
+
 def complete_gradients(accelerator: Accelerator, model: nn.Module, *, divisor: float = 1.0) -> None:
     """Complete the gradients of a step of several calls, each reduced at its end, and divide them by `divisor`.
 
@@ -309,13 +317,12 @@ def complete_gradients(accelerator: Accelerator, model: nn.Module, *, divisor: f
     It clips and updates the weights here, and divides meanwhile, by what it takes for the loss scale. Raises
     StrategyError for an optimizer of DeepSpeed that has no such scale. Collective.
     """
-    wrapped = accelerator.deepspeed_engine_wrapped
-    if wrapped is None:
+    engine = deepspeed_engine(accelerator)
+    if engine is None:
         for parameter in model.parameters() if divisor != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
         return
-    engine = wrapped.engine
     zero = engine.optimizer
     if divisor != 1.0 and not hasattr(zero, "external_loss_scale"):
         raise StrategyError(
@@ -331,11 +338,11 @@ def complete_gradients(accelerator: Accelerator, model: nn.Module, *, divisor: f
     if divisor == 1.0:
         engine.step()
         return
-    zero.external_loss_scale = divisor * zero.loss_scale
+    zero.external_loss_scale, zero.custom_loss_scaler = divisor * zero.loss_scale, True
     try:
         engine.step()
     finally:
-        zero.external_loss_scale = None
+        zero.external_loss_scale, zero.custom_loss_scaler = None, False
 
 
 def drop_not_yet_unfrozen_from_zero_norm(model: Any) -> None:

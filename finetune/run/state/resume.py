@@ -57,15 +57,22 @@ def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, 
 
 
 def restore(
-    context: RunContext, built: BuiltRun, checksums: ChecksumPrefetch | None = None, *, takes_other_rows: bool = False
+    context: RunContext,
+    built: BuiltRun,
+    checksums: ChecksumPrefetch | None = None,
+    *,
+    takes_other_rows: bool = False,
+    fingerprint: RunFingerprint | None = None,
 ) -> RestoredRun:
     """Return the run resumed from its checkpoint, or as it was built where there is none. Collective.
 
+    `fingerprint` is that of the run, where it is known; it reads frozen weights.
     Raises CheckpointError where the checkpoint was trained on other rows than the job's, unless `takes_other_rows`.
     """
     config, log = context.config, context.log
     training_data, prepared = built.training_data, built.prepared
-    fingerprint = make_fingerprint(config, context.strategy, training_data, model=prepared.unwrapped_model, log=log)
+    if fingerprint is None:
+        fingerprint = make_fingerprint(config, context.strategy, training_data, model=prepared.unwrapped_model, log=log)
     access = build_access(prepared.accelerator, prepared.model, prepared.optimizer)
     checksums = checksums or ChecksumPrefetch()
     section = config.checkpoint

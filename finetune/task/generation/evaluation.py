@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 from finetune.config.sections.evaluate import GenerateSection
@@ -116,9 +122,11 @@ def generate(
     stop_ids: frozenset[int],
     max_new_tokens: int,
     device: torch.device,
+    processors: LogitsProcessorList | None = None,
 ) -> list[list[int]]:
     """Return the tokens with which the model continues each prompt greedily, up to and including the first stop token.
 
+    `processors` change the logits of which the highest is taken; they may sample by that.
     Prompts of text form one batch; a prompt with images, or for a model with prompt learning, is given alone. Every
     forward pass goes through the model's wrappers, and every rank runs as many as the longest answer of all needs. The
     model's own generation settings (sampling, penalties, forced tokens) do not count. The caller sets evaluation mode.
@@ -150,6 +158,7 @@ def generate(
         sequences = inner.generate(
             **inputs,
             generation_config=settings,
+            logits_processor=processors or LogitsProcessorList(),
             stopping_criteria=StoppingCriteriaList([_CompanionsStop(stop_ids)] if prompts[0].companion_ids else []),
             synced_gpus=distributed.world() > 1,
         )

@@ -1,0 +1,1 @@
+"""A run taken step by step: what `finetune.api.session.Session` calls."""

@@ -1,0 +1,362 @@
+"""The steps of an opened run: gradients, updates, checkpoints and the exported model, each when the caller asks."""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.checkpoint.format import layout
+from finetune.config.sections.data import DataSection
+from finetune.data.batch import Batch
+from finetune.data.sample_checks import extend_digest
+from finetune.errors import CheckpointError, UserError
+from finetune.run.final_export import export_final
+from finetune.run.session.losses import JobLoss, TargetLosses, resolve_loss
+from finetune.run.session.open import SESSION_CLOSED, OpenedRun
+from finetune.run.session.results import ForwardBackward, JobBatch, LossFunction, OptimStep, Rows, Scores
+from finetune.run.session.rows import WEIGHTS, EncodedRow, RowEncoder, checksum_of_rows, cut_rows, step_seed
+from finetune.run.state.resume import restore
+from finetune.runtime import distributed, seeds
+from finetune.runtime.progress import Progress
+from finetune.strategy.upstream import complete_gradients, deepspeed_engine
+from finetune.task.causal_lm import CausalTask
+from finetune.task.lm_loss.target_loss import log_probabilities_at_targets
+from finetune.task.lm_loss.token_loss import TokenLoss
+from finetune.train.loop import advance, report_steps
+from finetune.train.meters import Meters, StepRecord
+from finetune.train.optim.optimizers import begin_step
+from finetune.train.parts import TrainingComponents
+from finetune.train.step import forward_backward, record_skipped_step, start_step_counts, update_weights
+
+_MARK_RANGE = 2**64
+
+
+@dataclass
+class _OpenStep:
+    """The gradients accumulated since the last update."""
+
+    divisor: int  # the targets by which they were divided: those of the first call
+    started: float
+    num_calls: int = 0
+    num_targets: int = 0
+    num_tokens: int = 0
+    mark: int = 0  # of the samples
+    losses: list[Tensor] = field(default_factory=list)
+    sample_ids: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class StepEngine:
+    """Takes the steps of an opened run. Every method is collective."""
+
+    def __init__(self, opened: OpenedRun) -> None:
+        self._opened = opened
+        self._config = opened.context.config
+        self._built = opened.restored.built
+        self._encoder = RowEncoder(self._config, self._built.training_data)
+        self._groups: Iterator[tuple[Batch, ...]] = iter(())
+        self._job_group: tuple[int, tuple[Batch, ...]] = (-1, ())  # the last that was handed out, and its step
+        self._open_step: _OpenStep | None = None
+        self.is_changing = False  # within, or after an error within, what changes gradients or weights
+
+    @property
+    def progress(self) -> Progress:
+        """Return how far the run is."""
+        return self._opened.restored.progress
+
+    @property
+    def parts(self) -> TrainingComponents:
+        """Return the components of the run's steps."""
+        return self._opened.parts
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the job's tokenizer."""
+        return self._built.training_data.tokenizer
+
+    @property
+    def data(self) -> DataSection:
+        """Return the job's `data:` section."""
+        return self._config.data
+
+    @property
+    def rank(self) -> int:
+        """Return this process's rank."""
+        return distributed.rank()
+
+    def next_batch(self) -> JobBatch | None:
+        """Return the job's own rows of the next step, or None after the last."""
+        number = self.progress.step + 1
+        if number > self._built.plan.num_steps:
+            return None
+        if self._job_group[0] != number:
+            if self._job_group[0] != number - 1:
+                self._groups = self.parts.groups(first_step=number - 1)
+            self._job_group = (number, next(self._groups))
+        return JobBatch(number)
+
+    def forward_backward(
+        self,
+        rows: JobBatch | Rows,
+        *,
+        loss: str | LossFunction | None = None,
+        scores: Scores = "log_probabilities",
+    ) -> ForwardBackward:
+        """Accumulate the gradient of the rows' loss. Raises UserError before anything has changed."""
+        group = self._group(rows)
+        task: Any = JobLoss(self._built.step_task)
+        if loss is not None or WEIGHTS in group.columns:
+            task = self._resolve(loss, scores, group.columns)
+        if group.num_targets == 0:
+            raise UserError("the rows have no target on any process, so there is nothing to train on.")
+        opened = self._open_step or _OpenStep(group.num_targets, time.perf_counter())
+        parts = replace(self.parts, task=task, row_location=group.row_location or self.parts.row_location)
+        with self._changing(), self._step_randomness(opened.num_calls):
+            losses, sums = forward_backward(
+                parts,
+                group.batches,
+                num_targets=opened.divisor,
+                step=self.progress.step,
+                completes_step=deepspeed_engine(parts.accelerator) is None,
+            )
+        self._open_step = opened
+        opened.num_calls += 1
+        opened.num_targets += group.num_targets
+        opened.num_tokens += group.num_tokens
+        opened.mark = (opened.mark + group.mark) % _MARK_RANGE
+        opened.losses.append(losses)
+        opened.sample_ids += [batch.sample_ids for batch in group.batches]
+        meters = Meters(task.step_metrics)
+        meters.add(replace(self._record(opened), losses=losses, num_targets=group.num_targets, sums=sums))
+        ((_, event),) = meters.read()
+        rows_of_target = task.log_probabilities if isinstance(task, TargetLosses) else None
+        return ForwardBackward(
+            loss=event.loss,
+            loss_sum=event.loss * group.num_targets,
+            num_targets=group.num_targets,
+            num_tokens=group.num_tokens,
+            metrics=event.metrics,
+            log_probabilities=() if rows_of_target is None else _by_row(group.batches, rows_of_target),
+        )
+
+    def optim_step(self, *, learning_rate: float | None = None) -> OptimStep:
+        """Update the weights with the accumulated gradient, unless it is not finite, and drop it."""
+        opened, parts, progress = self._open_step, self.parts, self.progress
+        if opened is None:
+            raise UserError("optim_step: there is no gradient. Call `forward_backward` first.")
+        rate = self._scheduled_rate() if learning_rate is None else _positive(learning_rate)
+        with self._changing():
+            begin_step(parts.optimizer, step=progress.step, learning_rate=rate)
+            complete_gradients(parts.accelerator, parts.model, divisor=opened.num_targets / opened.divisor)
+            norm, is_taken = update_weights(parts, progress)
+            self._open_step = None
+            record = replace(self._record(opened), gradient_norm=norm, is_taken=is_taken, learning_rate=rate)
+            if record.is_taken is False:
+                record_skipped_step(parts, progress, record)
+            advance(progress, record)
+            meters = Meters()
+            meters.add(record)
+            ((_, event),) = meters.read()
+            parts.meters.add(record)
+            report_steps(parts, progress)
+        was_skipped = not math.isfinite(event.gradient_norm)
+        return OptimStep(progress.step, event.loss, opened.num_targets, event.gradient_norm, rate, was_skipped)
+
+    def log_probabilities(self, rows: Rows) -> tuple[tuple[float, ...], ...]:
+        """Return the log-probability of each target of every row, without dropout and without a gradient."""
+        group = self._group(rows)
+        self._require_causal("log_probabilities")
+        with evaluating(self.parts):
+            return _by_row(
+                group.batches, [log_probabilities_at_targets(self.parts.model, batch) for batch in group.batches]
+            )
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics on the validation rows, as `evaluate:` of the job says."""
+        if self._config.evaluate is None:
+            raise UserError("evaluate: the job has no section `evaluate`. Write `evaluate: {}` and `data.validation`.")
+        progress = self.progress
+        with seeds.keep_random_state():
+            progress.last_metrics, progress.metrics_step = self.parts.evaluate(progress.step), progress.step
+        return progress.last_metrics
+
+    def save(self) -> Path:
+        """Save a checkpoint of the present step, and return its folder when it is complete."""
+        self._require_no_gradient("save")
+        self.parts.save(self.progress)
+        self.parts.save.wait_for_writes()
+        return layout.step_folder(self._opened.context.paths.checkpoints, self.progress.step)
+
+    def load(self, checkpoint: str | Path | None = None) -> int:
+        """Load the newest checkpoint of the run, or that in the folder, and return its step."""
+        self._require_no_gradient("load")
+        context = self._opened.context
+        resume = "auto" if checkpoint is None else str(Path(checkpoint).absolute())
+        section = context.config.checkpoint.model_copy(update={"resume": resume})
+        config = context.config.model_copy(update={"checkpoint": section})
+        if (
+            checkpoint is None
+            and distributed.run_on_rank_0(partial(layout.newest_checkpoint, context.paths.checkpoints)) is None
+        ):
+            raise CheckpointError(f"load: there is no checkpoint in {context.paths.checkpoints}. Call `save` first.")
+        changed = replace(context, loaded=replace(context.loaded, config=config))
+        fingerprint = self._opened.restored.fingerprint
+        with self._changing():
+            restored = restore(changed, self._built, takes_other_rows=True, fingerprint=fingerprint)
+            vars(self.progress).update(vars(restored.progress))
+        self._job_group = (-1, ())
+        return restored.progress.step
+
+    def export(self) -> Path:
+        """Write the model to `final/` of the run folder, verified as the job says, and return the folder."""
+        self._require_no_gradient("export")
+        opened = self._opened
+        export_final(opened.context.loaded, self._built, opened.reporter, progress=self.progress, reason=SESSION_CLOSED)
+        return opened.context.paths.final
+
+    def _group(self, rows: JobBatch | Rows) -> "_Group":
+        if isinstance(rows, JobBatch):
+            step, batches = self._job_group
+            if rows.step != step or step != self.progress.step + 1 or self._open_step is not None:
+                raise UserError(
+                    f"the batch is of step {rows.step}, and the next step is {self.progress.step + 1}"
+                    f"{'' if self._open_step is None else ', which has rows already'}. A batch of the job is a whole "
+                    "step: call `optim_step` after each."
+                )
+            counts = start_step_counts(self.parts, batches, step=self.progress.step)()
+            return _Group(batches, counts.num_targets, counts.num_tokens, counts.samples)
+        encoded: list[EncodedRow] = self._encoder.encode(rows)
+        batches = cut_rows(
+            encoded,
+            self._built.training_data.task,
+            microbatch_size=self._built.plan.microbatch_size,
+            rank=distributed.rank(),
+            world=distributed.world(),
+            step_seed=step_seed(self._config.run.seed, self.progress.step),
+        )
+        num_targets, num_tokens = distributed.sum_counts(
+            [sum(batch.num_targets for batch in batches), sum(batch.num_tokens for batch in batches)]
+        )
+        device = self.parts.accelerator.device
+        on_device = tuple(batch.to(device) for batch in batches)
+        columns = frozenset().union(*(row.values for row in encoded))
+        return _Group(
+            on_device, num_targets, num_tokens, checksum_of_rows(encoded), columns, row_location=_location_in_call
+        )
+
+    def _resolve(self, loss: str | LossFunction | None, scores: Scores, columns: frozenset[str]) -> TargetLosses:
+        self._require_causal("loss")
+        if self._config.train.router_aux_loss is not None:
+            raise UserError("loss: train.router_aux_loss is added to the job's own loss only. Remove one of them.")
+        task = self._config.task
+        if loss is None and not TokenLoss(task.label_smoothing, task.z_loss).is_plain:
+            raise UserError("weights: task.label_smoothing and task.z_loss take none. Pass a `loss`, or remove them.")
+        return resolve_loss(loss or task.loss or "cross_entropy", scores, columns=columns)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        self.is_changing = True
+        yield
+        self.is_changing = False
+
+    def _require_causal(self, what: str) -> None:
+        if not isinstance(self._built.training_data.task, CausalTask):
+            raise UserError(
+                f"{what}: is for causal language models, and this job's task is `{self._config.task.name}`."
+            )
+
+    def _require_no_gradient(self, what: str) -> None:
+        if self._open_step is not None:
+            raise UserError(f"{what}: there is a gradient that was not used. Call `optim_step` first.")
+
+    def _scheduled_rate(self) -> float:
+        schedule, step = self._built.plan.schedule, self.progress.step
+        if step >= schedule.num_steps and schedule.name != "constant":
+            raise UserError(
+                f"optim_step: the schedule ends after {schedule.num_steps} steps. Pass `learning_rate`, or write more "
+                "`train.steps`."
+            )
+        return schedule.learning_rate(step)
+
+    @contextmanager
+    def _step_randomness(self, num_calls: int) -> Iterator[None]:
+        """Seed as the loop seeds the step, further calls by their number; afterwards the caller's numbers go on."""
+        python, numpy = random.getstate(), np.random.get_state()
+        call = (f"call {num_calls}",) if num_calls else ()
+        with seeds.keep_random_state():
+            seeds.seed_everything(self.parts.seed, "step", self.progress.step, distributed.rank(), *call)
+            yield
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    def _record(self, opened: _OpenStep) -> StepRecord:
+        progress = self.progress
+        return StepRecord(
+            number=progress.step + 1,
+            losses=torch.cat(opened.losses),
+            gradient_norm=torch.zeros((), device=self.parts.accelerator.device),
+            is_taken=True,
+            sample_ids=tuple(opened.sample_ids),
+            learning_rate=0.0,
+            num_targets=opened.num_targets,
+            num_tokens=opened.num_tokens,
+            samples_sha256=extend_digest(progress.samples_sha256, opened.mark),
+            epoch=self.parts.plan.epoch(progress.step),
+            seconds=time.perf_counter() - opened.started,
+            data_seconds=0.0,
+        )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The microbatches of this rank, and the counts of all ranks."""
+
+    batches: tuple[Batch, ...]
+    num_targets: int
+    num_tokens: int
+    mark: int
+    columns: frozenset[str] = frozenset()  # of numbers for the loss
+    row_location: Callable[[int], str] | None = None  # of a sample id, for messages; None: as of the job's own
+
+
+@contextmanager
+def evaluating(parts: TrainingComponents) -> Iterator[None]:
+    """Have the model without dropout and gradients meanwhile, and the caller's random numbers as they were."""
+    was_training = parts.model.training
+    parts.model.eval()
+    try:
+        with torch.no_grad(), seeds.keep_random_state():
+            yield
+    finally:
+        parts.model.train(was_training)
+
+
+def _by_row(batches: Sequence[Batch], per_target: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
+    """Return the numbers of the targets of every row of all ranks, in the order of the rows. Collective."""
+    own: dict[int, tuple[float, ...]] = {}
+    for batch, numbers in zip(batches, per_target, strict=True):
+        if not batch.sample_ids:
+            continue
+        assert batch.targets is not None, "a causal language model's batch has targets"
+        parts = torch.split(numbers.detach().float().cpu(), list(batch.targets.per_row))
+        own |= {sample_id: tuple(part.tolist()) for sample_id, part in zip(batch.sample_ids, parts, strict=True)}
+    everyone = {sample_id: row for rank_rows in distributed.gather_objects(own) for sample_id, row in rank_rows.items()}
+    return tuple(everyone[sample_id] for sample_id in sorted(everyone))
+
+
+def _positive(learning_rate: float) -> float:
+    if not isinstance(learning_rate, int | float) or not 0 <= learning_rate < math.inf:
+        raise UserError(f"optim_step: learning_rate must be a number of at least 0, and is {learning_rate!r}.")
+    return float(learning_rate)
+
+
+def _location_in_call(sample_id: int) -> str:
+    return f"row {sample_id + 1} of the call"

@@ -1,0 +1,128 @@
+"""Open a run to be taken step by step, by the phases of `finetune train`, without its supervision."""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+from finetune.config.load import LoadedConfig
+from finetune.config.plugins import activate_options
+from finetune.errors import StrategyError, UserError
+from finetune.registry.tasks import TASKS
+from finetune.report.events import RunEnded
+from finetune.report.gpu import NoGpu
+from finetune.report.page.interruptions import InterruptionCosts
+from finetune.report.reporter import CallbackReporter, Reporter
+from finetune.report.timing import StartupTimer
+from finetune.run.context import RunContext
+from finetune.run.fit import make_saver, run_started
+from finetune.run.setup.accelerator import make_accelerator
+from finetune.run.setup.data import prepare_data
+from finetune.run.setup.loop import make_parts
+from finetune.run.setup.microbatch_size import resolve_microbatch_size
+from finetune.run.state.resume import RestoredRun, restore
+from finetune.run.state.run_folder import fetch_run_folder, open_run_folder
+from finetune.run.supervision import model_code_errors
+from finetune.run.train import build
+from finetune.run.validate import validate, validate_model
+from finetune.runtime import distributed
+from finetune.runtime.optional import no_op
+from finetune.runtime.supervision.signals import ReceivedSignals
+from finetune.runtime.supervision.writer_lock import lock_run_folder
+from finetune.train.parts import TrainingComponents
+
+SESSION_CLOSED = "session closed"
+
+_LEFT_TO_CALLER = (
+    *("evaluate.at_start", "evaluate.every_steps", "checkpoint.every_steps", "checkpoint.rehearse", "report.profile"),
+    *("train.stop_after_steps", "train.time_limit_minutes", "train.early_stopping", "train.callbacks"),
+    *("run.on_end", "run.spot_notice", "run.hang_after_seconds"),
+)
+"""Keys about what the loop of `finetune train` does besides its steps, and about its supervision."""
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run that was built and restored, and the components of its steps."""
+
+    context: RunContext
+    restored: RestoredRun
+    parts: TrainingComponents
+    reporter: Reporter
+
+
+@contextmanager
+def open_run(loaded: LoadedConfig) -> Iterator[OpenedRun]:
+    """Build the run, or resume it from its checkpoint as the job says, and report its end. Collective.
+
+    Rank 0 locks the run folder. After an error nothing is reported, and no rank waits for another.
+    """
+    startup = StartupTimer()
+    activate_options(loaded.config.plugin_options)
+    context = validate(loaded)
+    _require_steppable(context)
+    if written := [key for key in _LEFT_TO_CALLER if key in context.loaded.sources]:
+        context.log(f"in a session the caller evaluates, saves and stops; without effect are {', '.join(written)}")
+    log, is_main = context.log, distributed.is_main()
+    with lock_run_folder(context.paths.folder, log=log) if is_main else nullcontext():
+        with model_code_errors():
+            context, restored = _build(context, startup)
+        config = context.config
+        costs = InterruptionCosts(no_op, hours_stated=config.run.hours_between_interruptions)
+        with closing(open_run_folder(context.loaded, restored.built, costs=costs, log=log)) as reporter:
+            save = make_saver(context.paths.checkpoints, config.checkpoint, restored, reporter=reporter)
+            parts = make_parts(
+                config,
+                restored.built,
+                reporter=CallbackReporter(reporter, (), can_evaluate=False),
+                save=save,
+                signals=ReceivedSignals(),
+                startup=startup,
+                gpu=NoGpu(),
+                log=log,
+            )
+            reporter(run_started(config, context.strategy, restored, previous={}))
+            started = time.monotonic()
+            yield OpenedRun(context, restored, parts, reporter)
+            save.wait_for_writes()
+            reporter(_run_ended(context, restored, seconds=time.monotonic() - started))
+            distributed.barrier()
+
+
+def _build(context: RunContext, startup: StartupTimer) -> tuple[RunContext, RestoredRun]:
+    config, strategy, log = context.config, context.strategy, context.log
+    checksums = fetch_run_folder(context.loaded, None, log=log)
+    validate_model(context.loaded, strategy, log=log)
+    data = prepare_data(context)
+    startup.end("data")
+    accelerator = make_accelerator(config, strategy, log=log)
+    built = build(context, data, accelerator=accelerator, startup=startup)
+    restored = restore(context, built, checksums, takes_other_rows=True)
+    context, built = resolve_microbatch_size(context, restored.built, first_step=restored.progress.step)
+    return context, replace(restored, built=built)
+
+
+def _require_steppable(context: RunContext) -> None:
+    """Raise an error where a step cannot be taken in two calls, or the run is at a URL."""
+    if context.config.train.optimizer.in_backward:
+        raise UserError(
+            "train.optimizer.in_backward: a session updates the weights in `optim_step`, not in the backward pass. "
+            "Remove the key."
+        )
+    if context.strategy.expected().sequence_size > 1:
+        raise StrategyError("a session does not share rows among processes. Launch without parallelism_config_sp_size.")
+    if context.loaded.remote is not None:
+        raise UserError(
+            f"run.folder: a session writes to a folder on this machine, not to {context.loaded.remote}. Write a path."
+        )
+
+
+def _run_ended(context: RunContext, restored: RestoredRun, *, seconds: float) -> RunEnded:
+    return RunEnded(
+        step=restored.progress.step,
+        reason=SESSION_CLOSED,
+        seconds=seconds,
+        metrics=restored.progress.last_metrics,
+        final_folder=None,
+        talks=TASKS[context.config.task.name].can_chat,
+    )

@@ -1,0 +1,209 @@
+"""The caller's own rows: encoded as the job's rows are, and cut into the microbatches of this rank."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.config.run_config import RunConfig
+from finetune.config.sections.data import SourceSection
+from finetune.data.batch import Batch
+from finetune.data.features import Features
+from finetune.data.formats.row_format import choose_format
+from finetune.data.rows import RawRow, row_location
+from finetune.data.sample_checks import samples_checksum, with_checksums
+from finetune.data.token_cache.integrity import sample_checksum
+from finetune.errors import DataError
+from finetune.run.setup.data import TrainingData, make_encoding
+from finetune.runtime.optional import no_op
+from finetune.runtime.seeds import derive_seed
+from finetune.task.causal_lm import CausalTask
+from finetune.task.protocol import Task
+
+INPUT_IDS, WEIGHTS = "input_ids", "weights"
+VALUE_COLUMNS = (WEIGHTS, "advantages", "old_log_probabilities")
+"""Columns with numbers for the loss that a row of text may have, too; a row of tokens may have any others."""
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """One row as a sample, and its numbers for the loss, one per target, by column."""
+
+    features: Features
+    values: Mapping[str, np.ndarray]  # float32 [targets]
+
+
+class RowEncoder:
+    """Encodes rows as the job's own are encoded, or takes them as tokens."""
+
+    def __init__(self, config: RunConfig, training_data: TrainingData) -> None:
+        self._data = config.data
+        self._task = training_data.task
+        self._is_causal = isinstance(training_data.task, CausalTask)
+        self._encoding = make_encoding(config.data, training_data.processing, training_data.task, name=config.task.name)
+        tokenizer = training_data.tokenizer
+        self._vocabulary = 0 if tokenizer is None else len(tokenizer)
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[EncodedRow]:
+        """Return the rows encoded; raises DataError naming the first that cannot be trained on."""
+        precomputed = self._task.precomputed
+        if precomputed is not None or self._task.samples.has_partners:
+            reason = "pairs samples" if precomputed is None else f"needs the {precomputed.title} of each row"
+            raise DataError(
+                f"this job's task {reason}, which only its own rows have. Take these from `session.batches()`."
+            )
+        if not rows:
+            raise DataError("there are no rows. Pass at least one.")
+        places = [row_location("rows", number) for number in range(1, len(rows) + 1)]
+        for row, place in zip(rows, places, strict=True):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{place}: is a {type(row).__name__}. A row is a dictionary of columns.")
+        texts = [number for number, row in enumerate(rows) if INPUT_IDS not in row]
+        encoded = dict(zip(texts, self._encode_texts({number: rows[number] for number in texts}), strict=True))
+        for number, row in enumerate(rows):
+            if number not in encoded:
+                encoded[number] = self._from_tokens(row, place=places[number])
+        return [self._numbered(encoded[number], number) for number in range(len(rows))]
+
+    def _encode_texts(self, rows: Mapping[int, Mapping[str, Any]]) -> list[EncodedRow]:
+        """Return the rows, given by their number from 0, encoded as those of `data.train`."""
+        if not rows:
+            return []
+        raws = [
+            RawRow("rows", number + 1, {name: row[name] for name in row if name not in VALUE_COLUMNS})
+            for number, row in rows.items()
+        ]
+        section = SourceSection() if self._data.train.mix else self._data.train
+        plan = self._encoding.plan(choose_format(section, raws[0], key="data.train", log=no_op))
+        outcomes = plan.encode([plan.format.read(raw) for raw in raws])
+        encoded = []
+        for row, raw, outcome in zip(rows.values(), raws, outcomes, strict=True):
+            place = raw.location
+            if isinstance(outcome, DataError):
+                raise DataError(f"{place}: {outcome}") from outcome
+            if isinstance(outcome, tuple):
+                raise DataError(f"{place}: becomes {len(outcome)} samples. Pass a row for each of its answers.")
+            if outcome is None:
+                raise DataError(f"{place}: has no target, so there is nothing to train on. Leave it out.")
+            shorter = (outcome,) if plan.length.fits(outcome) else plan.length.shorten(outcome)[0]
+            if len(shorter) != 1:
+                raise DataError(
+                    f"{place}: has {outcome.longest} tokens, more than {plan.length.limits}. Shorten it, or write "
+                    f"{plan.length.advice(outcome.longest)}."
+                )
+            encoded.append(self._with_values(shorter[0], row, place=place))
+        return encoded
+
+    def _with_values(self, features: Features, row: Mapping[str, Any], *, place: str) -> EncodedRow:
+        columns = [name for name in VALUE_COLUMNS if name in row]
+        if columns and not self._is_causal:
+            raise DataError(f"{place}: `{columns[0]}` is for causal language models; this job's task has none.")
+        if not columns:
+            return EncodedRow(features, {})
+        is_target = features.arrays["is_target"].copy()
+        is_target[0] = False
+        num_targets = int(is_target.sum())
+        values = {name: _numbers(row[name], num_targets, f"{place}, `{name}`", "targets") for name in columns}
+        return _without_unweighted(features, is_target, values, place=place)
+
+    def _from_tokens(self, row: Mapping[str, Any], *, place: str) -> EncodedRow:
+        if not self._is_causal:
+            raise DataError(f"{place}: `input_ids` are for causal language models. Pass the columns of the job's rows.")
+        ids = _plain(row[INPUT_IDS])
+        if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < self._vocabulary for each in ids):
+            raise DataError(f"{place}, `input_ids`: must be a list of token numbers from 0 to {self._vocabulary - 1}.")
+        if len(ids) > self._data.longest:
+            limit = self._data.longest
+            raise DataError(f"{place}: has {len(ids)} tokens, more than data.max_length: {limit}. Shorten it.")
+        is_target = np.ones(len(ids), bool)
+        is_target[:1] = False  # the first token is predicted from nothing
+        values = {
+            name: _numbers(row[name], len(ids), f"{place}, `{name}`", "tokens")[is_target]
+            for name in row
+            if name != INPUT_IDS
+        }
+        features = Features({INPUT_IDS: np.array(ids, np.uint32), "is_target": is_target})
+        return _without_unweighted(features, is_target, values, place=place)
+
+    def _numbered(self, row: EncodedRow, number: int) -> EncodedRow:
+        return EncodedRow(replace(row.features, sample_id=number), row.values)
+
+
+def _without_unweighted(
+    features: Features, is_target: np.ndarray, values: Mapping[str, np.ndarray], *, place: str
+) -> EncodedRow:
+    """Return the row whose targets are those with a weight other than 0."""
+    counts = values[WEIGHTS] != 0 if WEIGHTS in values else np.ones(int(is_target.sum()), bool)
+    if not counts.any():
+        raise DataError(f"{place}: has no target: there is no weight other than 0 after the first token. Leave it out.")
+    is_target[is_target] = counts
+    arrays = {**features.arrays, "is_target": is_target}
+    return EncodedRow(replace(features, arrays=arrays), {name: each[counts] for name, each in values.items()})
+
+
+def _numbers(value: Any, length: int, title: str, unit: str) -> np.ndarray:
+    """Return float32 [length] of one number for all, or of a list with a number each."""
+    plain = _plain(value)
+    numbers = [plain] * length if isinstance(plain, int | float) else plain
+    if not isinstance(numbers, list) or not all(isinstance(each, int | float) for each in numbers):
+        raise DataError(f"{title}: must be a number, or a list of numbers.")
+    if len(numbers) != length:
+        raise DataError(f"{title}: has {len(numbers)} numbers for {length} {unit}.")
+    array = np.array(numbers, np.float32)
+    if not np.isfinite(array).all():
+        raise DataError(f"{title}: has a number that is not finite.")
+    return array
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and tensors as lists, anything else as it is."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else value
+
+
+def checksum_of_rows(rows: Sequence[EncodedRow]) -> int:
+    """Return the mark of the rows, as `data/sample_checks.py` has it of a step's samples."""
+    return samples_checksum(range(len(rows)), [sample_checksum(row.features.arrays) for row in rows])
+
+
+def cut_rows(
+    rows: Sequence[EncodedRow], task: Task, *, microbatch_size: int, rank: int, world: int, step_seed: int
+) -> tuple[Batch, ...]:
+    """Return this rank's microbatches: of consecutive rows, of which rank r gets every world-th, as of the job's.
+
+    All ranks get equally many: a missing one is the first row without sample ids and targets.
+    """
+    starts = range(0, len(rows), microbatch_size)
+    num_batches = -(-len(starts) // world)
+
+    def collated(number: int) -> Batch:
+        chosen = rows[starts[number] : starts[number] + microbatch_size] if number < len(starts) else rows[:1]
+        features = [replace(row.features, seed=step_seed) for row in chosen]
+        batch = with_checksums(task.collate(features), features)
+        names = {name for row in chosen for name in row.values}
+        extras = {
+            name: torch.from_numpy(np.concatenate([_values_of(row, name) for row in chosen])) for name in sorted(names)
+        }
+        lengths = batch.lengths or tuple(each.length for each in features)
+        batch = replace(batch, extras={**batch.extras, **extras}, seed=step_seed, lengths=lengths)
+        return batch if number < len(starts) else replace(batch, num_targets=0, num_tokens=0, sample_ids=())
+
+    return tuple(collated(number) for number in range(rank, num_batches * world, world))
+
+
+def _values_of(row: EncodedRow, name: str) -> np.ndarray:
+    """Return the row's numbers; of a row without the column, 1 for every target where it is the weights."""
+    if name in row.values:
+        return row.values[name]
+    if name != WEIGHTS:
+        raise DataError(f"`{name}` must be in all rows, or in none.")
+    is_target = row.features.arrays["is_target"]
+    return np.ones(int(np.count_nonzero(is_target[1:])), np.float32)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed with which the samples of a step are collated."""
+    return derive_seed(seed, "samples", step)
