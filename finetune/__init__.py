@@ -1,3 +1,3 @@
 """Fine-tune transformer models on Hugging Face Accelerate: the same loss under every strategy."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

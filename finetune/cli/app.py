@@ -16,6 +16,7 @@ from finetune.runtime.optional import lazily
 with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import check as check_command
     from finetune.commands import init as init_command
+    from finetune.commands import migrate as migrate_command
     from finetune.commands import prepare as prepare_command
     from finetune.commands import train_on_ranks as train_on_ranks_command
     from finetune.commands.preview import file as preview_file_command
@@ -87,6 +88,9 @@ def check(
         int | None, typer.Option(min=1, max=1 << 24, help="Also check that N processes can divide the global batch.")
     ] = None,
     accelerate: OptionalAccelerateFile = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Also list the defaults that have changed since this run.")
+    ] = None,
     model: Annotated[
         bool,
         typer.Option("--model", help="Also build the model from its config, without weights or memory. Imports torch."),
@@ -96,7 +100,19 @@ def check(
 
     Loads no weights and no data.
     """
-    check_command.check(job, override or [], num_processes=processes, accelerate_file=accelerate, tries_model=model)
+    check_command.check(
+        job, override or [], num_processes=processes, accelerate_file=accelerate, run=against, tries_model=model
+    )
+
+
+@app.command()
+@handle_errors
+def migrate(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be changed.")] = False,
+) -> None:
+    """Rewrite an old job file: present names of its keys, its version, all of its comments."""
+    migrate_command.migrate(job, is_dry_run=dry_run)
 
 
 @app.command()
@@ -154,6 +170,13 @@ def reference(config: OptionalConfig = None) -> None:
     if config is not None:
         config_load.load_config(config)  # its plugins add their keys
     print(config_schema.reference_markdown(), end="")
+
+
+@app.command()
+@handle_errors
+def agents() -> None:
+    """Print how an agent writes, checks, plans, rehearses and runs a job."""
+    print((Path(__file__).parents[1] / "AGENTS.md").read_text(encoding="utf-8"), end="")
 
 
 @app.command()

@@ -5,14 +5,15 @@ import functools
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TextIO
 
 import typer
 
-from finetune.errors import FinetuneError, NotAFile, UserError, disk_text, system_error
+from finetune.errors import FinetuneError, NotAFile, RenamedKeyWarning, UserError, disk_text, system_error
 from finetune.launch.ranks import is_started_by_run_ranks
 from finetune.runtime.text.redact import redacted_command, register_command
 from finetune.runtime.text.standard_streams import (
@@ -57,6 +58,22 @@ def handle_errors(command: Callable[P, Any]) -> Callable[P, None]:
         raise typer.Exit(code or 0)
 
     return run
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print the use of a renamed key as one line that a program can read, on rank 0; other warnings as Python does."""
+    if not issubclass(category, RenamedKeyWarning):
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        print(text, end="", file=file or sys.stderr, flush=True)
+    elif _rank() == 0:
+        print(f"warning[renamed-key]: {message}", file=file or sys.stderr, flush=True)
 
 
 @contextmanager

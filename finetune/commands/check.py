@@ -1,15 +1,19 @@
 """`finetune check`: all problems of a job file at once, and what the job will do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from finetune.config.explain import format_summary
-from finetune.config.load import load_config, require_divisible_batch
+from finetune.config.explain import format_summary, resolved_yaml
+from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved, require_divisible_batch
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch
+    from finetune.commands.compare import differences
     from finetune.commands.rehearse import accelerate_file as accelerate_files
     from finetune.run.setup import model
+
+_DEFAULT = "default"
+"""The source in resolved.yaml of a value that was not written."""
 
 
 def check(
@@ -18,11 +22,13 @@ def check(
     *,
     num_processes: int | None,
     accelerate_file: Path | None = None,
+    run: Path | None = None,
     tries_model: bool = False,
 ) -> None:
     """Print what the job will do; raises ConfigError with every problem, ModelError for the model that was tried.
 
-    Raises StrategyError for an accelerate file that cannot be launched, or not with this number of processes.
+    With a run folder, also print which defaults have changed since that run. Raises StrategyError for an accelerate
+    file that cannot be launched, or not with this number of processes.
     """
     loaded = load_config(path, overrides)
     if accelerate_file is not None:
@@ -39,3 +45,21 @@ def check(
         print(f"  {line}")
     if warning is not None:
         print(f"  warning: {warning}")
+    if run is not None:
+        lines = list(changed_defaults(loaded, run))
+        print(f"defaults that have changed since {run}: {'none' if not lines else ''}".rstrip())
+        for line in lines:
+            print(f"  {line}")
+
+
+def changed_defaults(loaded: LoadedConfig, run: Path) -> Iterator[str]:
+    """Yield each key that neither the job nor the run has written and whose default is another one now.
+
+    Raises UserError where the run's config cannot be read.
+    """
+    load_resolved(run)
+    then = dict(differences.config_values((run / RESOLVED_NAME).read_text(encoding="utf-8")))
+    for key, (value, source) in differences.config_values(resolved_yaml(loaded)):
+        before, source_before = then.get(key, (value, ""))
+        if (source, source_before) == (_DEFAULT, _DEFAULT) and before != value:
+            yield f"{key}: {before} then, {value} now"

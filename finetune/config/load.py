@@ -10,6 +10,7 @@ import os
 import pathlib
 import stat
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,8 +28,9 @@ from finetune.config.rules.files import file_problems
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
+from finetune.config.versions import rename_keys, rename_overrides, version_problem
 from finetune.config.yaml import Document, read_yaml
-from finetune.errors import ConfigError, Problem, UserError
+from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
 from finetune.runtime.text.redact import register_secrets
 
 
@@ -84,10 +86,14 @@ def load_config(
     if not isinstance(document.values, dict):
         raise ConfigError(document.problems or [_no_sections(document)], path.name)
     expand_names(document.values, document.lines)
+    document.problems += rename_keys(document.values, document.lines, file=path.name)
+    overrides = rename_overrides(overrides)
     overridden = apply_overrides(document.values, overrides)
     register_secrets(overridden.values)
     sources = _file_locations(document, overridden.replaced, name=path.name) | overridden.sources
     problems = _not_overridden(document.problems, overridden.replaced) + overridden.problems
+    if (newer := version_problem(overridden.values)) is not None:
+        problems.append(newer)
     folder = path.absolute().parent.resolve()
     if unusable := load_plugins(overridden.values, folder):
         raise ConfigError(_sort_problems(unusable, sources, overrides=overrides), path.name)
@@ -236,7 +242,10 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     if document.problems or not isinstance(document.values, dict):
         fault = document.problems[0] if document.problems else "it has no sections."
         raise UserError(f"{path}: the file is damaged: {fault} {_REWRITE_ADVICE}")
-    overridden = apply_overrides(document.values, overrides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RenamedKeyWarning)  # the next start writes the file with the new names
+        rename_keys(document.values, document.lines, file=path.name)
+    overridden = apply_overrides(document.values, rename_overrides(overrides))
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
     if unusable := load_plugins(overridden.values, pathlib.Path.cwd()):

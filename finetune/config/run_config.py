@@ -1,5 +1,7 @@
 """RunConfig: the whole job YAML, and whether the launched processes can share its batch."""
 
+from typing import Literal
+
 from finetune.config.formatting import closest_multiples
 from finetune.config.section import KeyLocations, Section, key, with_location
 from finetune.config.sections.checkpoint import CheckpointSection
@@ -18,6 +20,7 @@ from finetune.errors import Problem
 class RunConfig(Section):
     """A job: model, data, task, training, checkpoints, evaluation, reports and export."""
 
+    version: Literal[1] = key("Version of the keys of this file. A file of another version is refused.", 1)
     run: RunSection = key("Output folder, seed and supervision of the run.")
     model: ModelSection = key(
         "Which weights to start from, their dtype and attention, adapters, and which parameters are trained."

@@ -31,8 +31,8 @@ def check_trackers(names: Sequence[str]) -> None:
         if name in builtin and name not in available:
             raise MissingPackage(
                 f"report.trackers: the package of `{name}` is not installed. Install it with: "
-                f"pip install 'finetune[tracking]' (tensorboard, wandb, mlflow, trackio) or pip install {name}, "
-                "or leave it out of `report.trackers`."
+                "pip install 'finetune-accelerate[tracking]' (tensorboard, wandb, mlflow, trackio) or "
+                f"pip install {name}, or leave it out of `report.trackers`."
             )
 
 

@@ -42,7 +42,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             raise
         raise MissingPackage(
             f"{purpose} needs the package `{module.split('.')[0]}`, which is not installed. "
-            f"Install it with: pip install 'finetune[{extra}]'"
+            f"Install it with: pip install 'finetune-accelerate[{extra}]'"
         ) from error
 
 

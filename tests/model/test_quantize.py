@@ -36,10 +36,12 @@ def load(from_config, build, folder):
 
 def test_a_missing_package_is_named_with_its_install_command(from_config, monkeypatch):
     def absent(module, *, extra, purpose):
-        raise MissingPackage(f"{purpose} needs `{module}`: pip install 'finetune[{extra}]'")
+        raise MissingPackage(f"{purpose} needs `{module}`: pip install 'finetune-accelerate[{extra}]'")
 
     monkeypatch.setattr(quantize, "require", absent)
-    with pytest.raises(MissingPackage, match=r"needs `bitsandbytes`: pip install 'finetune\[quantization\]'"):
+    with pytest.raises(
+        MissingPackage, match=r"needs `bitsandbytes`: pip install 'finetune-accelerate\[quantization\]'"
+    ):
         quantization_config(from_config(quantization=NF4))
     assert quantization_config(from_config()) is None
 

@@ -22,7 +22,7 @@ def test_every_digit_is_a_small_image_in_the_folder_of_its_class():
 def test_a_missing_scikit_learn_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
-    with pytest.raises(MissingPackage, match=r"image-digits .*scikit-learn.*pip install 'finetune\[dev\]'"):
+    with pytest.raises(MissingPackage, match=r"image-digits .*scikit-learn.*pip install 'finetune-accelerate\[dev\]'"):
         digit_files()
 
 

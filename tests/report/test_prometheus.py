@@ -168,8 +168,8 @@ def test_a_port_in_use_is_a_warning_and_other_reporters_continue(diary, started,
 
 def test_the_package_is_asked_for_before_the_run_starts(monkeypatch, tmp_path):
     def missing(module, *, extra, purpose):
-        raise MissingPackage(f"{purpose}: pip install 'finetune[{extra}]'")
+        raise MissingPackage(f"{purpose}: pip install 'finetune-accelerate[{extra}]'")
 
     monkeypatch.setattr(prometheus, "require", missing)
-    with pytest.raises(MissingPackage, match=r"finetune\[monitoring\]"):
+    with pytest.raises(MissingPackage, match=r"finetune-accelerate\[monitoring\]"):
         build_reporter(ReportSection(prometheus=9400), run_folder=tmp_path, accelerator=None, is_main=False)

@@ -106,7 +106,7 @@ def test_a_tracker_whose_package_is_missing_names_the_extra():
     missing = [name for name in ("tensorboard", "wandb", "mlflow", "trackio", "aim") if name not in available]
     if not missing:
         pytest.skip("every tracker is installed here")
-    with pytest.raises(MissingPackage, match=r"finetune\[tracking\]"):
+    with pytest.raises(MissingPackage, match=r"finetune-accelerate\[tracking\]"):
         check_trackers(missing[:1])
 
 

@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.launch.jobs.request import PORT, JobRequest, host_script
 from finetune.launch.jobs.yaml_text import yaml_text
 
-SETUP = "pip install 'finetune[s3]'\n"
+SETUP = "pip install 'finetune-accelerate[s3]'\n"
 
 _SECRETS = "Export it as a variable, and write --secret NAME: `sky jobs launch` then takes it from there."
 _COMMENT = "Written by `finetune launch skypilot`. Submit it with `sky jobs launch FILE`."

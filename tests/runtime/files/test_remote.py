@@ -58,5 +58,5 @@ def test_a_file_is_deleted_and_one_that_is_gone_is_passed_over(folder, file):
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setitem(remote.STORAGE_PACKAGES, "s3", ("no_such_s3fs", "s3"))
-    with pytest.raises(MissingPackage, match=r"run.folder at s3:// needs .*pip install 'finetune\[s3\]'"):
+    with pytest.raises(MissingPackage, match=r"run.folder at s3:// needs .*pip install 'finetune-accelerate\[s3\]'"):
         RemoteFolder("s3://bucket/runs/first")

@@ -39,7 +39,7 @@ def test_the_harness_gets_an_adapter_and_its_base(trained, asked):
 
 def test_missing_packages_and_unsupported_launches_of_the_harness_are_reported(trained, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(MissingPackage, match=r"pip install 'finetune\[lm-eval\]'"):
+    with pytest.raises(MissingPackage, match=r"pip install 'finetune-accelerate\[lm-eval\]'"):
         evaluate_with_harness(trained("full"), step=None, tasks="hellaswag", json=None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="run it in one process"):

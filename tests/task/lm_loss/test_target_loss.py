@@ -66,7 +66,7 @@ def test_the_chunked_loss_replaces_gpu_kernels_on_a_cpu_with_a_warning(monkeypat
 def test_a_missing_kernel_package_is_named_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
-    with pytest.raises(MissingPackage, match=r"finetune\[kernels\]"):
+    with pytest.raises(MissingPackage, match=r"finetune-accelerate\[kernels\]"):
         resolve_kernel("cce")
 
 

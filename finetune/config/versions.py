@@ -1,0 +1,101 @@
+"""The version of a job file's keys, and the keys that were renamed, which work for two more minor versions."""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.section import KeyLocation
+from finetune.errors import Problem, RenamedKeyWarning
+
+JOB_VERSION = 1
+"""Of the keys that this package reads. It rises only when an old file would mean something else."""
+
+_MINOR_VERSIONS = 2
+
+
+@dataclass(frozen=True)
+class RenamedKey:
+    """A key, or a section with all its keys, under its old and its new dotted name; no list is on the way to either."""
+
+    old: str
+    new: str
+    since: str  # the version of this package that renamed it: `0.3`
+
+    def warning(self, where: str) -> RenamedKeyWarning:
+        """Return the warning for the old name at this place."""
+        return RenamedKeyWarning(old=self.old, new=self.new, since=self.since, until=self.until, where=where)
+
+    @property
+    def until(self) -> str:
+        """Return the version that no longer reads the old name."""
+        major, minor = self.since.split(".")[:2]
+        return f"{major}.{int(minor) + _MINOR_VERSIONS}"
+
+
+RENAMED_KEYS: tuple[RenamedKey, ...] = ()
+"""Remove an entry in the version that its `until` names. None was renamed so far."""
+
+
+def version_problem(values: Mapping[str, Any]) -> Problem | None:
+    """Return why a job of a newer version is not read; other wrong values but `true` are the schema's to report."""
+    version = values.get("version")
+    if version is True:  # which is equal to 1
+        return Problem("version", f"`true` is not allowed. Write {JOB_VERSION}.")
+    if not isinstance(version, int) or version <= JOB_VERSION:
+        return None
+    return Problem(
+        "version",
+        f"this job is written for version {version} of the keys, and this finetune reads version {JOB_VERSION}. "
+        "Install the newest: pip install -U finetune-accelerate",
+    )
+
+
+def rename_keys(values: dict[str, Any], lines: dict[str, int], *, file: str) -> list[Problem]:
+    """Give the renamed keys of a file their new names, in `values` and in `lines`, and warn about each.
+
+    Returns a problem for a key that is written under both names.
+    """
+    problems = []
+    for key, section, name in written_keys(values):
+        target, new_name = _section_at(values, key.new.rpartition(".")[0], creates=True), key.new.rpartition(".")[2]
+        if target is None:
+            continue
+        if new_name in target:
+            message = f"it is the old name of `{key.new}`, which is written, too. Remove this one."
+            problems.append(Problem(key.old, message, line=lines.get(key.old)))
+            continue
+        warnings.warn(key.warning(str(KeyLocation(file, lines.get(key.old)))), stacklevel=2)
+        target[new_name] = section.pop(name)
+        for old in [each for each in lines if each == key.old or each.startswith(f"{key.old}.")]:
+            lines[f"{key.new}{old.removeprefix(key.old)}"] = lines.pop(old)
+    return problems
+
+
+def rename_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with the new names of renamed keys. Warns about each with a RenamedKeyWarning."""
+    renamed = []
+    for text in overrides:
+        for key in RENAMED_KEYS:
+            if re.match(rf"{re.escape(key.old)}[.=]", text):
+                warnings.warn(key.warning(f"--set {key.old}"), stacklevel=2)
+                text = f"{key.new}{text.removeprefix(key.old)}"
+        renamed.append(text)
+    return renamed
+
+
+def written_keys(values: dict[str, Any]) -> Iterator[tuple[RenamedKey, dict[str, Any], str]]:
+    """Yield each renamed key that is written under its old name, with its section and its name there."""
+    for key in RENAMED_KEYS:
+        section, name = _section_at(values, key.old.rpartition(".")[0]), key.old.rpartition(".")[2]
+        if section is not None and name in section:
+            yield key, section, name
+
+
+def _section_at(values: Any, key: str, *, creates: bool = False) -> dict[str, Any] | None:
+    for part in key.split(".") if key else ():
+        if creates and isinstance(values, dict):
+            values.setdefault(part, {})
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else None
