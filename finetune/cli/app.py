@@ -18,7 +18,7 @@ with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import init as init_command
     from finetune.commands import migrate as migrate_command
     from finetune.commands import prepare as prepare_command
-    from finetune.commands import train_on_ranks as train_on_ranks_command
+    from finetune.commands.launch import local as local_launch
     from finetune.commands.preview import file as preview_file_command
     from finetune.commands.preview import preview as preview_command
     from finetune.config import load as config_load
@@ -73,9 +73,7 @@ def train(
     --processes N here, or torchrun, srun or mpirun with --accelerate.
     """
     if processes is not None and (processes > 1 or accelerate is not None):
-        return train_on_ranks_command.train_on_ranks(
-            config, override or [], num_processes=processes, accelerate_file=accelerate
-        )
+        return local_launch.train_on_ranks(config, override or [], num_processes=processes, accelerate_file=accelerate)
     return train_command.start(config, override or [], accelerate_file=accelerate)
 
 
