@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from finetune.config.load import load_config, read_text
-from finetune.config.versions import JOB_VERSION, RENAMED_KEYS, RenamedKey
+from finetune.config.rules.versions import JOB_VERSION, RENAMED_KEYS, RenamedKey
 from finetune.config.yaml import read_yaml
 from finetune.errors import RenamedKeyWarning
 from finetune.runtime.files.atomic import write_text

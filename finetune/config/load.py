@@ -25,10 +25,10 @@ from finetune.config.paths import is_url, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options
 from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
+from finetune.config.rules.versions import rename_keys, rename_overrides, version_problem
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
 from finetune.config.section import KeyLocation, KeyLocations, expand_names, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
-from finetune.config.versions import rename_keys, rename_overrides, version_problem
 from finetune.config.yaml import Document, read_yaml
 from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
 from finetune.runtime.text.redact import register_secrets

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from finetune.cli.app import app
 from finetune.commands import migrate as migrate_module
-from finetune.config import versions
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config
-from finetune.config.versions import RenamedKey
+from finetune.config.rules import versions
+from finetune.config.rules.versions import RenamedKey
 from tests.small_job import JOB, write_job
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +138,7 @@ def test_check_against_a_folder_without_a_run_is_one_message(tmp_path):
 def test_the_command_line_prints_the_use_of_an_old_name_as_one_line(tmp_path):
     path = write_job(tmp_path, text=JOB.replace("  steps: 8", "  num_steps: 8"))
     program = (
-        "from finetune.config import versions\n"
+        "from finetune.config.rules import versions\n"
         "versions.RENAMED_KEYS = (versions.RenamedKey('train.num_steps', 'train.steps', since='0.3'),)\n"
         "from finetune.cli.program import main\nmain()\n"
     )

@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 
-from finetune.config import versions
 from finetune.config.explain import resolved_yaml
 from finetune.config.load import load_config, load_resolved
+from finetune.config.rules import versions
+from finetune.config.rules.versions import RenamedKey
 from finetune.config.schema import all_keys
 from finetune.config.section import has_key
-from finetune.config.versions import RenamedKey
 from finetune.errors import ConfigError, RenamedKeyWarning
 from tests.small_job import JOB, write_job
 
