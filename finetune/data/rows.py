@@ -1,8 +1,9 @@
 """Rows as a source yields them, with their origin and number."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from finetune.errors import DataError
@@ -60,11 +61,12 @@ class RawRow:
         return row
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return a message about bytes that are not valid UTF-8, with the encoding to try."""
+def not_utf8(error: UnicodeDecodeError, *, num_before: int = 0) -> str:
+    """Return a message about bytes that are not valid UTF-8, of which `num_before` stand before those of the error."""
     content: bytes = error.object
+    position = num_before + error.start + 1
     others = {character for character in content.decode("utf-8", "replace") if not character.isascii()} - {"\ufffd"}
-    what = f"not UTF-8 text: byte 0x{content[error.start]:02x} at position {error.start + 1:,} ({error.reason})."
+    what = f"not UTF-8 text: byte 0x{content[error.start]:02x} at position {position:,} ({error.reason})."
     if others:
         return f"{what} Other characters in it are valid UTF-8: fix this one."
     try:
@@ -80,18 +82,19 @@ def parse_json(text: str | bytes) -> Any:
     Raises JSONDecodeError or UnicodeDecodeError for invalid JSON, and DataError for unusable values: excessive nesting,
     numbers with thousands of digits, duplicate names in an object.
     """
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise
-    except RecursionError as error:
-        raise DataError(_TOO_DEEP) from error
-    except ValueError as error:  # Python limits the number of digits of an integer
-        raise DataError("contains a number with thousands of digits. Write it as text, or remove it.") from error
+    value = _decoded(_loads, text)
     num_opened = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
     if num_opened > MAX_DEPTH:
         require_shallow(value)
     return value
+
+
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """Return the value that starts there, and the position after it; raises what `parse_json` raises."""
+    value, end = _decoded(_raw_decode, text, start)
+    if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH:
+        require_shallow(value)
+    return value, end
 
 
 def require_shallow(value: Any) -> None:
@@ -116,6 +119,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate = next(name for name in names if names.count(name) > 1)
         raise DataError(f"has `{shortened(duplicate)}` twice in one object. Keep one of them.")
     return value
+
+
+_loads = partial(json.loads, object_pairs_hook=_object)
+_raw_decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
+
+
+def _decoded(decode: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return decode(*arguments)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise DataError(_TOO_DEEP) from error
+    except ValueError as error:  # Python limits the number of digits of an integer
+        raise DataError("contains a number with thousands of digits. Write it as text, or remove it.") from error
 
 
 def shortened(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import codecs
 import io
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from finetune.data.rows import not_utf8
@@ -41,6 +42,28 @@ def decode_line(line: bytes, *, origin: str, number: int) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{origin}, line {number}: {not_utf8(error)}") from error
+
+
+def decoded_chunks(stream: BinaryIO, *, num_bytes: int, origin: str) -> Iterator[str]:
+    """Yield the text of a stream in UTF-8 in pieces of that size; raises DataError naming line and byte."""
+    decoder: Any = codecs.getincrementaldecoder("utf-8")()
+    line, num_before = 1, 0  # of the next byte, and the bytes of its line before it
+    while True:
+        chunk = stream.read(num_bytes)
+        num_pending = len(decoder.getstate()[0])
+        try:
+            text: str = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            first = error.object.rfind(b"\n", 0, error.start) + 1
+            line += error.object.count(b"\n", 0, first)
+            error.object, error.start = error.object[first:], error.start - first
+            before = 0 if first else num_before - num_pending
+            raise DataError(f"{origin}, line {line}: {not_utf8(error, num_before=before)}") from error
+        if not chunk:
+            return
+        line += chunk.count(b"\n")
+        num_before = len(chunk) - chunk.rfind(b"\n") - 1 + (0 if b"\n" in chunk else num_before)
+        yield text
 
 
 class _Transcoded(io.RawIOBase):

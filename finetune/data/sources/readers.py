@@ -12,15 +12,15 @@ from itertools import islice
 from typing import Any, BinaryIO, Literal, NoReturn
 
 from finetune.config.section import CONLL_KINDS
-from finetune.data.rows import RawRow, not_utf8, parse_json, record_places, shortened
-from finetune.data.sources.decoding import as_utf8, decode_line
+from finetune.data.rows import RawRow, not_utf8, parse_json, parse_json_at, record_places, shortened
+from finetune.data.sources.decoding import as_utf8, decode_line, decoded_chunks
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
 from finetune.data.sources.unpacking import MAX_ROW_BYTES
 from finetune.errors import DataError
 
 MAX_JSON_BYTES = 2 << 30
-"""The limit of a JSON file with one array or object, which is held in memory; JSON lines have no limit."""
+"""The limit of a JSON file with one object, which is held in memory; arrays and JSON lines have no limit."""
 
 MAX_SENTENCE_BYTES = 256 << 20
 """The limit of a sentence."""
@@ -28,6 +28,10 @@ MAX_SENTENCE_BYTES = 256 << 20
 _DOCUMENT_START = "-DOCSTART-"
 
 _MAX_BLANK_LINES = 1_000_000
+_ARRAY_CHUNK = 1 << 20
+_SEPARATOR = re.compile(r"[ \t\r\n]*([],]?)[ \t\r\n]*")
+_LONGEST_TOKEN = 16
+"""Characters from where the decoder stops in a text that was cut, unless within a string, to its end."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LINE_PATTERN = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _DELIMITER_NAMES = {",": "comma", "\t": "tab", ";": "semicolon", "|": "pipe"}
@@ -92,15 +96,52 @@ def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Itera
         yield from (RawRow(origin, number, record) for number, record in enumerate(records, start=1))
         return
     if stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        for number, value in enumerate(_parsed(_whole(stream, origin), origin), start=1):
-            if not isinstance(value, dict):
-                raise DataError(f"{origin}, row {number}: each element of the array must be an object with columns.")
-            yield RawRow(origin, number, value)
+        yield from _array(stream, origin)
         return
     for index, (number, line) in enumerate(_lines(stream, origin)):
         if index == 0 and not _is_whole(line):
             _refuse_one_object(_parsed(line + b"\n" + _whole(stream, origin), origin), origin)
         yield RawRow(origin, number, line)
+
+
+def _array(stream: io.BufferedReader, origin: str) -> Iterator[RawRow]:
+    """Yield the objects of the array; no more than one of them and a chunk of the file is in memory."""
+    chunks = decoded_chunks(stream, num_bytes=_ARRAY_CHUNK, origin=origin)
+    text = next(chunks)
+    while "[" not in text:
+        text += next(chunks)
+    start = text.index("[") + 1
+    line, column = 1, 1  # of the first character of the text
+    num_rows = 0
+    while (separator := _SEPARATOR.match(text, start)) and separator[1] != "]":
+        try:
+            if separator[1] != ("," if num_rows else ""):
+                missing = "',' or ']'" if num_rows else "value"
+                raise json.JSONDecodeError(f"Expecting {missing}", text, separator.start(1))
+            if text[separator.end() : separator.end() + 1] not in ("{", "]", ""):
+                raise DataError("each element of the array must be an object with columns.")
+            value, end = parse_json_at(text, separator.end())
+        except DataError as error:
+            raise DataError(f"{origin}, row {num_rows + 1}: {error}") from error
+        except json.JSONDecodeError as error:
+            may_be_cut = error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_TOKEN
+            num_chunks = 1 + (len(text) - start) // _ARRAY_CHUNK if may_be_cut else 0
+            more = "".join(islice(chunks, num_chunks))  # doubled, so that a long row is parsed a few times at most
+            if not more:
+                before = column - 1 if error.lineno == 1 else 0
+                error.lineno, error.colno = error.lineno + line - 1, error.colno + before
+                raise _not_valid(error, origin) from error
+            if len(text) - start > MAX_ROW_BYTES:
+                size = f"has more than {MAX_ROW_BYTES >> 20} MB: this is not a row."
+                raise DataError(f"{origin}, row {num_rows + 1}: {size}") from error
+            num_newlines = text.count("\n", 0, start)
+            column = start - text.rfind("\n", 0, start) if num_newlines else column + start
+            line, text, start = line + num_newlines, text[start:] + more, 0
+        else:
+            num_rows, start = num_rows + 1, end
+            yield RawRow(origin, num_rows, value)
+    if text[start:].strip() != "]" or any(chunk.strip() for chunk in chunks):
+        raise DataError(f"{origin}: not valid JSON: there is text after the end of the array.")
 
 
 def _whole(stream: io.BufferedReader, origin: str) -> bytes:
@@ -129,10 +170,14 @@ def _parsed(content: bytes, origin: str) -> Any:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(f"{origin}, line {line}: {not_utf8(error)}") from error
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
-            "The file must be an array of objects, or one object per line."
-        ) from error
+        raise _not_valid(error, origin) from error
+
+
+def _not_valid(error: json.JSONDecodeError, origin: str) -> DataError:
+    return DataError(
+        f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
+        "The file must be an array of objects, or one object per line."
+    )
 
 
 def _refuse_one_object(value: Any, origin: str) -> NoReturn:

@@ -61,7 +61,7 @@ def test_a_line_of_json_is_named(tmp_path, tokenizer, kind):
         encode(tmp_path / "rows.jsonl", tokenizer)
 
 
-@pytest.mark.parametrize("content", [f"[{DIGITS}]", f'[{{"text": {DEEP}}}]', f'{{"text": {DEEP}}}'])
+@pytest.mark.parametrize("content", [f'[{{"text": {DIGITS}}}]', f'[{{"text": {DEEP}}}]', f'{{"text": {DEEP}}}'])
 def test_a_json_file_is_named(tmp_path, tokenizer, content):
     (tmp_path / "rows.json").write_text(content)
     with pytest.raises(DataError, match=r"rows\.json.*(100 levels deep|digits)"):

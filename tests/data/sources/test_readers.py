@@ -3,14 +3,19 @@
 import gzip
 import io
 import json
+from unittest.mock import patch
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from finetune.data.sources import readers
 from finetune.data.sources.files import DataFile
 from finetune.data.sources.local import LocalFile
+from finetune.data.sources.readers import rows_of
 from finetune.errors import DataError
 
 ROWS = [{"prompt": f"question {n}", "completion": f"answer, {n}"} for n in range(1, 6)]
@@ -88,6 +93,8 @@ BAD = {
     "latin.jsonl": (b'{"text": "caf\xe9"}\n', "line 1: not UTF-8"),
     "latin.txt": (b"a\ncaf\xe9\n", "line 2: not UTF-8"),
     "broken.json": (b'[{"text": "a"},\n{"text"]', "line 2: not valid JSON"),
+    "cut.json": (b'[{"text": "a"},\n{"text": "b"}', r"line 2: not valid JSON: Expecting ',' or '\]' at column 14"),
+    "twice.json": (b'[{"text": "a"}]\n[]', "there is text after the end of the array"),
     "numbers.json": (b"[1]", "row 1: each element of the array must be an object"),
     "nested.json": (b'{\n"version": 1,\n"data": [{"text": "a"}]\n}', "is one object.*`data`.*`records: data`"),
     "wide.csv": (b"text\na,b\n", r"row 1 \(line 2\): has 2 fields, but the header has 1. A comma"),
@@ -107,3 +114,22 @@ def test_a_bad_file_is_named_with_the_place(tmp_path, name):
     content, message = BAD[name]
     with pytest.raises(DataError, match=f"{name}.*{message}"):
         [raw.parse() for raw in opened(tmp_path, name, content).rows()]
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists))),
+    indent=st.none() | st.just(1),
+    num_bytes=st.integers(1, 40),
+    cut=st.integers(1, 200),
+)
+def test_an_array_read_in_chunks_has_the_rows_that_json_reads(rows, indent, num_bytes, cut):
+    content = b"\xef\xbb\xbf\n" + json.dumps(rows, ensure_ascii=False, indent=indent).encode("utf-8")
+    with patch.object(readers, "_ARRAY_CHUNK", num_bytes):
+        assert [row.content for row in rows_of(io.BytesIO(content), ".json", origin="rows.json")] == rows
+        cut_content = content[:-cut] if cut < len(content) - 4 else content[:-1]
+        with pytest.raises(DataError, match=r"line \d+: not") as raised:
+            list(rows_of(io.BytesIO(cut_content), ".json", origin="rows.json"))
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated|Invalid|utf-8") as expected:
+        json.loads(cut_content.decode("utf-8-sig"))
+    if isinstance(expected.value, json.JSONDecodeError):
+        assert f"line {expected.value.lineno}: " in str(raised.value)

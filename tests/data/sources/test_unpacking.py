@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,15 +75,32 @@ def test_a_gz_of_one_repeated_row_is_refused_and_one_of_different_rows_is_read(t
     assert len(rows_of(path)) == 100_000
 
 
-def test_blank_lines_without_end_and_arrays_too_large_for_memory_are_refused(tmp_path, monkeypatch):
+def test_blank_lines_without_end_and_objects_too_large_for_memory_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + b"\n" * 1_000_002)
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: more than 1,000,000 blank lines start here"):
         rows_of(path)
     monkeypatch.setattr(readers, "MAX_JSON_BYTES", 10)
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"text": "a"}]))
+    path.write_text(json.dumps({"data": [{"text": "a"}]}, indent=1))
     with pytest.raises(DataError, match="Write one object per line"):
+        rows_of(path)
+
+
+def test_an_array_is_read_in_the_memory_of_a_few_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_ARRAY_CHUNK", 1 << 12)
+    path = tmp_path / "rows.json.gz"
+    path.write_bytes(gzip.compress(json.dumps([{"text": f"number {n}"} for n in range(200_000)]).encode()))
+    (shard,) = find_local(SourceSection(path=str(path)), key="data.train", log=print).shards()
+    tracemalloc.start()
+    assert sum(1 for _ in shard.rows()) == 200_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 10_000)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "b" * 50_000}]))
+    with pytest.raises(DataError, match=r"rows.json, row 2: has more than .* this is not a row"):
         rows_of(path)
 
 
