@@ -114,13 +114,14 @@ def source(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any
     return _adding(SOURCES, SourceEntry, name, options=options, **facts)
 
 
-def format(
-    name: str, *, required: Iterable[str], usual_task: str, options: Options = None, **facts: Any
-) -> Decorator[Any]:
-    """Register a function from `data.formats.columns.Columns` to a row as tasks read it: `{"messages": [...]}`, ..."""
-    return _adding(
-        FORMATS, FormatEntry, name, options=options, required=tuple(required), usual_task=usual_task, **facts
-    )
+def format(name: str, *, required: Iterable[str], like: str, options: Options = None, **facts: Any) -> Decorator[Any]:
+    """Register a function from `data.formats.columns.Columns` to a row as the format `like` returns it.
+
+    `required` are the columns that a row must have. A row of `messages` is `{"messages": [{"role": ..., ...}, ...]}`.
+    """
+    usual_task = FORMATS[like].usual_task
+    entry = {"required": tuple(required), "like": like, "usual_task": usual_task, **facts}
+    return _adding(FORMATS, FormatEntry, name, options=options, **entry)
 
 
 def template(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:

@@ -41,17 +41,15 @@ def list_plugins(config: Path | None, overrides: Sequence[str]) -> None:
     if not installed and config is None:
         print("no installed distribution has plugins; a job may name modules and files in `plugins`")
         return
-    table = Table(title="installed plugins, imported only where a job names them")
-    for column in ("kind", "name", "module", "distribution", "conflict"):
-        table.add_column(column, overflow="fold")
-    for group, point in installed:
+    cells = [(group, point.name, point.value, distribution_text(point)) for group, point in installed]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for (group, point), row in zip(installed, cells, strict=True):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         others = [distribution_text(each) for each in entry_points(group, point.name) if each != point]
-        conflict = f"also in {', '.join(others)}: refused where it is used" if others else ""
-        if any(entry.name == point.name and not entry.plugin for each in TABLES[group] for entry in each):
-            conflict = "a name of finetune, which is used in its place"
-        table.add_row(group, point.name, point.value, distribution_text(point), conflict)
-    if installed:
-        SafeConsole().print(table)
+        if others:
+            print(f"  conflict: also in {', '.join(others)}; refused where a job uses it")
+        if any(entry.name == point.name and not entry.plugin for table in TABLES[group] for entry in table):
+            print("  conflict: a name of finetune, which is used in its place")
     if config is not None:
         _print_job(load_config(config, overrides))
 

@@ -41,6 +41,9 @@ NAMED_BY: tuple[tuple[str, str, Table[Any]], ...] = (
 WATCHING = ("callbacks", "reporters", "metrics")
 """Groups of plugins that change no step."""
 
+PLUGIN_PREFIX = "plugins."
+"""How the names begin under which checkpoints remember the digests of plugins: `plugins.my_loss`."""
+
 
 def load_plugins(values: Mapping[str, Any], folder: pathlib.Path) -> list[Problem]:
     """Import the plugins that a job names, or whose entries it names; return what is wrong with them.
@@ -117,10 +120,10 @@ def plugin_identities(config: RunConfig) -> tuple[dict[str, str], dict[str, str]
     watching: dict[str, str] = {}
     for group, entry in used_entries(config):
         place = watching if group in WATCHING else trained
-        place[f"plugin {entry.name}"] = plugins.plugin_of(entry).identity
+        place[f"{PLUGIN_PREFIX}{entry.name}"] = plugins.plugin_of(entry).identity
     for plugin in plugins.loaded_plugins():
         if plugin.name in config.plugins and not plugin.entries:  # it may change anything
-            trained[f"plugin {plugin.module}"] = plugin.identity
+            trained[f"{PLUGIN_PREFIX}{plugin.module}"] = plugin.identity
     return trained, watching
 
 

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from finetune.config.plugins import plugin_identities
 from finetune.config.run_config import RunConfig
 from finetune.config.section import Section, join_key
 from finetune.registry.metrics import METRICS
@@ -156,15 +157,17 @@ NOT_RECORDED = (
 
 
 def keys_that_must_match(config: RunConfig) -> dict[str, str]:
-    """Return the dotted keys that a resume must match, with their values as JSON."""
+    """Return the dotted keys that a resume must match, with their values as JSON, and the digests of plugins."""
     others = {*COMPARED_BY_CONTENT, *MAY_DIFFER, *NOT_RECORDED}
-    return {key: text for key, text in _flat(config) if key not in others and not _is_option_of_observer(key)}
+    keys = {key: text for key, text in _flat(config) if key not in others and not _is_option_of_observer(key)}
+    return {**keys, **plugin_identities(config)[0]}
 
 
 def keys_that_may_differ(config: RunConfig) -> dict[str, str]:
-    """Return the dotted keys that may differ between starts, with their values as JSON."""
+    """Return the dotted keys that may differ between starts, with their values as JSON, and digests likewise."""
     recorded = {*COMPARED_BY_CONTENT, *MAY_DIFFER}
-    return {key: redacted_text(text) for key, text in _flat(config) if key in recorded or _is_option_of_observer(key)}
+    keys = {key: text for key, text in _flat(config) if key in recorded or _is_option_of_observer(key)}
+    return {key: redacted_text(text) for key, text in keys.items()} | plugin_identities(config)[1]
 
 
 def _is_option_of_observer(key: str) -> bool:

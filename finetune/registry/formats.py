@@ -14,6 +14,7 @@ class FormatEntry(Entry):
     optional: tuple[str, ...] = ()
     classes: str | None = None  # the column that has classes, whose numbers a dataset may name
     usual_task: str  # the task that is most often trained on such rows
+    like: str = ""  # the format of this package whose rows it makes of its own: tasks that read those read these, too
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ from finetune.registry.metrics import METRICS
 from finetune.registry.observers import CALLBACKS, REPORTERS
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.registry.schedules import SCHEDULES
-from finetune.registry.table import Entry, Table, options_of
+from finetune.registry.table import Entry, Table, options_of, use_options
 from finetune.registry.tasks import TASKS
 
 TABLES: Mapping[str, tuple[Table[Any], ...]] = {
@@ -42,6 +42,7 @@ TABLES: Mapping[str, tuple[Table[Any], ...]] = {
 }
 """The tables to which plugins add, by the group of entry points: `tasks` is the group `finetune.tasks`."""
 
+_PACKAGE = pathlib.Path(__file__).parents[1]
 _MAX_FILES = 2_000
 """Python files of one package that are digested."""
 
@@ -70,6 +71,17 @@ _importing: list[str] = []  # modules, the innermost last
 def loaded_plugins() -> tuple[Plugin, ...]:
     """Return the plugins that this process has imported."""
     return tuple(_loaded.values())
+
+
+def unload_plugins() -> None:
+    """Forget the plugins that jobs have loaded, their entries and their options."""
+    for module in (*_loaded, *{entry.plugin for _, entry in plugin_entries()}):
+        for tables in TABLES.values():
+            for table in tables:
+                table.remove_plugin(module)
+        _loaded.pop(module, None)
+        sys.modules.pop(module, None)
+    use_options({})
 
 
 def plugin_of(entry: Entry) -> Plugin:
@@ -135,7 +147,8 @@ def entry_points(group: str, name: str | None = None) -> list[metadata.EntryPoin
     """Return what installed distributions declare in the group `finetune.GROUP`, or under a name in it, once each."""
     found = metadata.entry_points(group=f"finetune.{group}")
     chosen = [point for point in found if name is None or point.name == name]
-    return list({(point.name, point.value, _distribution_name(point)): point for point in chosen}.values())
+    unique = {(point.name, _distribution_name(point), point.value): point for point in chosen}
+    return [unique[key] for key in sorted(unique)]
 
 
 def load_entry_point(point: metadata.EntryPoint) -> Plugin:
@@ -226,7 +239,7 @@ def _reason(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and pathlib.Path(frame.filename).parent != pathlib.Path(__file__).parent
+        if "importlib" not in frame.filename and not pathlib.Path(frame.filename).is_relative_to(_PACKAGE)
     ]
     where, line = (frames[-1].filename, frames[-1].lineno) if frames else ("", None)
     if isinstance(error, SyntaxError) and error.filename:

@@ -83,7 +83,10 @@ def run_job(setup: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Map
     )
     code = run_child(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        start = errors[-1] if errors else -40  # a launcher prints a traceback of its own after an error
+        tail = "\n".join(lines[start:][:40])
         raise UserError(f"the run under {setup.title} ended with exit code {code}. Its last lines:\n{tail}")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from finetune.config.formatting import closest_multiples, did_you_mean, format_list
 from finetune.config.paths import is_url
+from finetune.config.plugins import PLUGIN_PREFIX
 from finetune.config.resume_keys import MUST_MATCH
 from finetune.config.rules.evaluate import metric_problems
 from finetune.config.run_config import RunConfig
@@ -56,6 +57,8 @@ def allow_changes_names_refused_keys(config: RunConfig) -> Iterator[Problem]:
         place = f"checkpoint.allow_changes.{index}"
         if name in NEVER_ALLOWED:
             yield Problem(place, f"`{name}` cannot be allowed: {NEVER_ALLOWED[name]}. Remove it.")
+        elif name.startswith(PLUGIN_PREFIX):  # the digest of a plugin, perhaps of one that the job no longer has
+            continue
         elif name not in can and node_at(name) is None:
             hint = did_you_mean(name, can) or "Use dotted keys, such as `train.learning_rate`."
             yield Problem(place, f"the key `{name}` does not exist. {hint}")

@@ -79,7 +79,7 @@ def format_fits_task(config: RunConfig) -> Iterator[Problem]:
     fitting = TASKS[task].formats
     for key, source in row_sources(config):
         form = source.format
-        if form is None or form in fitting:
+        if form is None or form in fitting or FORMATS[form].like in fitting:
             continue
         others = [entry.name for entry in TASKS if form in entry.formats]
         what = "`text` has no turns for" if form == "text" else f"`{form}` does not fit"

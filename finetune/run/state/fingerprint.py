@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 from finetune.checkpoint.format.manifest import RunFingerprint
-from finetune.config.plugins import plugin_identities
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.model.frozen_models import base_digest
@@ -52,10 +51,9 @@ def fingerprint_with(
     if teacher is not None:
         digests["teacher"] = teacher
     sequence_size = strategy.expected().sequence_size
-    plugins, watching = plugin_identities(config)
     return RunFingerprint(
-        identity={**keys_that_must_match(config), **digests, **plugins},
-        settings={**keys_that_may_differ(config), **watching},
+        identity={**keys_that_must_match(config), **digests},
+        settings=keys_that_may_differ(config),
         origin={
             "strategy": strategy.name + (f" with rows shared by {sequence_size}" if sequence_size > 1 else ""),
             "processes": str(distributed.world()),
