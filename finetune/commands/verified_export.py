@@ -13,7 +13,7 @@ from finetune.checkpoint.sharding.state_layout import named_parameters
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardFacts
 from finetune.export.save import ExportReport, Preprocessors, export_model
-from finetune.export.verify.rows import HeldRow, logits_of, made_up_rows
+from finetune.export.verify.rows import VerificationRow, logits_of, synthetic_rows
 from finetune.export.verify.texts import expected_tokens
 from finetune.export.verify.verifier import Expected, ExportVerifier, model_facts, staged_export
 from finetune.export.weights import unwrap_adapter
@@ -100,14 +100,14 @@ def _expected(source: ModelToExport, *, unmerged: Path | None) -> Expected:
     return Expected(rows, logits, "float32", tokens, text, unmerged)
 
 
-def _rows(source: ModelToExport) -> tuple[HeldRow, ...]:
+def _rows(source: ModelToExport) -> tuple[VerificationRow, ...]:
     """Return synthetic rows; none if the model does not fit in memory, or its inputs cannot be synthesized."""
     size = sum(parameter.numel() for parameter in source.model.parameters()) * 4 * _COPIES
     inputs = source.preprocessors
     if size > available_bytes() or (inputs.text is None and inputs.processor is None):
         return ()
     start_id = getattr(unwrap_adapter(source.model).config, "decoder_start_token_id", None)
-    return made_up_rows(inputs, head=source.facts.head, start_id=start_id)
+    return synthetic_rows(inputs, head=source.facts.head, start_id=start_id)
 
 
 def _with_values(source: ModelToExport) -> Any:

@@ -1,4 +1,4 @@
-"""The weights and config of an adapter of any kind, as plain peft loads them."""
+"""The weights and config of an adapter of any type, as plain peft loads them."""
 
 import copy
 import re
@@ -75,11 +75,11 @@ def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch
 
 
 def loadable_config(model: PeftModel, config: Any) -> Any:
-    """Return the config, changed where plain peft would adapt other modules than the model's adapters.
+    """Return the config, changed so that plain peft adapts the same modules when it loads the adapter.
 
-    On loading, peft replaces some names of modules by parameters of routed experts (`rewritten_names`). Shared experts
-    and dense layers of these names are therefore saved as parameters, `shared_experts.up_proj.weight`: the same sum,
-    under the same names of tensors. Adapters of parameters cannot have dropout, which matters to training alone.
+    On loading, peft replaces some module names with parameters of routed experts (`rewritten_names`). Shared experts
+    and dense layers with these names are therefore targeted as parameters, `shared_experts.up_proj.weight`, with the
+    same result and tensor names. Adapters of parameters cannot have dropout, which only matters in training.
     """
     if config.peft_type != "LORA":
         return config
@@ -99,15 +99,15 @@ def loadable_config(model: PeftModel, config: Any) -> Any:
         config.target_modules = shortest_names(others, {name for name in names if "lora_" not in name})
         config.layers_to_transform = None
         for name, layer in moved.items():
-            parameter = re.escape(f"{name}.weight")  # its rank and alpha are recorded where they are its own
+            parameter = re.escape(f"{name}.weight")  # recorded if its rank or alpha differs
             if layer.r[ADAPTER_NAME] != config.r:
                 config.rank_pattern = {parameter: layer.r[ADAPTER_NAME], **config.rank_pattern}
             if layer.lora_alpha[ADAPTER_NAME] != config.lora_alpha:
                 config.alpha_pattern = {parameter: layer.lora_alpha[ADAPTER_NAME], **config.alpha_pattern}
     targets = {*(config.target_parameters or ()), *(f"{name}.weight" for name in moved)}
     if targets:
-        ends = tuple(f".{name}" for name in targets)
-        chosen = [name for name in parameters if name in targets or name.endswith(ends)]
-        config.target_parameters = shortest_names(chosen, parameters)
+        suffixes = tuple(f".{name}" for name in targets)
+        targeted = [name for name in parameters if name in targets or name.endswith(suffixes)]
+        config.target_parameters = shortest_names(targeted, parameters)
         config.lora_dropout = 0.0
     return config

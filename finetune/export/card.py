@@ -33,7 +33,7 @@ _INPUTS = {
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the card says about the run; `config_text` is the resolved job YAML, empty if there was no such run."""
+    """The facts about the run in the card; `config_text` is the resolved job YAML, empty if there was no such run."""
 
     title: str
     task: str
@@ -42,23 +42,23 @@ class CardFacts:
     config_text: str
     software: Mapping[str, str] = field(default_factory=dict)
     head: str = "causal_lm"
-    config_values: Mapping[str, Any] = field(default_factory=dict)  # that the run changed in its base's config
+    config_values: Mapping[str, Any] = field(default_factory=dict)  # values of the base's config changed by the run
 
 
 @dataclass(frozen=True)
 class CardBase:
-    """What the model was trained from: a hub name or folder, or None if the adapter's base is next to it in `base/`."""
+    """The model's origin: a hub name or folder, or None if the adapter's base is next to it in `base/`."""
 
     name: str | None
     relation: Literal["adapter", "finetune"] = "adapter"
     was_merged: bool = False
-    has_own_config: bool = False  # the adapter's folder has one, with other classes or values than the base's
-    config_values: Mapping[str, Any] = field(default_factory=dict)  # that are other ones in it
-    num_embeddings: int | None = None  # if the vocabulary is not the base's
+    has_own_config: bool = False  # the adapter's folder has a config whose classes or values differ from the base's
+    config_values: Mapping[str, Any] = field(default_factory=dict)  # the values that differ
+    num_embeddings: int | None = None  # if the vocabulary differs from the base's
 
     @property
     def hub_name(self) -> str | None:
-        """Return the name if it is one on the hub."""
+        """Return the name if it is a hub name."""
         return None if self.name is None or self.name.startswith((".", "/", "~")) else self.name
 
 
@@ -99,32 +99,26 @@ def _adapter(base: CardBase | None) -> CardBase | None:
 
 
 def _metadata(facts: CardFacts, base: CardBase | None) -> str:
-    known: dict[str, Any] = {"library_name": "transformers" if _adapter(base) is None else "peft"}
-    known |= {"pipeline_tag": PIPELINES[facts.head], "tags": ["finetune", facts.task.replace("_", "-")]}
+    metadata: dict[str, Any] = {"library_name": "transformers" if _adapter(base) is None else "peft"}
+    metadata |= {"pipeline_tag": PIPELINES[facts.head], "tags": ["finetune", facts.task.replace("_", "-")]}
     if base is not None and base.hub_name is not None:
-        known |= {"base_model": base.hub_name, "base_model_relation": base.relation}
-    return ModelCardData(**known).to_yaml().strip()
+        metadata |= {"base_model": base.hub_name, "base_model_relation": base.relation}
+    return ModelCardData(**metadata).to_yaml().strip()
 
 
 def _summary(facts: CardFacts, base: CardBase | None) -> str:
     steps = f"Trained for {facts.num_steps:,} steps (task `{facts.task}`) with `finetune`."
-    story = steps if facts.num_steps else "Written with `finetune`."
+    origin = steps if facts.num_steps else "Written with `finetune`."
     if base is None:
-        return story
+        return origin
     if base.was_merged:
-        return (
-            f"{story} An adapter was merged into its base{_named(base)}: this is a full model that does not need peft."
-        )
+        name = "" if base.name is None else f" {_location(base)}"
+        return f"{origin} An adapter was merged into its base{name}: this is a full model that does not need peft."
     if base.relation == "finetune":
-        return f"{story} It was trained from {_location(base)}."
+        return f"{origin} It was trained from {_location(base)}."
     names = ", ".join(f"`{name}`" for name in base.config_values)
-    why = f" It was trained with other values of {names} in the base's config: load the base with `config/`, as below."
-    changed = why if base.config_values else ""
-    return f"{story} This folder holds an adapter; its base is {_location(base)}.{changed}"
-
-
-def _named(base: CardBase) -> str:
-    return "" if base.name is None else f" {_location(base)}"
+    changes = f" It was trained with other values of {names} in the base's config: load the base with `config/`."
+    return f"{origin} This folder holds an adapter; its base is {_location(base)}.{changes if names else ''}"
 
 
 def _location(base: CardBase) -> str:
@@ -153,11 +147,11 @@ def _loader(head: str, adapter: CardBase | None) -> str:
 
 
 def _adapter_lines(auto: str, adapter: CardBase) -> list[str]:
-    place = 'f"{folder}/base"' if adapter.name is None else f'"{adapter.name}"'
-    more = ', config=AutoConfig.from_pretrained(f"{folder}/config")'
+    path = 'f"{folder}/base"' if adapter.name is None else f'"{adapter.name}"'
+    options = ', config=AutoConfig.from_pretrained(f"{folder}/config")'
     if auto in {HEADS[head].__name__ for head in NEW_HEADS}:
-        more += ", ignore_mismatched_sizes=True"
-    lines = [f"base = {auto}.from_pretrained({place}{more if adapter.has_own_config else ''})"]
+        options += ", ignore_mismatched_sizes=True"
+    lines = [f"base = {auto}.from_pretrained({path}{options if adapter.has_own_config else ''})"]
     if adapter.num_embeddings is not None:
         lines.append(f"base.resize_token_embeddings({adapter.num_embeddings}, mean_resizing=False)")
     return [*lines, "model = PeftModel.from_pretrained(base, folder)"]
@@ -169,8 +163,8 @@ def _template_arguments(arguments: Mapping[str, Any]) -> str:
     keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     body = format_json({"messages": ["..."], "chat_template_kwargs": dict(arguments)})
     return (
-        "## Chat template\n\nTrained with these arguments of the chat template. `finetune chat` and `generate` "
-        "pass them, other programs need them:\n\n"
+        "## Chat template\n\nTrained with these chat template arguments. `finetune chat` and `finetune generate` "
+        "pass them; other programs must pass them, too:\n\n"
         f"```python\ntokenizer.apply_chat_template(messages, add_generation_prompt=True, {keywords})\n```\n\n"
         f"In requests to vLLM or SGLang:\n\n```json\n{body}\n```"
     )
@@ -187,13 +181,13 @@ _IGNORED_BY_VLLM = ("target_parameters", "rank_pattern", "alpha_pattern")
 
 
 def vllm_hint(folder: Path) -> str | None:
-    """Return why vLLM would serve the adapter in the folder as another model; None of any other folder."""
+    """Return a warning if vLLM would serve the adapter in the folder incorrectly; None for any other folder."""
     path = folder / ADAPTER_CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     keys = [f"`{key}`" for key in _IGNORED_BY_VLLM if config.get(key)]
     if not keys:
         return None
     return (
-        f"vLLM ignores {' and '.join(keys)} of this adapter without a message, so it would serve another model. To use "
+        f"vLLM silently ignores {' and '.join(keys)} of this adapter, so it would serve a different model. To use "
         f"vLLM, merge the adapter: finetune export {folder} --merge"
     )

@@ -1,7 +1,7 @@
-"""Merges adapters into the base weights: in float64, on the CPU, as many layers at a time as there are cores.
+"""Merges adapters into the base weights in float64 on the CPU, one layer per core at a time.
 
-`W + BA * scale` (and what DoRA, AdaLoRA, IA3 and OFT compute instead) is computed by peft's own layers on float64
-values and rounded once, to the type that is written. The only copy of the model that is made is the one returned.
+`W + BA * scale` (and the formulas of DoRA, AdaLoRA, IA3 and OFT) is computed by peft's own layers on float64 values
+and rounded once, to the written dtype. The model is copied only once, for the result.
 """
 
 import copy
@@ -27,10 +27,9 @@ MERGEABLE = frozenset({"LORA", "ADALORA", "IA3", "OFT", "TRAINABLE_TOKENS", "LOH
 """The adapter types, by peft's names, that can be merged exactly."""
 
 _WORKING_COPIES = 3
-"""Of a layer's weight, in float64, while it is merged: its own, the adapter's share, and one of an operator."""
+"""Float64 copies of a layer's weight during its merge: the weight, the adapter's share, and a temporary."""
 
-_Named = list[tuple[str, Tensor]]
-"""Names and merged values."""
+_NamedTensors = list[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,24 +37,24 @@ class Merged:
     """The weights of the merged model by name."""
 
     weights: Mapping[str, Tensor]
-    has_untied_weights: bool  # tied weights that differ now: an adapter was on one of them
+    has_untied_weights: bool  # tied weights that now differ because one of them was adapted
 
 
 def require_mergeable(model: PeftModel) -> None:
     """Raise ModelError with the reason if the model's adapter cannot be merged."""
-    kind = str(model.peft_config[ADAPTER_NAME].peft_type.value)
+    adapter_type = str(model.peft_config[ADAPTER_NAME].peft_type.value)
     if model.peft_config[ADAPTER_NAME].is_prompt_learning:
         raise ModelError(
-            f"export.merge: {kind.lower().replace('_', ' ')} trains virtual tokens or keys and changes no "
-            "weight, so there is nothing to merge. Remove `merge` and load the adapter with peft."
+            f"export.merge: {adapter_type.lower().replace('_', ' ')} trains virtual tokens or keys and does not change "
+            "weights, so there is nothing to merge. Remove `merge` and load the adapter with peft."
         )
-    if kind not in MERGEABLE:
+    if adapter_type not in MERGEABLE:
         supported = ", ".join(sorted(MERGEABLE))
-        raise ModelError(f"export.merge: adapters of type {kind} cannot be merged. Supported are: {supported}.")
+        raise ModelError(f"export.merge: adapters of type {adapter_type} cannot be merged. Supported: {supported}.")
 
 
 def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype | None) -> Merged:
-    """Return the base's weights with the adapter merged in, as `dtype`, or as each one's own dtype in the base if None.
+    """Return the base's weights with the adapter merged in, in `dtype`, or if None, in the dtypes of the base.
 
     Only classes and configs are taken from `model`. `weights` has all values of adapter and base by canonical name, the
     base's under peft's names or its own; integers keep their dtype. Raises ModelError for an adapter that cannot be
@@ -63,15 +62,15 @@ def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
     """
     require_mergeable(model)
     meta_model = _build_meta_peft_model(model)
-    parts = list(_parts(meta_model.base_model.model, "", _Values(meta_model, weights, dtype=dtype)))
-    threads = num_threads_for(_WORKING_COPIES * 8 * _largest_part(meta_model))
-    found = map_in_threads(lambda part: part(), parts, num_threads=threads)
-    merged = {name: value for named in found for name, value in named}
+    merges = list(_module_merges(meta_model.base_model.model, "", _Values(meta_model, weights, dtype=dtype)))
+    threads = num_threads_for(_WORKING_COPIES * 8 * _max_merged_elements(meta_model))
+    results = map_in_threads(lambda merge_module: merge_module(), merges, num_threads=threads)
+    merged = {name: value for tensors in results for name, value in tensors}
     return Merged(merged, _has_untied_weights(build_meta_model(unwrap_adapter(model), dtype=torch.float32), merged))
 
 
 def _build_meta_peft_model(model: PeftModel) -> PeftModel:
-    """Return base and adapter with the base on the meta device; what peft computes from sizes has values."""
+    """Return base and adapter with the base on the meta device; values that peft derives from sizes are real."""
     config = copy.deepcopy(model.peft_config[ADAPTER_NAME])
     config.base_model_name_or_path = None
     if hasattr(config, "init_lora_weights"):
@@ -82,7 +81,7 @@ def _build_meta_peft_model(model: PeftModel) -> PeftModel:
 
 
 class _Values:
-    """The values of the meta model's parameters and buffers; tied ones may be given under any of their names."""
+    """The values of the meta model's parameters and buffers; tied ones may be given under any one of their names."""
 
     def __init__(self, meta_model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype | None) -> None:
         self._weights = weights
@@ -96,7 +95,7 @@ class _Values:
     def of(self, tensor: Tensor) -> Tensor:
         """Return the value of a meta tensor; raises TrainingError if it was not given, or with another shape."""
         names = self._names[id(tensor)]
-        for name in (each for peft_name in names for each in (peft_name, base_parameter_name(peft_name))):
+        for name in (alias for peft_name in names for alias in (peft_name, base_parameter_name(peft_name))):
             if name in self._weights:
                 value = self._weights[name]
                 if value.shape != tensor.shape:
@@ -105,23 +104,23 @@ class _Values:
                         "Nothing was written."
                     )
                 return value
-        raise TrainingError(f"export: `{names[0]}` is missing, so nothing can be merged. Nothing was written.")
+        raise TrainingError(f"export: `{names[0]}` is missing, so the adapter cannot be merged. Nothing was written.")
 
     def rounded(self, value: Tensor, tensor: Tensor) -> Tensor:
-        """Return the value in the dtype to be written, by default that of the base's own value."""
+        """Return the value in the output dtype, by default that of the base's own value."""
         if not value.is_floating_point():
             return value
         return value.detach().to(self._dtype or self.of(tensor).dtype)
 
     def is_given(self, tensor: Tensor) -> bool:
-        """Return whether a value was given; buffers that can be recomputed need not be."""
+        """Return whether a value was given; buffers that can be recomputed may be missing."""
         return any(
             name in self._weights or base_parameter_name(name) in self._weights for name in self._names[id(tensor)]
         )
 
 
-def _parts(module: nn.Module, path: str, values: _Values) -> Iterator[Callable[[], _Named]]:
-    """Yield what returns names and merged values of the plain model's parameters and given buffers, by module."""
+def _module_merges(module: nn.Module, path: str, values: _Values) -> Iterator[Callable[[], _NamedTensors]]:
+    """Yield a function per module that returns the plain model's parameters and given buffers, merged, by name."""
     if isinstance(module, ModulesToSaveWrapper):
         yield partial(_modules_to_save, module, path, values)
     elif isinstance(module, TrainableTokensWrapper):
@@ -131,10 +130,10 @@ def _parts(module: nn.Module, path: str, values: _Values) -> Iterator[Callable[[
     else:
         yield partial(_own_tensors, module, path, values)
         for name, child in module.named_children():
-            yield from _parts(child, _joined(path, name), values)
+            yield from _module_merges(child, _joined(path, name), values)
 
 
-def _own_tensors(module: nn.Module, path: str, values: _Values) -> _Named:
+def _own_tensors(module: nn.Module, path: str, values: _Values) -> _NamedTensors:
     return [
         (_joined(path, name), values.rounded(values.of(tensor), tensor))
         for name, tensor in _named_tensors(module, recurse=False)
@@ -142,8 +141,8 @@ def _own_tensors(module: nn.Module, path: str, values: _Values) -> _Named:
     ]
 
 
-def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -> _Named:
-    """Return the values of a module that was trained as a whole in place of the base's own."""
+def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -> _NamedTensors:
+    """Return the values of a fully trained module, which replace the base's."""
     own = dict(_named_tensors(module.original_module, recurse=True))
     return [
         (_joined(path, name), values.rounded(values.of(tensor), own[name]))
@@ -152,11 +151,13 @@ def _modules_to_save(module: ModulesToSaveWrapper, path: str, values: _Values) -
     ]
 
 
-def _merged_layer(layer: nn.Module, path: str, values: _Values) -> _Named:
+def _merged_layer(layer: nn.Module, path: str, values: _Values) -> _NamedTensors:
     """Return the merged weights of the base's layer, and its buffers that were given."""
     working = _with_values(layer, values)
-    for adapter in _nested_adapters(working):
+    adapter: Any = working
+    while isinstance(adapter, BaseTunerLayer):  # peft nests one in another for each parameter that it adapts
         adapter.merge(adapter_names=[ADAPTER_NAME])
+        adapter = adapter.base_layer
     merged = dict(_base_layer(working).named_parameters())
     for name in merged:
         if not bool(torch.isfinite(merged[name]).all()):
@@ -167,19 +168,12 @@ def _merged_layer(layer: nn.Module, path: str, values: _Values) -> _Named:
     return [*weights, *((_joined(path, name), values.rounded(values.of(buffer), buffer)) for name, buffer in given)]
 
 
-def _nested_adapters(layer: nn.Module) -> Iterator[Any]:
-    """Yield the adapters around the base's layer: peft nests one in another for each parameter that it adapts."""
-    while isinstance(layer, BaseTunerLayer):
-        yield layer
-        layer = layer.base_layer
-
-
-def _largest_part(meta_model: PeftModel) -> int:
-    """Return the largest number of elements that are merged at once."""
-    layers = (each for each in meta_model.modules() if isinstance(each, BaseTunerLayer))
-    largest = (sum(each.numel() for each in layer.parameters()) for layer in layers)
-    most: int = max(0, *largest, *(each.numel() for each in meta_model.parameters()))
-    return most
+def _max_merged_elements(meta_model: PeftModel) -> int:
+    """Return the largest number of elements that one call merges."""
+    layers = (module for module in meta_model.modules() if isinstance(module, BaseTunerLayer))
+    sizes = (sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+    largest: int = max(0, *sizes, *(parameter.numel() for parameter in meta_model.parameters()))
+    return largest
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:
@@ -192,10 +186,10 @@ def _with_values(layer: nn.Module, values: _Values) -> nn.Module:
     working = copy.deepcopy(layer)
     for name, module in layer.named_modules():
         copied = working.get_submodule(name)
-        for own, tensor in module._parameters.items():
+        for parameter_name, tensor in module._parameters.items():
             if tensor is not None:
                 value = values.of(tensor).to("cpu", torch.float64, copy=True)
-                copied._parameters[own] = nn.Parameter(value, requires_grad=False)
+                copied._parameters[parameter_name] = nn.Parameter(value, requires_grad=False)
     return working
 
 
@@ -207,7 +201,7 @@ def _base_layer(layer: nn.Module) -> nn.Module:
 
 
 def _has_untied_weights(meta_model: PreTrainedModel, merged: Mapping[str, Tensor]) -> bool:
-    """Return whether weights that are tied in the plain model have different values now."""
+    """Return whether weights that are tied in the plain model now have different values."""
     groups: dict[int, list[Tensor]] = {}
     for name, tensor in meta_model.state_dict(keep_vars=True).items():
         if name in merged:

@@ -19,9 +19,9 @@ _FORBIDDEN = (401, 403)
 
 
 def push_folder(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload the folder as one commit and return the repository's URL; a new repository is created, private if wanted.
+    """Upload the folder as one commit and return the repository's URL; the repository is created if it does not exist.
 
-    Raises HubError with what to do next; the folder is not changed.
+    Raises HubError with the remedy; the folder is not changed.
     """
     if is_offline():
         raise HubError(_message(folder, repository, "the hub cannot be reached."))

@@ -39,14 +39,14 @@ class TextPreprocessor:
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Collection[int]
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # that conversations were rendered with
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template in training
 
 
 @dataclass(frozen=True)
 class Preprocessors:
-    """What the model's inputs are prepared with; without text if only images are used, without processor for text.
+    """The preprocessors of the model's inputs; `text` is None for images only, `processor` for text only.
 
-    `files` are JSON files that another library reads next to the model, by relative path.
+    `files` are JSON files for other libraries, by path relative to the model's folder.
     """
 
     text: TextPreprocessor | None
@@ -55,18 +55,19 @@ class Preprocessors:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer, processor and files into the folder, so that libraries load them from there."""
-        for part in (self.text.tokenizer if self.text else None, self.processor):
-            if part is not None:
-                part.save_pretrained(folder)
+        if self.text is not None:
+            self.text.tokenizer.save_pretrained(folder)
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
         for name, content in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def generation_config(original: GenerationConfig, text: TextPreprocessor) -> GenerationConfig:
-    """Return the model's generation settings with the tokenizer's ids; every token that ends an answer is an EOS token.
+    """Return the model's generation config with the tokenizer's ids; every token that ends an answer is an EOS token.
 
-    Settings that contradict one another are dropped, since transformers refuses to save them.
+    Contradictory settings are dropped, since transformers refuses to save them.
     """
     config = savable_generation_config(original)
     stops = sorted(text.stop_ids)
@@ -78,13 +79,13 @@ def generation_config(original: GenerationConfig, text: TextPreprocessor) -> Gen
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written; `files` has each file's digest, but that of weights, by its path in `folder`."""
+    """The written files; `files` maps paths in `folder` to digests, which are None for weights."""
 
     folder: Path
     files: Mapping[str, str | None]
     num_tensors: int
     size_bytes: int
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of the whole model, by the names that it gives them
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of the whole model, by its own names
     adapter_tensors: Mapping[str, Tensor] = field(default_factory=dict)  # by peft's names
 
 
@@ -130,7 +131,7 @@ def export_model(
                 section=section,
             )
             base_model = unwrap_adapter(model)
-            if _has_own_config(facts, base_model):  # the base's has other classes, or other values
+            if _has_own_config(facts, base_model):
                 _save_config(base_model, staging / CONFIG_FOLDER, is_for_values=bool(facts.config_values))
         else:
             weights = _cast(weights, section.dtype)
@@ -146,14 +147,14 @@ def export_model(
 
 
 def _has_own_config(facts: CardFacts, base: PreTrainedModel) -> bool:
-    """Return whether an adapter's folder needs the config of its base, which is elsewhere and has another one."""
+    """Return whether an adapter's folder needs a config because its classes or values differ from the base's."""
     return bool(base.name_or_path) and (facts.head in NEW_HEADS or bool(facts.config_values))
 
 
 def _save_config(base: PreTrainedModel, folder: Path, *, is_for_values: bool) -> None:
     config = copy.deepcopy(base.config)
     config.use_cache = True  # disabled for training only
-    if is_for_values and hasattr(config, "quantization_config"):  # of training; its user decides again
+    if is_for_values and hasattr(config, "quantization_config"):  # of training; users of the adapter choose their own
         del config.quantization_config
     config.save_pretrained(folder)
 
@@ -175,12 +176,12 @@ def card_base(model: PreTrainedModel, *, is_merged: bool, facts: CardFacts) -> C
 
 
 def _brings_embeddings(model: Any) -> bool:
-    """Return whether the adapter has rows of the embeddings, of which the base may have fewer."""
+    """Return whether the adapter contains embedding rows, so that the base may have fewer of them."""
     config = model.peft_config[ADAPTER_NAME]
     names = {name for name, module in unwrap_adapter(model).named_modules() if isinstance(module, nn.Embedding)}
     saved = getattr(config, "modules_to_save", None) or ()
     return bool(getattr(config, "trainable_token_indices", None)) or any(
-        name == each or name.endswith(f".{each}") for name in names for each in saved
+        name == module or name.endswith(f".{module}") for name in names for module in saved
     )
 
 
@@ -260,16 +261,16 @@ def _write_adapter(
 def _cast(weights: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
     if dtype is None:
         return weights
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
 
     def converted(tensor: Tensor) -> Tensor:
-        return tensor.to(kind) if tensor.is_floating_point() else tensor
+        return tensor.to(torch_dtype) if tensor.is_floating_point() else tensor
 
     return dict(zip(weights, map_in_threads(converted, weights.values(), num_threads=num_threads_for()), strict=True))
 
 
 def _dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the dtype of most weights, which `config.json` will have."""
+    """Return the dtype of most elements, which is written to `config.json`."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in weights.values():
         if tensor.is_floating_point():

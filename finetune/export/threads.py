@@ -1,4 +1,4 @@
-"""Work on tensors in several threads, with results that do not depend on how many there are."""
+"""Work on tensors in several threads, with results that do not depend on the number of threads."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +13,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_THREADS = 16
-"""More would wait for memory instead of cores."""
+"""More threads would be limited by memory bandwidth."""
 
 
 def num_threads_for(item_bytes: int = 0) -> int:
-    """Return how many threads to use: one per core, but no more than have the memory to work on such an item each."""
+    """Return the number of threads to use: one per core, as far as memory suffices for one item per thread."""
     by_memory = available_bytes() // (2 * item_bytes) if item_bytes else MAX_THREADS
     return max(1, min(usable_cores(), MAX_THREADS, by_memory))
 
@@ -25,8 +25,8 @@ def num_threads_for(item_bytes: int = 0) -> int:
 def map_in_threads(work: Callable[[T], R], items: Iterable[T], *, num_threads: int) -> list[R]:
     """Return `work(item)` for every item, in order, without gradients.
 
-    Within an item, torch computes with one thread, whatever `num_threads` is, so that every sum has one order. The
-    first error is raised, and items that have not been started then never are.
+    Within an item, torch always computes with one thread, so that the order of every sum is fixed. The first error is
+    raised, and items that have not been started by then are skipped.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

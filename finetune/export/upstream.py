@@ -1,7 +1,7 @@
-"""Every workaround that the export needs for transformers and torch.
+"""Every workaround for transformers and torch in the export.
 
-Each names the source line upstream. `CHECKED_WITH` has the newest versions with which each was found necessary and
-right; a test fails with a newer version, and one for each workaround when it is no longer needed.
+Each names its upstream source. `CHECKED_WITH` has the newest versions with which they were found necessary and
+correct; a test fails with a newer version, and one per workaround fails when it is no longer needed.
 """
 
 import copy
@@ -17,11 +17,11 @@ CHECKED_WITH: Mapping[str, str] = {"torch": "2.13", "transformers": "5.24"}
 
 @contextmanager
 def without_zero3_init() -> Iterator[None]:
-    """Build models meanwhile as if DeepSpeed did not exist, so that building one is not collective.
+    """Build models as if DeepSpeed were not used, so that building one is not collective.
 
-    Under ZeRO-3 the parts of a composite model are partitioned at birth even on the meta device: they are built by
-    `_from_config`, which enters `deepspeed.zero.Init` (`transformers/modeling_utils.py`, 5.23). `set_zero3_state` is
-    what `from_pretrained` uses against it; it has no public equivalent.
+    Under ZeRO-3 the parts of a composite model are partitioned when they are built, even on the meta device: they are
+    built by `_from_config`, which enters `deepspeed.zero.Init` (`transformers/modeling_utils.py`, 5.23).
+    `from_pretrained` avoids it with `set_zero3_state`, which has no public equivalent.
     """
     with set_zero3_state():
         yield
@@ -30,18 +30,18 @@ def without_zero3_init() -> Iterator[None]:
 def transformers_class(model: PreTrainedModel) -> Any:
     """Return the model's class as transformers defines it.
 
-    FSDP2 replaces the class of a model by a subclass of its own, which builds another model when it is called
+    FSDP2 replaces the class of a model with its own subclass, whose constructor builds another model
     (`torch/distributed/fsdp/_fully_shard/_fsdp_init.py`, 2.13).
     """
-    classes = [kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel)]
-    return next(kind for kind in classes if not any("fsdp" in base.__module__ for base in kind.__mro__))
+    classes = [parent for parent in type(model).__mro__ if issubclass(parent, PreTrainedModel)]
+    return next(parent for parent in classes if not any("fsdp" in base.__module__ for base in parent.__mro__))
 
 
 def savable_generation_config(original: GenerationConfig) -> GenerationConfig:
-    """Return a copy, or the defaults where settings contradict one another.
+    """Return a copy, or the defaults if settings contradict one another.
 
-    Some models on the hub have such a config (`temperature` without `do_sample`); transformers loads it with a warning
-    and refuses to save it (`GenerationConfig.save_pretrained` validates strictly, 5.23).
+    Some models on the hub have such a config (`temperature` without `do_sample`), which transformers loads with a
+    warning but refuses to save (`GenerationConfig.save_pretrained` validates strictly, 5.23).
     """
     config = copy.deepcopy(original)
     try:

@@ -1,6 +1,6 @@
-"""Which weights have to be written: those of the plain model, built on the meta device, however training wrapped it.
+"""The weights to write: those of the plain model, built on the meta device, however training wrapped it.
 
-Checked before writing against the meta model, and after it against what was given.
+They are checked against the meta model before writing, and reread after writing.
 """
 
 import copy
@@ -22,21 +22,21 @@ def build_meta_model(model: PreTrainedModel, *, dtype: torch.dtype, untie: bool 
     """Return a model of the same class and config on the meta device: with shapes, without memory.
 
     Training wraps the model, which leaves empty, flattened or renamed parameters (ZeRO-3, FSDP1) or another class
-    (FSDP2). Names, shapes and ties of the meta model are those that `from_pretrained` expects. With `untie`, its output
-    embeddings are weights of their own, and its config says so.
+    (FSDP2). Names, shapes and ties of the meta model are those that `from_pretrained` expects. With `untie`, the output
+    embeddings are separate weights, also in the config.
     """
     config = copy.deepcopy(model.config)
     config.use_cache = True  # disabled for training only
     if untie:
-        for each in (config, config.get_text_config(decoder=True)):
-            each.tie_word_embeddings = False
-    if hasattr(config, "quantization_config"):  # the base was quantized, what is written is not
+        for model_config in (config, config.get_text_config(decoder=True)):
+            model_config.tie_word_embeddings = False
+    if hasattr(config, "quantization_config"):  # the base was quantized, the written weights are not
         del config.quantization_config
     with torch.device("meta"), without_zero3_init():
         meta_model = transformers_class(model)(config)
     meta_model.to(dtype)
     meta_model.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
-    if hasattr(model, "_weight_conversions"):  # how names in files differ from the model's; used on saving
+    if hasattr(model, "_weight_conversions"):  # maps the model's names to those in files; used on saving
         meta_model._weight_conversions = model._weight_conversions
     return meta_model
 
@@ -47,7 +47,7 @@ def unwrap_adapter(model: Any) -> PreTrainedModel:
 
 
 def complete_weights(meta_model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights to be written, one of each set of tied ones, under the name that `from_pretrained` expects.
+    """Return the weights to write, one for each set of tied weights, under the name that `from_pretrained` expects.
 
     Raises TrainingError if one is missing, has another shape or no elements, or if tied weights differ.
     """
@@ -67,7 +67,8 @@ def complete_weights(meta_model: PreTrainedModel, weights: Mapping[str, Tensor])
         if not given:
             missing.append(main)
             continue
-        _check_still_tied(names, given)
+        if any(other is not given[0] and not torch.equal(given[0], other) for other in given[1:]):
+            raise TrainingError(f"export: {' and '.join(names)} are tied in the config but have different values.")
         complete[main] = given[0]
     _refuse_missing(missing, num_expected=len(groups))
     check_shapes(complete, {name: parameters[name].shape for name in complete})
@@ -86,37 +87,28 @@ def check_shapes(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
 
 
 def check_files(folder: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Reopen every file of weights and return (tensors, bytes); raises TrainingError unless all weights are in them.
+    """Reopen every weight file and return (tensors, bytes); raises TrainingError unless all weights are in them.
 
     Transformers may rename, split or join tensors on saving, but the total number of elements must be the same.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(_shapes_in(path))
-    if not found or any(0 in shape for shape in found.values()):
-        raise TrainingError(f"export: the files in {folder} hold no weights, or empty ones.")
-    written = sum(torch.Size(shape).numel() for shape in found.values())
-    given = sum(tensor.numel() for tensor in weights.values())
-    wrong = [name for name in found.keys() & weights.keys() if found[name] != tuple(weights[name].shape)]
-    if written != given or wrong:
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise TrainingError(f"export: rereading {path} failed: {error}.") from error
+    if not shapes or any(0 in shape for shape in shapes.values()):
+        raise TrainingError(f"export: the files in {folder} contain no weights, or empty ones.")
+    num_written = sum(torch.Size(shape).numel() for shape in shapes.values())
+    num_given = sum(tensor.numel() for tensor in weights.values())
+    wrong = [name for name in shapes.keys() & weights.keys() if shapes[name] != tuple(weights[name].shape)]
+    if num_written != num_given or wrong:
         raise TrainingError(
-            f"export: the files in {folder} have {written:,} elements instead of {given:,}"
+            f"export: the files in {folder} have {num_written:,} elements instead of {num_given:,}"
             + (f", and wrong shapes of {', '.join(sorted(wrong)[:3])}." if wrong else ".")
         )
-    return len(found), sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # not a dict
-    except (SafetensorError, OSError) as error:
-        raise TrainingError(f"export: {path} cannot be read back: {error}.") from error
-
-
-def _check_still_tied(names: list[str], given: list[Tensor]) -> None:
-    if any(other is not given[0] and not torch.equal(given[0], other) for other in given[1:]):
-        raise TrainingError(f"export: {' and '.join(names)} are tied in the config but have different values.")
+    return len(shapes), sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _refuse_missing(missing: list[str], *, num_expected: int) -> None:

@@ -22,7 +22,7 @@ from finetune.data.features import Features
 from finetune.data.templates.rendering import render
 from finetune.errors import DataError
 from finetune.export.save import Preprocessors
-from finetune.export.verify.rows import NUM_ROWS, HeldRow, held_row, logits_of, made_up_rows
+from finetune.export.verify.rows import NUM_ROWS, VerificationRow, logits_of, synthetic_rows, verification_row
 from finetune.export.verify.texts import expected_tokens
 from finetune.export.verify.tolerance import Precision
 from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, model_facts
@@ -40,7 +40,7 @@ _PRECISIONS: Mapping[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "
 
 def trained_logits(
     config: RunConfig, training_data: TrainingData, prepared: PreparedModel, *, preprocessors: Preprocessors
-) -> tuple[tuple[HeldRow, ...], list[Tensor] | None]:
+) -> tuple[tuple[VerificationRow, ...], list[Tensor] | None]:
     """Return a few held rows and the prepared model's logits on them; none of a quantized model. Collective."""
     if not config.export.verify:
         return (), None
@@ -54,14 +54,14 @@ def trained_logits(
 
 def _held_rows(
     training_data: TrainingData, prepared: PreparedModel, *, preprocessors: Preprocessors
-) -> tuple[HeldRow, ...]:
+) -> tuple[VerificationRow, ...]:
     task, inner = training_data.task, unwrap_model(prepared.model)
     samples = list(islice(_samples(training_data), NUM_ROWS))
     if not samples:
         start_id = getattr(inner.config, "decoder_start_token_id", None)
-        return made_up_rows(preprocessors, head=task.head, start_id=start_id)
+        return synthetic_rows(preprocessors, head=task.head, start_id=start_id)
     inputs_of_rows = [inputs for sample in samples for inputs in _inputs(task.collate([sample]), inner, head=task.head)]
-    return tuple(held_row(inputs, head=task.head) for inputs in inputs_of_rows[:NUM_ROWS])
+    return tuple(verification_row(inputs, head=task.head) for inputs in inputs_of_rows[:NUM_ROWS])
 
 
 def _samples(training_data: TrainingData) -> Iterator[Features]:
@@ -93,7 +93,7 @@ def _inputs(batch: Batch, model: Any, *, head: str) -> Iterator[dict[str, Tensor
 class Trained:
     """The trained model's logits on a few rows, and the preprocessors of its inputs."""
 
-    rows: Sequence[HeldRow]
+    rows: Sequence[VerificationRow]
     logits: Sequence[Tensor] | None
     preprocessors: Preprocessors
 

@@ -15,7 +15,7 @@ from finetune.data.features import Features
 from finetune.errors import ExportError
 from finetune.export import save
 from finetune.export.verify import program, verifier
-from finetune.export.verify.rows import held_row
+from finetune.export.verify.rows import verification_row
 from finetune.run import export_verification
 from finetune.run.state.finished import is_exported
 from finetune.run.train import train_from_config
@@ -157,11 +157,11 @@ def test_samples_are_taken_out_of_the_row_that_they_share():
 
 def test_positions_are_those_of_tokens_and_long_rows_are_cut():
     batch = collate_padded([features(2), features(4)], pad_id=0)
-    row = held_row(batch.inputs, head="causal_lm")
+    row = verification_row(batch.inputs, head="causal_lm")
     assert row.positions.tolist() == [0, 1, 4, 5, 6, 7]
-    long = held_row({"input_ids": torch.ones(1, 1000).long()}, head="causal_lm")
+    long = verification_row({"input_ids": torch.ones(1, 1000).long()}, head="causal_lm")
     assert long.inputs["input_ids"].shape == (1, 256) and len(long.positions) == 32
-    assert held_row({"pixel_values": torch.zeros(1, 3, 8, 8)}, head="image_classification").positions is None
+    assert verification_row({"pixel_values": torch.zeros(1, 3, 8, 8)}, head="image_classification").positions is None
 
 
 def test_a_merge_is_compared_unmerged_where_rounding_would_hide_a_fault(job):
@@ -188,5 +188,5 @@ def test_a_verifier_process_that_dies_fails_the_export(trained, tmp_path, monkey
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit('no memory')"], stdin=-1, stderr=log)
 
     monkeypatch.setattr(verifier, "start_program", die)
-    with pytest.raises(ExportError, match="ended with exit code 1: no memory"):
+    with pytest.raises(ExportError, match="exited with exit code 1: no memory"):
         export(trained("full"), step=None, to=tmp_path / "out", dtype=None, merge=False, push_to_hub=None, verify=True)

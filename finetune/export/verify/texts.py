@@ -1,6 +1,6 @@
-"""What the training's tokenizer makes of texts: ids, rendered conversations, special ids."""
+"""The tokenizer's results in training, for comparison: ids of texts, rendered conversations, special ids."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -30,10 +30,10 @@ CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
 def expected_tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, renders: Callable[[list[dict[str, str]]], bool]
 ) -> dict[str, Any]:
-    """Return what the tokenizer makes of these texts, of hostile ones, and of conversations that its template takes.
+    """Return the tokenizer's ids for these texts and for difficult ones, and the conversations it can render.
 
-    Where the texts are too few, tokens of the vocabulary in a row make up the number. `renders` tells whether the
-    template takes a conversation, within the bounds that hold for templates of others.
+    If there are too few texts, they are completed with decoded tokens of the vocabulary. `renders` returns whether the
+    template can render a conversation within the limits for untrusted templates.
     """
     rendered = []
     for turns in CONVERSATIONS:
@@ -41,23 +41,22 @@ def expected_tokens(
             text = tokenizer.apply_chat_template(turns, tokenize=False)
             rendered.append({"turns": turns, "text": text, "arguments": {}})
     names = [f"{token} a{token}b " for token in islice(map(str, tokenizer.all_special_tokens), 10)]
-    own = [*HOSTILE_TEXTS, *names, *(str(each["text"]) for each in rendered)]
-    joined = (one + other for one, other in pairwise(reversed(HOSTILE_TEXTS)))
+    own = [*HOSTILE_TEXTS, *names, *(str(conversation["text"]) for conversation in rendered)]
+    joined = (first + second for first, second in pairwise(reversed(HOSTILE_TEXTS)))
     ids = range(len(tokenizer))
     decoded = (tokenizer.decode(ids[start : start + 8]) for start in ids[:: max(1, len(ids) // NUM_TEXTS)])
     candidates = chain(own, (text[:MAX_CHARACTERS] for text in texts), joined, decoded)
-    listed = list(islice(dict.fromkeys(text for text in candidates if _is_valid(text)), NUM_TEXTS))
+    encoded = []
+    for number, text in enumerate(islice(dict.fromkeys(filter(_is_valid, candidates)), NUM_TEXTS)):
+        special = number % 2 == 0
+        token_ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        encoded.append({"text": text, "special": special, "ids": token_ids})
     return {
         "class": type(tokenizer).__name__,
-        "texts": [_encoded(tokenizer, text, special=place % 2 == 0) for place, text in enumerate(listed)],
+        "texts": encoded,
         "conversations": rendered,
         "special_ids": {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> Mapping[str, Any]:
-    ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    return {"text": text, "special": special, "ids": ids}
 
 
 def _is_valid(text: str) -> bool:

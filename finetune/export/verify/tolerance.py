@@ -1,43 +1,40 @@
-"""How far the logits of an exported folder may be from those of the trained model.
+"""The maximum distance between the logits of an exported folder and those of the trained model.
 
-A position's distance is the norm of the difference as a part of the logits' own size. Rounding errors of layers add up
-like random steps, so the limit grows with the square root of the depth: `LIMITS[dtype] * sqrt(layers + 1)`. In float32
-the worst position counts. With fewer bits a mixture of experts may send a token to another expert: the median counts.
+The distance at a position is the norm of the difference relative to the norm of the logits. Rounding errors of layers
+accumulate like a random walk, so the limit grows with the square root of the depth: `LIMITS[dtype] * sqrt(layers + 1)`.
+In float32, the worst position is compared. In lower precision, where a mixture of experts may route a token to another
+expert, the median is.
 
-A deep model with large weights may amplify roundings further. Where tensors, files and settings of the folder are right
-and the logits are too far nevertheless, twice the distance between the folder's own logits in float32 and in the lower
-precision is allowed.
+A deep model with large weights may amplify rounding errors further. If tensors, files and settings of the folder are
+correct but the distance is above the limit, twice the distance between the folder's own logits in float32 and in the
+lower precision is allowed.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Precision = Literal["float32", "tf32", "float16", "bfloat16"]
 
 LIMITS: dict[Precision, float] = {"float32": 2e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 3e-2}
-"""About 300 roundings in float32, whose sums are taken in other orders on another device, and 16 in the others."""
+"""About 300 rounding errors in float32, since other devices sum in another order, and 16 in the others."""
 
 _ORDER: tuple[Precision, ...] = ("float32", "tf32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest distance that rounding explains."""
+    """The largest distance that rounding can explain."""
 
     limit: float
     is_median: bool
     rule: str
-    dtype: str  # that rounds as the least precise does
-    of: str  # with what the folder is compared
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as the program reads it."""
-        return vars(self)
+    dtype: str  # with the rounding of the lowest precision
+    of: str  # the reference for messages
 
 
 def tolerance(*precisions: Precision, num_layers: int, of: str) -> Tolerance:
-    """Return the tolerance of the least precise of what the logits, or the weights, were computed in.
+    """Return the tolerance for the lowest of the precisions in which logits or weights were computed.
 
     >>> tolerance("float32", num_layers=3, of="the trained model").limit
     4e-05

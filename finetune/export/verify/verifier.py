@@ -26,7 +26,7 @@ from finetune.export.save import ExportReport, TextPreprocessor, generation_conf
 from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.verify import program
 from finetune.export.verify.files import file_problems
-from finetune.export.verify.rows import HeldRow
+from finetune.export.verify.rows import VerificationRow
 from finetune.export.verify.tolerance import Precision, tolerance
 from finetune.export.weights import build_meta_model, unwrap_adapter
 from finetune.model.adapters.context import has_adapter
@@ -37,25 +37,25 @@ from finetune.runtime.files.atomic import replace_folder
 from finetune.runtime.resources import available_bytes
 
 FAILED_SUFFIX = ".failed"
-"""The suffix of a folder that does not hold the trained model; the one of a run is `FAILED_FINAL_FOLDER`."""
+"""The suffix of a folder that failed verification; that of a run is `FAILED_FINAL_FOLDER`."""
 
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_")
 _LIBRARIES_BYTES = 1 << 30
 _LIMIT_SECONDS, _BYTES_PER_SECOND = 1800.0, 10 << 20
-"""The time limit of a verification: a constant, and one second for this number of bytes of weights."""
+"""The time limit of a verification: a constant plus the time to read the weights at this rate."""
 
 
 @dataclass(frozen=True)
 class Expected:
     """The expected results of the exported model, from the training."""
 
-    rows: Sequence[HeldRow] = ()
-    logits: Sequence[Tensor] | None = None  # None: the trained model computes with other weights, quantized ones
-    precision: Precision = "float32"  # in which they were computed
-    tokens: Mapping[str, Any] | None = None  # of `expected_tokens`
+    rows: Sequence[VerificationRow] = ()
+    logits: Sequence[Tensor] | None = None  # None if the trained model computes with quantized weights
+    precision: Precision = "float32"  # of the logits
+    tokens: Mapping[str, Any] | None = None  # from `expected_tokens`
     text: TextPreprocessor | None = None
-    unmerged: Path | None = None  # a folder with the adapter that was merged
+    unmerged: Path | None = None  # a folder with the adapter before merging
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class ModelFacts:
     head: str
     class_name: str
     is_adapter: bool
-    uses_peft: bool  # also for a merge
-    base: str | None  # of the adapter: a name or folder; None where it is in `base/`
+    uses_peft: bool  # also if the adapter was merged
+    base: str | None  # of the adapter: a hub name or folder; None if it is in `base/`
     num_embeddings: int
     num_layers: int
     num_parameters: int
     config: str  # as JSON
-    generation_config: GenerationConfig | None  # None: it generates no text
+    generation_config: GenerationConfig | None  # None if it does not generate text
     load_options: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
@@ -79,37 +79,38 @@ class ModelFacts:
 def model_facts(
     model: Any, *, head: str, merge: bool, trust_remote_code: bool, options: Mapping[str, Any] | None = None
 ) -> ModelFacts:
-    """Return the facts of a model that is exported; `options` are those with which its base is found."""
-    whole = unwrap_adapter(model)
-    meta_model = build_meta_model(whole, dtype=torch.float32)
-    text = whole.config.get_text_config()
+    """Return the facts about an exported model; `options` are the arguments for loading its base."""
+    base = unwrap_adapter(model)
+    meta_model = build_meta_model(base, dtype=torch.float32)
+    text_config = base.config.get_text_config()
     return ModelFacts(
         head=head,
         class_name=type(meta_model).__name__,
         is_adapter=has_adapter(model) and not merge,
         uses_peft=has_adapter(model),
-        base=whole.name_or_path or None,
-        num_embeddings=int(getattr(text, "vocab_size", 0) or 0),
-        num_layers=int(getattr(text, "num_hidden_layers", 0) or 12),
+        base=base.name_or_path or None,
+        num_embeddings=int(getattr(text_config, "vocab_size", 0) or 0),
+        num_layers=int(getattr(text_config, "num_hidden_layers", 0) or 12),
         num_parameters=sum(parameter.numel() for parameter in meta_model.parameters()),
         config=meta_model.config.to_json_string(),
-        generation_config=getattr(whole, "generation_config", None) if whole.can_generate() else None,
+        generation_config=getattr(base, "generation_config", None) if base.can_generate() else None,
         load_options=dict(options or {}),
         trust_remote_code=trust_remote_code,
     )
 
 
 class ExportVerifier:
-    """A fresh process that imports libraries while the folder is being written, and then verifies it."""
+    """A fresh process that imports libraries while the folder is being written, and then verifies the folder."""
 
     def __init__(self, facts: ModelFacts, *, num_threads: int) -> None:
         self._facts = facts
         self._num_threads = num_threads
         self._folder = TemporaryDirectory(prefix="finetune-verify-")
         self._log = Path(self._folder.name) / "log.txt"
-        words = [HEADS[facts.head].__name__, "AutoTokenizer", facts.class_name, *(["peft"] if facts.uses_peft else [])]
+        imports = [HEADS[facts.head].__name__, "AutoTokenizer", facts.class_name]
+        imports += ["peft"] if facts.uses_peft else []
         with self._log.open("wb") as log:
-            self._process = start_program(words, log=log.fileno())
+            self._process = start_program(imports, log=log.fileno())
 
     def __enter__(self) -> "ExportVerifier":
         return self
@@ -121,40 +122,40 @@ class ExportVerifier:
         self._folder.cleanup()
 
     def check(self, report: ExportReport, expected: Expected, *, final: Path | None = None) -> str:
-        """Return a sentence that says what was compared and found equal.
+        """Return a sentence about the successful comparisons.
 
-        Raises ExportError where the folder does not hold the trained model. The folder is then renamed to `final`, to
-        which the caller would have moved it, with a suffix, so that nobody uses it by accident.
+        Raises ExportError if the folder does not hold the trained model. It is then renamed to `final`, where the
+        caller would have moved it, plus a suffix, so that it is not used by accident.
         """
-        started = time.monotonic()
+        start = time.monotonic()
         request = self._request(report, expected)
         path = Path(self._folder.name) / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         answer = self._answer(path, limit_seconds=_LIMIT_SECONDS + report.size_bytes / _BYTES_PER_SECOND)
         if answer["problems"]:
-            is_wrong = answer.get("is_complete", True)
-            aside = failed_folder(final or report.folder)
-            raise ExportError(_refusal(report.folder, answer["problems"], aside=aside, is_wrong=is_wrong))
+            failed = failed_folder(final or report.folder)
+            is_verified = answer.get("is_complete", True)
+            raise ExportError(_refuse(report.folder, answer["problems"], failed=failed, is_verified=is_verified))
         shutil.rmtree(failed_folder(final or report.folder), ignore_errors=True)  # of an earlier attempt
-        return _sentence(answer, num_rows=len(expected.rows), seconds=time.monotonic() - started)
+        return _describe_success(answer, num_rows=len(expected.rows), seconds=time.monotonic() - start)
 
     def _answer(self, request: Path, *, limit_seconds: float) -> dict[str, Any]:
-        limit = Timer(limit_seconds, self._process.kill)
-        limit.daemon = True
-        limit.start()
-        with suppress(BrokenPipeError):  # the process has ended: its log has the reason
+        timer = Timer(limit_seconds, self._process.kill)
+        timer.daemon = True
+        timer.start()
+        with suppress(BrokenPipeError):  # the process has exited; its log has the reason
             self._process.communicate(f"{request}\n".encode())
         code = self._process.wait()
-        is_late = limit.finished.is_set()
-        limit.cancel()
+        has_timed_out = timer.finished.is_set()
+        timer.cancel()
         answer = request.with_name(program.ANSWER)
         if not answer.is_file():
             lines = self._log.read_text(errors="replace").strip().splitlines()
             reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-            if is_late:
+            if has_timed_out:
                 reason = f"no answer after {limit_seconds / 60:.0f} minutes"
-            last = lines[-1][:300] if lines else "no output"
-            return {"problems": [f"the process that loads it ended with {reason}: {last}"], "is_complete": False}
+            last_line = lines[-1][:300] if lines else "no output"
+            return {"problems": [f"the process that loads it exited with {reason}: {last_line}"], "is_complete": False}
         values: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return values
 
@@ -186,11 +187,11 @@ class ExportVerifier:
             "compares_logits": expected.logits is not None,
             "unmerged": None if expected.unmerged is None else str(expected.unmerged),
             "merged_dtype": written,
-            **{name: limit.as_json() for name, limit in limits.items()},
+            **{name: vars(limit) for name, limit in limits.items()},
         }
 
     def _settings(self, expected: Expected) -> dict[str, str]:
-        """Return the expected values of the folder's JSON files, as the objects in memory serialize themselves."""
+        """Return the expected content of the folder's JSON files, serialized from the objects in memory."""
         facts, text = self._facts, expected.text
         files = {} if facts.is_adapter else {CONFIG: facts.config}
         if facts.generation_config is not None and text is not None:
@@ -200,24 +201,23 @@ class ExportVerifier:
         return files
 
     def _base(self, folder: Path, expected: Expected) -> dict[str, Any]:
-        """Return where the base of the adapter is found, and how its config and size differ."""
-        owner = expected.unmerged or folder
-        config = owner / CONFIG_FOLDER
+        """Return the path of the adapter's base, and the config and embedding size with which to load it."""
+        config = (expected.unmerged or folder) / CONFIG_FOLDER
         return {
-            "place": self._facts.base,
+            "path": self._facts.base,
             "options": dict(self._facts.load_options),
             "config": str(config) if config.is_dir() else None,
             "num_embeddings": self._facts.num_embeddings,
         }
 
     def _fits(self, *, is_merge: bool) -> bool:
-        """Return whether the model fits in the host's free memory in float32; for a merge, one and a half of it."""
+        """Return whether the float32 model, or one and a half of it for a merge, fits in the host's free memory."""
         needed = int(self._facts.num_parameters * 4 * (1.6 if is_merge else 1.1)) + _LIBRARIES_BYTES
         return needed < available_bytes()
 
 
-def start_program(words: Sequence[str], *, log: int) -> "subprocess.Popen[bytes]":
-    """Start the program in a fresh interpreter without a device, outside the launcher's process group."""
+def start_program(imports: Sequence[str], *, log: int) -> "subprocess.Popen[bytes]":
+    """Start the program in a new interpreter without GPUs, outside the launcher's process group."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -225,18 +225,18 @@ def start_program(words: Sequence[str], *, log: int) -> "subprocess.Popen[bytes]
     }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "USE_TORCH": "1"}
     return subprocess.Popen(
-        [sys.executable, "-P", str(program.__file__), *words],
+        [sys.executable, "-P", str(program.__file__), *imports],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
         env=environment,
-        start_new_session=True,  # a signal to the run's group is not meant for it
+        start_new_session=True,  # signals to the run's process group must not reach it
     )
 
 
 @contextmanager
 def staged_export(folder: Path) -> Iterator[Path]:
-    """Yield the path of a hidden folder next to `folder`, which replaces it at the end, and is deleted on an error."""
+    """Yield the path of a hidden folder next to `folder`, which replaces it at the end or is deleted on an error."""
     staged = folder.with_name(f".{folder.name}.unverified")
     try:
         yield staged
@@ -247,25 +247,25 @@ def staged_export(folder: Path) -> Iterator[Path]:
 
 
 def failed_folder(folder: Path) -> Path:
-    """Return the name that a folder gets if it does not hold the trained model."""
+    """Return the new path of a folder that fails verification."""
     return folder.with_name(f"{folder.name}{FAILED_SUFFIX}")
 
 
-def _refusal(folder: Path, problems: Iterable[str], *, aside: Path, is_wrong: bool) -> str:
-    """Return the message; `is_wrong` is false where the folder may be right, as nothing has verified it."""
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
+def _refuse(folder: Path, problems: Iterable[str], *, failed: Path, is_verified: bool) -> str:
+    """Rename the folder and return the message; `is_verified` is false if the verification itself failed."""
+    shutil.rmtree(failed, ignore_errors=True)
+    folder.rename(failed)
     listed = "\n".join(f"  - {problem}" for problem in problems)
-    verdict = "is not the model that was trained" if is_wrong else "could not be verified"
+    verdict = "differs from the trained model" if is_verified else "could not be verified"
     return (
-        f"export: the exported folder, loaded in a fresh process, {verdict}. It was renamed to {aside}; do not use it. "
-        f"The checkpoints are unchanged.\n{listed}\n"
-        "The same command exports and verifies again. If that fails, too, report it with the lines above; "
+        f"export: the exported folder {verdict} when loaded in a fresh process. It was renamed to {failed}; do not use "
+        f"it. The checkpoints are unchanged.\n{listed}\n"
+        "Run the same command to export and verify again. If that fails, too, report it with the lines above. "
         "`export.verify: false` (`--no-verify`) writes the folder without verifying it."
     )
 
 
-def _sentence(answer: Mapping[str, Any], *, num_rows: int, seconds: float) -> str:
+def _describe_success(answer: Mapping[str, Any], *, num_rows: int, seconds: float) -> str:
     parts = []
     if answer["distance"] is not None:
         parts.append(f"logits of {num_rows} rows within {answer['distance']:.1g}")
@@ -276,7 +276,7 @@ def _sentence(answer: Mapping[str, Any], *, num_rows: int, seconds: float) -> st
 
 
 def _written_precision(report: ExportReport) -> Precision:
-    """Return the narrowest type of the tensors."""
+    """Return the lowest precision of the tensors."""
     dtypes = {tensor.dtype for tensor in (*report.tensors.values(), *report.adapter_tensors.values())}
     return "bfloat16" if torch.bfloat16 in dtypes else "float16" if torch.float16 in dtypes else "float32"
 

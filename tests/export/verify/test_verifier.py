@@ -19,7 +19,7 @@ from finetune.errors import ExportError
 from finetune.export import save
 from finetune.export.save import Preprocessors, TextPreprocessor
 from finetune.export.verify import verifier
-from finetune.export.verify.rows import logits_of, made_up_rows
+from finetune.export.verify.rows import logits_of, synthetic_rows
 from finetune.export.verify.texts import expected_tokens
 from finetune.export.verify.verifier import Expected, ExportVerifier, failed_folder, model_facts
 from tests.export.conftest import FACTS, GATED, load_from, make_tokenizer, values_of
@@ -36,7 +36,7 @@ def verify(tmp_path, tokenizer):
     ):
         inputs = Preprocessors(TextPreprocessor(tokenizer, stop_ids(tokenizer)))
         section = ExportSection(merge=merge, **keys)
-        rows = made_up_rows(inputs, head="causal_lm")
+        rows = synthetic_rows(inputs, head="causal_lm")
         trained = model if dtype_trained is None else copy.deepcopy(model).to(getattr(torch, dtype_trained))
         logits = logits_of(trained, rows, device=CPU)
         how = {"model": model, "weights": values_of(model), "preprocessors": inputs, "facts": FACTS}
@@ -121,18 +121,18 @@ def set_theta(config):
 
 
 DAMAGES = {
-    "a truncated shard": ("llama untied", truncated, "cannot be loaded: SafetensorError"),
+    "a truncated shard": ("llama untied", truncated, "loading it failed: SafetensorError"),
     "two tensors swapped": (
         "llama untied",
         swapped,
-        "2 of 21 tensors are not those .*layers.0.self_attn.q_proj.weight",
+        "2 of 21 tensors differ from the exported ones.*layers.0.self_attn.q_proj.weight",
     ),
     "one value of one tensor": (
         "llama untied",
         nudged,
         r"1 of 21 tensors .*layers.0.mlp.up_proj.weight \(other values",
     ),
-    "weights tied that were not": ("llama untied", tied, r"tensors are not those .*: lm_head.weight \(other values"),
+    "weights tied that were not": ("llama untied", tied, r"tensors differ from the exported ones.*: lm_head.weight \(other values"),
     "weights untied that were": (
         "qwen3 tied",
         rewritten("config.json", lambda values: values.update(tie_word_embeddings=False)),
@@ -151,7 +151,7 @@ DAMAGES = {
     "another pre-tokenizer": (
         "llama untied",
         with_other_pre_tokenizer,
-        r"differs from the training's .* texts:\n.*trained with \[.*loaded gives \[",
+        r"differs from the tokenizer in training, .* texts:\n.*trained with \[.*loaded gives \[",
     ),
     "another chat template": ("llama untied", without_template, "the chat template renders"),
     "a value that no logit shows": (
@@ -177,7 +177,7 @@ DAMAGES = {
     "another card": (
         "llama untied",
         lambda folder: (folder / "README.md").write_text("# Another model\n"),
-        "README.md is not as the export wrote it",
+        "README.md has changed since the export wrote it",
     ),
 }
 
@@ -202,7 +202,7 @@ def test_a_verification_that_hangs_is_killed_at_its_time_limit(verify, build, mo
     monkeypatch.setattr(verifier, "_LIMIT_SECONDS", 0.2)
     hanging = lambda words, log: subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE)  # noqa: E731
     monkeypatch.setattr(verifier, "start_program", hanging)
-    with pytest.raises(ExportError, match="the process that loads it ended with no answer after 0 minutes"):
+    with pytest.raises(ExportError, match="the process that loads it exited with no answer after 0 minutes"):
         verify(build("llama untied"))
 
 
@@ -210,10 +210,10 @@ def test_a_folder_whose_process_is_killed_is_not_called_another_model(verify, bu
     killed = lambda words, log: subprocess.Popen(["sh", "-c", "kill -9 $$"], stdin=subprocess.PIPE)  # noqa: E731
     monkeypatch.setattr(verifier, "start_program", killed)
     with pytest.raises(
-        ExportError, match=r"(?s)could not be verified\. It was renamed .* ended with signal 9"
+        ExportError, match=r"(?s)could not be verified\. It was renamed .* exited with signal 9"
     ) as raised:
         verify(build("llama untied"))
-    assert "is not the model that was trained" not in str(raised.value)
+    assert "differs from the trained model" not in str(raised.value)
 
 
 def without_merge(merges):
