@@ -1,1 +1,1 @@
-"""Rows become samples: sources, formats, chat templates, encoding, the prepared set, the order and the loader."""
+"""The data pipeline: sources, formats, chat templates, encoding, the prepared set, the order and the loader."""

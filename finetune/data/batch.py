@@ -93,9 +93,7 @@ class Batch:
             labels=change(self.labels),
             extras={name: change(tensor) for name, tensor in self.extras.items()},
             cumulative_lengths=None if self.cumulative_lengths is None else change(self.cumulative_lengths),
-            targets=None if self.targets is None else _changed(self.targets, change),
+            targets=None
+            if self.targets is None
+            else replace(self.targets, positions=change(self.targets.positions), labels=change(self.targets.labels)),
         )
-
-
-def _changed(targets: Targets, change: Callable[[Tensor], Tensor]) -> Targets:
-    return replace(targets, positions=change(targets.positions), labels=change(targets.labels))

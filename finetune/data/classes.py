@@ -1,4 +1,4 @@
-"""Classes: their names, and which of the model's outputs is whose."""
+"""Classes: their names and the indices of the model's outputs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ class Classes:
         return len(self.names)
 
     def index(self, label: Any) -> int:
-        """Return the output of the class that a row names; raises DataError naming it and the known ones."""
+        """Return the output index of a row's class; raises DataError naming it and the known ones."""
         name = label_name(label)
         index = self._indices.get(name)
         if index is None:
             more = len(self.names) - _MAX_LISTED
-            known = quoted_list(self.names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+            listed = quoted_list(self.names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
             near = get_close_matches(name, self.names, n=1)
             hint = f"Did you mean `{near[0]}`? " if near else ""
             raise DataError(
-                f"there is no class `{name}`; there are {known}. {hint}Fix the label, or add the class to "
+                f"there is no class `{name}`; the classes are {listed}. {hint}Fix the label, or add the class to "
                 "`task.classification.labels`."
             )
         return index
@@ -43,12 +43,12 @@ class Classes:
 
 
 def label_name(label: Any) -> str:
-    """Return the name of the class that a label is: the text itself, a whole number or truth value as JSON writes it.
+    """Return the class name of a label: the text itself, or an integer or boolean as in JSON.
 
     >>> label_name("spam"), label_name(3), label_name(3.0), label_name(True)
     ('spam', '3', '3', 'true')
 
-    Raises DataError for anything else, and for the text of nothing.
+    Raises DataError for anything else, including blank text.
     """
     if isinstance(label, str) and label.strip():
         return require_valid_unicode(label)
@@ -57,26 +57,26 @@ def label_name(label: Any) -> str:
     if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
         return str(int(label))
     if isinstance(label, str):
-        raise DataError("the label is empty. Name the class.")
-    raise DataError(f"a label must be a text or a whole number, but is {describe(label)}.")
+        raise DataError("the label is empty. Write a class.")
+    raise DataError(f"a label must be text or an integer, but is {describe(label)}.")
 
 
 _MAX_DIGITS = 1_000
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
-    """Return the names of classes sorted: by size where all of them are whole numbers, else as text.
+    """Return the class names sorted: numerically if all of them are integers, else as text.
 
     >>> sort_names(["10", "9"]), sort_names(["b", "10", "9"])
     (['9', '10'], ['10', '9', 'b'])
     """
-    found = list(names)
-    are_numbers = all(name.removeprefix("-").isdecimal() and len(name) < _MAX_DIGITS for name in found)
-    return sorted(found, key=int if are_numbers else str)
+    unsorted = list(names)
+    are_numbers = all(name.removeprefix("-").isdecimal() and len(name) < _MAX_DIGITS for name in unsorted)
+    return sorted(unsorted, key=int if are_numbers else str)
 
 
 def balanced_weights(counts: Sequence[int]) -> tuple[float, ...]:
-    """Return a weight for each class, inverse to how often it occurs; the mean over all that was counted is 1.
+    """Return a weight for each class, inversely proportional to its frequency; their mean over all samples is 1.
 
     A class that does not occur has weight 1.
 
@@ -88,9 +88,9 @@ def balanced_weights(counts: Sequence[int]) -> tuple[float, ...]:
 
 
 def positive_weights(counts: Sequence[int], num_rows: int) -> tuple[float, ...]:
-    """Return for each class how many rows do not have it, for each that does: torch's advice for `pos_weight`.
+    """Return, for each class, the ratio of rows without it to rows with it, as torch recommends for `pos_weight`.
 
-    A class that no row has, or every row, has weight 1.
+    A class that no row or every row has gets weight 1.
 
     >>> positive_weights([2, 5, 10, 0], 10)
     (4.0, 1.0, 1.0, 1.0)

@@ -1,6 +1,6 @@
-"""Loaders of a prepared set: the world's microbatches in order, of which Accelerate hands rank r every world-th.
+"""Data loaders: the world's microbatches in order, of which Accelerate gives rank r every world_size-th.
 
-A rank's batches are grouped by step; on an accelerator the next group is copied while this one is used.
+A rank's batches are grouped by step; on an accelerator, the next group is copied while the current one is used.
 """
 
 import multiprocessing
@@ -32,11 +32,11 @@ from finetune.runtime.sequence_parallel import SequenceGroup
 class TrainSampler(Sampler[list[int]]):
     """The sample ids of every microbatch of steps [first_step, num_steps), over the whole world, in order.
 
-    Step s holds positions [s * global_batch_size, (s + 1) * global_batch_size), cut into microbatches: the samples of a
-    step are the same at any world size, and starting at a later step is going on, not skipping.
+    Step s has positions [s * global_batch_size, (s + 1) * global_batch_size), split into microbatches: the samples of a
+    step are the same at any world size, and starting at a later step does not iterate over earlier ones.
     """
 
-    batch_size = None  # to Accelerate: every batch is handed on as it is, none is completed with repeated samples
+    batch_size = None  # Accelerate then passes batches unchanged and does not complete the last one
     drop_last = False
 
     def __init__(
@@ -44,7 +44,7 @@ class TrainSampler(Sampler[list[int]]):
     ) -> None:
         if global_batch_size % microbatch_size:
             raise ValueError(
-                f"a global batch of {global_batch_size} cannot be cut into microbatches of {microbatch_size}"
+                f"a global batch of {global_batch_size} cannot be split into microbatches of {microbatch_size}"
             )
         self._order = order
         self._global_batch_size = global_batch_size
@@ -55,7 +55,7 @@ class TrainSampler(Sampler[list[int]]):
         return len(self._steps) * (self._global_batch_size // self._microbatch_size)
 
     def step_of(self, number: int) -> int:
-        """Return the step of the sampler's microbatch with this number, from 0."""
+        """Return the step of the sampler's microbatch with this index."""
         return self._steps[number // (self._global_batch_size // self._microbatch_size)]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -66,7 +66,7 @@ class TrainSampler(Sampler[list[int]]):
 
 
 class SeededSampler(Sampler[list[tuple[int, int]]]):
-    """The same microbatches, each sample next to the seed of its step."""
+    """The same microbatches, with the seed of the step for each sample."""
 
     batch_size = None
     drop_last = False
@@ -86,16 +86,16 @@ class SeededSampler(Sampler[list[tuple[int, int]]]):
 
 @dataclass(frozen=True)
 class SeededSamples:
-    """Samples with the seed of the step that they are used in, and their partner where `partners` is given.
+    """Samples with the seed of their step, and with a partner if `partners` is given.
 
-    A partner is any sample of an epoch of that order, drawn by step and sample: it depends on no microbatch.
+    A partner is a random sample of an epoch of that order, determined by step and sample, not by microbatches.
     """
 
     samples: Samples
     partners: Order | None = None
 
-    def __getitem__(self, drawn: tuple[int, int]) -> Features:
-        sample_id, seed = drawn
+    def __getitem__(self, seeded_id: tuple[int, int]) -> Features:
+        sample_id, seed = seeded_id
         sample = replace(self.samples[sample_id], seed=seed)
         if self.partners is None:
             return sample
@@ -107,14 +107,14 @@ class SeededSamples:
 def training_batch(
     view: DatasetView, collate: Collate, sample_ids: np.ndarray, *, step: int, seed: int, has_partners: bool
 ) -> Batch:
-    """Return the microbatch of these samples as `train_loader` delivers it in the step, which counts from 0."""
+    """Return the microbatch of these samples as `train_loader` yields it in the step, counted from 0."""
     samples = SeededSamples(view.samples, view.order if has_partners else None)
     step_seed = derive_seed(seed, "samples", step)
-    return _CollateSeeded(collate, view.samples)([samples[int(each), step_seed] for each in sample_ids])
+    return _CollateSeeded(collate, view.samples)([samples[int(sample_id), step_seed] for sample_id in sample_ids])
 
 
 class EvaluationSampler(Sampler[list[int]]):
-    """One epoch of the order; empty microbatches at the end make their number a multiple of the world size."""
+    """One epoch of the order, padded with empty microbatches to a multiple of the world size."""
 
     batch_size = None
     drop_last = False
@@ -151,9 +151,9 @@ def train_loader(
     cost: LoadingCost = "light",
     has_partners: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader of the world's microbatches from `first_step` to the run's end, for Accelerate to prepare.
+    """Return a loader of the world's microbatches from `first_step` to the end of the run, for Accelerate to prepare.
 
-    `cost` is what a sample costs to load, `has_partners` tells whether each comes with another one.
+    `cost` is the cost of loading a sample; with `has_partners`, each sample comes with another one.
     """
     sampler = TrainSampler(
         view.order,
@@ -177,10 +177,9 @@ def evaluation_loader(
     section: DataSection,
     cost: LoadingCost = "light",
 ) -> DataLoader[Any]:
-    """Return a loader of every sample once; all ranks get equally many microbatches, by dummy batches without targets.
+    """Return a loader of every sample once; dummy batches without targets equalize the number of batches of all ranks.
 
-    The samples are packed, or batched by tokens, as the training samples are; where they are padded, those that
-    share a forward pass are of similar length.
+    Samples are packed or batched by tokens like the training samples; padded batches have samples of similar length.
     """
     order = _evaluation_order(prepared, section)
     sampler = EvaluationSampler(order, microbatch_size=microbatch_size, world=world)
@@ -196,14 +195,14 @@ def _evaluation_order(prepared: TokenCache, section: DataSection) -> Order:
 
 @dataclass(frozen=True)
 class _CollateSeeded:
-    """Collates training samples; random numbers drawn in collation come from the batch's seed."""
+    """Collates training samples; randomness in collation is derived from the batch's seed."""
 
     collate: Collate
     samples: Samples
 
     def __call__(self, features: Sequence[Features]) -> Batch:
         batch = collate_with_checksums(self.collate, features, samples=self.samples)
-        lengths = batch.lengths or tuple(each.length for each in features)
+        lengths = batch.lengths or tuple(sample.length for sample in features)
         return replace(batch, seed=features[0].seed, lengths=lengths)
 
 
@@ -229,7 +228,7 @@ def _loader(
 ) -> DataLoader[Any]:
     settings, is_forking = loader_settings(section, cost=cost), multiprocessing.get_start_method() == "fork"
     return DataLoader(
-        cast(Dataset[Features], samples),  # it is only ever asked for the samples of an id
+        cast(Dataset[Features], samples),  # only `__getitem__` is used
         batch_sampler=sampler,
         collate_fn=collate,
         num_workers=settings.num_workers,
@@ -238,7 +237,7 @@ def _loader(
         prefetch_factor=settings.prefetch_factor,
         worker_init_fn=ignore_run_signals,
         multiprocessing_context=ForkBlockingSignals() if settings.num_workers and is_forking else None,
-        generator=torch.Generator().manual_seed(0),  # its workers' seeds would else be drawn from the global generator
+        generator=torch.Generator().manual_seed(0),  # otherwise workers' seeds are drawn from the global generator
     )
 
 
@@ -246,13 +245,13 @@ Group = tuple[Batch, ...]
 
 
 class CopyStream(Protocol):
-    """Where copies run concurrently with the computation."""
+    """A stream on which copies run concurrently with the computation."""
 
     def context(self) -> AbstractContextManager[Any]:
         """Return a context in which copies do not wait for the computation."""
 
     def wait_and_keep(self, group: Group) -> None:
-        """Have the next computation wait for the copies, and keep their memory until it is done."""
+        """Make the next computation wait for the copies, and keep their memory until it is done."""
 
 
 class DeviceCopyStream:
@@ -268,20 +267,20 @@ class DeviceCopyStream:
         return context
 
     def wait_and_keep(self, group: Group) -> None:
-        """Have the next computation wait for the copies, and keep their memory until it is done."""
-        computing = self._device.current_stream()
-        computing.wait_stream(self._stream)
+        """Make the next computation wait for the copies, and keep their memory until it is done."""
+        current = self._device.current_stream()
+        current.wait_stream(self._stream)
         for batch in group:
             for tensor in batch.tensors():
-                tensor.record_stream(computing)
+                tensor.record_stream(current)
 
 
 class StepGroups:
-    """A rank's batches in groups of `num_batches`, one group per step, on the device; any number of times.
+    """A rank's batches in groups of `num_batches`, one group per step, on the device; can be iterated repeatedly.
 
-    Where ranks share rows, each gets its slices. With a stream, the copy of the next group is under way before one is
-    handed out: it is fast, and needs no synchronization, where the batches are in page-locked memory. Raises ValueError
-    when the last group is not full.
+    If ranks share rows, each gets its slices. With a stream, the copy of the next group starts before a group is
+    yielded; it is asynchronous if the batches are in page-locked memory. Raises ValueError if the last group is not
+    full.
     """
 
     def __init__(
@@ -296,10 +295,10 @@ class StepGroups:
         on_step_end: Callable[[int], None] = no_op,
         stream: CopyStream | None = None,
     ) -> None:
-        """`on_group` is called before a group is handed out, `on_step_end` when the next one is requested.
+        """`on_group` is called before a group is yielded, `on_step_end` when the next one is requested.
 
-        Both get the step, counted from 1; `first_step` steps were taken before. Without a stream, an accelerator gets
-        one of its own; on a CPU the batches are handed out as they are.
+        Both get the step, counted from 1, of which `first_step` have been taken before. Without a given stream, a new
+        one is created on an accelerator; on a CPU, batches are yielded unchanged.
         """
         self._batches = batches
         self._num_batches = num_batches

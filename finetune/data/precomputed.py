@@ -23,7 +23,7 @@ _MAX_SAMPLES_PER_FILE = 65_536
 
 
 class PrecomputedManifest(BaseModel):
-    """What `known.json` holds."""
+    """The content of `known.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -35,7 +35,7 @@ class PrecomputedManifest(BaseModel):
 
 
 class PrecomputedArrays:
-    """The arrays by sample, mapped from disk, verified but for the values; raises DamagedSet."""
+    """The arrays by sample, mapped from disk, verified except for the values; raises DamagedSet."""
 
     def __init__(self, folder: Path, *, is_verified: bool = False) -> None:
         self.folder = folder
@@ -54,17 +54,14 @@ class PrecomputedArrays:
         return self._samples[index]
 
     def verify(self) -> None:
-        """Read all values once; raises DamagedSet unless they are as they were written."""
+        """Read all values once; raises DamagedSet if they have changed since they were written."""
         self._samples.verification.run()
         if problem := self._samples.verification.problem:
             raise DamagedSet(self.folder, problem, title="the folder of precomputed arrays")
 
 
 class PrecomputedSet(TokenCache):
-    """A prepared set whose samples come with their precomputed arrays.
-
-    Raises DataError where these are of another number of samples.
-    """
+    """A prepared set whose samples include precomputed arrays; raises DataError if the numbers of samples differ."""
 
     def __init__(
         self, folder: Path, precomputed: PrecomputedArrays, *, shards: Sequence[str] = (), is_verified: bool = False
@@ -73,8 +70,8 @@ class PrecomputedSet(TokenCache):
         self.precomputed = precomputed
         if len(precomputed) != len(self):
             raise DataError(
-                f"{precomputed.folder} holds {len(precomputed)} samples, but the set {folder} has {len(self)}. Delete "
-                f"{precomputed.folder}: it is then computed again."
+                f"{precomputed.folder} has {len(precomputed)} samples, but the set {folder} has {len(self)}. Delete "
+                f"{precomputed.folder}, and it will be computed again."
             )
 
     def __getitem__(self, index: int) -> Features:
@@ -92,26 +89,26 @@ class PrecomputedSet(TokenCache):
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.folder, self.precomputed.folder, self.shards)  # another process maps the files again
+        return _reopen, (self.folder, self.precomputed.folder, self.shards)  # another process maps the files again
 
 
 def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
-    """Return whether the precomputed arrays of one of these samples are damaged in the files as they are now."""
+    """Return whether the precomputed arrays of one of these samples are damaged in the current files."""
     try:
-        now = PrecomputedArrays(folder)
+        current = PrecomputedArrays(folder)
     except DamagedSet:
         return True
-    marks = [sample_checksum(now[index]) for index in sample_ids.tolist()]
-    return bool((np.array(marks, np.uint64) != now.checksums[sample_ids]).any())
+    checksums = [sample_checksum(current[index]) for index in sample_ids.tolist()]
+    return bool((np.array(checksums, np.uint64) != current.checksums[sample_ids]).any())
 
 
 def with_precomputed(prepared: TokenCache, folder: Path) -> PrecomputedSet:
-    """Return the set with what the folder knows of its samples; raises DataError."""
+    """Return the set with the precomputed arrays in the folder; raises DataError."""
     return PrecomputedSet(prepared.folder, PrecomputedArrays(folder), shards=prepared.shards)
 
 
 class PrecomputedWriter:
-    """Writes the precomputed arrays of sample after sample into an empty folder; raises OSError where it cannot."""
+    """Writes the precomputed arrays of consecutive samples into an empty folder; raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -120,7 +117,7 @@ class PrecomputedWriter:
         self._num_pending = 0
 
     def append(self, arrays: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Write the 1-D arrays of the next samples; all have the same names."""
+        """Append the 1-D arrays of the next samples; all have the same names."""
         if not arrays:
             return
         values = {name: np.concatenate([sample[name] for sample in arrays]) for name in arrays[0]}
@@ -132,7 +129,7 @@ class PrecomputedWriter:
             self._write_file()
 
     def finish(self, made_of: Mapping[str, Any]) -> None:
-        """Write the files that make the folder complete."""
+        """Write the remaining files, which complete the folder."""
         self._write_file()
         names, files = self._writer.finish()
         manifest = {
@@ -150,5 +147,5 @@ class PrecomputedWriter:
         self._num_pending = 0
 
 
-def _opened(folder: Path, precomputed: Path, shards: Sequence[str]) -> PrecomputedSet:
+def _reopen(folder: Path, precomputed: Path, shards: Sequence[str]) -> PrecomputedSet:
     return PrecomputedSet(folder, PrecomputedArrays(precomputed, is_verified=True), shards=shards, is_verified=True)

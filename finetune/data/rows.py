@@ -164,10 +164,10 @@ def describe(value: object) -> str:
     if value is None:
         return "null"
     type_names = {
-        bool: "a truth value",
+        bool: "a boolean",
         int: "a number",
         float: "a number",
-        str: "a text",
+        str: "text",
         list: "a list",
         dict: "an object",
     }
@@ -176,13 +176,11 @@ def describe(value: object) -> str:
     return f"{type_name} ({json.dumps(value)})" if is_short else type_name
 
 
-def record_places(value: Any, *, prefix: str = "", depth: int = _DEPTH) -> list[str]:
+def record_paths(value: Any, *, prefix: str = "", depth: int = _DEPTH) -> list[str]:
     """Return the dotted paths of the lists of objects in an object, outer ones first."""
     if not isinstance(value, dict) or depth == 0:
         return []
     inner = {f"{prefix}{name}": child for name, child in value.items() if "." not in name}
     paths = [path for path, child in inner.items() if isinstance(child, list) and child and isinstance(child[0], dict)]
-    nested = (
-        path for name, child in inner.items() for path in record_places(child, prefix=f"{name}.", depth=depth - 1)
-    )
+    nested = (path for name, child in inner.items() for path in record_paths(child, prefix=f"{name}.", depth=depth - 1))
     return [*paths, *nested][:_MAX_PATHS]

@@ -1,6 +1,6 @@
-"""Turns of a conversation as rows write them: `role` and `content`, or ShareGPT's `from` and `value`, with tools.
+"""Reads turns of conversations in rows: `role` and `content`, or ShareGPT's `from` and `value`, with tools.
 
-Content is text or a list of parts, texts and images, as OpenAI and Hugging Face write them.
+Content is text, or a list of text and image parts as in the formats of OpenAI and Hugging Face.
 """
 
 import json
@@ -12,15 +12,15 @@ from finetune.data.rows import describe, parse_json, shortened
 from finetune.errors import DataError
 
 Part = Mapping[str, Any]
-"""`{type: text, text: ...}` or `{type: image}`, the latter with `image` (the picture) or `index` where it is given."""
+"""`{type: text, text: ...}` or `{type: image}`, optionally with `image` (the image) or `index`."""
 
 _IMAGE_TYPES = ("image", "image_url")
 _SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
-"""The keys under which an image part may hold its picture."""
+"""The keys of an image part that may contain the image."""
 
 
 def has_images(content: Any) -> TypeGuard[Sequence[Any]]:
-    """Return whether the content is a list of parts of which one is an image."""
+    """Return whether the content is a list of parts with at least one image."""
     return isinstance(content, list) and any(is_image(part) for part in content)
 
 
@@ -30,7 +30,7 @@ def is_image(part: Any) -> bool:
 
 
 def read_parts(content: Sequence[Any], *, number: int) -> list[Part]:
-    """Return the parts of turn `number` with one name for each thing; raises DataError for one that is neither."""
+    """Return the parts of turn `number` in a uniform format; raises DataError for one that is not text or an image."""
     return [_read_part(part, number=number) for part in content]
 
 
@@ -41,8 +41,8 @@ def _read_part(part: Any, *, number: int) -> Part:
         return _read_image(part)
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    kind = f"type {part.get('type')!r}" if isinstance(part, Mapping) else describe(part)
-    raise DataError(f"turn {number} has a part of {kind}. Parts are `text` and `image`; others are not read.")
+    actual = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else f"{describe(part)} as a part"
+    raise DataError(f"turn {number} has {actual}. Only parts of types `text` and `image` are supported.")
 
 
 def _read_image(part: Part) -> Part:
@@ -56,19 +56,19 @@ def _read_image(part: Part) -> Part:
 
 
 ARGUMENTS = "chat_template_kwargs"
-"""The column of a row's own arguments of the chat template, as TRL and others name it."""
+"""The column with a row's chat template arguments, as in TRL and other libraries."""
 
 Turn = Mapping[str, Any]
-"""One turn: `role`, `content` (null only next to a tool call), and whatever else the chat template reads."""
+"""One turn: `role`, `content` (null only with a tool call), and other keys that the chat template reads."""
 
 _PLAIN = {"role", "content"}
 _CALLS = ("tool_calls", "function_call")
 _OTHER_WEIGHTS = ("loss", "train", "training", "train_detail", "mask", "masked", "loss_weight")
-"""What other tools call a turn's `weight`: passed on, they would change nothing."""
+"""Other tools' names for a turn's `weight`, which would have no effect here."""
 
 _WORDS = ("user", "assistant", "system", "tool", "developer")
 _WORD = re.compile(r"\w[\w.-]{0,63}")
-"""What a role looks like: a template writes it next to its control tokens."""
+"""The pattern of roles, which templates write next to their control tokens."""
 
 _ROLES: Mapping[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
@@ -76,21 +76,21 @@ _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "function_call"), "assistant"),
     **dict.fromkeys(("function", "function_response", "observation", "ipython"), "tool"),
 }
-"""From the words of ShareGPT's rows to those of chat templates."""
+"""From ShareGPT's speakers to the roles of chat templates."""
 
 
 def read_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
-    """Return the turns; parts that only a chat template can read are passed on as they are.
+    """Return the turns; other keys are passed to the chat template unchanged.
 
-    Nulls are left out, tool calls' arguments that are JSON texts are read, since templates expect objects. A content of
-    several parts is read where some of them are images and these are asked for. Raises DataError naming the turn.
+    Null values are dropped, and arguments of tool calls in JSON text are parsed, since templates expect objects. With
+    `with_images`, content may be a list of parts with images. Raises DataError naming the turn.
     """
     turns = enumerate(_listed(value, title=title), start=1)
     return [_read_turn(number, turn, with_images=with_images) for number, turn in turns]
 
 
 def read_sharegpt_turns(value: Any, *, title: str, with_images: bool = False) -> list[Turn]:
-    """Return the turns of a `conversations` column, whose speakers have other names; `role`/`content` is read, too."""
+    """Return the turns of a `conversations` column with ShareGPT's speakers, or with `role` and `content`."""
     turns = enumerate(_listed(value, title=title), start=1)
     return [_read_sharegpt_turn(number, turn, with_images=with_images) for number, turn in turns]
 
@@ -118,8 +118,8 @@ def read_template_arguments(value: Any, *, title: str) -> Mapping[str, Any]:
 
 def _listed(value: Any, *, title: str) -> Sequence[Any]:
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else describe(value)
-        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {found}.")
+        actual = "an empty list" if value == [] else describe(value)
+        raise DataError(f"{title} must be a list of turns with `role` and `content`, but is {actual}.")
     return value
 
 
@@ -136,14 +136,16 @@ def _read_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
     for name in _OTHER_WEIGHTS:
         if turn.get(name) is not None:
             raise DataError(
-                f"turn {number} has `{name}`, which is not supported. Which turns are trained on is set by "
-                f"`data.train_on`; "
-                "for single turns write `weight: 0` or `weight: 1` and `data.train_on: per_message`."
+                f"turn {number} has `{name}`, which is not supported. `data.train_on` selects the turns to train on; "
+                "to select single turns, write `weight: 0` or `weight: 1` and `data.train_on: per_message`."
             )
-    kept = {name: value for name, value in turn.items() if value is not None}
-    if kept.get("tool_calls") is not None:
-        kept["tool_calls"] = [_read_call(number, call) for call in _calls(number, kept["tool_calls"])]
-    return {**kept, "content": _content(number, turn, with_images=with_images)}
+    present = {name: value for name, value in turn.items() if value is not None}
+    calls = present.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise DataError(f"`tool_calls` of turn {number} must be a list of objects, but is {describe(calls)}.")
+        present["tool_calls"] = [_read_call(number, call) for call in calls]
+    return {**present, "content": _content(number, turn, with_images=with_images)}
 
 
 def _content(number: int, turn: Mapping[str, Any], *, with_images: bool) -> str | list[Part] | None:
@@ -158,7 +160,7 @@ def _content(number: int, turn: Mapping[str, Any], *, with_images: bool) -> str 
         part = content[0]
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
-    hint = " Several parts, and parts that are no text, are not read." if isinstance(content, list) else ""
+    hint = " Only a list with a single text part is supported." if isinstance(content, list) else ""
     raise DataError(f"`content` of turn {number} must be text, but {_describe_value(turn, 'content')}.{hint}")
 
 
@@ -166,19 +168,13 @@ def _describe_value(turn: Mapping[str, Any], name: str) -> str:
     return f"is {describe(turn[name])}" if name in turn else "is missing"
 
 
-def _calls(number: int, calls: Any) -> list[Any]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"`tool_calls` of turn {number} must be a list of objects, but is {describe(calls)}.")
-    return calls
-
-
 def _read_call(number: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_read_arguments(number, call["function"])}
-    return _with_read_arguments(number, call)
+        return {**call, "function": _with_parsed_arguments(number, call["function"])}
+    return _with_parsed_arguments(number, call)
 
 
-def _with_read_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_parsed_arguments(number: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(function.get("arguments"), str):
         return function
     try:
@@ -192,9 +188,9 @@ def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
         raise DataError(f"turn {number} must be an object with `from` and `value`, but is {describe(turn)}.")
     speaker = turn.get("from", turn.get("role"))
     if not isinstance(speaker, str) or speaker not in _ROLES:
-        known = ", ".join(f"`{role}`" for role in _ROLES)
-        found = repr(shortened(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
-        raise DataError(f"turn {number} is from {found}. Known are {known}.")
+        speakers = ", ".join(f"`{role}`" for role in _ROLES)
+        actual = repr(shortened(speaker)) if isinstance(speaker, str) else str(speaker and describe(speaker))
+        raise DataError(f"turn {number} is from {actual}. Supported speakers: {speakers}.")
     renamed = {name: value for name, value in turn.items() if name not in ("from", "value")}
     renamed |= {"role": _ROLES[speaker], "content": turn.get("value", turn.get("content"))}
     if speaker == "function_call":
@@ -203,7 +199,7 @@ def _read_sharegpt_turn(number: int, turn: Any, *, with_images: bool) -> Turn:
 
 
 def _calls_in(number: int, value: Any) -> list[Mapping[str, Any]]:
-    """Return the calls that a `function_call` turn writes as JSON, in the form that chat templates expect."""
+    """Return the calls in the JSON text of a `function_call` turn, in the format that chat templates expect."""
     try:
         calls = parse_json(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:

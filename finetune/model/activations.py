@@ -3,10 +3,10 @@
 `selective` checkpointing saves the results of matrix products and attention and recomputes the cheap rest (Korthikanti
 et al., 2022, https://arxiv.org/abs/2205.05198).
 
-Offloading copies the tensors that a forward pass saves to the host, and fetches them shortly before their use. Each
-saved storage is copied once by all its users: the input of a layer's queries, keys and values is one. Copies run
-on a CUDA stream of their own, through pinned memory; only a few tensors at a time exist twice. Weights, autocast's
-casts of weights, and tensors too small to be worth a copy stay on the device.
+Offloading copies the tensors that a forward pass saves to the host, and prefetches them before their use. Each saved
+storage is copied only once, such as the common input of a layer's queries, keys and values. Copies run on a separate
+CUDA stream through pinned memory; only a few tensors exist twice at a time. Weights, autocast's casts of weights, and
+small tensors stay on the device.
 """
 
 import re
@@ -29,24 +29,24 @@ from finetune.errors import ModelError
 from finetune.model.upstream import checkpoint_activations
 
 MIN_OFFLOAD_BYTES = 1 << 20
-"""Smaller tensors stay on the device: copying a few bytes takes as long as copying many."""
+"""Smaller tensors stay on the device, since the latency of a copy dominates."""
 
 MAX_LEAVING = 2
-"""Copies to the host that may be under way: the next one holds back the device's work until the first is done."""
+"""The maximum number of concurrent copies to the host; another one makes the device wait for the first."""
 
 NUM_PREFETCHED = 2
 """Tensors that are prefetched in the backward pass."""
 
 
 class Arrival(NamedTuple):
-    """A tensor on the device, filled once its event has happened."""
+    """A tensor on the device, valid after its event."""
 
     tensor: Tensor
     event: Any
 
 
 class HostCopies:
-    """Copies within host memory, done at once: for tests on a machine without a GPU."""
+    """Synchronous copies within host memory, for tests without a GPU."""
 
     device_type = "cpu"
 
@@ -59,17 +59,17 @@ class HostCopies:
         return Arrival(host.to(device, copy=True), None)
 
     def wait(self, arrival: Arrival) -> None:
-        """Have the device's work wait until the copy is done."""
+        """Make the device's work wait for the copy."""
 
     def finish(self) -> None:
-        """Have the device's work wait for all copies, and forget them."""
+        """Make the device's work wait for all copies."""
 
 
 class CudaStreamCopies(HostCopies):
-    """Copies through pinned memory on a CUDA stream of their own; no host-device synchronization.
+    """Copies through pinned memory on a separate CUDA stream, without host-device synchronization.
 
-    All device memory belongs to the current stream, which waits for a copy's event before the memory is free:
-    `record_stream` would keep it until everything that the copies' stream has been given by then is done.
+    All device memory belongs to the current stream, which waits for a copy's event before the memory is freed:
+    `record_stream` would keep it until all work on the copy stream is done.
     """
 
     device_type = "cuda"
@@ -95,12 +95,12 @@ class CudaStreamCopies(HostCopies):
         return arrival
 
     def wait(self, arrival: Arrival) -> None:
-        """Have the current stream wait for this copy, not for later ones."""
+        """Make the current stream wait for this copy, but not for later ones."""
         torch.cuda.current_stream().wait_event(arrival.event)
         self._arriving.pop(id(arrival), None)
 
     def finish(self) -> None:
-        """Have the current stream wait for all copies: a backward pass need not use what it has prefetched."""
+        """Make the current stream wait for all copies, since a backward pass may not use all prefetched tensors."""
         self._release(keep=0)
         for arrival in list(self._arriving.values()):
             self.wait(arrival)
@@ -109,7 +109,7 @@ class CudaStreamCopies(HostCopies):
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
-        """Start a copy after all work that the current stream has been given so far; return the event of its end."""
+        """Start a copy after all work queued on the current stream, and return the event of its completion."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -121,26 +121,26 @@ class CudaStreamCopies(HostCopies):
 
 
 class OffloadedStorage:
-    """One storage in host memory. Tensors saved before it are needed after it, and prefetched."""
+    """One storage in host memory. The backward pass needs storages in reverse order, so earlier ones are prefetched."""
 
-    def __init__(self, tensor: Tensor, copies: HostCopies, before: "OffloadedStorage | None", origin: Any) -> None:
-        self.num_uses = 0  # saved tensors that have not been used
+    def __init__(self, tensor: Tensor, copies: HostCopies, previous: "OffloadedStorage | None", origin: Any) -> None:
+        self.num_uses = 0  # saved tensors that have not been used yet
         self._device, self._copies = tensor.device, copies
-        self._before = None if before is None else ref(before)
+        self._previous = None if previous is None else ref(previous)
         self._host = copies.to_host(tensor)
-        self._origin = origin  # kept: its address is part of a key
+        self._origin = origin  # kept alive, since its address is part of a key
         self._arrival: Arrival | None = None
 
     def prefetch(self, number: int) -> None:
-        """Start copying back this one and those saved before it, `number` in all, unless they have been used."""
+        """Start copying back this storage and the previous ones, `number` in total, unless they have been used."""
         if self.num_uses > 0:
             self._start_fetch()
-        before = self._before() if self._before is not None else None
-        if before is not None and number > 1:
-            before.prefetch(number - 1)
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None and number > 1:
+            previous.prefetch(number - 1)
 
     def fetch(self) -> Tensor:
-        """Return the values on their device, and start copying back those that are needed next."""
+        """Return the values on their device, and start copying back the next ones."""
         arrival = self._start_fetch()
         self._copies.wait(arrival)
         self.num_uses -= 1
@@ -157,7 +157,7 @@ class OffloadedStorage:
 
 @dataclass(frozen=True)
 class OffloadedTensor:
-    """A saved tensor: where it lies in its storage."""
+    """A saved tensor as a view of its storage."""
 
     storage: OffloadedStorage
     shape: torch.Size
@@ -170,7 +170,7 @@ class OffloadedTensor:
 
 
 class Offloading:
-    """The hooks that autograd calls with each tensor that it saves, and before it uses it."""
+    """The hooks that autograd calls when it saves a tensor and before it uses it."""
 
     def __init__(self, model: nn.Module, copies: HostCopies, *, smallest_bytes: int) -> None:
         self.copies, self._smallest_bytes = copies, smallest_bytes
@@ -179,12 +179,12 @@ class Offloading:
         self._last: Callable[[], OffloadedStorage | None] = lambda: None
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor:
-        """Return the stand-in for the tensor until it is used: the tensor itself where it stays on the device."""
+        """Return the offloaded tensor, or the tensor itself if it stays on the device."""
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         is_large = is_plain and tensor.numel() * tensor.element_size() >= self._smallest_bytes
         if not is_large or tensor.device.type != self.copies.device_type or tensor.is_conj() or tensor.is_neg():
             return tensor
-        if self._weights.holds_for(tensor):
+        if self._weights.is_weight(tensor):
             return tensor
         is_whole = _fills_its_storage(tensor)
         key, origin = _key(tensor, is_whole=is_whole)
@@ -239,10 +239,10 @@ _VIEWS_AND_CASTS = frozenset({
 
 
 class WeightTest:
-    """Whether a saved tensor is a parameter or a buffer, a view of one, or a copy of one in autocast's dtype.
+    """Detects whether a saved tensor is a parameter or buffer, a view of one, or a cast of one by autocast.
 
-    The cast of a trained parameter is known by its place in the graph. That of a frozen one has none, and none that
-    compiled code saves; they are known by their shape, which is a parameter's, and by their dtype, which is not.
+    The cast of a trained parameter is detected by its autograd graph. Casts of frozen parameters, and those saved by
+    compiled code, have no graph; they have the shape of a parameter but another dtype.
     """
 
     def __init__(self, model: nn.Module, *, smallest_bytes: int) -> None:
@@ -253,14 +253,14 @@ class WeightTest:
                 for shape in (parameter.shape, parameter.shape[::-1], parameter.shape[1:]):  # the last: of one expert
                     self._dtypes.setdefault(shape, set()).add(parameter.dtype)
 
-    def holds_for(self, tensor: Tensor) -> bool:
+    def is_weight(self, tensor: Tensor) -> bool:
         """Return whether the tensor is a weight."""
         origin = tensor if tensor._base is None else tensor._base
         if isinstance(origin, nn.Parameter) or (origin.is_leaf and origin.requires_grad):
             return True
         if origin.grad_fn is not None:
             node: Any = origin.grad_fn
-            while node is not None and node.name() in _VIEWS_AND_CASTS:  # views and casts alone lead to a leaf
+            while node is not None and node.name() in _VIEWS_AND_CASTS:  # a chain of views and casts ends in a leaf
                 node = node.next_functions[0][0]
             return node is not None and hasattr(node, "variable")
         dtypes = self._dtypes.get(origin.shape)
@@ -277,10 +277,10 @@ class WeightTest:
 
 
 def _key(tensor: Tensor, *, is_whole: bool) -> tuple[tuple[Any, ...], Any]:
-    """Return what equal saved values have in common, and what must be kept as long as that is so.
+    """Return a key that is equal for saved tensors with equal values, and an object to keep while the key is used.
 
-    A storage, its version, and the part of it; for a cast, what was cast to which dtype: autocast casts the input of
-    queries, keys and values three times.
+    The key is the storage, its version, and the part of it; for a cast, its source and dtype, since autocast casts the
+    common input of queries, keys and values three times.
     """
     origin = tensor if tensor._base is None else tensor._base
     node = origin.grad_fn
@@ -294,7 +294,7 @@ def _key(tensor: Tensor, *, is_whole: bool) -> tuple[tuple[Any, ...], Any]:
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Return whether the tensor's elements are those of its storage, in any order, each once."""
+    """Return whether the tensor contains every element of its storage exactly once, in any order."""
     ordered = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     count = 1
     for stride, size in ordered:
@@ -328,7 +328,7 @@ _ATTENTION_OPERATORS = frozenset(
     }
 )
 _FLASH_ATTENTION_OPERATORS = re.compile(r"_?(vllm_)?flash_attn\w*::(_flash_attn_)?(varlen_)?(fwd|forward)")
-"""Of the packages `flash_attn` (2 and 3), and of their builds on the hub, whose names end with a digest."""
+"""Operators of the packages `flash_attn` (2 and 3) and of their hub builds, whose names end with a digest."""
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, mode: CheckpointingMode) -> None:
@@ -356,11 +356,11 @@ def enable_gradient_checkpointing(model: PreTrainedModel, mode: CheckpointingMod
 
 
 def take_checkpointing(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that recomputes the module's forward, which no longer does so by itself; None if unneeded.
+    """Disable the module's own checkpointing and return its checkpoint function; None if it is not needed.
 
-    transformers 5.17 checkpoints a layer outside its `forward`, 5.23 inside. If that is compiled, `selective` records
-    results whose memory the compiled code writes again: "has been mutated", with torch 2.11. Newer ones checkpoint
-    inside, where the compiler sees it; can go when pyproject.toml requires them.
+    transformers 5.17 checkpoints a layer outside its `forward`, 5.23 inside. With compiled code inside, `selective`
+    saves results whose memory the compiled code overwrites: "has been mutated", with torch 2.11. Can be removed when
+    pyproject.toml requires transformers 5.23.
     """
     is_outside = "__call__" in vars(GradientCheckpointingLayer)
     if not is_outside or not isinstance(module, GradientCheckpointingLayer) or not module.gradient_checkpointing:
@@ -372,9 +372,9 @@ def take_checkpointing(module: nn.Module) -> Callable[..., Any] | None:
 
 @cache
 def is_saved(operator: str) -> bool:
-    """Return whether `selective` saves the results of an operator: those of matrix products and of attention are.
+    """Return whether `selective` saves the results of an operator: of matrix products and attention.
 
-    By name: some of these operators are registered only when attention runs for the first time.
+    Operators are compared by name, since some are registered only when attention first runs.
     """
     name = operator.partition(".")[0]
     is_listed = name in _MATMUL_OPERATORS or name in _ATTENTION_OPERATORS

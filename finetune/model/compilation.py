@@ -22,7 +22,7 @@ BACKEND = "inductor"
 """torch's default compiler; for tests there is `aot_eager`, which traces but does not compile."""
 
 RECOMPILE_LIMIT = 32
-"""Compiled variants of one kind of layer: by shape, by differences between layers, by which gradients are needed."""
+"""The maximum number of compiled variants of a layer type: by shape, layer attributes, and required gradients."""
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -35,7 +35,7 @@ class Compilation:
     def __init__(self, log: Log) -> None:
         self.failure: Exception | None = None
         self._log = log
-        # Random numbers as in eager mode: then compiling does not change dropout's.
+        # random numbers as in eager mode, so that compiling does not change dropout
         options: dict[str, Any] = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
         self.forward = torch.compile(_forward, backend=BACKEND, **options)
 
@@ -75,7 +75,8 @@ def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, 
     `model` is the one inside all wrappers, which may be applied before or after. Logs what is compiled, or why not.
     """
     reason = why_not_compilable()
-    parts = [] if reason else [model_body(model)] if mode == "full" else list(repeated_layers(model))
+    body: nn.Module = model.base_model  # the model without its head
+    parts = [] if reason else [body] if mode == "full" else list(repeated_layers(model))
     if not parts:
         reason = reason or f"`{model.config.model_type}` has no repeated layers"
         log(f"warning: model.compile: {mode} was requested, but nothing is compiled: {reason}.")
@@ -91,29 +92,23 @@ def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, 
         log(line)
 
 
-def model_body(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head; the model where it has none."""
-    body: nn.Module = model.base_model
-    return body
-
-
 def repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the members of the outermost module lists of one type: a model's layers, in order."""
     for child in module.children():
-        if isinstance(child, nn.ModuleList) and len({type(each) for each in child}) == 1:
-            yield from (each for each in child if any(True for _ in each.parameters()))
+        if isinstance(child, nn.ModuleList) and len({type(layer) for layer in child}) == 1:
+            yield from (layer for layer in child if any(True for _ in layer.parameters()))
         else:
             yield from repeated_layers(child)
 
 
 def why_not_compilable() -> str | None:
-    """Return why nothing can be compiled on this machine; None if it can."""
+    """Return the reason why torch.compile does not work on this machine; None if it does."""
     try:
         _torch_module("_dynamo.eval_frame").check_if_dynamo_supported()
         if BACKEND == "inductor" and not torch.accelerator.is_available():
             _torch_module("_inductor.cpp_builder").get_cpp_compiler()
     except RuntimeError as error:
-        return f"torch.compile does not work here ({_first_line(error)})"
+        return f"torch.compile does not work on this machine ({_first_line(error)})"
     if BACKEND == "inductor" and torch.cuda.is_available():
         return missing_triton_toolchain()
     return None
@@ -135,7 +130,7 @@ def _forward(module: Any, recompute: Callable[..., Any] | None, *values: Any, **
 
 
 def missing_triton_toolchain() -> str | None:
-    """Return what triton needs and this machine lacks; None if it works."""
+    """Return the missing requirement of triton on this machine; None if it works."""
     if not _torch_module("utils._triton").has_triton():
         return "triton is not installed, or does not support this GPU"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
@@ -144,11 +139,11 @@ def missing_triton_toolchain() -> str | None:
 
 
 def _log_lines(parts: list[nn.Module], mode: str) -> Iterator[str]:
-    kinds = sorted({type(part).__name__ for part in parts})
+    layer_types = sorted({type(part).__name__ for part in parts})
     folder = _torch_module("_inductor.runtime.cache_dir_utils").cache_dir()
     yield (
-        f"compile: {mode}, {len(parts)} x {', '.join(kinds)}, in the first steps; cached for later starts in {folder} "
-        f"(set {CACHE_VARIABLE} to change it)"
+        f"compile: {mode}, {len(parts)} x {', '.join(layer_types)}, in the first steps; cached for later starts in "
+        f"{folder} (set {CACHE_VARIABLE} to change it)"
     )
     if not torch.accelerator.is_available():
         yield (

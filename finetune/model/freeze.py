@@ -1,6 +1,6 @@
-"""Parameters that are not trained: chosen by patterns on their names, or because nothing reads their module's output.
+"""Parameters that are not trained, by name patterns or because their module's output is unused.
 
-Where no output is read there are no gradients, and DDP would wait for them forever.
+Unused modules get no gradients, for which DDP would wait forever.
 """
 
 import re
@@ -16,13 +16,13 @@ KEY, ONLY = "model.freeze", "model.train_only"
 
 
 def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Train only the matching parameters, or all where there are no patterns; a tied one has both names.
+    """Train only the matching parameters, or all without patterns; both names of a tied parameter can be used.
 
     Raises ModelError for a pattern that matches nothing.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    chosen = {name for pattern in patterns for name in _matched(pattern, list(parameters), key=ONLY)}
-    trained = {parameters[name] for name in chosen}
+    matching = {name for pattern in patterns for name in _matched(pattern, list(parameters), key=ONLY)}
+    trained = {parameters[name] for name in matching}
     for parameter in parameters.values() if patterns else ():
         parameter.requires_grad_(parameter in trained)
 
@@ -66,10 +66,10 @@ POOLER = "pooler"
 
 
 def unused_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of modules whose output is not read; usually none.
+    """Return the names of modules whose output is unused; usually none.
 
-    They are those after the last layer of the image encoder that the model uses, and the pooler of a model without a
-    head, whose hidden states are read.
+    These are the layers of an image encoder after the last used one, and the pooler of a model without a head, of which
+    only the hidden states are used.
     """
     has_head = getattr(model, "base_model", None) is not model
     if not has_head and isinstance(getattr(model, POOLER, None), nn.Module):
@@ -82,25 +82,26 @@ def unused_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def peft_exclude_pattern(model: nn.Module) -> str | None:
-    """Return peft's pattern for the modules inside those, which get no adapter; None where there are none."""
+    """Return peft's pattern for unused modules, which get no adapter; None without unused modules."""
     names = unused_modules(model)
     return "|".join(rf"{re.escape(name)}(\..*)?" for name in names) or None
 
 
 def freeze_unused(model: nn.Module) -> None:
-    """Freeze the modules whose output nothing uses."""
+    """Freeze the modules whose output is unused."""
     for name in unused_modules(model):
         model.get_submodule(name).requires_grad_(False)
 
 
 def _unused_in_tower(tower: nn.Module, *, name: str, read: int | list[int]) -> Iterator[str]:
-    stacks = [(own, each) for own, each in tower.named_modules() if isinstance(each, nn.ModuleList)]
+    stacks = {path: module for path, module in tower.named_modules() if isinstance(module, nn.ModuleList)}
     if not stacks:
         return
-    own, layers = max(stacks, key=lambda stack: len(stack[1]))
+    longest = max(stacks, key=lambda path: len(stacks[path]))
+    num_layers = len(stacks[longest])
     indices = [read] if isinstance(read, int) else list(read)
-    num_read = max(index if index >= 0 else len(layers) + 1 + index for index in indices)
-    yield from (f"{name}.{own}.{number}" for number in range(num_read, len(layers)))
-    yield from (
-        f"{name}.{each}" for each, _ in tower.named_modules() if each.rpartition(".")[2] in _MODULES_AFTER_LAYERS
-    )
+    num_read = max(index if index >= 0 else num_layers + 1 + index for index in indices)
+    yield from (f"{name}.{longest}.{number}" for number in range(num_read, num_layers))
+    for path, _ in tower.named_modules():
+        if path.rpartition(".")[2] in _MODULES_AFTER_LAYERS:
+            yield f"{name}.{path}"

@@ -1,6 +1,6 @@
-"""Frozen weights that training builds on or compares with: the base of adapters, the reference model and the teacher.
+"""Frozen models in training: the base of adapters, the reference model and the teacher.
 
-Each has a digest, so that a resume and a cache of its outputs notice other weights.
+Each has a digest, by which a resume and a cache of its outputs detect other weights.
 """
 
 import hashlib
@@ -38,9 +38,9 @@ _LOG_AFTER_SECONDS = 2.0
 def base_digest(
     section: ModelSection, *, model: Any, is_reference: bool = False, log: Callable[[str], None]
 ) -> str | None:
-    """Return the identity of the frozen weights, or None where nothing is frozen or they are initialized from the seed.
+    """Return the identity of the frozen weights, None if nothing is frozen or weights are initialized from the seed.
 
-    Weights that are the reference of a loss count as frozen. Like `weights_digest`, call it on one rank.
+    The weights of a loss's reference model count as frozen. Like `weights_digest`, call it on one rank.
     """
     is_frozen = adapter_config(section) is not None or section.freeze or section.train_only or is_reference
     if section.name is None or not is_frozen:
@@ -142,9 +142,9 @@ def reference_mode(model: Any, section: ModelSection) -> Iterator[None]:
 def reference_identity(
     section: ModelSection, *, seed: int, model: Any, log: Callable[[str], None]
 ) -> Mapping[str, Any]:
-    """Return, as JSON, what the reference's outputs depend on; may read every byte of the weights: call it on one rank.
+    """Return the inputs of the reference's outputs as JSON values; may read all weights, so call it on one rank.
 
-    New adapters that are off are not part of it, so that another LoRA rank finds the same cache.
+    New adapters, which the reference does not use, are not included, so that jobs with other LoRA ranks share a cache.
     """
     excluded = _KEYS_WITHOUT_EFFECT | (_ADAPTER_KEYS if reference_is_base(section) else frozenset())
     identity: dict[str, Any] = section.model_dump(mode="json", exclude=set(excluded), exclude_defaults=True)
@@ -161,7 +161,7 @@ TEACHER_KEY = "task.distillation.teacher"
 
 
 def load_teacher_config(section: DistillationSection, *, model: ModelSection) -> Any:
-    """Return the teacher's config; raises ModelError where there is none."""
+    """Return the teacher's config; raises ModelError if it cannot be loaded."""
     with (
         loading_errors(section.teacher, key=TEACHER_KEY),
         without_hub_retries(is_local=is_local_path(section.teacher)),
@@ -195,8 +195,9 @@ def load_teacher(
     size = teacher.config.get_text_config().vocab_size
     if size < vocabulary_size:
         raise ModelError(
-            f"{TEACHER_KEY}: `{section.teacher}` has a vocabulary of {size} and the student's tokenizer of "
-            f"{vocabulary_size}. They must share one tokenizer: use another teacher, or its tokenizer for the student."
+            f"{TEACHER_KEY}: `{section.teacher}` has a vocabulary of {size}, but the student's tokenizer has "
+            f"{vocabulary_size} tokens. They must share a tokenizer: use another teacher, or its tokenizer for the "
+            "student."
         )
     return teacher.requires_grad_(False).eval().to(device)
 
@@ -207,13 +208,13 @@ def check_teacher_tokenizer(section: DistillationSection, *, model: ModelSection
         loading_errors(section.teacher, key=TEACHER_KEY),
         without_hub_retries(is_local=is_local_path(section.teacher)),
     ):
-        theirs = load_auto_class(AutoTokenizer, **_teacher_arguments(section, model)).get_vocab()
-    ours = tokenizer.get_vocab()
-    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    if different:
+        teacher = load_auto_class(AutoTokenizer, **_teacher_arguments(section, model)).get_vocab()
+    student = tokenizer.get_vocab()
+    differing = sorted(token for token in student.keys() | teacher.keys() if student.get(token) != teacher.get(token))
+    if differing:
         raise ModelError(
-            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` differs from the student's in {len(different)} "
-            f"tokens, such as {different[0]!r}. Use a teacher of the same family, or write "
+            f"{TEACHER_KEY}: the tokenizer of `{section.teacher}` differs from the student's in {len(differing)} "
+            f"tokens, such as {differing[0]!r}. Use a teacher of the same family, or write "
             f"`model.tokenizer: {{name: {section.teacher}}}` for a student that is trained from random weights."
         )
 
@@ -227,17 +228,14 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Ca
         return folder_digest(Path(resolve_name(section.teacher, key=TEACHER_KEY)), log=log)
     path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
     if not isinstance(path, str):
-        log(
-            f"{TEACHER_KEY}: the commit of `{section.teacher}` is not known, so a change of it would not be seen "
-            "on a resume"
-        )
+        log(f"{TEACHER_KEY}: the commit of `{section.teacher}` is unknown, so a resume would not notice a change")
         return "commit unknown"
     return f"commit {Path(path).parent.name}"
 
 
 def _teacher_arguments(section: DistillationSection, model: ModelSection) -> dict[str, Any]:
     return {
-        "place": resolve_name(section.teacher, key=TEACHER_KEY),
+        "source": resolve_name(section.teacher, key=TEACHER_KEY),
         "cache_dir": model.cache_folder,
         "trust_remote_code": model.trust_remote_code,
         "local_files_only": is_local_path(section.teacher) or is_offline(),

@@ -1,4 +1,4 @@
-"""Text generation with a model that is whole in this process: greedy, or sampled with a seed per row."""
+"""Text generation with an unsharded model: greedy, or sampled with a seed per row."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from finetune.model.loading.hub import error_summary
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled; a temperature of 0 is greedy."""
+    """The sampling parameters; a temperature of 0 is greedy."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -41,7 +41,7 @@ def generate_batch(
 ) -> list[list[int]]:
     """Return the generated tokens of each prompt, with the stop token, without padding.
 
-    Each prompt samples with a generator of its own seed, so the result depends neither on batches nor on processes.
+    Each prompt is sampled with its own seed, so the result does not depend on batches or processes.
     """
     is_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     longest = max(map(len, prompts))
@@ -97,7 +97,8 @@ class _GumbelSampling(LogitsProcessor):  # type: ignore[misc]
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=each) for each in self._generators])
+        size = scores.shape[-1]
+        noise = torch.stack([torch.empty(size).exponential_(generator=generator) for generator in self._generators])
         return scores - noise.log().to(scores)
 
 

@@ -12,29 +12,29 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 ROPE = "rope_parameters"
 BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of scaling whose frequencies depend on the longest sample of a forward pass."""
+"""Scaling types whose frequencies depend on the longest sample of a forward pass."""
 
 
 @dataclass(frozen=True)
 class Positions:
     """The positions of a model according to its config."""
 
-    number: int  # that the model supports
-    trained: int  # of pre-training, from which a scaling counts
-    is_rotary: bool  # computed, so that there are more; else they may be a table
-    by_length: str | None = None  # the kind of scaling whose frequencies depend on the longest sample of a batch
-    same_up_to: int = 0  # the length up to which those do not change
+    number: int  # the number of positions that the model supports
+    trained: int  # the number in pre-training, before scaling
+    is_rotary: bool  # computed, and thus unlimited; otherwise they may be a table
+    by_length: str | None = None  # the scaling type if its frequencies depend on the longest sample of a batch
+    same_up_to: int = 0  # the length up to which these frequencies do not change
 
 
 def positions_of(config: PreTrainedConfig) -> Positions | None:
-    """Return the positions of the model that reads text; None where its config has none."""
+    """Return the positions of the text model; None if its config has none."""
     text = config.get_text_config()
     number = getattr(text, "max_position_embeddings", None)
     if not isinstance(number, int) or isinstance(number, bool) or number < 1 or getattr(text, "alibi", False) is True:
         return None
     parameters: dict[str, Any] = getattr(text, ROPE, None) or {}
     nested = [inner for inner in parameters.values() if isinstance(inner, dict)]
-    scalings = nested or ([parameters] if parameters else [])  # one for all layers, or one for each type of layer
+    scalings = nested or ([parameters] if parameters else [])  # one for all layers, or one per layer type
     trained = number
     for scaling in scalings:
         origin = scaling.get("original_max_position_embeddings")
@@ -48,7 +48,7 @@ def positions_of(config: PreTrainedConfig) -> Positions | None:
 
 
 def table_size(model: PreTrainedModel) -> int | None:
-    """Return the length of the longest text for which the model has learned positions; None: it learned none."""
+    """Return the number of learned positions; None if positions are not learned."""
     sizes = []
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
@@ -60,9 +60,9 @@ def table_size(model: PreTrainedModel) -> int | None:
 
 
 def keep_positions_exact(model: nn.Module) -> None:
-    """Compute the angles of rotary positions without TF32, which holds few positions above 2,048 exactly.
+    """Compute the angles of rotary positions without TF32, which represents few positions above 2,048 exactly.
 
-    transformers computes them as a matrix product of frequencies and positions, in float32 for that reason.
+    transformers computes them as a float32 matrix product of frequencies and positions, to which TF32 would apply.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
@@ -72,15 +72,15 @@ def keep_positions_exact(model: nn.Module) -> None:
 
 
 class _ExactProducts:
-    """Switches TF32 off for a module's forward."""
+    """Disables TF32 during a module's forward."""
 
-    _before = "highest"
+    _previous = "highest"
 
     def enter(self, *_: Any) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        if self._before != "highest":
+        self._previous = torch.get_float32_matmul_precision()
+        if self._previous != "highest":
             torch.set_float32_matmul_precision("highest")
 
     def leave(self, *_: Any) -> None:
-        if self._before != "highest":
-            torch.set_float32_matmul_precision(self._before)
+        if self._previous != "highest":
+            torch.set_float32_matmul_precision(self._previous)

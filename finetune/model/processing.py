@@ -128,9 +128,10 @@ class Processing:
 
     def save(self, folder: Path) -> None:
         """Save both to the folder in transformers' format."""
-        for part in (self.tokenizer, self.processor):
-            if part is not None:
-                part.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
 
     @property
     def identity(self) -> dict[str, str]:
@@ -172,14 +173,14 @@ def load_processing(
     return Processing(processor.tokenizer, processor)
 
 
-def load_saved_processing(place: str | Path, *, reads: InputKind, key: str, trust_remote_code: bool) -> Processing:
+def load_saved_processing(source: str | Path, *, reads: InputKind, key: str, trust_remote_code: bool) -> Processing:
     """Return the tokenizer and processor that `save` wrote to the folder, or the cached ones of a hub name.
 
     Raises ModelError, which names `key`, if they cannot be loaded.
     """
     auto_class = {"text": AutoTokenizer, "images": AutoImageProcessor, "both": AutoProcessor}[reads]
-    with loading_errors(str(place), key=key), without_hub_retries(is_local=True):
-        loaded = load_auto_class(auto_class, place, trust_remote_code=trust_remote_code, local_files_only=True)
+    with loading_errors(str(source), key=key), without_hub_retries(is_local=True):
+        loaded = load_auto_class(auto_class, source, trust_remote_code=trust_remote_code, local_files_only=True)
         if reads == "text":
             return Processing(loaded)
         return Processing(None if reads == "images" else loaded.tokenizer, loaded)

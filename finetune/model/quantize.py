@@ -29,7 +29,10 @@ def quantization_config(section: ModelSection) -> Any:
         extra=_EXTRAS[quantization.method],
         purpose=f"model.quantization.method: {quantization.method}",
     )
-    return _torchao() if quantization.method == "torchao" else _bitsandbytes(quantization, dtype=section.dtype)
+    if quantization.method == "torchao":  # 8-bit weights: config/rules refuses others
+        torchao = require("torchao.quantization", extra="torchao", purpose="model.quantization.method: torchao")
+        return TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    return _bitsandbytes(quantization, dtype=section.dtype)
 
 
 def is_installed(package: str) -> bool:
@@ -38,7 +41,7 @@ def is_installed(package: str) -> bool:
 
 
 def unquantized_weights_folder(section: ModelSection) -> str | None:
-    """Return the folder of the unquantized weights; None where they are not needed."""
+    """Return the folder of the unquantized weights; None if they are not needed."""
     if section.name is None or section.lora is None or section.lora.init != "loftq":
         return None
     if is_local_path(section.name):
@@ -63,9 +66,3 @@ def _bitsandbytes(section: QuantizationSection, *, dtype: str) -> BitsAndBytesCo
         bnb_4bit_compute_dtype=getattr(torch, section.compute_dtype),
         bnb_4bit_quant_storage=getattr(torch, dtype),
     )
-
-
-def _torchao() -> TorchAoConfig:
-    """Return the config of 8-bit weights; a rule of the config allows no others."""
-    kinds = require("torchao.quantization", extra=_EXTRAS["torchao"], purpose="model.quantization.method: torchao")
-    return TorchAoConfig(kinds.Int8WeightOnlyConfig())

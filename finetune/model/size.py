@@ -23,11 +23,11 @@ def precision_warnings(
     uses_stochastic_rounding: bool = False,
     state_dtype: str | None = None,
 ) -> tuple[str, ...]:
-    """Return a warning for each loss of precision by `model.dtype`; none where nothing is lost.
+    """Return a warning for each loss of precision due to `model.dtype`.
 
     A weight with b significant bits is unchanged by an update below half a unit in its last place: 2^-b of the weight,
     or half of that just below a power of two. Most updates of AdamW are that small. Adapters are always float32. With
-    stochastic rounding, small updates count on average.
+    stochastic rounding, small updates take effect on average.
     """
     bits = SIGNIFICANT_BITS.get(dtype)
     if bits is None or uses_stochastic_rounding or (is_lora and not modules_to_save):
@@ -36,11 +36,11 @@ def precision_warnings(
         f"the modules in `model.lora.modules_to_save` ({', '.join(modules_to_save)})" if is_lora else "all weights"
     )
     moments = "" if state_dtype else f", and the optimizer's moments are {dtype} too"
-    chance = ", or `train.optimizer.stochastic_rounding: true` for stochastic rounding" if dtype == "bfloat16" else ""
+    option = ", or `train.optimizer.stochastic_rounding: true` for stochastic rounding" if dtype == "bfloat16" else ""
     return (
         f"model.dtype is {dtype}, so {trained} are trained in {dtype} without float32 master weights: an update "
         f"smaller than about 2^-{bits} (1/{2**bits}) of a weight is rounded away{moments}. "
-        f"Write `model.dtype: float32` to keep master weights{chance}; `train.precision` sets the dtype of the "
+        f"Write `model.dtype: float32` to keep master weights{option}; `train.precision` sets the dtype of the "
         "computation.",
     )
 
@@ -63,7 +63,7 @@ _ADAPTED_MODULE = re.compile(r"(.+?)\.(?:lora_|ia3_l|oft_R)")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Counts over the whole model, whichever part this rank holds; a tied parameter counts once."""
+    """Counts over the whole model, independent of this rank's shards; a tied parameter counts once."""
 
     num_parameters: int
     num_trained: int
@@ -76,10 +76,10 @@ class ModelSize:
     def lines(self) -> tuple[str, ...]:
         """Return the lines to print."""
         share = 100 * self.num_trained / max(self.num_parameters, 1)
-        place = f", in adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
+        adapters = f", in adapters on {self.num_adapted_modules} modules" if self.num_adapted_modules else ""
         weights = ", ".join(f"{format_size(size)} in {dtype}" for dtype, size in self.bytes_by_dtype.items())
         return (
-            f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){place}",
+            f"trained: {self.num_trained:,} of {self.num_parameters:,} parameters ({share:.2f}%){adapters}",
             f"weights: {weights}",
         )
 
@@ -123,7 +123,7 @@ class Shapes:
 
 
 def read_shapes(config: Any) -> Shapes | None:
-    """Return the shapes of the text model in a config; None where it has none."""
+    """Return the shapes of the text model in a config; None if it has none."""
     text: Any = config.get_text_config(decoder=True)
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     if not all(isinstance(getattr(text, name, None), int) for name in required):

@@ -1,7 +1,7 @@
 """The tokenizer: the model's own, another one by name, or one trained on the run's texts.
 
-A trained one is a byte-level BPE (Radford et al., 2019), and cached: the same texts and vocabulary size train it once.
-New tokens get ids, rows of the embeddings and initial values before training.
+A trained one is a byte-level BPE (Radford et al., 2019), cached by its texts and vocabulary size. New tokens get ids,
+embedding rows and initial values before training.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ TURN_END = "<|im_end|>"
 PADDING = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, PADDING)
 RECIPE_VERSION = "1"
-"""Part of the cache key: increase it when the same texts would give another tokenizer."""
+"""Part of the cache key, to be increased when the same texts would result in another tokenizer."""
 _FORMAT_VERSION = 2
-"""Of the folder: increase it when the same tokenizer is written differently."""
+"""Of the folder, to be increased when the same tokenizer is written differently."""
 
 
 def train_or_load_tokenizer(
@@ -45,24 +45,27 @@ def train_or_load_tokenizer(
     if num_texts == 0:
         raise ModelError("model.tokenizer.train: there are no texts to train the tokenizer on.")
     folder = cache_folder / "tokenizers" / f"{digest}-{_FORMAT_VERSION}"
-    made = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=log)
+    is_new = _train_once(folder, lambda staging: _train(texts(), staging, vocabulary_size=vocabulary_size), log=log)
     tokenizer = load_trained_tokenizer(folder)
-    verb = "trained" if made else "found"
+    verb = "trained" if is_new else "found"
     log(f"{verb} a tokenizer of {len(tokenizer)} tokens for {num_texts} texts in {folder}")
     return tokenizer
 
 
 def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[str], None]) -> bool:
-    """Create the folder unless it exists; a damaged one is set aside and created again. Raises ModelError."""
-    made = build_once(folder, train, log=log)
+    """Create the folder unless it exists, return whether it was created; a damaged one is quarantined and recreated.
+
+    Raises ModelError.
+    """
+    is_new = build_once(folder, train, log=log)
     damage = find_folder_damage(folder)
     if damage is None:
-        return made
+        return is_new
     try:
-        aside = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
-        if aside is not None:
-            log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It was renamed to {aside.name}.")
-        made = build_once(folder, train, log=log)
+        quarantined = quarantine(folder, lambda: find_folder_damage(folder) is not None, log=log)
+        if quarantined is not None:
+            log(f"warning: the trained tokenizer {folder} is damaged: {damage}. It was renamed to {quarantined.name}.")
+        is_new = build_once(folder, train, log=log)
         damage = find_folder_damage(folder)
     except OSError as error:
         raise ModelError(
@@ -70,8 +73,8 @@ def _train_once(folder: Path, train: Callable[[Path], None], *, log: Callable[[s
             "Set data.cache_folder to a writable folder."
         ) from error
     if damage is not None:
-        raise ModelError(f"{folder}: {damage}, and so is its replacement. Check the disk of this machine.")
-    return made
+        raise ModelError(f"{folder}: {damage}, and its replacement is damaged, too. Check the disk of this machine.")
+    return is_new
 
 
 def _digest(texts: Iterable[str], *, vocabulary_size: int) -> tuple[str, int]:
@@ -94,7 +97,7 @@ def _train(texts: Iterable[str], folder: Path, *, vocabulary_size: int) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # a row with a lone surrogate is refused when it is encoded, which names it; here it may not end the training
+    # a row with a lone surrogate is refused by name when it is encoded; it must not fail here without its location
     tokenizer.train_from_iterator((text.encode("utf-8", errors="replace").decode() for text in texts), trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -150,25 +153,25 @@ def load_tokenizer(
 def _as_exported(
     tokenizer: PreTrainedTokenizerBase, model: ModelSection, *, log: Callable[[str], None]
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that AutoTokenizer is going to load next to the trained model, so that both read alike."""
+    """Return the tokenizer that AutoTokenizer will load from the exported folder, so that training uses the same."""
     try:
         config: Any = model.from_config or (None if model.name is None else load_pretrained_config(model))
     except ModelError:
-        config = None  # it is not on this machine, which is said where it is loaded
+        config = None  # the error is reported when the model is loaded
     if config is None:
         return tokenizer
-    kind = str(config.model_type)
-    loaded, text = as_loaded_for(tokenizer, model_type=kind, trust_remote_code=model.trust_remote_code)
+    model_type = str(config.model_type)
+    loaded, text = as_loaded_for(tokenizer, model_type=model_type, trust_remote_code=model.trust_remote_code)
     if text is not None:
         log(
-            f"the tokenizer is used as {type(loaded).__name__}, since transformers loads it so next to a model of type "
-            f"`{kind}`: texts such as {text!r} have other tokens than with {type(tokenizer).__name__}"
+            f"the tokenizer is used as {type(loaded).__name__}, which transformers loads for models of type "
+            f"`{model_type}`: texts such as {text!r} have other tokens than with {type(tokenizer).__name__}"
         )
     return loaded
 
 
 def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, log: Callable[[str], None]) -> None:
-    """Use the end-of-sequence token for padding where there is no padding token; raises ModelError without either."""
+    """Use the end-of-sequence token for padding if there is no padding token; raises ModelError without either."""
     if tokenizer.pad_token is not None:
         return
     if tokenizer.eos_token is None:
@@ -183,16 +186,16 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase, *, log: Callable[[str], N
 
 
 def _load_pretrained(name: str, *, key: str, model: ModelSection, revision: str | None) -> PreTrainedTokenizerBase:
-    place = resolve_name(name, key=key)
-    if is_local_path(name) and not any((Path(place) / file).exists() for file in TOKENIZER_FILES):
+    source = resolve_name(name, key=key)
+    if is_local_path(name) and not any((Path(source) / file).exists() for file in TOKENIZER_FILES):
         raise ModelError(
-            f"{key}: the folder {place} contains no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            f"{key}: the folder {source} contains no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Write `model.tokenizer.name` (a hub name or a folder with one) or `model.tokenizer.train`."
         )
     with loading_errors(name, key=key), without_hub_retries(is_local=is_local_path(name)):
         return load_auto_class(
             AutoTokenizer,
-            place,
+            source,
             revision=revision,
             cache_dir=model.cache_folder,
             trust_remote_code=model.trust_remote_code,
@@ -222,7 +225,7 @@ def new_token_ids(tokenizer: PreTrainedTokenizerBase, section: NewTokensSection)
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in (*section.tokens, *section.special) if token not in vocabulary]
     if missing:
-        raise ModelError(f"model.new_tokens: the tokenizer of the run lacks `{missing[0]}`.")
+        raise ModelError(f"model.new_tokens: the run's tokenizer does not have `{missing[0]}`.")
     return tuple(vocabulary[token] for token in (*section.tokens, *section.special))
 
 
@@ -265,7 +268,7 @@ def add_embedding_rows(
 
 
 def _subword_ids(tokenizer: Any, text: str, *, below: int) -> Sequence[int]:
-    """Return the ids of the pieces into which the tokenizer split the text before it was a token."""
+    """Return the ids into which the tokenizer splits the text without the new token."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         pieces = tokenizer.convert_tokens_to_ids(tokenizer._tokenize(text))

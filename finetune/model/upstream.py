@@ -190,7 +190,7 @@ def checkpoint_activations(model: PreTrainedModel, settings: Mapping[str, Any]) 
 
 
 def allow_missing_embeddings(model: PreTrainedModel) -> None:
-    """Make a model without embeddings return None: transformers raises, and FSDP2 in Accelerate 1.15 reads them."""
+    """Make a model without embeddings return None instead of raising, since Accelerate 1.15 reads them for FSDP2."""
     if input_embeddings(model) is None:
         model.get_input_embeddings = lambda: None
 

@@ -97,7 +97,7 @@ def start_step_counts(
         [
             sum(batch.num_targets for batch in group),
             sum(batch.num_tokens for batch in group),
-            *split_uint64(delivery.mark),
+            *split_uint64(delivery.checksum),
             len(delivery.damaged) + int(delivery.problem is not None),
             int(parts.update.has_news),
             int(is_slow),

@@ -15,7 +15,7 @@ def test_a_label_has_a_name(label, name):
 
 @pytest.mark.parametrize(
     ("label", "message"),
-    [(0.5, r"must be a text or a whole number, but is a number \(0.5\)"), (" ", "the label is empty"), (None, "null")],
+    [(0.5, r"must be text or an integer, but is a number \(0.5\)"), (" ", "the label is empty"), (None, "null")],
 )
 def test_a_value_that_is_not_a_label_is_rejected(label, message):
     with pytest.raises(DataError, match=message):

@@ -100,7 +100,7 @@ def test_resume_continues_with_the_very_next_sample():
 
 
 def test_a_group_that_cannot_be_divided_is_rejected():
-    with pytest.raises(ValueError, match="a global batch of 8 cannot be cut into microbatches of 3"):
+    with pytest.raises(ValueError, match="a global batch of 8 cannot be split into microbatches of 3"):
         make_sampler(microbatch_size=3)
 
 

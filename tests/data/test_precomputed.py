@@ -78,5 +78,5 @@ def test_precomputed_arrays_are_appended_to_the_arrays_of_a_sample(folder, prepa
 
 
 def test_precomputed_arrays_of_another_number_of_samples_are_rejected(folder, prepared_of):
-    with pytest.raises(DataError, match="holds 3 samples"):
+    with pytest.raises(DataError, match="has 3 samples"):
         with_precomputed(prepared_of(2), folder)

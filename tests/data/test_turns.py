@@ -58,12 +58,12 @@ def test_sharegpt_turns_become_messages():
 
 
 BAD = [
-    ("hello", "must be a list of turns .* but is a text"),
+    ("hello", "must be a list of turns .* but is text"),
     (["hello"], "turn 1 must be an object"),
     ([ASKED, {"role": "user"}], "`content` of turn 2 must be text, but is missing"),
     ([{"content": "a"}], "`role` of turn 1 must be text, but is missing"),
     ([{"role": "assistant", "content": None}], "`content` of turn 1 must be text, but is null"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "is a list. Several parts, and parts that are no text"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "is a list. Only a list with a single text part"),
     ([{**ASKED, "tool_calls": [1]}], "`tool_calls` of turn 1 must be a list of objects"),
     ([{**ASKED, "tool_calls": [{"name": "f", "arguments": "{"}]}], "arguments of a tool call in turn 1 are not JSON"),
     ([{**ASKED, "train": False}], "turn 1 has `train`, which is not supported.*`weight: 0`"),
@@ -77,7 +77,7 @@ def test_an_invalid_turn_is_rejected_by_name(turns, message):
 
 
 BAD_SHAREGPT = [
-    ([{"from": "alice", "value": "a"}], "turn 1 is from 'alice'. Known are `system`, `developer`"),
+    ([{"from": "alice", "value": "a"}], "turn 1 is from 'alice'. Supported speakers: `system`, `developer`"),
     ([{"value": "a"}], "turn 1 is from None"),
     ([{"from": "human"}], "`content` of turn 1 must be text, but is null"),
     ([{"from": "function_call", "value": "weather()"}], "turn 1 is a function call that is not JSON"),

@@ -134,7 +134,7 @@ def test_another_vocabulary_is_one_sentence(teacher_folder):
     check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("red", "green"))
     with pytest.raises(ModelError, match="differs from the student's in 2 tokens, such as 'green'"):
         check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("green", "red"))
-    with pytest.raises(ModelError, match="has a vocabulary of 3 and the student's tokenizer of 4"):
+    with pytest.raises(ModelError, match="has a vocabulary of 3, but the student's tokenizer has 4"):
         load_teacher(section, model=MODEL, vocabulary_size=4, device=torch.device("cpu"))
     with pytest.raises(ModelError, match=r"task\.distillation\.teacher: the folder"):
         check_teacher_tokenizer(DistillationSection(teacher="./none"), model=MODEL, tokenizer=tokenizer("red"))

@@ -93,7 +93,7 @@ def test_loftq_recovers_part_of_the_quantization_error(load, folder, from_config
 
 @needs_bitsandbytes
 def test_loftq_without_the_original_weights_is_rejected(load, tmp_path):
-    with pytest.raises(ModelError, match="is in no safetensors file of the base"):
+    with pytest.raises(ModelError, match="is not in the base's safetensors files"):
         add_adapter(load(quantization=NF4), LoraSection(init="loftq"), AdapterContext(seed=1, base=str(tmp_path)))
 
 

@@ -17,7 +17,7 @@ from finetune.config.sections.data import TrainingSourceSection
 from finetune.config.sections.model import ModelSection, TokenizerSection
 from finetune.data.formats.columns import quoted_list
 from finetune.data.formats.hints import DELIMITERS
-from finetune.data.rows import RawRow, Row, record_places, shortened
+from finetune.data.rows import RawRow, Row, record_paths, shortened
 from finetune.data.sources.files import DataFile, Files, Origin, kind_of
 from finetune.data.sources.source import Source, find_origin, open_source, texts_of
 from finetune.errors import DataError, FinetuneError, UserError
@@ -326,7 +326,7 @@ def _records(file: DataFile, content: bytes, encoding: str | None) -> str | None
         return None  # JSON lines; damaged, which reading reports; or too large to parse here
     if any(all(column in value for column in form.required) for form in FORMATS):
         return None  # the object itself is a row
-    paths = record_places(value)
+    paths = record_paths(value)
     return paths[0] if paths else None
 
 

@@ -67,7 +67,7 @@ def image_line(features: Features, task: Task, *, location: str) -> str:
     content = features.arrays[IMAGE].tobytes()
     facts = image_facts(content)
     label = task.data_facts.values["labels"][int(features.arrays[LABEL][0])]
-    size = f"{facts.width} x {facts.height} {facts.kind}, {format_size(len(content))}"
+    size = f"{facts.width} x {facts.height} {facts.format}, {format_size(len(content))}"
     return f"{image_name(features)}  {size}  class `{label}`  ({location})"
 
 

@@ -226,11 +226,11 @@ def write_new_adapter(
 def _source_folder(section: ModelSection) -> Path:
     origin = pretrained_arguments(section)
     if is_local_path(str(section.name)):
-        return Path(origin["place"])
+        return Path(origin["source"])
     with loading_errors(str(section.name), key="model.name"):
         return Path(
             snapshot_download(
-                origin["place"],
+                origin["source"],
                 revision=section.revision,
                 cache_dir=section.cache_folder,
                 allow_patterns=_DOWNLOADED,

@@ -1,1 +1,1 @@
-"""What the columns of a row mean."""
+"""Formats: the meaning of a row's columns."""

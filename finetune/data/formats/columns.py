@@ -1,4 +1,4 @@
-"""A row seen through a format's column names: what the user's columns are called, or what a template makes of them."""
+"""Access to a row by a format's column names, which are mapped to the user's columns or rendered from a template."""
 
 import json
 import math
@@ -15,15 +15,15 @@ from finetune.errors import DataError
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """Where a format finds its columns in the user's rows."""
+    """The mapping from a format's columns to the user's."""
 
     format: str
-    columns: Mapping[str, str]  # from the format's name to the user's
-    template: Mapping[str, Any]  # from the format's name to a Jinja text, or to turns of such texts
-    key: str  # place of the source in the job YAML
-    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from a format's name to names of 0, 1, 2, ...
-    image_root: ImageRoot | None = None  # that the files of images lie in
-    has_arguments: bool = False  # the first row has arguments of the chat template
+    columns: Mapping[str, str]  # from the format's column to the user's
+    template: Mapping[str, Any]  # from the format's column to a Jinja text, or to turns with such texts
+    key: str  # of the source in the job YAML
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by the format's column: names of 0, 1, 2, ...
+    image_root: ImageRoot | None = None  # for files of images
+    has_arguments: bool = False  # the first row has chat template arguments
 
 
 class Columns:
@@ -33,24 +33,24 @@ class Columns:
         self._names = names
         self._row = row
         self._origin = origin
-        self._made: dict[str, Any] = {}  # what templates made, each once
+        self._rendered: dict[str, Any] = {}  # templates, by column
 
     @property
     def folder(self) -> Path | None:
-        """Return the folder from which relative paths in the row count; None where the row is in none."""
+        """Return the folder to which paths in the row are relative; None if the row does not come from a file."""
         return folder_of(self._origin)
 
     @property
     def image_root(self) -> ImageRoot | None:
-        """Return where the files lie that the row may name as images."""
+        """Return the folders in which image files may be."""
         return self._names.image_root
 
     def value(self, column: str) -> Any:
-        """Return the value of a column that must be there."""
+        """Return the value of a required column."""
         if column in self._names.template:
-            if column not in self._made:
-                self._made[column] = render_template(self._names.template[column], self._row, column=column)
-            return self._made[column]
+            if column not in self._rendered:
+                self._rendered[column] = render_template(self._names.template[column], self._row, column=column)
+            return self._rendered[column]
         name = self._names.columns.get(column, column)
         if name not in self._row:
             raise DataError(
@@ -60,7 +60,7 @@ class Columns:
         return self._row[name]
 
     def text(self, column: str) -> str:
-        """Return the text of a column that must be there."""
+        """Return the text of a required column."""
         value = self.value(column)
         if not isinstance(value, str):
             raise DataError(
@@ -69,7 +69,7 @@ class Columns:
         return value
 
     def number(self, column: str) -> float:
-        """Return the number in a column that must be there; a template's text is read as one."""
+        """Return the number in a required column; text, such as a rendered template, is parsed."""
         value = self.value(column)
         try:
             number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
@@ -80,44 +80,46 @@ class Columns:
         return number
 
     def truth(self, column: str) -> bool:
-        """Return the truth value in a column that must be there: true or false, 1 or 0, or that as a text."""
+        """Return the boolean in a required column: true or false, 1 or 0, or one of these as text."""
         value = self.value(column)
-        known = {"true": True, "1": True, "false": False, "0": False}
-        truth = known.get(str(value).strip().lower())
+        booleans = {"true": True, "1": True, "false": False, "0": False}
+        truth = booleans.get(str(value).strip().lower())
         if truth is None:
             raise DataError(
-                f"{self.title(column)} must be true or false, but is {describe(value)}. Convert other words with a "
+                f"{self.title(column)} must be true or false, but is {describe(value)}. Convert other values with a "
                 f"`template`: `label: '{{ label == \"good\" }}'`."
             )
         return truth
 
     def optional(self, column: str) -> Any:
-        """Return the value, None where the row has none; a column that the user has named must be there."""
+        """Return the value, None if the row has none; a column mapped by the user is required."""
         is_named = column in self._names.columns or column in self._names.template
         return self.value(column) if is_named else self._row.get(column)
 
     def optional_text(self, column: str) -> str:
-        """Return the text, empty where the row has none."""
+        """Return the text, empty if the row has none."""
         return "" if self.optional(column) is None else self.text(column)
 
     def labels(self, column: str) -> Any:
-        """Return the value, a label or a list of them: whole numbers that the dataset has names for are those names."""
+        """Return a label or a list of labels; integers are replaced by the dataset's names for them."""
         value, names = self.value(column), self._names.classes.get(column)
         if names is None:
             return value
-        return [self._named(each, column) for each in value] if isinstance(value, list) else self._named(value, column)
+        if isinstance(value, list):
+            return [self._label_name(label, column) for label in value]
+        return self._label_name(value, column)
 
-    def _named(self, label: Any, column: str) -> Any:
+    def _label_name(self, label: Any, column: str) -> Any:
         names = self._names.classes[column]
         if not isinstance(label, int) or isinstance(label, bool):
             return label
         if not 0 <= label < len(names):
-            unknown = "which stands for no label" if label == -1 else f"and there are {len(names)} classes"
-            raise DataError(f"{self.title(column)} is {label}, {unknown}. Fix the row, or remove it.")
+            reason = "which means no label" if label == -1 else f"but there are {len(names)} classes"
+            raise DataError(f"{self.title(column)} is {label}, {reason}. Fix the row, or remove it.")
         return names[label]
 
     def json_value(self, column: str) -> Any:
-        """Return the value, parsed where it is a text."""
+        """Return the value, parsed if it is text."""
         value = self.value(column)
         if not isinstance(value, str):
             return value
@@ -132,17 +134,17 @@ class Columns:
             ) from error
 
     def title(self, column: str) -> str:
-        """Return what the column is called in messages."""
+        """Return the column's name for messages."""
         if column in self._names.template:
-            return f"what the template of `{column}` makes"
+            return f"the result of the template of `{column}`"
         return f"column `{self._names.columns.get(column, column)}`"
 
 
 def quoted_list(names: Iterable[object]) -> str:
-    """Return the names in backticks, separated by commas; of very many the first."""
-    known = [str(name) for name in names]
-    more = [f"and {len(known) - _MAX_LISTED:,} more"] if len(known) > _MAX_LISTED else []
-    return ", ".join([*(f"`{shortened(name)}`" for name in known[:_MAX_LISTED]), *more])
+    """Return the first names in backticks, separated by commas, and the number of others."""
+    all_names = [str(name) for name in names]
+    more = [f"and {len(all_names) - _MAX_LISTED:,} more"] if len(all_names) > _MAX_LISTED else []
+    return ", ".join([*(f"`{shortened(name)}`" for name in all_names[:_MAX_LISTED]), *more])
 
 
 _MAX_LISTED = 40

@@ -1,4 +1,4 @@
-"""What to write where the first row of a file fits no format: another delimiter, no header, records under a key."""
+"""Advice if the first row of a file fits no format: another delimiter, no header, records under a key."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from finetune.config.section import DELIMITED_KINDS
 from finetune.config.sections.data import SourceSection
 from finetune.data.formats.columns import quoted_list
 from finetune.data.formats.row_format import ColumnFormat
-from finetune.data.rows import RawRow, Row, record_places
+from finetune.data.rows import RawRow, Row, record_paths
 from finetune.data.templates.row_template import WHOLE_ROW, columns_used
 from finetune.errors import DataError
 from finetune.registry.formats import FORMATS
@@ -16,29 +16,29 @@ DELIMITERS = (";", "\t", "|", ",")
 
 
 def delimiter_in(names: Sequence[str]) -> str | None:
-    """Return the delimiter that the name of an only column holds, as if a header had not been cut; else None."""
+    """Return the most common delimiter in the name of the only column, which is then an unsplit header; else None."""
     if len(names) != 1:
         return None
-    found = Counter(character for character in names[0] if character in DELIMITERS)
-    return found.most_common(1)[0][0] if found else None
+    counts = Counter(character for character in names[0] if character in DELIMITERS)
+    return counts.most_common(1)[0][0] if counts else None
 
 
-def column_hint(section: SourceSection, row: Row, *, kind: str) -> str:
-    """Return what to write for a file of this kind whose row has other columns than expected; empty: nothing known."""
-    if kind == ".json" and section.records is None and (places := record_places(row)):
-        return f" If the file's rows are in `{places[0]}`, write `records: {places[0]}` next to its path."
-    if kind not in DELIMITED_KINDS or section.has_positions:
+def column_hint(section: SourceSection, row: Row, *, suffix: str) -> str:
+    """Return advice for a file with this suffix whose row has unexpected columns; empty if there is none."""
+    if suffix == ".json" and section.records is None and (paths := record_paths(row)):
+        return f" If the file's rows are in `{paths[0]}`, write `records: {paths[0]}` next to its path."
+    if suffix not in DELIMITED_KINDS or section.has_positions:
         return ""
     delimiter = delimiter_in(list(row))
     if delimiter is not None:
-        shown = {"\t": '"\\t"'}.get(delimiter, f'"{delimiter}"')
+        quoted = {"\t": '"\\t"'}.get(delimiter, f'"{delimiter}"')
         return (
-            f" The header is one column with `{delimiter if delimiter != chr(9) else 'tabs'}` in it: if that separates "
-            f"the columns, write `delimiter: {shown}` next to the path."
+            f" The header is a single column that contains {'tabs' if delimiter == chr(9) else f'`{delimiter}`'}: if "
+            f"that separates the columns, write `delimiter: {quoted}` next to the path."
         )
     form = section.format or "labelled"
     required = ("label", "text") if form == "labelled" else FORMATS[form].required
-    positions = ", ".join(f"{column}: {place}" for place, column in enumerate(required))
+    positions = ", ".join(f"{column}: {position}" for position, column in enumerate(required))
     return (
         " If the file has no header and its first row is data, map positions next to its path: "
         f"`columns: {{{positions}}}`."
@@ -46,23 +46,23 @@ def column_hint(section: SourceSection, row: Row, *, kind: str) -> str:
 
 
 def require_positions(section: SourceSection, first: RawRow, *, key: str) -> None:
-    """Raise DataError where `columns` has a position that the first row does not reach."""
+    """Raise DataError if `columns` has a position beyond the end of the first row."""
     width = len(first.parse())
     positions = [*section.named_positions, *(yours for yours in section.columns.values() if isinstance(yours, int))]
     if max(positions, default=0) >= width:
         raise DataError(
-            f"{key}.columns: there is no column at position {max(positions)} in {first.origin}: it has {width}, from 0 "
-            f"to {width - 1}."
+            f"{key}.columns: there is no column at position {max(positions)} in {first.origin}: it has {width} "
+            f"columns, 0 to {width - 1}."
         )
 
 
-def require_columns(section: SourceSection, form: ColumnFormat, first: RawRow, *, key: str, kind: str) -> None:
-    """Raise DataError, with what to write, where the first row of a table of texts lacks a column of its format.
+def require_columns(section: SourceSection, form: ColumnFormat, first: RawRow, *, key: str, suffix: str) -> None:
+    """Raise DataError, with advice, if the first row of a delimited file lacks a column of its format.
 
-    In such a file all rows have the same columns, so that none of them could be read.
+    All rows of such a file have the same columns, so none of them could be read.
     """
     row = first.parse()
-    if kind not in DELIMITED_KINDS or _reads_whole_row(section):
+    if suffix not in DELIMITED_KINDS or any(WHOLE_ROW in columns_used(text) for text in section.template.values()):
         return
     names = section.column_names
     expected = [column for column in FORMATS[form.name].required if column not in section.template]
@@ -71,9 +71,5 @@ def require_columns(section: SourceSection, form: ColumnFormat, first: RawRow, *
         raise DataError(
             f"{first.location}: has no column {quoted_list(missing)} for format `{form.name}`; its columns are "
             f"{quoted_list(row)}. Map yours with {key}.columns: {{{expected[0]}: NAME OF YOUR COLUMN}}."
-            f"{column_hint(section, row, kind=kind)}"
+            f"{column_hint(section, row, suffix=suffix)}"
         )
-
-
-def _reads_whole_row(section: SourceSection) -> bool:
-    return any(WHOLE_ROW in columns_used(written) for written in section.template.values())

@@ -1,4 +1,4 @@
-"""Formats: what the columns of a row mean. They deliver `messages`, `text`, a preference pair or labelled data."""
+"""Formats: the meaning of a row's columns. They return `messages`, `text`, a preference pair or labelled data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ from finetune.registry.plugins import code_identity
 
 
 def read_labelled(columns: Columns) -> Row:
-    """Return text (`text_pair` next to it, where there is one) and label: one, or a list of them; numbers likewise."""
+    """Return `text`, optionally `text_pair`, and `label`: a label or a number, or a list of these."""
     label = columns.labels("label")
-    if not all(isinstance(each, str | int | float) for each in (label if isinstance(label, list) else [label])):
-        what = "must be text, a number or a truth value, or a list of texts or of numbers"
-        raise DataError(f"{columns.title('label')} {what}, but is {describe(label)}.")
+    if not all(isinstance(value, str | int | float) for value in (label if isinstance(label, list) else [label])):
+        raise DataError(
+            f"{columns.title('label')} must be text, a number or a boolean, or a list of texts or numbers, but is "
+            f"{describe(label)}."
+        )
     row = {"text": columns.text("text"), "label": label}
     return row if columns.optional("text_pair") is None else {**row, "text_pair": columns.text("text_pair")}
 
@@ -39,9 +41,10 @@ def read_labelled(columns: Columns) -> Row:
 def read_tagged(columns: Columns) -> Row:
     """Return the words and the tag of each."""
     words, tags = columns.value("tokens"), columns.labels("tags")
-    for column, found, kinds, what in (("tokens", words, str, "texts"), ("tags", tags, str | int, "texts or numbers")):
-        if not isinstance(found, list) or not all(isinstance(each, kinds) for each in found):
-            raise DataError(f"{columns.title(column)} must be a list of {what}, but is {describe(found)}.")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise DataError(f"{columns.title('tokens')} must be a list of texts, but is {describe(words)}.")
+    if not isinstance(tags, list) or not all(isinstance(tag, str | int) for tag in tags):
+        raise DataError(f"{columns.title('tags')} must be a list of texts or numbers, but is {describe(tags)}.")
     if len(words) != len(tags):
         raise DataError(
             f"{columns.title('tokens')} has {len(words)} words and {columns.title('tags')} {len(tags)} tags. "
@@ -54,24 +57,24 @@ _MAX_NAMES = 8
 
 
 class RowFormat(Protocol):
-    """Tells what the columns of a row mean."""
+    """Reads rows by the meaning of their columns."""
 
     def read(self, raw: RawRow) -> Row:
-        """Return what the row says; raises DataError naming the row and the column."""
+        """Return the row with the format's columns; raises DataError naming the row and the column."""
 
     def identity(self) -> Any:
-        """Return, as JSON can hold it, what decides how rows are read."""
+        """Return the settings of the format as JSON values, for fingerprints."""
 
 
 class IdentityFormat:
-    """The format of rows that have been read by another one."""
+    """The format of rows that have already been read by another format."""
 
     def read(self, raw: RawRow) -> Row:
-        """Return the row as it is."""
+        """Return the row unchanged."""
         return raw.parse()
 
     def identity(self) -> Any:
-        """Return None: there is nothing to decide."""
+        """Return None: there are no settings."""
         return None
 
 
@@ -79,12 +82,12 @@ ALREADY_READ = IdentityFormat()
 
 
 class UnknownFormat(DataError):
-    """The columns of the first row are those of no format."""
+    """The columns of the first row match no format."""
 
 
 @dataclass(frozen=True)
 class ColumnFormat:
-    """A format with the names and templates that lead to the user's columns."""
+    """A format with its mapping to the user's columns."""
 
     names: ColumnNames
 
@@ -98,7 +101,7 @@ class ColumnFormat:
         return cast(Callable[[Columns], Row], FORMATS.resolve(self.name))
 
     def read(self, raw: RawRow) -> Row:
-        """Return `messages` (with `tools` where there are any), `text`, `text` and `label`, or a preference pair.
+        """Return `messages` (with `tools` if the row has any), `text`, `text` and `label`, or a preference pair.
 
         Raises DataError naming the row and the column.
         """
@@ -109,14 +112,16 @@ class ColumnFormat:
             raise DataError(f"{raw.location}: {error}") from error
 
     def identity(self) -> Any:
-        """Return the name of the format, those of the columns, and the templates."""
+        """Return the names of the format and of its columns, and the templates."""
         names, code = self.names, code_identity(FORMATS[self.name])
         parts: list[Any] = [self.name, *code, dict(sorted(names.columns.items())), dict(sorted(names.template.items()))]
         if names.image_root is not None and names.image_root.counts_from is not None:
             parts.append(str(names.image_root.counts_from))
         if names.has_arguments:
             parts.append(ARGUMENTS)
-        return [*parts, {column: list(each) for column, each in names.classes.items()}] if names.classes else parts
+        if names.classes:
+            parts.append({column: list(class_names) for column, class_names in names.classes.items()})
+        return parts
 
 
 def choose_format(
@@ -128,11 +133,11 @@ def choose_format(
     class_names: Callable[[], Mapping[str, Sequence[str]]] = dict,
     image_root: ImageRoot | None = None,
 ) -> ColumnFormat:
-    """Return the format that is set, or the one that the columns of the first row decide; say which and what is unread.
+    """Return the configured format, or the one detected from the columns of the first row; log it and unread columns.
 
-    `image_root` is where files of images lie. `class_names` looks up the names that the dataset gives to whole
-    numbers; labels become these names, which is said. Raises DataError when no format fits, when `columns` or
-    `template` has a column that the format does not have, or when a template is not Jinja.
+    `image_root` has the folders of image files. `class_names` returns the dataset's names for integer labels, which
+    replace them. Raises DataError if no format fits, if `columns` or `template` has a column that the format does not
+    have, or if a template is not valid Jinja.
     """
     for column, written in section.template.items():
         check_row_template(written, key=f"{key}.template.{column}")
@@ -143,11 +148,11 @@ def choose_format(
     if section.format is None:
         used = [column for column in _available(section, row) if column not in unread]
         log(f"{key}.format is not set: the columns {quoted_list(used)} are read as `{name}`")
-    for where, columns in (("columns", section.column_names), ("template", section.template)):
+    for field, columns in (("columns", section.column_names), ("template", section.template)):
         for column in columns:
             if column not in expected:
                 raise DataError(
-                    f"{key}.{where}: format `{name}` has no column `{column}`; it has {quoted_list(expected)}. "
+                    f"{key}.{field}: format `{name}` has no column `{column}`; it has {quoted_list(expected)}. "
                     "Write the format's name first, then yours: {completion: answer}."
                 )
     if unread:
@@ -155,16 +160,24 @@ def choose_format(
     classes = _classes(section, name, class_names=class_names)
     for column, names in classes.items():
         yours = section.column_names.get(column, column)
-        shown = quoted_list(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
-        log(f"{key}: the dataset names the numbers of `{yours}` {shown}: these are the classes")
-    mapped, has_arguments = (section.column_names, dict(section.template)), ARGUMENTS in expected and ARGUMENTS in row
-    return ColumnFormat(ColumnNames(name, *mapped, key, classes, image_root, has_arguments))
+        listed = quoted_list(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+        log(f"{key}: the numbers of `{yours}` have names in the dataset, which are the classes: {listed}")
+    column_names = ColumnNames(
+        format=name,
+        columns=section.column_names,
+        template=dict(section.template),
+        key=key,
+        classes=classes,
+        image_root=image_root,
+        has_arguments=ARGUMENTS in expected and ARGUMENTS in row,
+    )
+    return ColumnFormat(column_names)
 
 
 def _classes(
     section: SourceSection, name: str, *, class_names: Callable[[], Mapping[str, Sequence[str]]]
 ) -> dict[str, Sequence[str]]:
-    """Return the names of whole numbers by the format's column, where its labels are read from the user's columns."""
+    """Return the names of integer labels by the format's column, unless its labels come from a template."""
     column = FORMATS[name].classes
     if column is None or column in section.template:
         return {}
@@ -187,7 +200,7 @@ def _detect(section: SourceSection, first: RawRow, *, key: str) -> str:
 
 
 def _available(section: SourceSection, row: Row) -> tuple[str, ...]:
-    """Return the columns that a format may find: those that templates make, then the row's."""
+    """Return the columns available to a format: those of templates, then the row's."""
     return tuple(dict.fromkeys((*section.template, *row)))
 
 
@@ -213,25 +226,25 @@ def read_conversations(columns: Columns) -> Row:
 
 
 def read_prompt_completion(columns: Columns) -> Row:
-    """Join both sides; what the assistant says in a prompt of several turns is context and not a target."""
-    asked = _turns_of(columns, "prompt", by="user", with_images=True)
-    answered = _turns_of(columns, "completion", by="assistant", with_images=True)
-    row: dict[str, Any] = {"messages": [*asked, *answered]}
-    if any(turn["role"] == "assistant" for turn in asked):
-        row["num_context_turns"] = len(asked)
+    """Join prompt and completion; answers in a prompt of several turns are context, not targets."""
+    prompt = _turns_of(columns, "prompt", by="user", with_images=True)
+    completion = _turns_of(columns, "completion", by="assistant", with_images=True)
+    row: dict[str, Any] = {"messages": [*prompt, *completion]}
+    if any(turn["role"] == "assistant" for turn in prompt):
+        row["num_context_turns"] = len(prompt)
     return _with_tools(attach_images(row, columns), columns)
 
 
 def read_instruction(columns: Columns) -> Row:
-    """Join the input to the instruction below an empty line, as Alpaca's rows mean it."""
-    asked = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
-    value = [{"role": "user", "content": asked}, {"role": "assistant", "content": columns.text("output")}]
-    turns = [*_system(columns), *value]
+    """Join instruction and input with an empty line, as in Alpaca."""
+    question = "\n\n".join(part for part in (columns.text("instruction"), columns.optional_text("input")) if part)
+    exchange = [{"role": "user", "content": question}, {"role": "assistant", "content": columns.text("output")}]
+    turns = [*_system(columns), *exchange]
     return _with_arguments(attach_images({"messages": turns}, columns), columns)
 
 
 def read_preference(columns: Columns) -> Row:
-    """Return prompt and both answers as turns; without a prompt it is what both conversations begin with."""
+    """Return prompt and both answers as turns; the default prompt is the common start of both conversations."""
     sides = {name: _turns_of(columns, name, by="assistant") for name in ("chosen", "rejected")}
     if columns.optional("prompt") is not None:
         prompt = _turns_of(columns, "prompt", by="user")
@@ -242,7 +255,7 @@ def read_preference(columns: Columns) -> Row:
                 f"or convert the transcript to turns with a `template`."
             )
         pairs = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
-        prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        prompt = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         sides = {name: turns[len(prompt) :] for name, turns in sides.items()}
     row: dict[str, Any] = {"prompt": prompt, **sides}
     if columns.optional("margin") is not None:
@@ -252,8 +265,8 @@ def read_preference(columns: Columns) -> Row:
 
 def read_judged(columns: Columns) -> Row:
     """Return prompt and answer as turns, and whether the answer is good."""
-    asked, answered = _turns_of(columns, "prompt", by="user"), _turns_of(columns, "completion", by="assistant")
-    return _with_tools({"prompt": asked, "completion": answered, "is_good": columns.truth("label")}, columns)
+    prompt, completion = _turns_of(columns, "prompt", by="user"), _turns_of(columns, "completion", by="assistant")
+    return _with_tools({"prompt": prompt, "completion": completion, "is_good": columns.truth("label")}, columns)
 
 
 def read_text(columns: Columns) -> Row:
@@ -289,27 +302,29 @@ def _with_arguments(row: Mapping[str, Any], columns: Columns) -> Row:
 
 
 def read_image_label(columns: Columns) -> Row:
-    """Return the image, whose file is not read yet, and its label."""
+    """Return the image, whose file is read later, and its label."""
     title = columns.title("image")
     image = stored_image(columns.value("image"), folder=columns.folder, title=title, root=columns.image_root)
     label = columns.labels("label")
     if not isinstance(label, str | int):
-        raise DataError(f"{columns.title('label')} must be text or a whole number, but is {describe(label)}.")
+        raise DataError(f"{columns.title('label')} must be text or an integer, but is {describe(label)}.")
     return {"image": image, "label": label}
 
 
 PLACEHOLDER = "<image>"
-"""Where LLaVA's rows put an image in a plain text (Liu et al., 2023, arXiv:2304.08485), whatever the model's own is."""
+"""LLaVA's image placeholder in plain text (Liu et al., 2023, arXiv:2304.08485), independent of the model's own."""
 
 
 def attach_images(row: Row, columns: Columns) -> Row:
-    """Return the row of `messages` with its `images`, for each of which a turn has a part `{type: image}`.
+    """Return the row with `messages` and its `images`; for each image, a turn has a part `{type: image}`.
 
-    Images are in the parts themselves, or in the column `images`: there in the order of the parts without an image of
-    their own, or of the placeholders `<image>` in plain texts; with neither they stand before the first question. A row
-    without any is returned as it is. Raises DataError where places and images are not equally many.
+    Images are in the parts themselves or in the column `images`, in the order of the parts without an image, or of the
+    placeholders `<image>` in plain texts; with neither, they are put before the first question. A row without images is
+    returned unchanged. Raises DataError if the numbers of placeholders and images differ.
     """
-    given = _given(columns.optional("images"))
+    value = columns.optional("images")
+    given = value if isinstance(value, list | tuple) else [value]
+    given = [image for image in given if image is not None]
     messages: Sequence[Turn] = row["messages"]
     if any(has_images(turn.get("content")) for turn in messages):
         placed = messages
@@ -317,7 +332,9 @@ def attach_images(row: Row, columns: Columns) -> Row:
         placed = _placed(messages, num_images=len(given))
     else:
         return row
-    _refuse_drawn_answers(placed)
+    for number, turn in enumerate(placed, start=1):
+        if turn["role"] == "assistant" and has_images(turn.get("content")):
+            raise DataError(f"turn {number} is an answer with an image, but the model can only generate text.")
     sources = _sources(placed, given)
     images = [
         stored_image(source, folder=columns.folder, title=f"image {number}", root=columns.image_root)
@@ -326,26 +343,19 @@ def attach_images(row: Row, columns: Columns) -> Row:
     return {**row, "messages": [_without_sources(turn) for turn in placed], "images": images}
 
 
-def _given(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return [each for each in value if each is not None] if isinstance(value, list | tuple) else [value]
-
-
 def _placed(messages: Sequence[Turn], *, num_images: int) -> Sequence[Turn]:
-    """Return the turns with an image part for each placeholder, or with all before the first question."""
-    num_places = sum(_text(turn).count(PLACEHOLDER) for turn in messages)
-    if num_places:
+    """Return the turns with an image part for each placeholder, or with all images before the first question."""
+    if any(PLACEHOLDER in _text(turn) for turn in messages):
         return [_with_parts(turn) if PLACEHOLDER in _text(turn) else turn for turn in messages]
-    first = next((place for place, turn in enumerate(messages) if turn["role"] == "user"), None)
+    first = next((index for index, turn in enumerate(messages) if turn["role"] == "user"), None)
     if first is None:
-        raise DataError(f"has {_count(num_images)}, but no user turn to show it in.")
+        raise DataError(f"has {_count(num_images)}, but no user turn to put it in.")
     parts = [{"type": "image"}] * num_images + _text_part(_text(messages[first]))
-    return [{**turn, "content": parts} if place == first else turn for place, turn in enumerate(messages)]
+    return [{**turn, "content": parts} if index == first else turn for index, turn in enumerate(messages)]
 
 
 def _with_parts(turn: Turn) -> Turn:
-    """Return the turn cut at its placeholders; the blanks around them are the template's business."""
+    """Return the turn split at its placeholders, without the whitespace around them, which the template writes."""
     texts = _text(turn).split(PLACEHOLDER)
     parts = _text_part(texts[0].rstrip())
     for text in texts[1:]:
@@ -357,23 +367,17 @@ def _text_part(text: str) -> list[Part]:
     return [{"type": "text", "text": text}] if text else []
 
 
-def _refuse_drawn_answers(messages: Sequence[Turn]) -> None:
-    for number, turn in enumerate(messages, start=1):
-        if turn["role"] == "assistant" and has_images(turn.get("content")):
-            raise DataError(f"turn {number} is an answer with an image, but the model can only write text.")
-
-
 def _sources(messages: Sequence[Turn], given: Sequence[Any]) -> list[Any]:
-    """Return the images in the order in which the turns show them; raises DataError unless all of them are shown."""
+    """Return the images in the order of the turns; raises DataError unless every image is in a turn."""
     parts = [part for turn in messages for part in turn.get("content") or () if _is_image(part)]
-    open_places = [part for part in parts if "image" not in part]
-    if len(open_places) != len(given):
+    placeholders = [part for part in parts if "image" not in part]
+    if len(placeholders) != len(given):
         raise DataError(
-            f"has {_count(len(given))} in its column and {len(open_places)} placeholders in its turns. Write one "
-            f"placeholder for each, `{PLACEHOLDER}` in a text or a part `{{type: image}}`; or none: then they are "
-            f"put before the first question."
+            f"has {_count(len(given))} in its column and {len(placeholders)} placeholders in its turns. Write one "
+            f"placeholder for each, `{PLACEHOLDER}` in a text or a part `{{type: image}}`, or none: they are then put "
+            f"before the first question."
         )
-    indices = [part.get("index", place) for place, part in enumerate(open_places)]
+    indices = [part.get("index", number) for number, part in enumerate(placeholders)]
     if sorted(indices) != list(range(len(given))):
         raise DataError(
             f"has image parts with the `index` {indices}, which do not refer to each of its images exactly once."

@@ -1,4 +1,4 @@
-"""Texts that belong together: an anchor or a query with passages, or two texts and a score."""
+"""Formats of related texts: an anchor or a query with passages, or two texts and a score."""
 
 from typing import Any
 
@@ -30,14 +30,14 @@ def _group(columns: Columns, anchor: str) -> Row:
 
 
 def _negatives(columns: Columns) -> list[str]:
-    """Return the texts of the list; null and blank ones stand for none, as in rows that are filled up."""
+    """Return the texts of the list without null and blank ones, which pad rows to equal numbers."""
     value = columns.optional("negatives")
     if value is None or value == "":
         return []
-    found: Any = columns.json_value("negatives")
-    if not isinstance(found, list) or not all(each is None or isinstance(each, str) for each in found):
-        wrong = found
-        if isinstance(found, list):
-            wrong = next(each for each in found if each is not None and not isinstance(each, str))
-        raise DataError(f"{columns.title('negatives')} must be a list of texts, but it is or holds {describe(wrong)}.")
-    return [each for each in found if each is not None and each.strip()]
+    texts: Any = columns.json_value("negatives")
+    if not isinstance(texts, list):
+        raise DataError(f"{columns.title('negatives')} must be a list of texts, but is {describe(texts)}.")
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"{columns.title('negatives')} must be a list of texts, but contains {describe(text)}.")
+    return [text for text in texts if text is not None and text.strip()]

@@ -1,1 +1,1 @@
-"""Images: what a row's column may hold, and how encoded bytes become pixels."""
+"""Images: reading them from rows, decoding, and transforms."""

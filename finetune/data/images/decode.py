@@ -1,4 +1,4 @@
-"""Encoded bytes become pixels: upright, without alpha, in the channels asked for, never more than memory bears."""
+"""Decodes images: upright, without alpha, in the requested channels, with a limit on their size."""
 
 import re
 import struct
@@ -18,18 +18,18 @@ from finetune.errors import DataError
 Mode = Literal["RGB", "L"]
 
 MAX_PIXELS = 89_478_485
-"""Pixels of the largest image that is decoded (Pillow's own limit): a small file may claim any size."""
+"""The maximum number of pixels (Pillow's own limit): a small file may claim any size."""
 
 _NOT_READ = frozenset({"EPS", "WMF", "GRIB", "BUFR", "HDF5", "MPEG"})
 _QUOTED = re.compile(r"""b'[^']*'|b"[^"]*\"""")
-"""Bytes of a file that Pillow shows in its messages."""
+"""Bytes of a file that Pillow quotes in its messages."""
 
 _BACKGROUND = (255, 255, 255, 255)
 _STRIP_PIXELS = 1 << 20
-"""Pixels that are converted at a time where a conversion needs several copies."""
+"""The number of pixels that are converted at a time, since conversions make several copies."""
 
 _WHITE_16 = 65_535
-_FAULTS = (
+_FAILURES = (
     OSError,
     ValueError,
     SyntaxError,
@@ -44,23 +44,23 @@ _FAULTS = (
     struct.error,
     MemoryError,
 )
-"""What Pillow's readers raise for files that are broken in one way or another."""
+"""The exceptions of Pillow's readers for damaged files."""
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What the head of an encoded image says; width and height in pixels, as it is to be seen."""
+    """The facts in the header of an encoded image; width and height in pixels of the upright image."""
 
     width: int
     height: int
-    kind: str  # `PNG`, `JPEG`, ...
+    format: str  # `PNG`, `JPEG`, ...
 
 
 def decode_image(encoded: bytes, *, mode: Mode = "RGB") -> Image.Image:
-    """Return the image (of several frames the first) upright by its EXIF orientation, over white where it has alpha.
+    """Return the image (its first frame), rotated by its EXIF orientation, with transparency over white.
 
-    16 bits a channel become 8. Raises DataError in plain words for what is no image, is cut off, or has more than
-    MAX_PIXELS.
+    Channels of 16 bits are converted to 8. Raises DataError for a file that is not an image, is truncated, or has more
+    than MAX_PIXELS.
     """
     with _opened(encoded) as image:
         ImageOps.exif_transpose(image, in_place=True)
@@ -68,17 +68,17 @@ def decode_image(encoded: bytes, *, mode: Mode = "RGB") -> Image.Image:
 
 
 def image_facts(encoded: bytes) -> ImageFacts:
-    """Return size and kind without decoding the pixels; raises DataError likewise."""
+    """Return size and format without decoding the pixels; raises DataError as `decode_image` does."""
     with _opened(encoded) as image:
         width, height = image.size
-        if image.getexif().get(_ORIENTATION, 1) in _LYING:
+        if image.getexif().get(_ORIENTATION, 1) in _ROTATED_BY_90:
             width, height = height, width
         return ImageFacts(width, height, image.format or "image")
 
 
 _ORIENTATION = 0x0112
-_LYING = (5, 6, 7, 8)
-"""Values of EXIF's orientation by which width and height change places."""
+_ROTATED_BY_90 = (5, 6, 7, 8)
+"""Values of EXIF's orientation that swap width and height."""
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _opened(encoded: bytes) -> Iterator[Image.Image]:
         raise DataError("it is empty")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata; a size beyond the limit is an error
+            warnings.simplefilter("ignore")  # about metadata; a size beyond the limit is an error
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(BytesIO(encoded), formats=_formats()) as image:
                 yield image
@@ -95,19 +95,19 @@ def _opened(encoded: bytes) -> Iterator[Image.Image]:
         raise DataError(f"it has more than {MAX_PIXELS:,} pixels. Scale it down") from error
     except UnidentifiedImageError as error:
         raise DataError("it is not an image of a known format") from error
-    except _FAULTS as error:
+    except _FAILURES as error:
         raise DataError(f"it cannot be decoded: {_QUOTED.sub('...', str(error))}") from error
 
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Return Pillow's formats without those that start other programs (Ghostscript) or only name a reader."""
+    """Return Pillow's formats without those that start other programs (Ghostscript) or have no reader."""
     Image.init()
     return tuple(name for name in Image.ID if name not in _NOT_READ)
 
 
 def _flat(image: Image.Image, mode: Mode) -> Image.Image:
-    """Return the image in the mode, converted in strips: an image within the limit is there twice, not seven times."""
+    """Return the image in the mode, converted in strips, which needs memory for 2 copies of the image instead of 7."""
     image.load()
     if image.mode == "F":
         raise DataError("its pixels are floats. Save it with 8 bits per channel")
@@ -122,15 +122,10 @@ def _flat(image: Image.Image, mode: Mode) -> Image.Image:
 
 
 def _flat_strip(strip: Image.Image) -> Image.Image:
-    if strip.mode.startswith("I"):
-        strip = _of_8_bits(strip)
+    if strip.mode.startswith("I"):  # 16 bits, which Pillow itself would clip to 255
+        grays = np.clip(np.asarray(strip).astype(np.int64), 0, _WHITE_16)
+        strip = Image.fromarray(np.round(grays / 257).astype(np.uint8))
     if not strip.has_transparency_data:
         return strip
     colored = strip.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", colored.size, _BACKGROUND), colored)
-
-
-def _of_8_bits(image: Image.Image) -> Image.Image:
-    """Return the greys scaled from 16 bits: Pillow itself would cut off what is above 255."""
-    greys = np.clip(np.asarray(image).astype(np.int64), 0, _WHITE_16)
-    return Image.fromarray(np.round(greys / 257).astype(np.uint8))

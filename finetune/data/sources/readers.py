@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, BinaryIO, Literal, NoReturn
 
 from finetune.config.section import CONLL_KINDS
-from finetune.data.rows import RawRow, not_utf8, parse_json, parse_json_at, record_places, shortened
+from finetune.data.rows import RawRow, not_utf8, parse_json, parse_json_at, record_paths, shortened
 from finetune.data.sources.decoding import as_utf8, decode_line, decoded_chunks
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
@@ -181,7 +181,7 @@ def _not_valid(error: json.JSONDecodeError, origin: str) -> DataError:
 
 
 def _refuse_one_object(value: Any, origin: str) -> NoReturn:
-    paths = record_places(value)
+    paths = record_paths(value)
     if paths:
         advice = f"its rows seem to be in `{paths[0]}`. Write `records: {paths[0]}` next to its path."
     else:
@@ -224,7 +224,7 @@ def _records(
 
 
 def _paths_advice(value: Any, prefix: str) -> str:
-    paths = record_places(value, prefix=prefix)
+    paths = record_paths(value, prefix=prefix)
     return f" Lists of objects are in {', '.join(f'`{path}`' for path in paths)}." if paths else ""
 
 

@@ -166,8 +166,8 @@ def _open(section: SourceSection, *, key: str, log: Log) -> SourceSlice:
     try:
         form = choose_format(section, first, key=key, log=log, class_names=origin.class_names, image_root=root)
     except UnknownFormat as error:
-        raise DataError(f"{error}{column_hint(section, first.parse(), kind=kind)}") from error
-    require_columns(section, form, first, key=key, kind=kind)
+        raise DataError(f"{error}{column_hint(section, first.parse(), suffix=kind)}") from error
+    require_columns(section, form, first, key=key, suffix=kind)
     return replace(unread, format=form)
 
 

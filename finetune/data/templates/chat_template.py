@@ -1,4 +1,4 @@
-"""Chat templates: setting one on a tokenizer, and what ends a turn."""
+"""Chat templates: setting one on a tokenizer, and detecting the end of turns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ BUILT_IN = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.jin
 """Templates that are chosen by name."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
-    "chatml": (),  # its marks may be several tokens: end-of-sequence then ends the answer
+    "chatml": (),  # its marks may be several tokens: the answer then ends with end-of-sequence
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "mistral": ("[INST]", "[/INST]"),
     "qwen": ("<|im_start|>", "<|im_end|>"),
-    "zephyr": (),  # end-of-sequence ends its turns; its roles are plain text also in its own tokenizer
+    "zephyr": (),  # turns end with end-of-sequence; roles are plain text in its own tokenizer, too
 }
-"""The marks of each that must be single tokens, or the model would be trained on other tokens than it was made with."""
+"""The marks of each template that must be single tokens, as in the models for which it was made."""
 
 
 MAX_TEMPLATE_BYTES = 1 << 20
-"""Of the largest Jinja file that is read as a chat template."""
+"""The maximum size of a Jinja file with a chat template."""
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Give the tokenizer the built-in template or the Jinja file; None leaves it its own.
+    """Set the tokenizer's chat template to a built-in one or a Jinja file; None keeps its own.
 
-    Raises DataError when the file cannot be read or is not Jinja, and when the tokenizer lacks tokens of the template.
+    Raises DataError if the file cannot be read or is not valid Jinja, or if the tokenizer lacks tokens of the template.
     """
     if chat_template is None:
         return
@@ -54,7 +54,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 
 def _of_plugin(name: str) -> str:
-    """Return the Jinja text of a plugin's template; raises DataError where it returns anything else."""
+    """Return the Jinja text of a plugin's template; raises DataError if it does not return text."""
     try:
         text = TEMPLATES.resolve(name)()
         if not isinstance(text, str):
@@ -66,7 +66,7 @@ def _of_plugin(name: str) -> str:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError with the remedy when the tokenizer cannot render a conversation."""
+    """Raise DataError with the remedy if the tokenizer cannot render conversations."""
     if not tokenizer.chat_template:
         raise DataError(
             "the tokenizer has no chat template, so conversations cannot be rendered. "
@@ -76,52 +76,52 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @dataclass(frozen=True)
 class EndOfTurn:
-    """What a template writes after an answer."""
+    """The text that a template writes after an answer."""
 
-    text: str  # empty where it writes nothing
+    text: str  # empty if it writes nothing
     tokens: tuple[int, ...]
-    final: str  # an end-of-sequence that it writes after the last answer only, after the end-of-turn; mostly empty
+    final: str  # an end-of-sequence token that it writes only after the last answer's end-of-turn; usually empty
     special: tuple[str, ...]  # the texts of all special tokens
 
     def end_in(self, text: str, *, start: int, end: int) -> int:
-        """Return where the answer between two places of the text ends: after its end-of-turn, before whitespace."""
+        """Return the end of the answer in `text[start:end]`: after its end-of-turn, before whitespace."""
         body = text[start:end].rstrip()
         if body.endswith(self.special):
             return start + len(body)
-        after = text[end : end + len(self.text) + 8]
-        written = after.lstrip()
-        if self.text and written.startswith(self.text):
-            return end + len(after) - len(written) + len(self.text)
+        following = text[end : end + len(self.text) + 8]
+        stripped = following.lstrip()
+        if self.text and stripped.startswith(self.text):
+            return end + len(following) - len(stripped) + len(self.text)
         return end
 
     def without_rest(self, text: str, *, start: int, end: int) -> int:
-        """Return where the answer ends when the whitespace, and an end of the whole after its end-of-turn, are not."""
+        """Return the end of the answer without trailing whitespace and a final end-of-sequence token."""
         body = text[start:end].rstrip()
         without_final = self.without_final(body)
         return start + len(body if without_final is None else without_final)
 
     def without_final(self, text: str) -> str | None:
-        """Return the text without the end-of-sequence after the last end-of-turn; None where there is none."""
+        """Return the text without the end-of-sequence token after the last end-of-turn; None if there is none."""
         shorter = text.rstrip().removesuffix(self.final).rstrip()
         return shorter if self.final and shorter.endswith(self.text) and shorter != text.rstrip() else None
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> EndOfTurn:
-    """Return what the tokenizer's chat template writes after an answer, found by rendering one."""
+    """Return the text that the tokenizer's chat template writes after an answer, found by rendering one."""
     tokens: tuple[int, ...] = ()
-    text, final = _behind_an_answer(tokenizer)
+    text, final = _text_after_answer(tokenizer)
     if text:
         tokens = tuple(tokenize(tokenizer, text))
-        ends = next((token for token in tokens if is_special(tokenizer, token)), None)
-        if ends is not None:  # what follows ends the whole, not the turn
-            tokens, text = (ends,), str(tokenizer.convert_ids_to_tokens(ends))
-    special = {str(each.content) for each in tokenizer.added_tokens_decoder.values() if each.special}
+        first_special = next((token for token in tokens if is_special(tokenizer, token)), None)
+        if first_special is not None:  # the following tokens end the conversation, not the turn
+            tokens, text = (first_special,), str(tokenizer.convert_ids_to_tokens(first_special))
+    special = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
     return EndOfTurn(text, tokens, final if final != text else "", tuple(sorted(special)))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end an answer: end-of-sequence, and the template's end-of-turn where it is one token."""
+    """Return the tokens that end an answer: end-of-sequence, and the template's end-of-turn if it is a single token."""
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     if tokenizer.chat_template:
         tokens = end_of_turn(tokenizer).tokens
@@ -131,22 +131,22 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def after_content(answer: str, *, content: str) -> str:
-    """Return what a rendered answer holds after its content, without whitespace around: the template's end of turn.
+    """Return the rendered answer after its content, stripped: the template's end of turn.
 
-    All of the answer when the content is empty or not found in it (a template may change it).
+    Returns the whole answer if the content is empty or not found in it, since a template may change it.
     """
-    spoken = content.strip()
-    start = answer.rfind(spoken) if spoken else -1
-    return answer[start + len(spoken) :].strip() if start >= 0 else answer.strip()
+    stripped = content.strip()
+    start = answer.rfind(stripped) if stripped else -1
+    return answer[start + len(stripped) :].strip() if start >= 0 else answer.strip()
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of text that already holds every special token it needs: none is added."""
+    """Return the tokens of a text without adding special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Return whether the token is one that ordinary text cannot be made of."""
+    """Return whether this is a special token, which ordinary text does not contain."""
     added = tokenizer.added_tokens_decoder.get(token)
     return token in tokenizer.all_special_ids or (added is not None and bool(added.special))
 
@@ -154,15 +154,15 @@ def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 _ANSWER = "Xyzzy"
 
 
-def _behind_an_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return what is written after an answer, and of it an end-of-sequence that a further turn makes disappear.
+def _text_after_answer(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return the text after an answer, and its end-of-sequence token if it is not written before another turn.
 
-    Both are empty where the template refuses a question and an answer, as words and as a list of parts.
+    Both are empty if the template refuses a question and an answer, both as text and as a list of parts.
     """
     for content in (_ANSWER, [{"type": "text", "text": _ANSWER}]):
-        asked: Turn = {"role": "user", "content": "a"}
-        turns: list[Turn] = [asked, {"role": "assistant", "content": content}]
-        rendered, longer = (_rendered(tokenizer, these).rstrip() for these in (turns, [*turns, asked]))
+        question: Turn = {"role": "user", "content": "a"}
+        turns: list[Turn] = [question, {"role": "assistant", "content": content}]
+        rendered, longer = _rendered(tokenizer, turns).rstrip(), _rendered(tokenizer, [*turns, question]).rstrip()
         if _ANSWER in rendered:
             final = tokenizer.eos_token or ""
             is_final = not longer.startswith(rendered) and longer.startswith(rendered.removesuffix(final))
@@ -181,7 +181,9 @@ def _read(path: Path) -> str:
     with open_regular(path) as file:
         content = file.read(MAX_TEMPLATE_BYTES + 1)
     if len(content) > MAX_TEMPLATE_BYTES:
-        raise DataError(f"data.chat_template: {path} has more than {MAX_TEMPLATE_BYTES >> 20} MB: this is no template.")
+        raise DataError(
+            f"data.chat_template: {path} has more than {MAX_TEMPLATE_BYTES >> 20} MB, too large for a template."
+        )
     return content.decode("utf-8")
 
 
@@ -189,9 +191,9 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> Non
     missing = [mark for mark in NEEDED.get(chat_template, ()) if len(tokenize(tokenizer, mark)) != 1]
     if missing:
         raise DataError(
-            f"data.chat_template: {chat_template} needs {', '.join(missing)} to be one token each, and this tokenizer "
-            "does not know them. Leave the key out for the tokenizer's own template, or write `chatml`, which works "
-            "with any tokenizer."
+            f"data.chat_template: {chat_template} requires the tokens {', '.join(missing)}, which this tokenizer does "
+            "not have. Remove the key to use the tokenizer's own template, or write `chatml`, which works with any "
+            "tokenizer."
         )
 
 

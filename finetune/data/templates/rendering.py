@@ -1,4 +1,4 @@
-"""Turns rendered by the chat template, with the spans of its generation markers and the text around turns."""
+"""Renders turns with the chat template, and finds the spans of its generation markers and the text around turns."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +20,17 @@ Tools = Sequence[Mapping[str, Any]]
 """Tools that the assistant may call, as JSON schemas."""
 
 _FAILURES = (
-    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
-    *(SyntaxError, MemoryError),  # of what Jinja compiles to
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    SyntaxError,  # of the Python code to which Jinja compiles
+    MemoryError,
 )
-"""What running somebody's template over somebody's turns can raise."""
+"""The exceptions that rendering an arbitrary template can raise."""
 
 
 _FILE = "file_of_chat_template"
@@ -31,7 +38,7 @@ _FILE = "file_of_chat_template"
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation as text; `marked` are the characters from-to between the template's generation markers."""
+    """A conversation as text; `marked` are the character ranges between the template's generation markers."""
 
     text: str
     marked: tuple[tuple[int, int], ...] = ()
@@ -45,15 +52,15 @@ def render(
     arguments: Arguments | None = None,
     add_generation_prompt: bool = False,
 ) -> Rendering:
-    """Return the turns as `tokenizer.apply_chat_template` renders them, with the generation prompt if asked to.
+    """Return the turns as `tokenizer.apply_chat_template` renders them, optionally with the generation prompt.
 
-    The tokenizer's own arguments of its template are passed, and `arguments` in addition or in their place.
-    Raises DataError with the template's own words when it refuses the turns.
+    The tokenizer's own template arguments are passed, overridden by `arguments`. Raises DataError with the template's
+    message if it refuses the turns.
     """
     try:
         template = str(tokenizer.get_chat_template(tools=tools))
         inputs = {
-            # as apply_chat_template does: many templates write an absent value as the word None
+            # without absent values, which many templates would write as the word None
             "conversations": [[{key: part for key, part in turn.items() if part is not None} for turn in turns]],
             "tools": tools,
             "chat_template": template,
@@ -70,49 +77,49 @@ def render(
             text, marked = run_sandboxed(render_chat, inputs, name=name or "of the model", template=template)
     except (*_FAILURES, TemplateRefused) as error:
         roles = ", ".join(str(turn["role"]) for turn in turns)
-        which = f" ({name})" if (name := template_file(tokenizer)) else ""
-        raise DataError(f"the chat template{which} refuses the conversation ({roles}): {error}") from error
+        file = f" ({name})" if (name := template_file(tokenizer)) else ""
+        raise DataError(f"the chat template{file} refuses the conversation ({roles}): {error}") from error
     return Rendering(text, tuple((start, end) for start, end in marked))
 
 
 def template_file(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the file that the job names as chat template; None for one of ours, and for the tokenizer's own."""
+    """Return the job's chat template file; None for a built-in template and for the tokenizer's own."""
     name: str | None = getattr(tokenizer, _FILE, None)
     return name
 
 
 def set_template_file(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Keep in mind where the tokenizer's chat template comes from; it goes with the tokenizer to other processes."""
+    """Record the file of the tokenizer's chat template; it is pickled with the tokenizer."""
     setattr(tokenizer, _FILE, name)
 
 
 @lru_cache(maxsize=8)
 def has_markers(template: str) -> bool:
-    """Return whether the template marks what the assistant says with `{% generation %}`."""
+    """Return whether the template marks the assistant's text with `{% generation %}`."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 _PROBES = ("Xyzzy one", "Plugh two", "Xyzzy three", "Plugh four", "Xyzzy five")
 _OF_CONTENT = re.compile("think|thought|reason|tool|function|call|image|video|audio", re.IGNORECASE)
-"""Added tokens with such names mark parts of what a turn says, which rows may write themselves."""
+"""Added tokens with such names mark parts of a turn's content, which rows may write themselves."""
 
 _IN_BRACKETS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|<<?/?[A-Z]+>>?")
 
 
 def turn_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the added tokens, not special ones, that the chat template begins or ends turns with."""
-    added = {str(each.content) for each in tokenizer.added_tokens_decoder.values() if not each.special}
+    """Return the added tokens, other than special ones, with which the chat template starts or ends turns."""
+    added = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if not token.special}
     added = {name for name in added if not _OF_CONTENT.search(name)}
     if not added or not tokenizer.chat_template:
         return frozenset()
-    written = "\n".join(text for rendered in _renderings(tokenizer) for text in _around(rendered))
-    return frozenset(name for name in added if name.strip() and name in written)
+    around_turns = "\n".join(text for rendered in _renderings(tokenizer) for text in _around(rendered))
+    return frozenset(name for name in added if name.strip() and name in around_turns)
 
 
 def plain_turn_marks(tokenizer: PreTrainedTokenizerBase, names: frozenset[str]) -> re.Pattern[str] | None:
-    """Return what finds turn marks that are plain text, such as `### Assistant:`; None where the template has none.
+    """Return a pattern for plain-text turn marks such as `### Assistant:`; None if the template has none.
 
-    `names` are those of control tokens: a mark that holds one of them cannot be forged.
+    `names` are the names of control tokens: a mark that contains one of them cannot be forged by plain text.
     """
     marks: set[str] = set()
     for rendered in _renderings(tokenizer) if tokenizer.chat_template else ():
@@ -133,13 +140,13 @@ def _renderings(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         try:
             yield render(tokenizer, turns, add_generation_prompt=True).text
             return
-        except DataError:  # such as one that wants parts
+        except DataError:  # it may require a list of parts
             continue
 
 
 def _around(rendered: str) -> Sequence[str]:
-    """Return what stands between the contents, and behind the last."""
-    places = [(rendered.find(text_of_turn), text_of_turn) for text_of_turn in _PROBES]
-    found = [(place, place + len(text_of_turn)) for place, text_of_turn in places if place >= 0]
-    between = [rendered[end:start] for (_, end), (start, _) in pairwise(found) if end <= start]
-    return [*between, *(rendered[end:] for _, end in found[-1:])]
+    """Return the texts between the contents of turns, and after the last one."""
+    starts = [(rendered.find(content), content) for content in _PROBES]
+    spans = [(start, start + len(content)) for start, content in starts if start >= 0]
+    between = [rendered[end:start] for (_, end), (start, _) in pairwise(spans) if end <= start]
+    return [*between, *(rendered[end:] for _, end in spans[-1:])]

@@ -1,8 +1,8 @@
-"""Jinja texts over a row's columns, written in the job YAML: sandboxed, strict, compiled once per process."""
+"""Jinja templates over a row's columns, from the job YAML: sandboxed, strict, compiled once per process."""
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from traceback import walk_tb
 from typing import Any
 
@@ -15,17 +15,24 @@ from finetune.data.templates.static_check import is_bounded
 from finetune.errors import DataError
 
 WHOLE_ROW = "row"
-"""The variable with all columns of the row, for columns whose name is not an identifier: `row['my column']`."""
+"""The variable with all columns of the row, for columns whose names are not identifiers: `row['my column']`."""
 
 _FILE = "<row template>"
-_FAULTS = (
-    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
-    *(SyntaxError, MemoryError),  # of what Jinja compiles to
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    SyntaxError,  # of the Python code to which Jinja compiles
+    MemoryError,
 )
 
 
 def render_template(written: Any, row: Row, *, column: str) -> Any:
-    """Return what the template of a column makes of the row: a text, or for a list of turns that list with its texts.
+    """Return the rendered template of a column: a text, or a list of turns with rendered texts.
 
     Raises DataError naming the column and the line of its template.
     """
@@ -39,7 +46,7 @@ def render_template(written: Any, row: Row, *, column: str) -> Any:
 
 
 def check_row_template(written: Any, *, key: str) -> None:
-    """Raise DataError naming the key and the line unless every text in it is Jinja."""
+    """Raise DataError naming the key and the line unless every text in it is valid Jinja."""
     for text in _texts(written):
         try:
             if is_bounded(text, may_gather=False):
@@ -49,24 +56,24 @@ def check_row_template(written: Any, *, key: str) -> None:
         except (TemplateSyntaxError, TemplateSyntax) as error:
             reason = error.message if isinstance(error, TemplateSyntaxError) else str(error)
             raise DataError(f"{key}, line {error.lineno}: not valid Jinja: {reason}") from error
-        except (*_FAULTS, TemplateRefused) as error:
+        except (*_FAILURES, TemplateRefused) as error:
             raise DataError(f"{key}: cannot be compiled: {error}") from error
 
 
 def columns_used(written: Any) -> frozenset[str]:
-    """Return the names that the template takes from outside: columns, or `row` for all of them."""
-    return frozenset(name for text in _texts(written) for name in _names_in(text))
+    """Return the names that the template reads: columns, or `row` for all of them."""
+    names: set[str] = set()
+    for text in _texts(written):
+        if is_bounded(text, may_gather=False):
+            names.update(undeclared_names(text))
+        else:
+            names.update(run_sandboxed(undeclared_names, text, name="of a column", template=text))
+    return frozenset(names)
 
 
 def undeclared_names(text: str) -> list[str]:
-    """Return the names that the text takes from outside; Jinja computes what is constant to find them."""
+    """Return the names that the text reads; Jinja folds constants to find them."""
     return sorted(meta.find_undeclared_variables(_environment().parse(text)))
-
-
-def _names_in(text: str) -> list[str]:
-    if is_bounded(text, may_gather=False):
-        return undeclared_names(text)
-    return list(run_sandboxed(undeclared_names, text, name="of a column", template=text))
 
 
 def _texts(written: Any) -> Iterator[str]:
@@ -82,29 +89,28 @@ def _text(written: str, row: Row, *, column: str) -> str:
         if is_bounded(written, may_gather=False):
             return render_text(written, row)
         return str(run_sandboxed(render_text, written, dict(row), name=f"of `{column}`", template=written))
-    except (*_FAULTS, TemplateRefused) as error:
+    except (*_FAILURES, TemplateRefused) as error:
         line = error.lineno if isinstance(error, TemplateRefused) else _line(error)
-        place = f"template of `{column}`, line {line}"
         columns = ", ".join(f"`{name}`" for name in row)
-        raise DataError(f"{place}: {error}. The row's columns are {columns}.") from error
+        raise DataError(f"template of `{column}`, line {line}: {error}. The row's columns are {columns}.") from error
 
 
 def render_text(written: str, row: Row) -> str:
-    """Return what the template makes of the row; what it raises knows the line of the template as `lineno`."""
+    """Return the rendered template; exceptions have the line of the template as `lineno`."""
     try:
         return _compiled(written).render({WHOLE_ROW: row, **row})
-    except _FAULTS as error:
-        error.lineno = _line(error)  # type: ignore[union-attr]  # for who runs it in another process
+    except _FAILURES as error:
+        error.lineno = _line(error)  # type: ignore[union-attr]  # the sandbox sends it to its caller
         raise
 
 
 def compile_text(written: str) -> None:
-    """Compile the template, in which Jinja already computes what is constant; raises what Jinja raises."""
+    """Compile the template, which folds constants; exceptions from Jinja propagate."""
     _compiled(written)
 
 
 def _line(error: Exception) -> int:
-    """Return the line of the template in which it was raised; Jinja writes it into the traceback."""
+    """Return the line of the template in which the error was raised, from its traceback."""
     lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == _FILE]
     return lines[-1] if lines else 1
 
@@ -118,15 +124,11 @@ def _compiled(text: str) -> Template:
 
 @cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return Jinja without what reaches out of the row, and without what draws lots: a row is always the same."""
+    """Return a Jinja environment without access outside the row and without randomness."""
     environment = ImmutableSandboxedEnvironment(
         undefined=StrictUndefined, autoescape=False, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["tojson"] = _to_json  # Jinja's own writes `<` as \u003c, for web pages
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes `<` for HTML
     environment.filters["fromjson"] = json.loads
     del environment.filters["random"], environment.globals["lipsum"]
     return environment
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

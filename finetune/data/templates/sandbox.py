@@ -1,4 +1,4 @@
-"""Untrusted templates run in a process of their own with limits of time and memory. Imports no torch."""
+"""Runs untrusted templates in a separate process with limits on time and memory. Does not import torch."""
 
 import json
 import os
@@ -18,39 +18,39 @@ from finetune.errors import DataError
 
 
 def is_ready() -> bool:
-    """Tell that all is imported."""
+    """Return True; called to wait for the imports of the worker."""
     return True
 
 
 def render_chat(arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text, and from where to where its generation markers reach, of what transformers' function takes."""
+    """Return the rendered conversation and the spans of its generation markers; the arguments are transformers'."""
     texts, marked = render_jinja_template(**arguments)
     return texts[0], [(start, end) for start, end in marked[0]] if marked else []
 
 
 MAX_SECONDS = 3.0
-"""Time that one row's template may take."""
+"""The time limit for rendering one row."""
 
 _START_SECONDS = 120.0
 
 
 class TemplateRefused(DataError):
-    """What a template raised, in its own words."""
+    """An exception raised by a template, with its message."""
 
     def __init__(self, reason: str, *, line: int = 1) -> None:
         super().__init__(reason)
-        self.lineno = line  # of the template, where it is known
+        self.lineno = line  # of the template, 1 if unknown
 
 
 class TemplateSyntax(TemplateRefused):
-    """The template is not Jinja."""
+    """The template is not valid Jinja."""
 
 
 def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template: str) -> Any:
-    """Return what the function, which a module has at its top, makes of the arguments, as JSON can hold it.
+    """Return the result, converted to JSON, of calling the module-level function in the sandbox.
 
-    Raises TemplateRefused with its words where it raises, DataError naming the template where it takes too long or too
-    much memory; one that did is not run again. The process is started at the first call of this one and kept.
+    Raises TemplateRefused with the message of an exception, and DataError naming the template if it exceeds the limits
+    on time or memory, after which it is not run again. The worker is started by this process's first call and kept.
     """
     with _lock:
         if template in _exceeded:
@@ -63,18 +63,18 @@ def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template:
     if "made" in answer:
         return answer["made"]
     if answer.get("memory"):
-        _exceeded[template] = _too_much(name, f"more than {MAX_BYTES >> 20} MB of memory")
+        _exceeded[template] = _limit_message(name, f"more than {MAX_BYTES >> 20} MB of memory")
         raise DataError(_exceeded[template])
-    kind = TemplateSyntax if answer.get("is_syntax") else TemplateRefused
-    raise kind(str(answer.get("raised")), line=int(answer.get("line") or 1))
+    error_class = TemplateSyntax if answer.get("is_syntax") else TemplateRefused
+    raise error_class(str(answer.get("raised")), line=int(answer.get("line") or 1))
 
 
 _lock = threading.Lock()
 _exceeded: dict[str, str] = {}
-"""From templates that took too much to what is said of them."""
+"""Error messages by template, for templates that exceeded a limit."""
 
 _workers: "dict[int, _Worker]" = {}
-"""This process's own worker; a forked child does not use its parent's."""
+"""The worker of this process, by process id, so that a forked child does not use its parent's."""
 
 
 def _request(request: bytes, name: str) -> dict[str, Any]:
@@ -86,55 +86,54 @@ def _request(request: bytes, name: str) -> dict[str, Any]:
         answer = json.loads(content)
     except TimeoutError as error:
         worker.end()
-        raise DataError(_too_much(name, f"longer than {MAX_SECONDS:.0f} s")) from error
+        raise DataError(_limit_message(name, f"more than {MAX_SECONDS:.0f} s")) from error
     except (OSError, ValueError, TypeError) as error:
         worker.end()
-        raise DataError(_too_much(name, "more than its process could take, which has exited")) from error
+        raise DataError(_limit_message(name, "too many resources, and its process exited")) from error
     return dict(answer)
 
 
-def _too_much(name: str, what: str) -> str:
-    return f"the template ({name}) took {what}. Look for loops and products in it that grow with their input."
+def _limit_message(name: str, usage: str) -> str:
+    return f"the template ({name}) took {usage}. Look for loops and products in it that grow with their input."
 
 
 class _Worker:
-    """The process, and the pipes that lead to it."""
+    """The sandbox process and its pipes."""
 
     def __init__(self) -> None:
-        life, self._held = os.pipe()
+        child_end, self._pipe = os.pipe()
         path = json.dumps(sys.path)
-        code = (
-            f"import sys; sys.path[:] = {path}; from finetune.data.templates.sandbox_worker import main; main({life})"
-        )
+        module = "finetune.data.templates.sandbox_worker"
+        code = f"import sys; sys.path[:] = {path}; from {module} import main; main({child_end})"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(life,)
+                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(child_end,)
             )
         finally:
-            os.close(life)
+            os.close(child_end)
         self._warm_up()
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def call(self, request: bytes, *, seconds: float) -> bytes:
-        """Return the answer; raises TimeoutError, OSError where the process has ended."""
+        """Return the answer; raises TimeoutError, or OSError if the process has exited."""
         assert self._process.stdin is not None and self._process.stdout is not None
         send(self._process.stdin, request)
-        waiting = select.poll()  # `select` takes no descriptor above 1,023
-        waiting.register(self._process.stdout, select.POLLIN)
-        if not waiting.poll(seconds * 1000):
+        poll = select.poll()  # `select` does not support descriptors above 1,023
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(seconds * 1000):
             raise TimeoutError
         answer = receive(self._process.stdout)
         if answer is None:
-            raise OSError("the process has ended")
+            raise OSError("the process has exited")
         return answer
 
     def end(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait for it."""
         _workers.pop(os.getpid(), None)
         with suppress(OSError):
-            os.close(self._held)
+            os.close(self._pipe)
         self._process.kill()
         self._process.communicate()
 
@@ -144,6 +143,6 @@ class _Worker:
         except (OSError, TimeoutError) as error:
             self.end()
             raise DataError(
-                "the process that runs untrusted templates cannot be started: see its output above. Set "
+                "the process that runs untrusted templates failed to start; its output is above. Set "
                 "data.chat_template to a built-in one, or remove it."
             ) from error

@@ -1,7 +1,7 @@
-"""The process that runs templates for another one: little memory, no torch, and its end when the other one ends.
+"""The sandbox process that runs templates: limited memory, no torch, exits with the process that started it.
 
-A request is a pickle of (function, arguments), an answer JSON: `{"made": ...}` or what was raised. Both have their
-length before them.
+A request is a pickle of (function, arguments), an answer is JSON: `{"made": ...}` or the exception. Both are preceded
+by their length.
 """
 
 import json
@@ -17,18 +17,18 @@ from typing import IO, Any
 from finetune.runtime.processes import ignore_run_signals
 
 MAX_BYTES = 512 << 20
-"""Memory that templates may use in addition to what the process has at its start."""
+"""The memory that templates may use in addition to the process's memory at its start."""
 
-_LONGEST_ANSWER = 1 << 28
+_MAX_ANSWER_BYTES = 1 << 28
 _LENGTH = struct.Struct("<Q")
 
 
-def main(life: int) -> None:
-    """Answer requests on standard input until it ends, or until the other end of the pipe `life` is closed."""
-    threading.Thread(target=_end_with_starter, args=(life,), daemon=True).start()
+def main(pipe: int) -> None:
+    """Answer requests on standard input until it is closed, or until the other end of the pipe is closed."""
+    threading.Thread(target=_exit_with_starter, args=(pipe,), daemon=True).start()
     ignore_run_signals()
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a template that prints does not answer
+    os.dup2(2, 1)  # printed output must not become part of an answer
     is_limited = False
     while (content := receive(requests)) is not None:
         run, arguments = pickle.loads(content)
@@ -39,14 +39,14 @@ def main(life: int) -> None:
 
 
 def send(stream: IO[bytes], content: bytes) -> None:
-    """Write the content with its length before it."""
+    """Write the content, preceded by its length."""
     stream.write(_LENGTH.pack(len(content)))
     stream.write(content)
     stream.flush()
 
 
 def receive(stream: IO[bytes]) -> bytes | None:
-    """Read what was sent; None at the end of the stream."""
+    """Read the content of one `send`; None at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -57,28 +57,26 @@ def receive(stream: IO[bytes]) -> bytes | None:
 
 def _answer(run: Any, arguments: tuple[Any, ...]) -> bytes:
     try:
-        made = json.dumps({"made": run(*arguments)}).encode()
-        return made if len(made) <= _LONGEST_ANSWER else json.dumps({"memory": True}).encode()
+        answer = json.dumps({"made": run(*arguments)}).encode()
+        return answer if len(answer) <= _MAX_ANSWER_BYTES else json.dumps({"memory": True}).encode()
     except MemoryError:
         return json.dumps({"memory": True}).encode()
-    except Exception as error:  # whatever a template raises is sent to the other process
-        reason, is_syntax = (
-            str(error)[:2000],
-            any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__),
-        )
-        return json.dumps({"raised": reason, "line": getattr(error, "lineno", 0), "is_syntax": is_syntax}).encode()
+    except Exception as error:  # templates can raise anything; it is sent to the calling process
+        is_syntax = any(parent.__name__ == "TemplateSyntaxError" for parent in type(error).__mro__)
+        facts = {"raised": str(error)[:2000], "line": getattr(error, "lineno", 0), "is_syntax": is_syntax}
+        return json.dumps(facts).encode()
 
 
 def _limit_memory() -> None:
     try:
         used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    except OSError:  # no Linux: time alone is limited
+    except OSError:  # not Linux: only the time is limited
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = used + MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    limit = used + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _end_with_starter(life: int) -> None:
-    os.read(life, 1)
+def _exit_with_starter(pipe: int) -> None:
+    os.read(pipe, 1)
     os._exit(0)

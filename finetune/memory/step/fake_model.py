@@ -41,7 +41,7 @@ def with_method(section: ModelSection, method: Method, *, gradient_checkpointing
 def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
     """Return the full model on the meta device, without adapters; raises ModelError."""
     name = section.from_config.model_type if section.from_config is not None else str(section.name)
-    with model_build_errors(section, kind=name):
+    with model_build_errors(section, model_type=name):
         return load_empty_model(
             section,
             head=task.head,

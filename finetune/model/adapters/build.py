@@ -1,4 +1,4 @@
-"""Adds the adapters that a job asks for to a frozen base, through peft: new ones, or a saved one to train further."""
+"""Adds adapters to a frozen base through peft: new ones, or a saved one to continue training."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -62,24 +62,25 @@ from finetune.model.loading.pretrained import (
     read_saved_adapter_config,
 )
 from finetune.model.upstream import skip_redundant_casts
+from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 
 _PROMPT_KEY = "prompt_embeddings"
 
 
 def saved_adapter_config(model: PreTrainedModel, folder: Path, context: AdapterContext) -> PeftConfig:
-    """Return the config of the folder's adapter for training; raises ModelError where it does not fit the task."""
+    """Return the config of the folder's adapter for training; raises ModelError if it does not fit the task."""
     read_saved_adapter_config(folder)
     with loading_errors(str(folder), key=ADAPTER_KEY):
         config: PeftConfig = load_adapter_config(folder)
     expected = TASK_TYPES.get(context.head)
     if config.task_type not in (expected, None):
-        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained for {config.task_type}, and this task needs {expected}.")
+        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained for {config.task_type}, but this task needs {expected}.")
     config.inference_mode = False
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # the base must not change, however the adapter was initialized
     if hasattr(config, "prompt_tuning_init"):
-        config.prompt_tuning_init = PromptTuningInit.RANDOM  # others would load the tokenizer that the config names
+        config.prompt_tuning_init = PromptTuningInit.RANDOM  # others would load the tokenizer named in the config
     return config
 
 
@@ -92,11 +93,12 @@ def load_saved_weights(model: PeftModel, folder: Path, context: AdapterContext) 
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = peft_state_dict_names(model, trained)
     expected = set(names.values())
-    for what, different in (("lacks", expected - saved.keys()), ("also holds", saved.keys() - expected)):
-        if different:
-            some = ", ".join(sorted(different)[:3])
+    for problem, differing in (("lacks", expected - saved.keys()), ("has extra", saved.keys() - expected)):
+        if differing:
+            listed = ", ".join(sorted(differing)[:3])
             raise ModelError(
-                f"{ADAPTER_KEY}: {folder} {what} {len(different)} tensors ({some}): it is the adapter of another model."
+                f"{ADAPTER_KEY}: {folder}: {problem} {len(differing)} tensors ({listed}): it is the adapter of another "
+                "model."
             )
     for name, parameter in trained.items():
         with torch.no_grad(), context.init_context.gather([parameter]):
@@ -122,7 +124,7 @@ def peft_state_dict_names(model: PeftModel, trained: Mapping[str, Any]) -> dict[
 
 
 def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterContext, *, folder: Path) -> None:
-    """Write an adapter with the config of a saved one and new values for this model, which may have fewer layers."""
+    """Write an untrained adapter with the config of a saved one for this model, which may have fewer layers."""
     config: Any = saved_adapter_config(model, adapter, context)
     layers = getattr(config, "layers_to_transform", None)
     if layers is not None:
@@ -140,9 +142,9 @@ def save_untrained_copy(model: PreTrainedModel, adapter: Path, context: AdapterC
 def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: AdapterContext) -> PeftModel:
     """Return the model with a frozen base and float32 adapters.
 
-    Their values depend only on the seed and module names, for `pissa`, `olora` and `loftq` also on the base's weights,
-    and for a path on what is saved there. Initially they change nothing, except learned prompts and a saved adapter.
-    Raises ModelError for what this model does not support. Collective under ZeRO-3.
+    Their values depend only on the seed and module names, for `pissa`, `olora` and `loftq` also on the base's weights;
+    a saved adapter keeps its values. Initially they do not change the model's outputs, except learned prompts and a
+    saved adapter. Raises ModelError for adapters that this model does not support. Collective under ZeRO-3.
     """
     method = _METHODS[Path if isinstance(adapter, Path) else type(adapter)]
     try:
@@ -180,15 +182,13 @@ def _init_factors(model: PeftModel, *, is_gaussian: bool, seed: int) -> None:
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 factors = [
-                    p for own, p in module.named_parameters() if own.startswith(("lora_A", "lora_B", "lora_emb"))
+                    parameter
+                    for own_name, parameter in module.named_parameters()
+                    if own_name.startswith(("lora_A", "lora_B", "lora_emb"))
                 ]
                 with as_cpu_float32(factors):
                     torch.default_generator.manual_seed(derive_seed(seed, "adapters", name))
                     module.reset_lora_parameters(ADAPTER_NAME, "gaussian" if is_gaussian else True)
-
-
-def _keep_peft_init(model: PeftModel, adapter: AdapterConfig, context: AdapterContext) -> None:
-    """Keep peft's initialization with ones, which is not random."""
 
 
 def ia3_config(model: PreTrainedModel, ia3: Ia3Section, context: AdapterContext) -> IA3Config:
@@ -221,7 +221,7 @@ def oft_config(model: PreTrainedModel, oft: OftSection, context: AdapterContext)
 
 
 def check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext) -> None:
-    """Raise ModelError for a block size that does not divide a layer's inputs: peft would use another one."""
+    """Raise ModelError for a block size that does not divide a layer's inputs, for which peft would use another one."""
     for name, module in model.named_modules():
         if isinstance(module, OFTLayer) and module.oft_block_size[ADAPTER_NAME] != oft.block_size:
             raise ModelError(
@@ -232,7 +232,7 @@ def check_oft_blocks(model: PeftModel, oft: OftSection, context: AdapterContext)
 
 
 _PROMPT_HEADS = ("causal_lm", "seq2seq_lm")
-"""Heads that read every position: others read the first or last one, which would be a learned token."""
+"""Heads that read every position; others read the first or last one, which would be a learned token."""
 
 
 def prompt_config(model: PreTrainedModel, prompt: PromptTuningSection, context: AdapterContext) -> PromptTuningConfig:
@@ -290,7 +290,7 @@ def _task_type(context: AdapterContext, *, key: str) -> str:
 
 _METHODS: Mapping[type, _Method] = {
     LoraSection: _Method("lora", lora_config, _init_lora),
-    Ia3Section: _Method("ia3", ia3_config, _keep_peft_init),
+    Ia3Section: _Method("ia3", ia3_config, no_op),  # peft initializes it with ones
     OftSection: _Method("oft", oft_config, check_oft_blocks),
     PromptTuningSection: _Method("prompt_tuning", prompt_config, init_prompt),
     PrefixTuningSection: _Method("prefix_tuning", prefix_config, init_prefix),

@@ -1,4 +1,4 @@
-"""Which adapters a job asks for, the facts they are built from, and peft's names for heads and modules.
+"""The adapter of a job, the inputs for building it, and peft's names for heads and modules.
 
 Does not import peft, which takes seconds.
 """
@@ -29,27 +29,20 @@ AdapterConfig = LoraSection | Ia3Section | OftSection | PromptTuningSection | Pr
 
 
 def adapter_config(section: ModelSection) -> AdapterConfig | None:
-    """Return the adapter that the job configures; None where the model's own weights are trained."""
+    """Return the adapter configured by the job; None if the model's own weights are trained."""
     if section.adapter is not None:
         return Path(section.adapter)
-    kinds: tuple[AdapterConfig | None, ...] = (
-        section.lora,
-        section.ia3,
-        section.oft,
-        section.prompt_tuning,
-        section.prefix_tuning,
-    )
-    return next((each for each in kinds if each is not None), None)
+    return section.lora or section.ia3 or section.oft or section.prompt_tuning or section.prefix_tuning
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return whether this is a PeftModel; decided by the name of its class, without importing peft."""
-    return any(kind.__module__ == "peft.peft_model" for kind in type(model).__mro__)
+    """Return whether this is a PeftModel, by the module of its class, without importing peft."""
+    return any(parent.__module__ == "peft.peft_model" for parent in type(model).__mro__)
 
 
 @dataclass(frozen=True)
 class AdapterContext:
-    """Facts of the run that adapters are built from besides their own section."""
+    """The inputs for building adapters in addition to their section."""
 
     seed: int
     head: str = "causal_lm"
@@ -72,14 +65,14 @@ TASK_TYPES = {
     "token_classification": "TOKEN_CLS",
     "embedding": "FEATURE_EXTRACTION",
 }
-"""peft's task types of heads; it has none for other heads."""
+"""peft's task types by head; it has none for other heads."""
 
 
 BASE_PREFIX = "base_model.model."
 
 
 def base_parameter_name(name: str) -> str:
-    """Return the name that a weight of the base had before peft wrapped its module, however often.
+    """Return the name that a weight of the base had before peft wrapped its module, once or several times.
 
     >>> base_parameter_name("base_model.model.lm_head.base_layer.weight")
     'lm_head.weight'
@@ -90,37 +83,35 @@ def base_parameter_name(name: str) -> str:
     return re.sub(r"(?:\.base_layer)+\.", ".", inner).replace(".original_module.", ".")
 
 
-def check_module_names(model: nn.Module, wanted: Sequence[str], *, key: str) -> None:
-    """Raise ModelError for a name that no module has, in full or at its end; peft ignores it if another matches."""
+def check_module_names(model: nn.Module, targets: Sequence[str], *, key: str) -> None:
+    """Raise ModelError for a target that matches no module's name or suffix; peft ignores it if another one matches."""
     names = [name for name, _ in model.named_modules()]
-    for target in wanted:
+    for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             near = get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
-            raise ModelError(
-                f"{key}: no module is named `{target}`.{hint} {format_candidates(model)}{_experts_hint(model)}"
-            )
+            if any(name.rpartition(".")[2] == "experts" for name in names):
+                experts = " Write `model.lora.experts: true` for the matrices of routed experts."
+            else:
+                experts = ""
+            raise ModelError(f"{key}: no module is named `{target}`.{hint} {format_candidates(model)}{experts}")
 
 
 def format_candidates(model: nn.Module) -> str:
     """Return a sentence with the layers that can have an adapter, by the last part of their names."""
-    kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
     last_names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, kinds) or is_conv1d(module)
+        if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d) or is_conv1d(module)
     }
     return f"Available modules: {', '.join(sorted(last_names))}."
 
 
-def _experts_hint(model: nn.Module) -> str:
-    has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
-    return " Write `model.lora.experts: true` for the matrices of routed experts." if has_experts else ""
-
-
 def module_name(module: nn.Module | None, model: nn.Module) -> str | None:
     """Return the module's name in the model; None if it is not in it."""
-    return next((name for name, each in model.named_modules() if each is module), None) if module is not None else None
+    if module is None:
+        return None
+    return next((name for name, candidate in model.named_modules() if candidate is module), None)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """LoRA adapters (Hu et al., 2021, arXiv:2106.09685), their variants and their initial values.
 
-PiSSA and OLoRA take the initial factors out of the base's weights: the factors are recorded, so that the export fits
-the original base. LoftQ (Li et al., 2023, arXiv:2310.08659) starts from the best low-rank approximation of the
-quantization error.
+PiSSA and OLoRA subtract the initial factors from the base's weights; the factors are recorded, so that the exported
+adapter fits the original base. LoftQ (Li et al., 2023, arXiv:2310.08659) starts from the best low-rank approximation
+of the quantization error.
 """
 
 import copy
@@ -42,7 +42,13 @@ from finetune.model.freeze import peft_exclude_pattern
 from finetune.model.loading.architecture import new_head_modules
 from finetune.model.loading.hub import loading_errors
 
-_PEFT_INITS = {"default": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora", "loftq": True}
+_PEFT_INITS: dict[str, Any] = {
+    "default": True,
+    "gaussian": "gaussian",
+    "pissa": "pissa",
+    "olora": "olora",
+    "loftq": True,
+}
 
 
 def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> LoraConfig:
@@ -69,19 +75,22 @@ def lora_config(model: PreTrainedModel, lora: LoraSection, context: AdapterConte
 def _peft_config(
     model: PreTrainedModel, lora: LoraSection, context: AdapterContext, *, targets: LoraTargets | None
 ) -> LoraConfig:
-    """Return peft's config for these targets, or for those that peft finds."""
+    """Return peft's config for these targets, or if None, for those that peft selects."""
     has_parameters = targets is not None and bool(targets.parameters)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=0.0 if has_parameters else lora.dropout,  # peft refuses it; see `add_dropout`
+        lora_dropout=0.0 if has_parameters else lora.dropout,  # peft refuses dropout of parameters; see `add_dropout`
         target_modules=_targets(model, lora, head=context.head) if targets is None else list(targets.modules),
         target_parameters=list(targets.parameters) if targets and has_parameters else None,
         exclude_modules=peft_exclude_pattern(model),
         modules_to_save=[*lora.modules_to_save, *new_head_modules(model, head=context.head)] or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        init_lora_weights=_peft_init(lora, context),
+        # on the meta device, factors cannot be computed from uninitialized weights
+        init_lora_weights=_PEFT_INITS[lora.init]
+        if not (context.init_context.on_meta_device and lora.init in INITS_FROM_BASE)
+        else True,
         layers_to_transform=list(lora.layers) or None if targets is None else None,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
@@ -96,7 +105,7 @@ _SUMMARY = "_adapter_summary"
 
 
 def adapter_summary(model: PeftModel) -> str | None:
-    """Return the line on what LoRA adapts in a mixture of experts or next to mixers; None for any other model."""
+    """Return the line about LoRA's targets in a mixture of experts or a model with mixers; None for other models."""
     summary: str | None = getattr(model.get_base_model(), _SUMMARY, None)
     return summary
 
@@ -105,7 +114,7 @@ _OWNER = re.compile(r"(?:\.base_layer)*\.lora_.*$")
 
 
 def _has_older_targets(targets: LoraTargets, lora: LoraSection, context: AdapterContext) -> bool:
-    """Return whether the checkpoint to resume from has adapters elsewhere: an older version left the choice to peft."""
+    """Return whether the checkpoint has other targets, because in older versions peft selected them."""
     adapted = {name for name in context.recorded if ".lora_" in name}
     if not adapted or lora.experts is not None or lora.router:
         return False
@@ -115,11 +124,11 @@ def _has_older_targets(targets: LoraTargets, lora: LoraSection, context: Adapter
 
 def check_lora(model: PeftModel, lora: LoraSection) -> None:
     """Raise ModelError for layers and patterns that match no adapter, which peft ignores."""
-    layers = ((name, each) for name, each in model.named_modules() if isinstance(each, LoraLayer))
-    names = [name for name, each in layers if not is_parameter_wrapper(each)]
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    names = [name for name, module in layers if not is_parameter_wrapper(module)]
     names += [name for name, _ in wrapped_parameters(model)]
-    found = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
-    absent = [number for number in lora.layers if number not in found]
+    adapted = {int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)}
+    absent = [number for number in lora.layers if number not in adapted]
     if absent:
         raise ModelError(
             f"model.lora.layers: there is no adapter on layer {', '.join(map(str, absent))}. "
@@ -128,15 +137,15 @@ def check_lora(model: PeftModel, lora: LoraSection) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-                ends = sorted({name.rpartition(".")[2] for name in names})
+                endings = sorted({name.rpartition(".")[2] for name in names})
                 raise ModelError(
-                    f"model.lora.{key}: no name of a module with an adapter ends with `{pattern}`. "
-                    f"They end with {', '.join(ends)}."
+                    f"model.lora.{key}: no module with an adapter has a name that ends with `{pattern}`. "
+                    f"Their names end with {', '.join(endings)}."
                 )
 
 
 def add_dropout(model: PeftModel, dropout: float) -> None:
-    """Give the adapters of modules their dropout where peft, which has one for all, could add none for parameters."""
+    """Add dropout to adapters of modules if adapters of parameters prevented peft from adding it to all."""
     is_missing = model.peft_config[ADAPTER_NAME].lora_dropout != dropout
     for module in model.modules():
         if is_missing and isinstance(module, LoraLayer) and not is_parameter_wrapper(module):
@@ -144,7 +153,7 @@ def add_dropout(model: PeftModel, dropout: float) -> None:
 
 
 def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | list[str]:
-    """Return the targets for peft; with `layers` it does not accept `all-linear`, so the modules are listed."""
+    """Return the targets for peft; with `layers` peft does not accept `all-linear`, so the modules are listed."""
     if not isinstance(lora.target_modules, str):
         return list(lora.target_modules)
     if not lora.layers:
@@ -159,13 +168,8 @@ def _targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> str | l
     )
 
 
-def _peft_init(lora: LoraSection, context: AdapterContext) -> Any:
-    """Return peft's name of the initialization; on the meta device nothing is taken out of uninitialized weights."""
-    return True if context.init_context.on_meta_device and lora.init in INITS_FROM_BASE else _PEFT_INITS[lora.init]
-
-
 def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterContext) -> dict[str, list[int]]:
-    """Return the rows of embeddings and head to train because their tokens are new; none where all rows are trained."""
+    """Return the rows of new tokens to train in embeddings and head; empty if all rows are trained."""
     if not context.new_ids:
         return {}
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
@@ -175,7 +179,7 @@ def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterC
     return {
         name: list(context.new_ids)
         for name in names
-        if name is not None and not any(name == each or name.endswith(f".{each}") for each in saved)
+        if name is not None and not any(name == module or name.endswith(f".{module}") for module in saved)
     }
 
 
@@ -183,7 +187,7 @@ _INITIAL_FACTORS = "_first_factors"
 
 
 def record_initial_factors(model: PeftModel, init: str) -> None:
-    """Record the factors that were taken out of the base: `W = residual + scale * B0 A0`."""
+    """Record the factors that were subtracted from the base: `W = residual + scale * B0 A0`."""
     if init in INITS_FROM_BASE:
         factors = {
             name: parameter.detach().to("cpu", copy=True)
@@ -194,34 +198,31 @@ def record_initial_factors(model: PeftModel, init: str) -> None:
 
 
 def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
-    """Return the recorded factors by parameter name; none where the base is unchanged."""
+    """Return the recorded factors by parameter name; empty if the base is unchanged."""
     factors: Mapping[str, Tensor] = getattr(model, _INITIAL_FACTORS, {})
     return factors
 
 
 def as_plain_lora(
-    weights: Mapping[str, Tensor], config: LoraConfig, first: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor], config: LoraConfig, initial: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], LoraConfig]:
-    """Return factors of twice the rank, and their config, equivalent on the original base to these on the residual.
+    """Return an equivalent adapter of the original base with twice the rank, and its config.
 
     `residual + s B A = W + s (B A - B0 A0) = W + s [B, -B0] [A; A0]` (Meng et al., 2024, arXiv:2404.02948, appendix).
     """
     doubled = dict(weights)
-    for name, original in first.items():
+    for name, factor in initial.items():
         is_a = ".lora_A." in name
-        other = original if is_a else -original
-        doubled[name] = torch.cat([weights[name], other.to(weights[name])], dim=0 if is_a else 1)
+        signed = factor if is_a else -factor
+        doubled[name] = torch.cat([weights[name], signed.to(weights[name])], dim=0 if is_a else 1)
     ratio = 2**0.5 if config.use_rslora else 2.0  # the scale is alpha / rank, or alpha / sqrt(rank)
-    return doubled, _double_rank(copy.deepcopy(config), ratio)
-
-
-def _double_rank(config: LoraConfig, ratio: float) -> LoraConfig:
+    config = copy.deepcopy(config)
     config.init_lora_weights = True
     config.rank_pattern = {name: 2 * rank for name, rank in config.rank_pattern.items()}
     config.alpha_pattern = {name: ratio * alpha for name, alpha in config.alpha_pattern.items()}
     config.lora_alpha = ratio * config.lora_alpha
     config.r = 2 * config.r
-    return config
+    return doubled, config
 
 
 def init_loftq(model: PeftModel, context: AdapterContext) -> None:
@@ -230,11 +231,11 @@ def init_loftq(model: PeftModel, context: AdapterContext) -> None:
     The original weights are read from the base's safetensors one at a time; raises ModelError if one is missing.
     """
     with loading_errors(context.base or "", key="model.lora.init"):
-        places = _weight_files(Path(context.base or ""))
+        files = _weight_files(Path(context.base or ""))
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
-                original = _original_weight(name.removeprefix(BASE_PREFIX) + ".weight", places)
+                original = _original_weight(name.removeprefix(BASE_PREFIX) + ".weight", files)
                 error = original.float() - dequantized_weight(module.get_base_layer())
                 left, values, right = torch.linalg.svd(error, full_matrices=False)
                 rank = module.r[ADAPTER_NAME]
@@ -244,25 +245,25 @@ def init_loftq(model: PeftModel, context: AdapterContext) -> None:
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    places: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            places.update(dict.fromkeys(file.keys(), path))
-    return places
+            files.update(dict.fromkeys(file.keys(), path))
+    return files
 
 
-def _original_weight(name: str, places: dict[str, Path]) -> Tensor:
-    if name not in places:
+def _original_weight(name: str, files: dict[str, Path]) -> Tensor:
+    if name not in files:
         raise ModelError(
-            f"model.lora.init: `loftq` needs the unquantized weights, and `{name}` is in no safetensors file of the "
-            "base. Write `init: default`."
+            f"model.lora.init: `loftq` needs the unquantized weights, but `{name}` is not in the base's safetensors "
+            "files. Write `init: default`."
         )
-    with safe_open(places[name], framework="pt") as file:
+    with safe_open(files[name], framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
 
 
 def dequantized_weight(layer: nn.Module) -> Tensor:
-    """Return the layer's dequantized weight, [outputs, inputs], float32 on the CPU; a plain weight unchanged."""
+    """Return the layer's dequantized weight, [outputs, inputs], in float32 on the CPU."""
     weight: Tensor = dequantize_module_weight(layer)
     return weight.detach().float().cpu()

@@ -1,7 +1,7 @@
-"""Which modules and parameters LoRA adapts: attention, shared experts, routed experts, router.
+"""The modules and parameters that LoRA adapts: attention, shared experts, routed experts, router.
 
 Routed experts are matrices [experts, rows, columns] of one module, which peft adapts as parameters, not as modules. For
-a mixture of experts this module selects the targets by full name; for other models peft selects them as usual.
+a mixture of experts this module selects the targets by full name; for other models, peft selects them.
 """
 
 import re
@@ -23,7 +23,7 @@ _EXPERTS = "experts"
 _ROUTERS = ("gate", "router")
 
 INITS_FROM_BASE = ("pissa", "olora")
-"""Initializations that move a part of the base's weights into the adapter, which changes the base."""
+"""Initializations that move a part of the base's weights into the adapter and thus change the base."""
 
 _INITS_OF_MODULES = (*INITS_FROM_BASE, "loftq")
 
@@ -34,13 +34,13 @@ class Experts:
 
     name: str
     num_experts: int
-    block: str  # the module that holds them and their router
-    parameters: tuple[str, ...] = ()  # the matrices' names within the module, [experts, rows, columns]; none for a list
+    block: str  # the module that contains them and their router
+    parameters: tuple[str, ...] = ()  # names of the matrices in the module, [experts, rows, columns]; empty for a list
 
 
 @dataclass(frozen=True)
 class LoraTargets:
-    """The full names of the adapted modules and parameters; `left_out` lists those without an adapter, and why."""
+    """The full names of the adapted modules and parameters; `left_out` lists others with the reason."""
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -48,7 +48,7 @@ class LoraTargets:
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
-    """Return the routed experts of every layer; none in a dense model."""
+    """Return the routed experts of every layer; empty for a dense model."""
     return [experts for name, module in model.named_modules() if (experts := _experts_of(name, module)) is not None]
 
 
@@ -201,7 +201,7 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 
 
 def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
-    """Return whether the name is in one of the layers, by its first number; True if `layers` is empty."""
+    """Return whether the name belongs to one of the layers, by its first number; True if `layers` is empty."""
     return not layers or _layer_of(name) in layers
 
 
@@ -212,9 +212,9 @@ def _layer_of(name: str) -> int | None:
 
 def _reasons(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     by_reason: dict[str, set[str]] = {}
-    for name, why in left_out:
-        by_reason.setdefault(why, set()).add(".".join(_without_layers(name)[-2:]))
-    return tuple(f"{', '.join(sorted(names))} ({why})" for why, names in by_reason.items())
+    for name, reason in left_out:
+        by_reason.setdefault(reason, set()).add(".".join(_without_layers(name)[-2:]))
+    return tuple(f"{', '.join(sorted(names))} ({reason})" for reason, names in by_reason.items())
 
 
 def _without_layers(name: str) -> list[str]:
@@ -222,9 +222,9 @@ def _without_layers(name: str) -> list[str]:
 
 
 def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTargets | None) -> str | None:
-    """Return a line on what LoRA adapts and what it does not, for a model with experts or mixers; else None.
+    """Return a line about the targets of LoRA for a model with experts or mixers; else None.
 
-    Call it before adapters are added to the model.
+    Must be called before adapters are added to the model.
     """
     if targets is None:
         return None
@@ -258,13 +258,16 @@ def _groups(modules: Sequence[str]) -> list[str]:
 
 
 def shortest_names(chosen: Collection[str], names: Collection[str]) -> list[str]:
-    """Return the shortest suffixes that match the chosen names and no others, without layer numbers if possible.
+    """Return the shortest suffixes that match only the chosen names, without layer numbers if possible.
 
     >>> shortest_names(["h.0.mlp.up", "h.1.mlp.up"], ["h.0.mlp.up", "h.1.mlp.up", "h.0.mlp.down", "h.0.up"])
     ['mlp.up']
     """
-    short: set[str] = set()
-    for end in {re.sub(r"^.*\.\d+\.", "", name) for name in chosen}:
-        matched = [name for name in names if name == end or name.endswith(f".{end}")]
-        short |= {end} if set(matched) <= set(chosen) else {n for n in chosen if re.sub(r"^.*\.\d+\.", "", n) == end}
-    return sorted(short)
+    by_suffix: dict[str, set[str]] = {}
+    for name in chosen:
+        by_suffix.setdefault(re.sub(r"^.*\.\d+\.", "", name), set()).add(name)
+    shortest: set[str] = set()
+    for suffix, full_names in by_suffix.items():
+        matched = {name for name in names if name == suffix or name.endswith(f".{suffix}")}
+        shortest |= {suffix} if matched <= set(chosen) else full_names
+    return sorted(shortest)

@@ -1,6 +1,6 @@
-"""What peft does to LoRA on mixtures of experts and on mixers, and how this package goes around it.
+"""Workarounds for peft's LoRA on mixtures of experts and on mixers (peft 0.21, transformers 5.23).
 
-peft 0.21 and transformers 5.23; each workaround says when it can be removed, and a test fails when it is not needed.
+Each says when it can be removed; a test fails when it is no longer needed.
 """
 
 import inspect
@@ -18,12 +18,12 @@ from finetune.model.upstream import patched
 
 @contextmanager
 def keep_targets() -> Iterator[None]:
-    """Have peft adapt the targets that it is given.
+    """Prevent peft from changing the given targets.
 
     peft 0.21 rewrites the targets of some mixtures of experts as if they named modules of transformers 4: `gate_proj`
     becomes the parameter `gate_up_proj` of the routed experts at twice the rank, `all-linear` also adapts the router,
-    and shared experts and dense layers of the same names lose their adapters (`_convert_peft_config_moe`). Can go when
-    that is limited to adapters that transformers 4 has written.
+    and shared experts and dense layers with the same names lose their adapters (`_convert_peft_config_moe`). Can be
+    removed when that is limited to adapters written by transformers 4.
     """
 
     def keep(config: Any, model: nn.Module, conversions: Any) -> None:
@@ -34,12 +34,12 @@ def keep_targets() -> Iterator[None]:
 
 
 def convert_targets(config: Any, model: nn.Module) -> None:
-    """Rewrite the targets as peft 0.21 does, in place: what an older version of this package has trained."""
+    """Rewrite the targets in place as peft 0.21 does, for adapters trained by an older version of this package."""
     conversion.convert_peft_config_for_transformers(config, model, None)
 
 
 def rewritten_names(model_type: str) -> frozenset[str]:
-    """Return the names of modules that peft replaces, on loading, by parameters of the routed experts."""
+    """Return the names of modules that peft, on loading, replaces with parameters of the routed experts."""
     pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
     if pattern is None or conversion.get_checkpoint_conversion_mapping(model_type) is None:
         return frozenset()
@@ -49,7 +49,7 @@ def rewritten_names(model_type: str) -> frozenset[str]:
 
 
 def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
-    """Yield the plain name of each parameter that has an adapter, and peft's wrapper of it."""
+    """Yield the plain name of each parameter that has an adapter, and peft's wrapper."""
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
             owner = re.sub(r"(\.base_layer)+$", "", name)
@@ -57,7 +57,7 @@ def wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
 
 
 def is_parameter_wrapper(module: nn.Module) -> bool:
-    """Return whether this is the adapter of a parameter, which stands in for the module that has the parameter."""
+    """Return whether this is the adapter of a parameter, which replaces the module of that parameter."""
     return isinstance(module, ParamWrapper)
 
 
@@ -67,15 +67,15 @@ _REFUSED_BY_PEFT = ("mamba", "mixer")
 def is_read_by_kernel(parent: nn.Module, name: str) -> bool:
     """Return whether a mixer passes the weight of its layer to a kernel instead of calling the layer.
 
-    The layer's adapter would not be trained then. peft 0.21 refuses `out_proj` of mamba, mamba2, falcon_mamba,
-    falcon_h1 and nemotron_h for this reason, and overlooks bamba, granitemoehybrid, jamba and zamba2, and `x_proj` and
+    An adapter of that layer would not be trained. peft 0.21 refuses `out_proj` of mamba, mamba2, falcon_mamba,
+    falcon_h1 and nemotron_h for this reason, but misses bamba, granitemoehybrid, jamba and zamba2, and `x_proj` and
     `dt_proj` of mamba (`_check_lora_target_modules_mamba`).
     """
-    kind = type(parent)
-    if not any(each in kind.__name__.lower() for each in _REFUSED_BY_PEFT):
+    mixer_class = type(parent)
+    if not any(part in mixer_class.__name__.lower() for part in _REFUSED_BY_PEFT):
         return False
     try:
-        source = inspect.getsource(kind)
+        source = inspect.getsource(mixer_class)
     except (OSError, TypeError):  # code that was not read from a file
         return False
     return re.search(rf"self\.{re.escape(name)}\.weight\b(?!\.dtype)", source) is not None

@@ -1,1 +1,1 @@
-"""Loading: from a hub name, a folder or a config to a model with the right head, and nothing that runs foreign code."""
+"""Loading models with the right head from a hub name, a folder or a config, without running untrusted code."""

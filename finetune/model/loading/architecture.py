@@ -114,7 +114,7 @@ def build_model_config(
         near = suggestion(section.model_type, list(CONFIG_MAPPING.keys()))
         raise ModelError(f"{FROM_CONFIG_KEY}.model_type: transformers has no model type `{section.model_type}`.{near}")
     config_class = CONFIG_MAPPING[section.model_type]
-    _check_values(config_class, section.values, kind=section.model_type, key=f"{FROM_CONFIG_KEY}.values")
+    _check_values(config_class, section.values, model_type=section.model_type, key=f"{FROM_CONFIG_KEY}.values")
     values = dict(section.values)
     if vocabulary_size is not None and TEXT_CONFIG in sub_configs(config_class):
         text = values.get(TEXT_CONFIG) or {}
@@ -130,13 +130,13 @@ def build_model_config(
         return config
 
 
-def model_build_errors(section: ModelSection, *, kind: str) -> AbstractContextManager[None]:
+def model_build_errors(section: ModelSection, *, model_type: str) -> AbstractContextManager[None]:
     """Turn any error while the model of this section is built from its config into one ModelError."""
-    return config_value_errors(kind, key=values_key(section))
+    return config_value_errors(model_type, key=values_key(section))
 
 
 def values_key(section: ModelSection) -> str:
-    """Return the key of the values that may be why no model can be built."""
+    """Return the key of the values that may prevent building the model."""
     if section.from_config is not None:
         return f"{FROM_CONFIG_KEY}.values"
     if section.config:
@@ -145,7 +145,7 @@ def values_key(section: ModelSection) -> str:
 
 
 @contextmanager
-def config_value_errors(kind: str, *, key: str) -> Iterator[None]:
+def config_value_errors(model_type: str, *, key: str) -> Iterator[None]:
     """Turn any error of transformers about the values of a config into one ModelError."""
     try:
         yield
@@ -155,7 +155,7 @@ def config_value_errors(kind: str, *, key: str) -> Iterator[None]:
         is_clear = isinstance(error, ValueError | StrictDataclassError)
         reason = error_summary(error) if is_clear else f"{type(error).__name__}: {error_summary(error)}"
         advice = "Check its config.json." if key == "model.name" else "Change or remove the value."
-        raise ModelError(f"{key}: `{kind}` cannot be built with these values: {reason} {advice}") from error
+        raise ModelError(f"{key}: `{model_type}` cannot be built with these values: {reason} {advice}") from error
 
 
 def _with_vocabulary(
@@ -163,7 +163,7 @@ def _with_vocabulary(
 ) -> dict[str, Any]:
     """Return the values with the tokenizer's as defaults; raises ModelError if the vocabulary is too small.
 
-    A special token that the tokenizer lacks and the config requires is its end-of-sequence token.
+    A special token that the config requires but the tokenizer lacks is set to the end-of-sequence token.
     """
     defaults: dict[str, Any] = {"vocab_size": vocabulary_size}
     ids = {"bos_token_id": special_ids.bos, "eos_token_id": special_ids.eos, "pad_token_id": special_ids.pad}
@@ -176,33 +176,33 @@ def _with_vocabulary(
     if isinstance(size, int) and size < vocabulary_size:
         raise ModelError(
             f"{key}.vocab_size: {size} is smaller than the tokenizer's {vocabulary_size} tokens. "
-            "Remove it, or write at least that many."
+            f"Remove it, or write at least {vocabulary_size}."
         )
     return values
 
 
-def _check_values(config_class: Any, values: Mapping[str, Any], *, kind: str, key: str) -> None:
+def _check_values(config_class: Any, values: Mapping[str, Any], *, model_type: str, key: str) -> None:
     known, parts = known_names(config_class), sub_configs(config_class)
     for name, value in values.items():
         if name in DEDICATED_KEYS:
             raise ModelError(f"{key}.{name}: write `{DEDICATED_KEYS[name]}` instead.")
         if name not in known:
             near = suggestion(name, sorted(known))
-            raise ModelError(f"{key}.{name}: the config of `{kind}` has no such value.{near}")
+            raise ModelError(f"{key}.{name}: the config of `{model_type}` has no such value.{near}")
         if name in parts and isinstance(value, Mapping):
             part = sub_config_class(config_class, name, value)
-            others = {own: inner for own, inner in value.items() if own != "model_type"}
+            others = {key: inner for key, inner in value.items() if key != "model_type"}
             if part is not None:
-                _check_values(part, others, kind=part.model_type, key=f"{key}.{name}")
+                _check_values(part, others, model_type=part.model_type, key=f"{key}.{name}")
 
 
 def _decoder_start(config: PreTrainedConfig, special_ids: SpecialTokenIds) -> int | None:
-    """Return the first token of a decoder: the one with the role that it has in the default config, else padding."""
-    usual = type(config)()
-    start = getattr(usual, DECODER_START_TOKEN, None)
+    """Return the first token of a decoder: EOS or BOS if it is that in the default config, else padding."""
+    default = type(config)()
+    start = getattr(default, DECODER_START_TOKEN, None)
     ids = {"eos_token_id": special_ids.eos, "bos_token_id": special_ids.bos}
-    same = [own for name, own in ids.items() if start is not None and start == getattr(usual, name, None)]
-    return next((own for own in same if own is not None), special_ids.pad)
+    matching = [token for name, token in ids.items() if start is not None and start == getattr(default, name, None)]
+    return next((token for token in matching if token is not None), special_ids.pad)
 
 
 def load_model_config(section: ModelSection) -> PreTrainedConfig:
@@ -215,14 +215,14 @@ def load_model_config(section: ModelSection) -> PreTrainedConfig:
 def pretrained_arguments(section: ModelSection) -> dict[str, Any]:
     """Return the arguments of `load_auto_class` that locate the model; raises ModelError for an adapter's folder."""
     name = section.name or ""
-    place = resolve_name(name, key="model.name")
-    if is_local_path(name) and (Path(place) / ADAPTER_CONFIG).exists():
+    source = resolve_name(name, key="model.name")
+    if is_local_path(name) and (Path(source) / ADAPTER_CONFIG).exists():
         raise ModelError(
-            f"model.name: {place} contains an adapter, not a model. Use the base it was trained on "
+            f"model.name: {source} contains an adapter, not a model. Use the base it was trained on "
             "(`base_model_name_or_path` in its adapter_config.json)."
         )
     return {
-        "place": place,
+        "source": source,
         "revision": section.revision,
         "cache_dir": section.cache_folder,
         "trust_remote_code": section.trust_remote_code,
@@ -245,7 +245,7 @@ SEQ2SEQ_HEAD = "seq2seq_lm"
 
 
 def check_decoder_start(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model that reads no text, or whose decoder's first token is not known."""
+    """Raise ModelError for a model that does not read text, or whose config lacks the decoder's first token."""
     config: Any = model.config
     if not config.is_encoder_decoder or model.main_input_name != "input_ids":
         raise ModelError(
@@ -260,7 +260,7 @@ def check_decoder_start(model: PreTrainedModel) -> None:
             raise ValueError
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(
-            f"`{config.model_type}`: the decoder's first token is not known, because the config lacks "
-            "`decoder_start_token_id` or `pad_token_id`. Write both in config.json, or in `model.from_config.values` "
-            "(T5 and its relatives begin with the padding token)."
+            f"`{config.model_type}`: the decoder's first token is unknown, because the config lacks "
+            "`decoder_start_token_id` or `pad_token_id`. Write both in config.json or in `model.from_config.values` "
+            "(T5 models start with the padding token)."
         ) from error

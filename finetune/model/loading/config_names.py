@@ -1,4 +1,4 @@
-"""The values that can be written in a model's config: those of its class, and a few that only its model looks up."""
+"""The values that can be set in a model's config: those of its class, and a few that only the model's code reads."""
 
 import inspect
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def known_names(config_class: type[Any]) -> frozenset[str]:
 
 
 def suggestion(name: str, names: list[str]) -> str:
-    """Return a sentence with the name that is most like it; empty where none is."""
+    """Return a sentence with the most similar name; empty if none is similar."""
     matches = get_close_matches(name, names, n=1)
     return f" Did you mean `{matches[0]}`?" if matches else ""
 
@@ -59,7 +59,7 @@ def sub_configs(config_class: Any) -> Mapping[str, Any]:
 
 
 def sub_config_class(config_class: Any, name: str, written: Mapping[str, Any]) -> Any:
-    """Return the class of a sub-config; None where only transformers knows it."""
+    """Return the class of a sub-config; None if it cannot be determined before loading."""
     if sub_configs(config_class)[name] is not AutoConfig:
         return sub_configs(config_class)[name]
     defaults = getattr(config_class, "sub_configs_defaults", {})

@@ -58,9 +58,9 @@ def with_config_values(
     content: Mapping[str, Any],
     rope_scaling: RopeScalingSection | None = None,
 ) -> PreTrainedConfig:
-    """Return a config with these values instead of its own; raises ModelError naming the key.
+    """Return a config with these values changed; raises ModelError naming the key.
 
-    `content` is that of its config.json: what the class derives from it is derived again.
+    `content` is the content of its config.json, from which the class derives its other values again.
     """
     check_names(type(config), values, key=CONFIG_KEY)
     changed = _merged(config, values, content=content, key=CONFIG_KEY)
@@ -71,20 +71,20 @@ def with_config_values(
     with _config_errors(config.model_type, {**values, **rope}, has_rope_scaling=rope_scaling is not None):
         new = type(config).from_dict(changed)
     require_as_written(new, rope, key=key)
-    for name in ("_name_or_path", "_commit_hash"):  # which the plain content does not have
+    for name in ("_name_or_path", "_commit_hash"):  # not in the content of config.json
         if hasattr(config, name):
             setattr(new, name, getattr(config, name))
     return new
 
 
 def check_names(config_class: Any, values: Mapping[str, Any], *, key: str) -> None:
-    """Raise ModelError for a value that the config does not have, or that another key sets."""
+    """Raise ModelError for a value that the config does not have or that is set by another key."""
     known = known_names(config_class)
     for name in values:
         if name in _SET_ELSEWHERE:
             raise ModelError(f"{key}.{name}: write `{_SET_ELSEWHERE[name]}` instead.")
         if name in _NOT_OF_THE_MODEL:
-            raise ModelError(f"{key}.{name}: it changes nothing in what the model computes. Remove it.")
+            raise ModelError(f"{key}.{name}: it does not affect the model's computation. Remove it.")
         if name not in known:
             hint = suggestion(name, sorted(known))
             model_type = getattr(config_class, "model_type", "") or config_class.__name__
@@ -101,7 +101,7 @@ def _merged(
         part = getattr(config, name, None)
         if name in sub_configs(type(config)) and isinstance(part, PreTrainedConfig):
             if not isinstance(value, Mapping):
-                raise ModelError(f"{key}.{name}: must be a mapping of the values that change.")
+                raise ModelError(f"{key}.{name}: must be a mapping with the values to change.")
             check_names(type(part), value, key=f"{key}.{name}")
             content[name] = _merged(part, value, content=content.get(name) or {}, key=f"{key}.{name}")
         elif name not in rope:
@@ -130,7 +130,7 @@ def _config_errors(model_type: str, values: Mapping[str, Any], *, has_rope_scali
         text = text.strip('".')
         key = _key_in(text, values, has_rope_scaling=has_rope_scaling)
         raise ModelError(
-            f"{key}: `{model_type}` does not take the value: {text}.{rewritten_type(text, model_type, values)}"
+            f"{key}: the value is invalid for `{model_type}`: {text}.{rewritten_type(text, model_type, values)}"
         ) from error
     finally:
         logger.removeHandler(collected)
@@ -142,7 +142,7 @@ def _config_errors(model_type: str, values: Mapping[str, Any], *, has_rope_scali
 
 
 def _key_in(text: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> str:
-    """Return the key that an error of transformers is about; the section where that cannot be seen."""
+    """Return the key that an error of transformers refers to, or the section if the error does not name one."""
     if "rope" in text and has_rope_scaling:
         return ROPE_SCALING_KEY
     names = [name for name in values if re.search(rf"['`]{re.escape(name)}['`]", text)]
@@ -152,14 +152,14 @@ def _key_in(text: str, values: Mapping[str, Any], *, has_rope_scaling: bool) -> 
 
 
 class _Collector(logging.Handler):
-    """Keeps warnings about values that would be ignored, or that are not numbers."""
+    """Collects warnings about values that would be ignored or that are not numbers."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message."""
+        """Collect the message."""
         text = record.getMessage()
         if any(words in text for words in ("Unrecognized keys", "field must be", "Missing validation function")):
             self.messages.append(text)

@@ -1,4 +1,4 @@
-"""A dry run of the model: built on the meta device and called once, so that bad config values are found at once."""
+"""A dry run of the model: it is built on the meta device and called once, to detect invalid config values early."""
 
 import logging
 import signal
@@ -38,19 +38,19 @@ _TIMEOUT_SECONDS = 60.0
 _ALARM_INTERVAL_SECONDS = 0.5  # between alarms after the timeout
 _MAX_VOCABULARY = 1 << 22
 _MAX_REAL_PARAMETERS = 10**8
-"""Parameters of a model that can be built with values within a second or two."""
+"""The maximum number of parameters of a model that can be built with values within a second or two."""
 
 _LENGTH = 8  # of the test input in tokens
 
 
 def dry_run_model(section: ModelSection, *, head: str) -> None:
-    """Raise ModelError if no model can be built with the values in the config, or its forward pass fails.
+    """Raise ModelError if the model cannot be built with the values in its config, or if its forward pass fails.
 
     It is built on the meta device, which takes neither memory nor time. The tokenizer's vocabulary and special tokens
-    are not known yet, and assumed to fit.
+    are not known yet and are assumed to be valid.
     """
     trial = _DryRun(section, head)
-    with model_build_errors(section, kind=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
+    with model_build_errors(section, model_type=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
         config = trial.config()
         with torch.device("meta"):
             model = trial.model(config)
@@ -66,12 +66,12 @@ def dry_run_model(section: ModelSection, *, head: str) -> None:
 
 
 def _check_loadable(model: PreTrainedModel, head: str) -> None:
-    """Raise ModelError where the Auto class that built the model cannot load it again: it is part of another type."""
+    """Raise ModelError if the Auto class that built the model cannot load it because it is part of another type."""
     auto_class = HEADS[head]
     if not is_remote_code(model) and type(model.config) not in auto_class._model_mapping:
         raise ModelError(
-            f"the model is the text part of its type, `{model.config.model_type}`, which {auto_class.__name__} of "
-            "transformers cannot load from a folder of its own: its export could not be used. Use another model."
+            f"{auto_class.__name__} builds only the text part of this model, `{model.config.model_type}`, and "
+            "transformers cannot load that from an exported folder. Use another model."
         )
 
 
@@ -80,20 +80,20 @@ def _check_same_shapes(model: PreTrainedModel, trial: "_DryRun") -> None:
     values = trial.section.config_changes
     if not values:
         return
-    usual = trial.shapes({})
-    if usual == _shapes(model):
+    unchanged = trial.shapes({})
+    if unchanged == _shapes(model):
         return
     for name, value in values.items():
         try:
-            fits = trial.shapes({name: value}) == usual
-        except Exception:  # it cannot even be built with this value alone
+            fits = trial.shapes({name: value}) == unchanged
+        except Exception:  # the model cannot even be built with only this value
             fits = False
         if not fits:
             raise ModelError(
                 f"{CONFIG_KEY}.{name}: it changes the number or the shapes of the weights, so that the pre-trained "
                 "ones do not fit. Remove it, or build a new model with `model.from_config`."
             )
-    raise ModelError(f"{CONFIG_KEY}: together these values change the shapes of the weights. Remove them.")
+    raise ModelError(f"{CONFIG_KEY}: these values together change the shapes of the weights. Remove them.")
 
 
 def _check_rope_is_used(model: PreTrainedModel, trial: "_DryRun") -> None:
@@ -103,13 +103,10 @@ def _check_rope_is_used(model: PreTrainedModel, trial: "_DryRun") -> None:
         return
     unchanged = trial.section.model_copy(update={"config": {}, "rope_scaling": None})
     with torch.device("meta"):
-        usual = trial.model(load_pretrained_config(unchanged))
-    if rotary_parameters(usual.config) != rotary_parameters(model.config) and not uses_scaling(model, usual):
+        unscaled = trial.model(load_pretrained_config(unchanged))
+    if rotary_parameters(unscaled.config) != rotary_parameters(model.config) and not uses_scaling(model, unscaled):
         key = CONFIG_KEY if trial.section.rope_scaling is None else "model"
-        raise ModelError(
-            f"{key}.{names[0]}: `{model.config.model_type}` computes the same with it: its code does not read it, or "
-            "it changes nothing. Remove it."
-        )
+        raise ModelError(f"{key}.{names[0]}: it has no effect on `{model.config.model_type}`. Remove it.")
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
@@ -119,14 +116,14 @@ def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
 def meta_model(section: ModelSection, *, head: str) -> PreTrainedModel:
     """Return the model on the meta device: its modules, without values; raises ModelError."""
     trial = _DryRun(section, head)
-    with model_build_errors(section, kind=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
+    with model_build_errors(section, model_type=trial.name), _build_limits(section), torch.random.fork_rng(devices=()):
         config = trial.config()
         with torch.device("meta"):
             return trial.model(config)
 
 
 def may_have_experts(section: ModelSection) -> bool:
-    """Return whether the model's config has values about experts, as that of every mixture of experts has."""
+    """Return whether the model's config has values about experts, as every mixture of experts does."""
     return any("expert" in name for name in _DryRun(section, "causal_lm").config().get_text_config().to_dict())
 
 
@@ -152,8 +149,8 @@ class _DryRun:
         config = build_model_config(written, vocabulary_size=size, special_ids=SpecialTokenIds(bos=0, eos=0, pad=0))
         _check_special_token_ids(config)
         num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-        if isinstance(num_layers, int) and num_layers < 0:  # transformers 5.17 builds a model without any
-            raise ModelError(f"{FROM_CONFIG_KEY}.values.num_hidden_layers: there is no model of {num_layers} layers.")
+        if isinstance(num_layers, int) and num_layers < 0:  # transformers 5.17 builds a model without layers
+            raise ModelError(f"{FROM_CONFIG_KEY}.values.num_hidden_layers: {num_layers} is negative.")
         return config
 
     def shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
@@ -167,7 +164,7 @@ class _DryRun:
         model: PreTrainedModel = build_from_config(
             HEADS[self.head], config, dtype=torch.float32, trust_remote_code=self.section.trust_remote_code
         )
-        return model.eval()  # dropout reads values, which the meta device does not have
+        return model.eval()  # dropout would read values, which the meta device lacks
 
 
 def _vocabulary_size(section: ModelSection, written: FromConfigSection) -> int | None:
@@ -205,7 +202,7 @@ def _check_parameters(model: PreTrainedModel, *, key: str) -> None:
 
 def forward_error(model: PreTrainedModel) -> Exception | None:
     """Return the exception of a forward pass; None if it succeeds."""
-    usual = logging.root.manager.disable
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # about the dummy input
     try:
         with torch.no_grad():
@@ -213,7 +210,7 @@ def forward_error(model: PreTrainedModel) -> Exception | None:
     except Exception as error:
         return error
     finally:
-        logging.disable(usual)
+        logging.disable(disabled_level)
     return None
 
 
@@ -227,29 +224,29 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
     end, size = (getattr(config.get_text_config(), name, None) for name in ("eos_token_id", "vocab_size"))
     if isinstance(end, int) and isinstance(size, int) and 0 < end < size:
-        ids[:, -1] = end  # T5 and BART classify a text by it
+        ids[:, -1] = end  # T5 and BART classify a text at this token
     return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
 
 
 def _confirmed_error(
     error: Exception, trial: _DryRun, config: PreTrainedConfig, model: PreTrainedModel
 ) -> Exception | None:
-    """Return the error if the values cause it, and not the meta device, which some code does not support.
+    """Return the error unless it is caused by the meta device, which some code does not support.
 
-    A small model is built with values; for a large one, its type with default values is tried on the meta device.
+    A small model is built with real values; a large one is compared with the default config on the meta device.
     """
     if sum(parameter.numel() for parameter in model.parameters()) <= _MAX_REAL_PARAMETERS:
         return forward_error(trial.model(config))
     with torch.device("meta"):
-        usual_config = type(config)()
-        usual_config.pad_token_id = config.pad_token_id  # with one, `input_ids` are searched for it
-        usual = trial.model(usual_config)
-    return error if forward_error(usual) is None else None
+        default_config = type(config)()
+        default_config.pad_token_id = config.pad_token_id  # if set, the model searches `input_ids` for it
+        default = trial.model(default_config)
+    return error if forward_error(default) is None else None
 
 
 @contextmanager
 def _build_limits(section: ModelSection) -> Iterator[None]:
-    """Raise ModelError where the model has too many modules, or takes too long to build."""
+    """Raise ModelError if the model has too many modules or takes too long to build."""
     key = values_key(section)
     num_modules, deadline = 0, time.monotonic() + _TIMEOUT_SECONDS
 
@@ -259,27 +256,27 @@ def _build_limits(section: ModelSection) -> Iterator[None]:
         if num_modules > _MAX_MODULES:
             raise ModelError(f"{key}: the model would have more than {_MAX_MODULES:,} modules. Write fewer layers.")
         if time.monotonic() > deadline:
-            late()
+            raise_timeout()
 
-    def late(*_: Any) -> None:
+    def raise_timeout(*_: Any) -> None:
         raise ModelError(f"{key}: building the model takes more than {_TIMEOUT_SECONDS:.0f} s. Write smaller values.")
 
     handle: Any = register_module_module_registration_hook(count)
     try:
-        with _alarm(late) if threading.current_thread() is threading.main_thread() else nullcontext():
+        with _alarm(raise_timeout) if threading.current_thread() is threading.main_thread() else nullcontext():
             yield
     finally:
         handle.remove()
 
 
 @contextmanager
-def _alarm(late: Callable[..., None]) -> Iterator[None]:
-    """Call `late` repeatedly after the timeout: Python ignores exceptions in an object's finalizer."""
-    usual = signal.signal(signal.SIGALRM, late)
-    before = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
+def _alarm(raise_timeout: Callable[..., None]) -> Iterator[None]:
+    """Call `raise_timeout` repeatedly after the timeout: Python ignores exceptions raised in finalizers."""
+    previous_handler = signal.signal(signal.SIGALRM, raise_timeout)
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_SECONDS, _ALARM_INTERVAL_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, usual)
-        signal.setitimer(signal.ITIMER_REAL, *before)  # the previous timer, if there was one
+        signal.signal(signal.SIGALRM, previous_handler)
+        signal.setitimer(signal.ITIMER_REAL, *previous_timer)

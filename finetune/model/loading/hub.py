@@ -26,7 +26,7 @@ def resolve_name(name: str, *, key: str) -> str:
 
 @contextmanager
 def loading_errors(name: str, *, key: str) -> Iterator[None]:
-    """Turn any error while libraries load `name` into one ModelError that says what to do.
+    """Turn any error while libraries load `name` into one ModelError with advice.
 
     Damaged files cause errors of any type, and Rust panics, which are not Exceptions.
     """
@@ -36,7 +36,7 @@ def loading_errors(name: str, *, key: str) -> Iterator[None]:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
-            raise  # Ctrl-C and the like
+            raise  # such as KeyboardInterrupt
         raise ModelError(f"{key}: `{name}` cannot be loaded: {_failure_reason(name, error)}") from error
 
 
@@ -55,8 +55,7 @@ def _failure_reason(name: str, error: BaseException) -> str:
         return f"it has no safetensors. If it has weights at all, {PICKLE_ADVICE}"
     if "ignore_mismatched_sizes" in text:
         return (
-            "the sizes in its config.json do not match its weights (see above): one of the two belongs to another "
-            "model."
+            "the sizes in its config.json do not match its weights (see above): one of them belongs to another model."
         )
     if is_local_path(name):
         damage = damaged_file(Path(name).expanduser())

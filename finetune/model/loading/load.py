@@ -1,6 +1,6 @@
-"""The model: by hub name, from a folder, or from its config with random weights; with or without values.
+"""Loads the model by hub name, from a folder, or from its config with random weights.
 
-A rank that receives its weights later builds the modules on the meta device and materializes them without values.
+A rank that receives its weights later builds the modules on the meta device and materializes uninitialized weights.
 """
 
 import re
@@ -47,9 +47,9 @@ from finetune.runtime.upstream import without_hub_retries
 
 
 def materialize(model: PreTrainedModel) -> None:
-    """Replace parameters on the meta device by uninitialized ones on the CPU; ties and buffers are kept.
+    """Replace parameters on the meta device with uninitialized ones on the CPU; ties and buffers are kept.
 
-    Nothing is written to the new memory, so it takes no physical memory before the weights arrive.
+    The new memory is not written, so it takes no physical memory until the weights arrive.
     """
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -76,9 +76,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model in training mode with the requested head, dtype and attention; raises ModelError.
 
-    `head_values` are config values that the task sets, `vocabulary_size` is None where there is no tokenizer. Random
-    weights depend only on `seed` and module names. A rank that builds on the meta device gets uninitialized parameters
-    and downloads no weights. Collective under ZeRO-3.
+    `head_values` are config values set by the task; `vocabulary_size` is None without a tokenizer. Random weights
+    depend only on `seed` and module names. A rank that builds on the meta device gets uninitialized parameters and
+    downloads no weights. Collective under ZeRO-3.
     """
     values = dict(head_values or {})
     attention = requested_attention(section.attention)
@@ -114,7 +114,7 @@ def _build_model(
     config: PreTrainedConfig, *, section: ModelSection, head: str, init_context: InitContext, attention: str | None
 ) -> PreTrainedModel:
     with (
-        model_build_errors(section, kind=config.model_type),
+        model_build_errors(section, model_type=config.model_type),
         torch.random.fork_rng(devices=()),
         init_context.context(),
         skip_weight_init(),
@@ -132,11 +132,11 @@ def _build_model(
 
 
 def _set_dtypes_as_loaded(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give parameters and buffers without values the dtypes that loading gives them.
+    """Convert uninitialized parameters and buffers to the dtypes that loading would give them.
 
     Some models keep a few in float32 regardless of the requested dtype, as T5 in float16 (`_get_dtype_plan` of
-    transformers 5.23, which building from a config ignores). A rank that receives its values must expect the dtypes of
-    rank 0: a tensor of another size does not arrive.
+    transformers 5.23, which building from a config ignores). A rank that receives its values must have the same dtypes
+    as rank 0, since tensors of another size cannot be received.
     """
     plan: Mapping[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
     for module_name, module in model.named_modules():
@@ -155,9 +155,9 @@ def load_empty_model(
     special_ids: SpecialTokenIds | None = None,
     head_values: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Return the model as `load_model` does, but on the meta device: from its config, without weights or their files.
+    """Return the model as `load_model` does, but on the meta device, from its config, without reading weights.
 
-    Quantized weights are not: they are still to be packed.
+    Weights that would be quantized have their unquantized shapes.
     """
     if section.from_config is not None:
         config = build_model_config(
@@ -212,7 +212,7 @@ def _load_pretrained(
     if quantization is not None:
         disable_cpu_repacking(model)
     absent = {*loading["missing_keys"], *(name for name, *_ in loading.get("mismatched_keys", ()))}
-    unused = tuple(f"{module}." for module in unused_modules(model))  # nothing reads their parameters
+    unused = tuple(f"{module}." for module in unused_modules(model))  # their parameters are never read
     new = frozenset(
         name for name in absent if name.startswith(unused) or (may_be_new and is_head_parameter(name, model))
     )

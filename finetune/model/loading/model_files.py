@@ -1,6 +1,6 @@
-"""Checks of a model's folder: before anything parses its files, and to name the damaged one after a failure.
+"""Checks of a model's folder before its files are parsed, and identification of the damaged file after a failure.
 
-A tokenizer.json may transform text in any way: its rules are tried on a probe, within bounds.
+The rules of a tokenizer.json can transform text in any way, so they are tried on a short text within limits.
 """
 
 import json
@@ -24,7 +24,7 @@ SETTINGS = (
     "video_preprocessor_config.json",
 )
 # fmt: on
-"""Files that hold one JSON object of settings."""
+"""Files that contain one JSON object of settings."""
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
@@ -36,7 +36,7 @@ MAX_VOCABULARY_BYTES = 128 << 20
 """More than four times the largest known vocabulary file (33 MB, 262,144 tokens)."""
 MAX_NESTING = 64
 MAX_LAYERS = 1000
-"""More layers are accepted only if the weights have as many tensors: building a billion layers would never end."""
+"""More layers are accepted only if the weights have enough tensors: building a billion layers would never finish."""
 
 REMOTE_CODE_ADVICE = (
     "it contains Python code. Review the code; if you trust it, set `model.trust_remote_code: true` in the job, "
@@ -59,7 +59,7 @@ def check_files(folder: Path) -> None:
         if not path.exists() or (path.is_dir() and not is_file):
             continue
         try:
-            require_regular(path)  # a FIFO, socket or device may never end
+            require_regular(path)  # reading a FIFO, socket or device may never finish
         except NotAFile as error:
             raise ModelError(f"{path}: {error.strerror}. Copy the folder again from its source.") from error
     limits = {folder / name: MAX_SETTINGS_BYTES for name in SETTINGS}
@@ -67,9 +67,7 @@ def check_files(folder: Path) -> None:
     limits |= {path: MAX_SETTINGS_BYTES for pattern in TEMPLATES for path in folder.glob(pattern)}
     for path, limit in limits.items():
         if path.is_file() and (size := path.stat().st_size) > limit:
-            raise ModelError(
-                f"{path}: the file has {size:,} bytes; at most {limit:,} are allowed. Is it the right file?"
-            )
+            raise ModelError(f"{path}: the file has {size:,} bytes, but the limit is {limit:,}. Is it the right file?")
     for name in SETTINGS:
         if (folder / name).is_file():
             settings = read_json_settings(folder / name)
@@ -108,7 +106,7 @@ def read_json_settings(path: Path) -> dict[str, Any]:
 
 
 def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise ModelError where the folder's weights are untrusted pickles, or its index is invalid."""
+    """Raise ModelError if the folder's weights are untrusted pickles, or its index is invalid."""
     if (folder / WEIGHTS).is_file():
         return
     if (folder / INDEX).is_file():
@@ -120,9 +118,9 @@ def check_weights(folder: Path, *, trust_remote_code: bool) -> None:
 
 
 def check_matrix_sizes(folder: Path, config: Any) -> None:
-    """Raise ModelError where the config has matrices far larger than all of the folder's weights.
+    """Raise ModelError if the config has matrices far larger than all of the folder's weights.
 
-    For loading with `ignore_mismatched_sizes`, which initializes mismatched weights, however large.
+    For loading with `ignore_mismatched_sizes`, which initializes mismatched weights of any size.
     """
     text = config.get_text_config()
     named = ((name, getattr(text, name, None)) for name in ("hidden_size", "intermediate_size", "vocab_size"))
@@ -131,8 +129,7 @@ def check_matrix_sizes(folder: Path, config: Any) -> None:
     if max(sizes.values(), default=0) * sizes.get("hidden_size", 0) > 16 * weight_bytes + (1 << 28):
         listed = ", ".join(f"`{name}` {size:,}" for name, size in sizes.items())
         raise ModelError(
-            f"{folder / CONFIG}: {listed} do not match the weights in the folder. One of the two belongs to "
-            "another model."
+            f"{folder / CONFIG}: {listed} do not match the weights in the folder. One of them belongs to another model."
         )
 
 
@@ -140,9 +137,7 @@ def check_index(index: str | PurePath) -> None:
     """Raise ModelError unless the index maps names of tensors to safetensors files in the same folder."""
     path = Path(index)
     if path.stat().st_size > MAX_VOCABULARY_BYTES:
-        raise ModelError(
-            f"{path}: the file has {path.stat().st_size:,} bytes, which is too large for an index of weights."
-        )
+        raise ModelError(f"{path}: the file has {path.stat().st_size:,} bytes, which is too large for a weight index.")
     try:
         index_content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(index_content["metadata"], dict):
@@ -190,7 +185,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError where the config, or a part of it, has more layers or experts than the weights have tensors."""
+    """Raise ModelError if the config, or a part of it, has more layers or experts than the weights have tensors."""
     counts: dict[str, int] = {}
     for part in (config, *_children(config)):
         for key, value in part.items() if isinstance(part, dict) else ():
@@ -212,7 +207,7 @@ def _check_depth(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _require_valid_unicode(value: Any) -> None:
-    """Raise UnicodeError where a text in the value has an unpaired surrogate."""
+    """Raise UnicodeError if a text in the value has an unpaired surrogate."""
     names = value if isinstance(value, dict) else ()
     for text in (value, *names):
         if isinstance(text, str):
@@ -234,17 +229,17 @@ def _first_line(error: BaseException) -> str:
 
 
 MAX_INSERTED = 256
-"""Characters that one rule of a tokenizer may put in place of a match; known ones insert at most 30."""
+"""The maximum number of characters that a tokenizer's rule may insert for a match; known rules insert at most 30."""
 MAX_GROWTH = 64
-"""Times that the whole of a normalizer may lengthen a text; NFKC makes 18 characters of one."""
+"""The maximum factor by which a normalizer may lengthen a text; NFKC can expand one character to 18."""
 MAX_ADDED_TOKENS = 1_000
-"""Special tokens around each text."""
+"""The maximum number of special tokens added to each text."""
 
 _PROBE = "".join(map(chr, range(0x20, 0x7F))) + "\u00e9\u2581\ufdfa\n"
 
 
 def check_tokenizer(loaded: Any, source: str) -> None:
-    """Raise ModelError for a tokenizer (or a processor's) whose rules lengthen text without bound, or that panics."""
+    """Raise ModelError for a tokenizer (or a processor's) whose rules lengthen text excessively, or that panics."""
     tokenizer = getattr(loaded, "tokenizer", loaded)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or backend is None:
@@ -260,10 +255,10 @@ def check_tokenizer(loaded: Any, source: str) -> None:
 
 
 def _tokenizer_problem(backend: Any) -> str | None:
-    """Return why the tokenizer must not be used; raises what encoding plain text with it raises.
+    """Return the reason why the tokenizer cannot be used; exceptions from encoding plain text propagate.
 
-    Each rule is checked, then those of the normalizer are applied one by one to a text with all patterns, so that no
-    step can take long.
+    Each rule is checked first; then the normalizer's rules are applied one by one to a text with all patterns, so that
+    every step is fast.
     """
     if backend.num_special_tokens_to_add(False) > MAX_ADDED_TOKENS:
         return f"its post-processor adds more than {MAX_ADDED_TOKENS:,} special tokens to each text"

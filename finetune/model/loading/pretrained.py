@@ -1,8 +1,8 @@
-"""The one place where configs, tokenizers, processors, models and adapters are loaded from files.
+"""The only module that loads configs, tokenizers, processors, models and adapters from files.
 
-Remote code runs only where the job says so, nobody is asked on standard input, and weights are safetensors. A test
-walks the package: `from_pretrained`, `from_config` and `torch.load` are called nowhere else. peft is imported only
-when an adapter is loaded; its config and digest are read without it.
+Remote code runs only if the job allows it, there are no prompts on standard input, and weights are safetensors. A test
+verifies that `from_pretrained`, `from_config` and `torch.load` are called nowhere else. peft is imported only when an
+adapter is loaded, not for reading its config or digest.
 """
 
 import hashlib
@@ -46,39 +46,39 @@ _INITS_FROM_FILES = ("corda", "lora_ga")
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Let transformers log errors only in this context."""
-    before = transformers_logging.get_verbosity()
+    """Suppress transformers' warnings in this context."""
+    previous = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
+        transformers_logging.set_verbosity(previous)
 
 
-def load_auto_class(auto_class: Any, place: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
+def load_auto_class(auto_class: Any, source: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
     """Return the config, tokenizer or processor that the Auto class loads from a folder or hub name.
 
-    Raises ModelError for untrusted code and damaged files, and what transformers raises.
+    Raises ModelError for untrusted code and damaged files; exceptions from transformers propagate.
     """
-    if Path(place).is_dir():
-        check_files(Path(place))
+    if Path(source).is_dir():
+        check_files(Path(source))
     with data_only_loading(trust_remote_code=trust_remote_code):
-        loaded = auto_class.from_pretrained(str(place), trust_remote_code=trust_remote_code, **options)
-    check_tokenizer(loaded, str(place))
+        loaded = auto_class.from_pretrained(str(source), trust_remote_code=trust_remote_code, **options)
+    check_tokenizer(loaded, str(source))
     limit = getattr(loaded, "model_max_length", 0)
     if not isinstance(limit, int | float):
         raise ModelError(
-            f"{place}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is not a number."
+            f"{source}: `model_max_length` in its tokenizer_config.json is {limit!r:.80}, which is not a number."
         )
     return loaded
 
 
 def read_config_content(
-    config: PreTrainedConfig, place: str | Path, *, trust_remote_code: bool, **options: Any
+    config: PreTrainedConfig, source: str | Path, *, trust_remote_code: bool, **options: Any
 ) -> dict[str, Any]:
-    """Return what the config.json holds from which `config` was loaded with the same arguments."""
+    """Return the content of the config.json from which `config` was loaded with the same arguments."""
     with data_only_loading(trust_remote_code=trust_remote_code):
-        content, _ = type(config).get_config_dict(str(place), **options)
+        content, _ = type(config).get_config_dict(str(source), **options)
     return dict(content)
 
 
@@ -89,22 +89,22 @@ def load_trained_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
 
 
-def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
-    """Return the model of that head with its weights; raises as `load_auto_class`, and for untrusted pickles.
+def load_weights(head: Any, source: str, *, config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:
+    """Return the model with that head and its weights; raises like `load_auto_class`, and for untrusted pickles.
 
-    Trusted pickles are loaded with `weights_only`, and only where there are no safetensors.
+    Trusted pickles are loaded with `weights_only`, and only if there are no safetensors.
     """
-    check_loadable(Path(place), trust_remote_code=trust_remote_code)
-    if options.get("ignore_mismatched_sizes") and Path(place).is_dir():
-        check_matrix_sizes(Path(place), config)
+    check_loadable(Path(source), trust_remote_code=trust_remote_code)
+    if options.get("ignore_mismatched_sizes") and Path(source).is_dir():
+        check_matrix_sizes(Path(source), config)
     file = getattr(config, "transformers_weights", None)
     if file is not None and not str(file).endswith((".safetensors", ".safetensors.index.json")):
         raise ModelError(
-            f"{place}: its config names {file!r} as weights (`transformers_weights`), which is not a safetensors file."
+            f"{source}: its config names {file!r} as weights (`transformers_weights`), which is not a safetensors file."
         )
     with data_only_loading(trust_remote_code=trust_remote_code):
         return head.from_pretrained(
-            place,
+            source,
             config=config,
             trust_remote_code=trust_remote_code,
             use_safetensors=None if trust_remote_code else True,
@@ -114,12 +114,12 @@ def load_weights(head: Any, place: str, *, config: PreTrainedConfig, trust_remot
 
 
 def placed_on(device: torch.device | None) -> dict[str, Any]:
-    """Return the option of `load_weights` that places them straight on the device; None and a CPU need none."""
+    """Return the option of `load_weights` that loads weights directly to the device; empty for None and the CPU."""
     return {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
 
 
 def check_no_missing_weights(loading: Mapping[str, Any], name: str, *, key: str) -> None:
-    """Raise ModelError where the weights lack parameters of the model, which would be random."""
+    """Raise ModelError if the weights lack parameters of the model, which would be random."""
     missing = sorted({*loading["missing_keys"], *(name for name, *_ in loading.get("mismatched_keys", ()))})
     if missing:
         raise ModelError(
@@ -128,21 +128,21 @@ def check_no_missing_weights(loading: Mapping[str, Any], name: str, *, key: str)
         )
 
 
-def check_loadable(place: Path, *, trust_remote_code: bool) -> None:
-    """Raise ModelError, which names the file, where a folder's files are damaged or untrusted pickles."""
-    if place.is_dir():
-        check_files(place)
-        check_weights(place, trust_remote_code=trust_remote_code)
+def check_loadable(source: Path, *, trust_remote_code: bool) -> None:
+    """Raise ModelError, which names the file, if a folder's files are damaged or untrusted pickles."""
+    if source.is_dir():
+        check_files(source)
+        check_weights(source, trust_remote_code=trust_remote_code)
 
 
 def build_from_config(head: Any, config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Return an uninitialized model with that head; raises as `load_auto_class`."""
+    """Return an uninitialized model with that head; raises like `load_auto_class`."""
     with data_only_loading(trust_remote_code=trust_remote_code):
         return head.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def load_adapter_config(folder: Path) -> Any:
-    """Return peft's config of the adapter in the folder; raises ModelError where it refers to other files."""
+    """Return peft's config of the adapter in the folder; raises ModelError if it refers to other files."""
     check_files(folder)
     read_adapter_config(folder)
     with data_only_loading(trust_remote_code=False):
@@ -150,10 +150,10 @@ def load_adapter_config(folder: Path) -> Any:
 
 
 def load_adapter(model: Any, folder: Path, *, name: str) -> Any:
-    """Return the model with the folder's adapter added under that name; raises ModelError as `load_adapter_config`."""
+    """Return the model with the folder's adapter under that name; raises ModelError like `load_adapter_config`."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        why = PICKLE_ADVICE if (folder / ADAPTER_PICKLE).is_file() else "copy it again from its source."
-        raise ModelError(f"{folder}: {ADAPTER_WEIGHTS} is missing: {why}")
+        advice = PICKLE_ADVICE if (folder / ADAPTER_PICKLE).is_file() else "copy it again from its source."
+        raise ModelError(f"{folder}: {ADAPTER_WEIGHTS} is missing: {advice}")
     check_files(folder)
     read_adapter_config(folder)
     with data_only_loading(trust_remote_code=False):
@@ -166,7 +166,7 @@ def load_adapter(model: Any, folder: Path, *, name: str) -> Any:
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of the folder's adapter_config.json.
 
-    Raises ModelError where it is damaged, or would make peft load anything but the adapter's own weights.
+    Raises ModelError if it is damaged, or would make peft load anything other than the adapter's own weights.
     """
     path = folder / ADAPTER_CONFIG
     settings = read_json_settings(path)
@@ -189,7 +189,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_digest(folder: str | None) -> str | None:
-    """Return the digest of the adapter that training starts from; None if there is none. Reads the whole file."""
+    """Return the digest of the initial adapter's weights, None without one. Reads the whole file."""
     if folder is None:
         return None
     try:
@@ -218,7 +218,7 @@ def base_mismatch_warning(folder: str, *, name: str | None) -> str | None:
 
 
 def read_saved_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the content of the folder's adapter_config.json; raises ModelError where it is missing or invalid."""
+    """Return the content of the folder's adapter_config.json; raises ModelError if it is missing or invalid."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelError(
             f"{ADAPTER_KEY}: {folder} contains no adapter: {ADAPTER_CONFIG} is missing. Use a folder that was "

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: what a job writes about them, merged into the config of pre-trained weights.
+"""Rotary position embeddings: a job's settings, merged into the config of pre-trained weights.
 
-transformers keeps base, type and factor of the scaling in `rope_parameters`, in one mapping or in one for each type of
-layer; `rope_scaling` and `rope_theta` are its older names for parts of it.
+transformers keeps base, type and factor of the scaling in `rope_parameters`, in one mapping or in one per layer type;
+`rope_scaling` and `rope_theta` are older names for parts of it.
 """
 
 import inspect
@@ -22,7 +22,7 @@ ROPE_SCALING_KEY = "model.rope_scaling"
 
 _ORIGIN = "original_max_position_embeddings"
 _TYPES_WITH_ORIGIN = ("yarn", "llama3", "longrope")
-"""Types of scaling that count from the length of pre-training."""
+"""Types of scaling that are relative to the length in pre-training."""
 
 # fmt: off
 _SCALING_VALUES = frozenset({
@@ -30,24 +30,24 @@ _SCALING_VALUES = frozenset({
     "truncate", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor",
 })
 # fmt: on
-"""The values that another scaling replaces; the rest (`rope_theta`, `mrope_section`, `llama_4_scaling_beta`) stays."""
+"""The values that belong to a scaling; others (`rope_theta`, `mrope_section`, `llama_4_scaling_beta`) are kept."""
 
 _PARTIAL = "proportional"
 _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
 def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the values that are about rotary embeddings."""
+    """Return the values for rotary embeddings."""
     return {name: value for name, value in values.items() if name == ROPE or name in ROPE_VALUES}
 
 
 def merged_rope(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str) -> dict[str, Any]:
-    """Return `rope_parameters` with other scaling: values outside the scaling stay unless written."""
+    """Return `rope_parameters` with a new scaling; other values are kept unless they are given."""
     old: dict[str, Any] = dict(getattr(config, ROPE, None) or {})
     nested = _by_layer(old)
     written = [name for name in ("rope_scaling", ROPE) if name in values]
     if len(written) > 1:
-        raise ModelError(f"{key}.rope_scaling: `rope_parameters` is the same. Keep only one of them.")
+        raise ModelError(f"{key}.rope_scaling: `rope_parameters` sets the same. Keep only one of them.")
     given = values[written[0]] if written else None
     full_key = f"{key}.{written[0]}" if written and key != ROPE_SCALING_KEY else key
     if written and given is not None and not isinstance(given, Mapping):
@@ -58,7 +58,7 @@ def merged_rope(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str
     if not nested:
         return _scaled(config, old, {**(given or {}), **direct}, replaces=bool(written), key=full_key)
     if direct or any(name not in nested for name in given or {}):
-        raise ModelError(f"{full_key}: this model has one for each kind of layer. Write {', '.join(nested)} in it.")
+        raise ModelError(f"{full_key}: this model has one per layer type. Write {', '.join(nested)} in it.")
     for name, scaling in (given or {}).items():
         old[name] = _scaled(config, nested[name], scaling, replaces=True, key=full_key)
     return old
@@ -72,7 +72,7 @@ def _scaled(
     config: PreTrainedConfig, old: Mapping[str, Any], given: Any, *, replaces: bool, key: str
 ) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise ModelError(f"{key}: the value of a kind of layer is a mapping, `{{rope_type: yarn, factor: 4.0}}`.")
+        raise ModelError(f"{key}: the value of a layer type is a mapping, `{{rope_type: yarn, factor: 4.0}}`.")
     if replaces and given and "rope_type" not in given and "type" not in given:
         raise ModelError(f"{key}: `rope_type` is missing. Write `rope_type: yarn` (or `linear`, `llama3`, ...) in it.")
     rope_type = given.get("rope_type", given.get("type", "default" if replaces else old.get("rope_type", "default")))
@@ -84,9 +84,9 @@ def _scaled(
         raise ModelError(f"{key}: transformers has no `rope_type: {rope_type}`.{hint}")
     if old.get("rope_type") == _PARTIAL and rope_type != _PARTIAL:
         raise ModelError(
-            f"{key}: `{config.model_type}` rotates a part of each head (`rope_type: {_PARTIAL}`), for which "
-            f"transformers has no `{rope_type}`. Write `{{rope_type: {_PARTIAL}, factor: ...}}` for that kind of "
-            "layer in `model.config`."
+            f"{key}: `{config.model_type}` rotates only a part of each head (`rope_type: {_PARTIAL}`), for which "
+            f"transformers has no `{rope_type}`. Write `{{rope_type: {_PARTIAL}, factor: ...}}` for that layer type "
+            "in `model.config`."
         )
     if rope_type in _TYPES_WITH_ORIGIN:
         new.setdefault(_ORIGIN, _origin(config, old))
@@ -94,12 +94,12 @@ def _scaled(
 
 
 def _origin(config: PreTrainedConfig, old: Mapping[str, Any]) -> Any:
-    """Return the number of positions of pre-training, None where the config does not contain it."""
+    """Return the number of positions in pre-training, None if the config does not contain it."""
     return old.get(_ORIGIN) or getattr(config, _ORIGIN, None) or getattr(config, "max_position_embeddings", None)
 
 
 def require_as_written(config: PreTrainedConfig, values: Mapping[str, Any], *, key: str) -> None:
-    """Raise ModelError where the built config has another value than the one that was written into its scaling."""
+    """Raise ModelError if a value of the scaling in the built config differs from the one in the job."""
     for name in sub_configs(type(config)):
         part, inner = getattr(config, name, None), values.get(name)
         if isinstance(part, PreTrainedConfig) and isinstance(inner, Mapping):
@@ -111,33 +111,33 @@ def require_as_written(config: PreTrainedConfig, values: Mapping[str, Any], *, k
         for layer_type, scaling in _by_layer(written).items() or [("", written)]:
             actual = built.get(layer_type, {}) if layer_type else built
             for part, expected in scaling.items():
-                own = "rope_type" if part == "type" else part
-                if expected is None or own not in _SCALING_VALUES or actual.get(own) == expected:
+                field = "rope_type" if part == "type" else part
+                if expected is None or field not in _SCALING_VALUES or actual.get(field) == expected:
                     continue
-                advice = f" Write it in `model.config.{own}`." if hasattr(config, own) else ""
+                advice = f" Write it in `model.config.{field}`." if hasattr(config, field) else ""
                 raise ModelError(
-                    f"{full_key}: `{config.model_type}` would use `{own}: {actual.get(own)}` instead.{advice}"
+                    f"{full_key}: `{config.model_type}` would use `{field}: {actual.get(field)}` instead.{advice}"
                 )
 
 
 def rewritten_type(text: str, model_type: str, values: Mapping[str, Any]) -> str:
-    """Return a sentence where transformers' error is about another `rope_type` than the one that was written.
+    """Return a sentence if transformers' error names another `rope_type` than the job.
 
     >>> rewritten_type("missing for 'rope_type'='longrope'", "phi3", {"rope_scaling": {"rope_type": "yarn"}})
-    ' `phi3` takes `rope_type: yarn` for `longrope`.'
+    ' `phi3` treats `rope_type: yarn` as `longrope`.'
     """
     match = re.search(r"'rope_type'='(\w+)'", text)
     scaling = values.get("rope_scaling", values.get(ROPE))
     written = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
     if match is None or not isinstance(written, str) or written == match[1]:
         return ""
-    return f" `{model_type}` takes `rope_type: {written}` for `{match[1]}`."
+    return f" `{model_type}` treats `rope_type: {written}` as `{match[1]}`."
 
 
 def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -> dict[str, Any]:
-    """Return the values of the config for `model.rope_scaling`: the scaling, and the number of positions that it gives.
+    """Return the config values for `model.rope_scaling`: the scaling, and the resulting number of positions.
 
-    In a model with layers of full and of sliding attention, only the former see further. Raises ModelError.
+    In a model with full and sliding attention, only the layers with full attention are scaled. Raises ModelError.
     """
     text = config.get_text_config()
     if ROPE not in known_names(type(text)):
@@ -146,19 +146,19 @@ def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -
     nested = _by_layer(old)
     if nested and not nested.keys() <= {_FULL_ATTENTION, _SLIDING_ATTENTION}:
         raise ModelError(
-            f"{ROPE_SCALING_KEY}: `{text.model_type}` has one for each of {', '.join(nested)}. Write "
-            "`rope_scaling` in `model.config` with those that are to change."
+            f"{ROPE_SCALING_KEY}: `{text.model_type}` has one for each of {', '.join(nested)}. Write `rope_scaling` in "
+            "`model.config` with the ones to change."
         )
     current = nested.get(_FULL_ATTENTION, {}) if nested else old
-    now = getattr(text, "max_position_embeddings", None)
-    if not isinstance(now, int):
-        raise ModelError(f"{ROPE_SCALING_KEY}: `{text.model_type}` has no number of positions. Remove it.")
+    current_positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(current_positions, int):
+        raise ModelError(f"{ROPE_SCALING_KEY}: `{text.model_type}` has no `max_position_embeddings`. Remove it.")
     origin = section.original_max_position_embeddings or _origin(text, current)
     positions = int(origin * section.factor)
-    if positions < now:
+    if positions < current_positions:
         raise ModelError(
-            f"{ROPE_SCALING_KEY}: {origin:,} positions x {section.factor:g} are {positions:,}, and the model already "
-            f"has {now:,}. Write a larger `factor`."
+            f"{ROPE_SCALING_KEY}: {origin:,} positions x {section.factor:g} = {positions:,}, but the model already has "
+            f"{current_positions:,}. Write a larger `factor`."
         )
     scaling: dict[str, Any] = {"rope_type": section.rope_type, "factor": section.factor}
     scaling |= {_ORIGIN: origin} if section.rope_type == "yarn" else {}
@@ -172,7 +172,7 @@ def rope_scaling_values(config: PreTrainedConfig, section: RopeScalingSection) -
 
 
 def rope_names(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of those values that scale rotary embeddings, in a text config, too."""
+    """Return the names of the values that change rotary embeddings, including those in a text config."""
     inner = [name for value in values.values() if isinstance(value, Mapping) for name in rope_names(value)]
     return [name for name in values if name in ("rope_scaling", ROPE, "rope_theta")] or inner
 
@@ -187,12 +187,12 @@ def is_remote_code(model: PreTrainedModel) -> bool:
     return not type(model).__module__.startswith("transformers.")
 
 
-def uses_scaling(model: PreTrainedModel, usual: PreTrainedModel) -> bool:
-    """Return whether the model's rotary embeddings differ from those of the usual one; both may be on meta."""
-    if getattr(model.config, "alibi", False) is True:  # which adds to the attention scores and rotates nothing
+def uses_scaling(model: PreTrainedModel, unscaled: PreTrainedModel) -> bool:
+    """Return whether the rotary embeddings of the models differ; both may be on the meta device."""
+    if getattr(model.config, "alibi", False) is True:  # biases attention scores instead of rotating
         return False
     scaled = _frequencies(model)
-    if scaled != _frequencies(usual):
+    if scaled != _frequencies(unscaled):
         return True
     for values in scaled.values():
         rope_types = values.get("rope_type")
@@ -203,7 +203,7 @@ def uses_scaling(model: PreTrainedModel, usual: PreTrainedModel) -> bool:
 
 
 def _frequencies(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """Return each rotary embedding's frequencies, their scale and their type."""
+    """Return frequencies, scale and type of each rotary embedding."""
     frequencies: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
         buffers = [buffer for buffer, _ in module.named_buffers(recurse=False) if "inv_freq" in buffer]

@@ -1,4 +1,4 @@
-"""Model folders as runs and other tools write them: a whole model, or an adapter with its base inside or elsewhere."""
+"""Model folders written by runs and other tools: a full model, or an adapter with its base inside or elsewhere."""
 
 import re
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def find_model_folder(folder: Path) -> Path | None:
 
 
 def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = False) -> SavedModel:
-    """Return what the folder (or its `final/`) contains; raises ModelError, which names `key`, without one."""
+    """Return the model in the folder (or its `final/`); raises ModelError, which names `key`, if there is none."""
     path = find_model_folder(folder)
     if path is None:
         problem = (
@@ -106,7 +106,7 @@ def inspect_model_folder(folder: Path, *, key: str, trust_remote_code: bool = Fa
             )
         head = _infer_head(config, adapter)
         if adapter is not None and head in NEW_HEADS and not has_own_config and (number := _num_classes(path)):
-            config.num_labels = number  # named LABEL_0 etc.: such a folder has no other names
+            config.num_labels = number  # named LABEL_0 etc., since the folder has no names
         if not all(isinstance(label, str) for label in config.id2label.values()):
             raise ValueError("`id2label` in its config.json contains values that are not names")
     return SavedModel(path, adapter, base, config, head)
@@ -122,7 +122,7 @@ def load_saved_model(saved: SavedModel, *, key: str, dtype: str = "auto", trust_
 
 def load_saved_base(saved: SavedModel, *, key: str, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
     """Return the whole model without the adapter, with its vocabulary resized for the adapter."""
-    brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # otherwise the base must have all of it
+    brings_head = saved.adapter is not None and saved.head in NEW_HEADS  # otherwise the base must be complete
     silence = without_warnings() if brings_head else nullcontext()
     with loading_errors(saved.base, key=key), without_hub_retries(is_local=is_local_path(saved.base)), silence:
         model, loading = load_weights(
@@ -175,7 +175,7 @@ _NO_VALUES = frozenset({
 
 
 def _check_same_config(model: Any, folders: Mapping[str, Path], *, key: str) -> None:
-    """Raise ModelError where an adapter was trained with other values in the config of its base than the model has."""
+    """Raise ModelError if an adapter was trained with other values in the base's config than the model has."""
     values: dict[str, dict[str, Any]] = {}  # of the configs that adapters bring for their base
     for name, folder in folders.items():
         path = folder / CONFIG_FOLDER / CONFIG
@@ -184,13 +184,12 @@ def _check_same_config(model: Any, folders: Mapping[str, Path], *, key: str) -> 
     if not any(values.values()):
         return
     own = {name: value for name, value in model.config.to_dict().items() if name not in _NO_VALUES}
-    for name, theirs in values.items():
-        changed = sorted(field for field, value in theirs.items() if field in own and own[field] != value)
-        if changed or not theirs:
-            other = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
+    for name, adapter_values in values.items():
+        changed = sorted(field for field, value in adapter_values.items() if field in own and own[field] != value)
+        if changed or not adapter_values:
+            difference = f"other values of {', '.join(changed[:5])}" if changed else "the base's own config"
             raise ModelError(
-                f"{key}: the adapter {folders[name]} was trained with {other}, and this model has others. Load it "
-                "alone."
+                f"{key}: the adapter {folders[name]} was trained with {difference} than this model. Load it separately."
             )
 
 
@@ -216,8 +215,8 @@ def _infer_head(config: PreTrainedConfig, adapter: Mapping[str, Any] | None) -> 
     if adapter is not None and isinstance(adapter.get("auto_mapping"), dict):
         classes.insert(0, adapter["auto_mapping"].get("base_model_class"))
     for head in _HEADS_BY_PRIORITY:
-        known = HEADS[head]._model_mapping._model_mapping.get(config.model_type, ())
-        if set(classes) & set((known,) if isinstance(known, str) else known):
+        names = HEADS[head]._model_mapping._model_mapping.get(config.model_type, ())
+        if set(classes) & set((names,) if isinstance(names, str) else names):
             return head
     return "causal_lm"
 
@@ -232,7 +231,7 @@ def _num_classes(folder: Path) -> int | None:
 
 
 def _num_embeddings(folder: Path, adapter: Mapping[str, Any]) -> int:
-    """Return the number of embeddings that the adapter's own rows need; 0 if it has none."""
+    """Return the number of embeddings required by the adapter's own rows; 0 if it has none."""
     sizes = [0]
     if (folder / ADAPTER_WEIGHTS).is_file():
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:

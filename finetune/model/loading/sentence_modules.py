@@ -21,18 +21,18 @@ _OLDER_KEYS = {
 
 
 def pooling_warning(section: ModelSection, pooling: str) -> str | None:
-    """Return a warning where the model was trained with another pooling than this; None where its files name none."""
-    usual = _pooling_of(section)
-    if usual is None or usual == pooling:
+    """Return a warning if the model's files name another pooling than this one."""
+    trained = _pooling_of(section)
+    if trained is None or trained == pooling:
         return None
     return (
-        f"warning: task.embedding.pooling: `{section.name}` was trained with `{usual}` pooling, according to "
-        f"its {_POOLING_FILE}, and this job uses `{pooling}`. To build on its vectors, write `pooling: {usual}`."
+        f"warning: task.embedding.pooling: `{section.name}` was trained with `{trained}` pooling, according to "
+        f"its {_POOLING_FILE}, but this job uses `{pooling}`. To keep its vectors, write `pooling: {trained}`."
     )
 
 
 def _pooling_of(section: ModelSection) -> str | None:
-    """Return the pooling that the model's files name; None where they name none, several or an unknown one."""
+    """Return the pooling named in the model's files; None if there is none, several or an unknown one."""
     path = _pooling_file(section)
     if path is None:
         return None

@@ -1,7 +1,7 @@
-"""The tokenizer of a model as AutoTokenizer loads it from the exported folder, where it depends on the model's type.
+"""The tokenizer that AutoTokenizer loads from the exported folder, which may depend on the model type.
 
-For some types (`qwen2`, `qwen3_5`) transformers builds a class of its own, whatever tokenizer_config.json says, which
-brings its own pre-tokenizer and normalizer and takes only vocabulary and merges from tokenizer.json.
+For some model types (`qwen2`, `qwen3_5`) transformers ignores tokenizer_config.json and builds a class with its own
+pre-tokenizer and normalizer, which reads only vocabulary and merges from tokenizer.json.
 """
 
 import json
@@ -37,10 +37,10 @@ _PLAIN = "The quick brown fox jumps over the lazy dog."
 def as_loaded_for(
     tokenizer: PreTrainedTokenizerBase, *, model_type: str, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the tokenizer that AutoTokenizer loads next to a model of this type, and a text that shows a difference.
+    """Return the tokenizer that AutoTokenizer loads for this model type, and a text that it encodes differently.
 
-    It is the same tokenizer, and the text None, where the two encode every text alike. Raises ModelError where the one
-    that is loaded cannot use this vocabulary: a plain text would not survive encoding and decoding.
+    If it encodes all texts identically, the given tokenizer and None are returned. Raises ModelError if the loaded one
+    cannot use this vocabulary, so that a plain text would not survive encoding and decoding.
     """
     with TemporaryDirectory() as name, without_warnings():
         folder = Path(name)
@@ -55,15 +55,15 @@ def as_loaded_for(
     )
     if original != decoded:
         raise ModelError(
-            f"model.tokenizer: next to a model of type `{model_type}` transformers loads every tokenizer as "
-            f"{type(loaded).__name__}, which cannot use the vocabulary of this one: it reads {_PLAIN!r} as "
-            f"{decoded!r}. Use a byte-level BPE, such as `model.tokenizer.train`, or another model type."
+            f"model.tokenizer: for models of type `{model_type}`, transformers loads every tokenizer as "
+            f"{type(loaded).__name__}, which cannot use this vocabulary: it decodes {_PLAIN!r} as {decoded!r}. Use a "
+            f"byte-level BPE, such as `model.tokenizer.train`, or another model type."
         )
     return loaded, text
 
 
 def differing_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
-    """Return the first text that the two tokenizers read differently; None if there is none."""
+    """Return the first text that the two tokenizers encode differently; None if there is none."""
     return next((text for text in HOSTILE_TEXTS if _ids(one, text) != _ids(other, text)), None)
 
 

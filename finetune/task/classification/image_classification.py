@@ -110,7 +110,7 @@ class ImageClassificationTask(BaseTask):
         partner = features.partner or features
         other, other_label = self._view(partner, "partner"), int(partner.arrays[LABEL][0])
         chance = Random(derive_seed(features.seed, features.sample_id, "mix"))
-        mixed = mix_images(own, other, mixup=self.section.mixup, cutmix=self.section.cutmix, chance=chance)
+        mixed = mix_images(own, other, mixup=self.section.mixup, cutmix=self.section.cutmix, random=chance)
         probabilities = torch.zeros(len(self.classification.classes))
         probabilities[label] += mixed.share
         probabilities[other_label] += 1 - mixed.share
@@ -120,7 +120,7 @@ class ImageClassificationTask(BaseTask):
         image = decode_image(features.arrays[IMAGE].tobytes(), mode=self.views.mode)
         if features.seed == 0:
             return self.views.plain(image)
-        return self.views.drawn(image, Random(derive_seed(features.seed, features.sample_id, "view", role)))
+        return self.views.augmented(image, Random(derive_seed(features.seed, features.sample_id, "view", role)))
 
 
 def image_logits(model: nn.Module, batch: Batch) -> Tensor:

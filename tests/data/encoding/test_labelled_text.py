@@ -97,11 +97,11 @@ WRONG = [
     (
         MultiLabelEncoder(CLASSES),
         "good",
-        r"the label must be a list of classes .*, but is a text. Write \[\"a\", \"b\"\]",
+        r"the label must be a list of classes .*, but is text. Write \[\"a\", \"b\"\]",
     ),
     (MultiLabelEncoder(CLASSES), ["fine"], "no class `fine`"),
     (NumericLabelEncoder(1), "three", "the label must be a number, but is `three`"),
-    (NumericLabelEncoder(1), True, r"the label must be a number, but is a truth value \(true\)"),
+    (NumericLabelEncoder(1), True, r"the label must be a number, but is a boolean \(true\)"),
     (NumericLabelEncoder(1), float("nan"), "the label must be a number, but is a number"),
     (NumericLabelEncoder(1), [1, 2], r"the label has 2 numbers, but the first row or .* has 1"),
 ]

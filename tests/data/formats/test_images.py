@@ -122,7 +122,7 @@ WRONG = {
         {"messages": [asked("What?"), ANSWER], "images": ["https://example.org/a.png"]},
         "image 1 is a URL",
     ),
-    "several texts": ({"messages": [asked([said("a"), said("b")]), ANSWER]}, "Several parts"),
+    "several texts": ({"messages": [asked([said("a"), said("b")]), ANSWER]}, "Only a list with a single text part"),
 }
 
 

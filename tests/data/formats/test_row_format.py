@@ -164,9 +164,9 @@ BAD_ROWS = [
     ({"messages": []}, "column `messages` must be a list of turns .* but is an empty list"),
     ({"messages": [USER], "tools": [1]}, "column `tools` must be a list of tools as JSON schemas"),
     ({"chosen": "a", "rejected": "b"}, "has no `prompt`, and column `chosen` is text without one"),
-    ({"text": "a", "label": None}, "column `label` must be text, a number or a truth value, .* but is null"),
-    ({"text": "a", "label": ["b", {}]}, "column `label` must be .* or a list of texts or of numbers, but is a list"),
-    ({"tokens": "a b", "tags": ["O", "O"]}, "column `tokens` must be a list of texts, but is a text"),
+    ({"text": "a", "label": None}, "column `label` must be text, a number or a boolean, .* but is null"),
+    ({"text": "a", "label": ["b", {}]}, "column `label` must be .* or a list of texts or numbers, but is a list"),
+    ({"tokens": "a b", "tags": ["O", "O"]}, "column `tokens` must be a list of texts, but is text"),
     ({"tokens": ["a"], "tags": [0.5]}, "column `tags` must be a list of texts or numbers, but is a list"),
     ({"tokens": ["a", "b"], "tags": ["O"]}, "column `tokens` has 2 words and column `tags` 1 tags"),
     ({"a": 1}, "cannot tell the format from its columns `a`. Set data.train.format"),
@@ -211,13 +211,13 @@ def test_integer_labels_become_the_class_names_of_the_dataset_and_this_is_logged
     names = {"sentiment": ("bad", "good"), "ner_tags": ("O", "B-PER")}
     row = with_class_names({"text": "a", "sentiment": 1}, names, said, columns={"label": "sentiment"})
     assert row == {"text": "a", "label": "good"}
-    assert f"{KEY}: the dataset names the numbers of `sentiment` `bad`, `good`: these are the classes" in said
+    assert f"{KEY}: the numbers of `sentiment` have names in the dataset, which are the classes: `bad`, `good`" in said
     tagged = with_class_names({"tokens": ["Ann", "is"], "ner_tags": [1, 0]}, names, columns={"tags": "ner_tags"})
     assert tagged["tags"] == ["B-PER", "O"]
 
 
 def test_a_label_of_minus_one_is_rejected():
-    with pytest.raises(DataError, match="row 1: column `label` is -1, which stands for no label"):
+    with pytest.raises(DataError, match="row 1: column `label` is -1, which means no label"):
         with_class_names({"text": "a", "label": -1}, {"label": ("bad", "good")})
 
 

@@ -45,7 +45,7 @@ def test_other_names_are_mapped():
     ("row", "message"),
     [
         ({"anchor": "a", "positive": "p", "negatives": [1]}, "column `negatives` must be a list of texts"),
-        ({"anchor": "a", "positive": "p", "negatives": {"a": 1}}, "is or holds an object"),
+        ({"anchor": "a", "positive": "p", "negatives": {"a": 1}}, "is an object"),
         ({"anchor": "a", "positive": 3}, "column `positive` must be text"),
         ({"sentence1": "a", "sentence2": "b", "score": "high"}, "column `score` must be a number"),
     ],

@@ -42,13 +42,13 @@ def test_equal_image_bytes_have_equal_digests_inline_or_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("https://example.org/cat.png", "nothing is downloaded"),
+        ("https://example.org/cat.png", "not downloaded"),
         ("cat.png", "do not come from a local folder"),
         ({"path": None}, "neither bytes nor a path"),
         (7, "is a number"),
         ([1, 2], "is a list"),
         ("", "is empty"),
-        ("x?" * 40, "nor base64"),
+        ("x?" * 40, "nor valid base64"),
     ],
 )
 def test_a_value_that_is_not_an_image_is_rejected_with_the_column(value, reason):

@@ -39,14 +39,14 @@ def test_evaluation_images_equal_the_output_of_the_processor(processor):
     wanted = processor(image, return_tensors="pt")["pixel_values"][0].float()
     torch.testing.assert_close(views.plain(image), wanted, atol=1e-6, rtol=0)
     assert wanted.shape == (1 if views.mode == "L" else 3, *views.size)
-    torch.testing.assert_close(views.drawn(image, Random(1)), wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(views.augmented(image, Random(1)), wanted, atol=1e-6, rtol=0)
 
 
 def test_the_whole_image_cut_and_mirrored_is_normalized_alike(processor):
     views = ImageTransform(processor, ImagesSection(flip=True))
     image = noise(37, 29, views.mode)
     plain = views.plain(image)
-    drawn = [views.drawn(image, Random(seed)) for seed in range(8)]
+    drawn = [views.augmented(image, Random(seed)) for seed in range(8)]
     mirrored = [seed for seed, each in enumerate(drawn) if not torch.allclose(each, plain, atol=1e-6)]
     assert 0 < len(mirrored) < 8
     torch.testing.assert_close(drawn[mirrored[0]].flip(-1), plain, atol=1e-6, rtol=0)
@@ -55,7 +55,7 @@ def test_the_whole_image_cut_and_mirrored_is_normalized_alike(processor):
 def test_a_drawn_part_has_the_size_and_depends_on_chance_alone(processor):
     views = ImageTransform(processor, ImagesSection(crop_scale=(0.1, 1.0), flip=True))
     image = noise(37, 29, views.mode)
-    one, again, other = (views.drawn(image, Random(seed)) for seed in (1, 1, 2))
+    one, again, other = (views.augmented(image, Random(seed)) for seed in (1, 1, 2))
     assert one.shape == views.plain(image).shape
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
@@ -64,7 +64,7 @@ def test_a_drawn_part_has_the_size_and_depends_on_chance_alone(processor):
 def test_the_whole_area_is_the_whole_image():
     views = ImageTransform(PROCESSORS["vit"](), ImagesSection(crop_scale=(1.0, 1.0)))
     image = noise(24, 24)
-    assert any(torch.allclose(views.drawn(image, Random(seed)), views.plain(image), atol=1e-6) for seed in range(9))
+    assert any(torch.allclose(views.augmented(image, Random(seed)), views.plain(image), atol=1e-6) for seed in range(9))
 
 
 def test_a_random_part_lies_within_and_has_a_share_of_the_area():
@@ -86,7 +86,7 @@ def test_a_shifted_image_has_black_where_nothing_was():
 
 def test_a_processor_whose_sizes_depend_on_the_image_is_refused():
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 20}, do_center_crop=False)
-    with pytest.raises(DataError, match=r"make no batch. Write `data.images.size`"):
+    with pytest.raises(DataError, match=r"cannot be batched. Write `data.images.size`"):
         _ = ImageTransform(processor, ImagesSection()).size
 
 
@@ -101,14 +101,14 @@ ONE, OTHER = torch.zeros(1, 8, 6), torch.ones(1, 8, 6)
 
 def test_mixup_blends_every_pixel_by_the_share():
     for seed in range(20):
-        mixed = mix_images(ONE, OTHER, mixup=0.4, cutmix=0.0, chance=Random(seed))
+        mixed = mix_images(ONE, OTHER, mixup=0.4, cutmix=0.0, random=Random(seed))
         assert torch.equal(mixed.pixels, torch.full_like(ONE, 1 - mixed.share))
 
 
 def test_cutmix_replaces_the_share_of_pixels_it_reports():
     shares = set()
     for seed in range(50):
-        mixed = mix_images(ONE, OTHER, mixup=0.0, cutmix=1.0, chance=Random(seed))
+        mixed = mix_images(ONE, OTHER, mixup=0.0, cutmix=1.0, random=Random(seed))
         assert mixed.pixels.mean().item() == pytest.approx(1 - mixed.share, abs=1e-6)
         assert set(mixed.pixels.unique().tolist()) <= {0.0, 1.0}
         shares.add(mixed.share)
@@ -118,6 +118,6 @@ def test_cutmix_replaces_the_share_of_pixels_it_reports():
 
 def test_mixup_and_cutmix_are_both_drawn_when_both_are_enabled():
     kinds = {
-        len(mix_images(ONE, OTHER, mixup=1.0, cutmix=1.0, chance=Random(seed)).pixels.unique()) for seed in range(30)
+        len(mix_images(ONE, OTHER, mixup=1.0, cutmix=1.0, random=Random(seed)).pixels.unique()) for seed in range(30)
     }
     assert kinds == {1, 2}

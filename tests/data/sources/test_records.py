@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.config.sections.data import SourceSection
-from finetune.data.rows import record_places
+from finetune.data.rows import record_paths
 from finetune.data.sources.source import open_source
 from finetune.errors import DataError
 
@@ -73,6 +73,6 @@ def test_a_json_object_on_one_line_is_rejected_with_its_list_of_rows(tmp_path):
 
 def test_the_outer_lists_are_named_first_and_few(tmp_path):
     value = {"a": {"b": ITEMS}, "c": ITEMS, "d": [1], "e": {f"x{n}": ITEMS for n in range(20)}}
-    places = record_places(value)
+    places = record_paths(value)
     assert places[:3] == ["c", "a.b", "e.x0"]
     assert len(places) == 8

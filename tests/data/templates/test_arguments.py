@@ -73,16 +73,16 @@ def test_an_argument_that_the_template_never_reads_is_an_error_with_key_and_line
         use_arguments(tokenizer, {"moood": "sad", "brief": True, "tools": []}, locations)
     first, second = str(refused.value).splitlines()
     assert first == (
-        "line 7, data.chat_template_arguments.moood: the chat template never reads it. It reads `brief`, `mood`."
+        "line 7, data.chat_template_arguments.moood: the chat template does not read it. It reads `brief`, `mood`."
     )
-    assert second.startswith("data.chat_template_arguments.tools: this is no argument: it is given to the template")
+    assert second.startswith("data.chat_template_arguments.tools: this cannot be set: the template gets it")
     assert arguments_of(tokenizer) == {}
 
 
 def test_a_rows_argument_that_the_template_never_reads_is_an_error_of_the_row(tokenizer):
     refused = text(tokenizer, {**ROW, "chat_template_kwargs": {"enable_thinking": False}})
-    assert refused.startswith("`chat_template_kwargs`: enable_thinking: the chat template never reads it. It reads")
-    assert "leave the column out with `template: {chat_template_kwargs: '{}'}`" in refused
+    assert refused.startswith("`chat_template_kwargs`: enable_thinking: the chat template does not read it. It reads")
+    assert "ignore the column with `template: {chat_template_kwargs: '{}'}`" in refused
 
 
 def test_in_a_table_absent_arguments_are_null_and_those_that_nothing_reads_may_be_empty():

@@ -51,7 +51,7 @@ def test_every_template_name_of_the_config_has_a_template_and_required_tokens():
 
 def test_a_named_template_whose_tokens_the_tokenizer_does_not_know_is_refused_with_the_list(make_tokenizer):
     tokenizer = make_tokenizer(special=["<|endoftext|>", "<|eot_id|>"])
-    said = r"llama3 needs <\|start_header_id\|>, <\|end_header_id\|> to be one token each.*`chatml`"
+    said = r"llama3 requires the tokens <\|start_header_id\|>, <\|end_header_id\|>.*`chatml`"
     with pytest.raises(DataError, match=said):
         set_chat_template(tokenizer, "llama3")
     assert tokenizer.chat_template is None

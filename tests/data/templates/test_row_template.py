@@ -82,10 +82,10 @@ BAD = [
     ({"text": "\n{% if %}"}, r"data.train.template.text, line 2: not valid Jinja"),
     (
         {"messages": "[{{ question }}]"},
-        r"template of `messages` makes is text that is not JSON: .*\('\[2 \+ 2",
+        r"template of `messages` is text that is not JSON: .*\('\[2 \+ 2",
     ),
-    ({"messages": "{{ 1 }}"}, "what the template of `messages` makes must be a list of turns"),
-    ({"text": [{"role": "user"}]}, "what the template of `text` makes must be text"),
+    ({"messages": "{{ 1 }}"}, "the result of the template of `messages` must be a list of turns"),
+    ({"text": [{"role": "user"}]}, "the result of the template of `text` must be text"),
 ]
 
 

@@ -21,18 +21,18 @@ CHATML = BUILT_IN["chatml"].read_text(encoding="utf-8")
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ONLY_IN_LONG = "{{{{ {} if messages | length > 2 }}}}".format("messages[0].content * 10**10")
 TOO_MUCH = {
-    "a product": ("{{ 'a' * 10**10 }}", "took (more than 512 MB|longer than 1 s)"),
-    "a product of a row": (ONLY_IN_LONG, "took (more than 512 MB|longer than 1 s)"),
-    "a format": ("{{ '%1000000000s' % messages[0].content }}", "took (more than 512 MB|longer than 1 s)"),
-    "loops": (LOOPS, "took longer than 1 s"),
+    "a product": ("{{ 'a' * 10**10 }}", "took (more than 512 MB|more than 1 s)"),
+    "a product of a row": (ONLY_IN_LONG, "took (more than 512 MB|more than 1 s)"),
+    "a format": ("{{ '%1000000000s' % messages[0].content }}", "took (more than 512 MB|more than 1 s)"),
+    "loops": (LOOPS, "took more than 1 s"),
     "a macro without end": ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "recursion"),
     "a macro that grows": (
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
-        "took longer than 1 s",
+        "took more than 1 s",
     ),
     "a text that doubles": (
         "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-        "took (more than 512 MB|longer than 1 s)",
+        "took (more than 512 MB|more than 1 s)",
     ),
     "a range": ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
     "another file": ("{% include '/etc/passwd' %}", "no loader"),
@@ -89,10 +89,10 @@ def test_an_error_of_a_suspicious_model_template_is_reported_with_its_row(tmp_pa
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        ("{{ 'a' * 10**10 }}", "took (more than 512 MB|longer than 1 s)"),
-        ("{{ text * 10**9 }}", r"row 1: .*took (more than 512 MB|longer than 1 s)"),
-        ("{{ text | center(10**10) }}", r"row 1: .*took (more than 512 MB|longer than 1 s)"),
-        (LOOPS, r"row 1: .*took longer than 1 s"),
+        ("{{ 'a' * 10**10 }}", "took (more than 512 MB|more than 1 s)"),
+        ("{{ text * 10**9 }}", r"row 1: .*took (more than 512 MB|more than 1 s)"),
+        ("{{ text | center(10**10) }}", r"row 1: .*took (more than 512 MB|more than 1 s)"),
+        (LOOPS, r"row 1: .*took more than 1 s"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"row 1: template of `text`.*recursion"),
     ],
 )

@@ -132,7 +132,11 @@ DAMAGES = {
         nudged,
         r"1 of 21 tensors .*layers.0.mlp.up_proj.weight \(other values",
     ),
-    "weights tied that were not": ("llama untied", tied, r"tensors differ from the exported ones.*: lm_head.weight \(other values"),
+    "weights tied that were not": (
+        "llama untied",
+        tied,
+        r"tensors differ from the exported ones.*: lm_head.weight \(other values",
+    ),
     "weights untied that were": (
         "qwen3 tied",
         rewritten("config.json", lambda values: values.update(tie_word_embeddings=False)),

@@ -32,7 +32,7 @@ def section(kind="llama", **values) -> ModelSection:
         ({"hidden_size": 0}, "ZeroDivisionError"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"num_key_value_heads": 3}, "size of tensor a (4) must match"),  # it is built, and fails when it is asked
-        ({"num_hidden_layers": -1}, "num_hidden_layers: there is no model of -1 layers"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: -1 is negative"),
         ({"pad_token_id": 999_999}, "999999 is outside the vocabulary of 640"),
         ({"vocab_size": 10**12}, "parameters. Write other values."),
         ({"vocab_size": "many"}, "vocab_size"),

@@ -159,12 +159,12 @@ def test_a_written_pre_training_length_takes_precedence(bases):
 
 REFUSED = {
     "gpt2": ({}, r"^model\.rope_scaling: `gpt2` has no rotary position embedding"),
-    "recurrent_gemma": ({}, r"^model\.rope_scaling: `recurrent_gemma` has no number of positions"),
-    "gemma4_text": ({}, r"^model\.rope_scaling: `gemma4_text` rotates a part of each head .*has no `yarn`"),
-    "phi3": ({}, r"^model\.rope_scaling: .*Missing required keys .*`phi3` takes `rope_type: yarn` for `longrope`"),
+    "recurrent_gemma": ({}, r"^model\.rope_scaling: `recurrent_gemma` has no `max_position_embeddings`"),
+    "gemma4_text": ({}, r"^model\.rope_scaling: `gemma4_text` rotates only a part of each head .*has no `yarn`"),
+    "phi3": ({}, r"^model\.rope_scaling: .*Missing required keys .*`phi3` treats `rope_type: yarn` as `longrope`"),
     "trained_with_yarn": (
         {"factor": 2.0},
-        r"^model\.rope_scaling: 64 positions x 2 are 128, and the model already has",
+        r"^model\.rope_scaling: 64 positions x 2 = 128, but the model already has",
     ),
 }
 
@@ -180,7 +180,7 @@ def test_a_scaling_that_the_code_does_not_read_is_refused(bases):
     section = ModelSection(
         name=str(bases / "recurrent_gemma"), config={"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     )
-    with pytest.raises(ModelError, match=r"^model\.config\.rope_scaling: `recurrent_gemma` computes the same with it"):
+    with pytest.raises(ModelError, match=r"^model\.config\.rope_scaling: it has no effect on `recurrent_gemma`"):
         dry_run_model(section, head="causal_lm")
 
 

@@ -66,7 +66,7 @@ def test_the_one_that_transformers_would_not_load_reads_otherwise(bytes_and_digi
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_vocabulary_that_the_class_cannot_use_is_refused(pieces, model_type, tmp_path):
     if model_type in WITH_A_CLASS_OF_THEIR_OWN:
-        with pytest.raises(ModelError, match=f"next to a model of type `{model_type}` .* Use a byte-level BPE"):
+        with pytest.raises(ModelError, match=f"for models of type `{model_type}`, .* Use a byte-level BPE"):
             as_loaded_for(pieces, model_type=model_type, trust_remote_code=False)
         return
     used, _ = as_loaded_for(pieces, model_type=model_type, trust_remote_code=False)

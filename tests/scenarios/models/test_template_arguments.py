@@ -130,7 +130,7 @@ def test_chat_and_generate_use_the_template_arguments_of_training_by_default(job
     use_written_arguments(tokenizer, ["effort=high"])
     assert prompt(tokenizer).startswith("<|im_start|>system\neffort high<|im_end|>")
     with pytest.raises(
-        UserError, match=r"--template-argument efort: the chat template never reads it\. It reads `effort`"
+        UserError, match=r"--template-argument efort: the chat template does not read it\. It reads `effort`"
     ):
         use_written_arguments(tokenizer, ["efort=high"])
     with pytest.raises(UserError, match="write NAME=VALUE"):

@@ -61,7 +61,7 @@ def test_recorded_classes_rebuild_the_encoder_without_rows(data):
     ("labels", "message"),
     [
         (["a", "a"], r"the training rows contain 1 class \(`a`\): there is nothing to classify"),
-        ([0.5, 0.25], "data.train: no row has a valid label; the first error: a label must be a text or a whole"),
+        ([0.5, 0.25], "data.train: no row has a valid label; the first error: a label must be text or an integer"),
         (range(10_001), r"the training rows contain 10,001 classes \(.*\): is the column a class label"),
     ],
 )
