@@ -26,7 +26,7 @@ def test_an_unknown_label_is_named_with_the_known_ones():
     classes = Classes(("negative", "positive"))
     assert classes.index("positive") == 1
     with pytest.raises(
-        DataError, match=r"no class `postive`; there are `negative`, `positive`\. Did you mean `positive`"
+        DataError, match=r"no class `postive`; the classes are `negative`, `positive`\. Did you mean `positive`"
     ):
         classes.index("postive")
 

@@ -173,7 +173,7 @@ def test_intact_samples_have_the_checksum_expected_by_the_order(prepare, workers
     one, two, *_ = batches(pool, section)
     deliveries = SampleVerifier(pool, STEP)
     delivery = deliveries.received([one, two])
-    assert delivery.mark == deliveries.expected(0) != deliveries.expected(1)
+    assert delivery.checksum == deliveries.expected(0) != deliveries.expected(1)
     assert (delivery.damaged, delivery.problem) == ((), None)
     require_intact(prepared, one)
 
@@ -186,7 +186,7 @@ def test_damage_on_the_disk_after_the_start_is_found_in_the_samples_and_set_asid
     deliveries = SampleVerifier(pool, STEP)
     delivery = deliveries.received([one, two])
     assert delivery.damaged == (*one.sample_ids, *two.sample_ids)
-    assert delivery.mark != deliveries.expected(0)
+    assert delivery.checksum != deliveries.expected(0)
     what, then = deliveries.explain(delivery.damaged)
     assert f"rows.jsonl, row {delivery.damaged[0] + 1}" in what
     assert "Run the same command again: it rebuilds the set and resumes from the last checkpoint" in then
@@ -270,7 +270,7 @@ def test_precomputed_arrays_are_verified_and_not_part_of_the_digest_of_consumed_
     pool = pool_of_delivery(known)
     delivery = SampleVerifier(pool, STEP).received(batches(pool, section)[:2])
     assert delivery.damaged == ()
-    assert delivery.mark == SampleVerifier(pool_of_delivery(prepared), STEP).expected(0)
+    assert delivery.checksum == SampleVerifier(pool_of_delivery(prepared), STEP).expected(0)
     flip(tmp_path / "known" / "chunk-000000.bin", start=0)
     damaged = batches(pool, section)[0]
     with pytest.raises(DataError, match=r"known is damaged and was renamed to \.damaged-known-1"):
@@ -291,4 +291,4 @@ def test_a_partner_is_compared_too(prepare):
 def test_a_filler_has_no_samples_and_no_marks(prepare):
     prepared, _ = prepare()
     empty = Batch({}, torch.zeros(1, 1), 0, 0, ())
-    assert SampleVerifier(pool_of_delivery(prepared), STEP).received([empty]).mark == 0
+    assert SampleVerifier(pool_of_delivery(prepared), STEP).received([empty]).checksum == 0
