@@ -135,6 +135,14 @@ class Hang(TrainingError):
     """No progress within the timeout."""
 
 
+def error_of_type(name: str, message: str, *, exit_code: int) -> FinetuneError:
+    """Return the error of another process, which is known by the name of its type, its message and its exit code."""
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, FinetuneError)) or kind is ConfigError:  # made of problems
+        kind = UserError if exit_code == UserError.exit_code else TrainingError
+    return kind(message)
+
+
 class NotAFile(OSError):
     """A path leads to a device, a FIFO or a folder where a regular file is expected; the message names its type."""
 

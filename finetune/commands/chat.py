@@ -283,7 +283,7 @@ def _load_checkpoint(
     """Return the model of a run's checkpoint, its adapter in use where it has one."""
     if adapters:
         raise UserError("--adapter: not available for a checkpoint. Export it first: `finetune export RUN`.")
-    target = find_evaluation_target(run, step=step, config=None, overrides=(), trust_remote_code=trust_remote_code)
+    target = find_evaluation_target(run, step=step, job=None, overrides=(), trust_remote_code=trust_remote_code)
     task = target.task()
     if task.head not in _GENERATING:
         raise UserError(f"{target.source}: a `{task.head}` model does not generate text. Evaluate it instead.")

@@ -204,8 +204,8 @@ def export(
     public: bool = False,
     trust_remote_code: bool = False,
     verify: bool | None = None,
-) -> None:
-    """Export a checkpoint of a run, merge the adapter of any folder, or upload a folder; print what was done.
+) -> Path:
+    """Export a checkpoint of a run, merge the adapter of any folder, or upload a folder; print it, return the folder.
 
     Raises UserError if there is nothing to do or the target exists, HubError if the upload failed; the exported folder
     is kept then.
@@ -232,6 +232,7 @@ def export(
         print(hint)
     if push_to_hub is not None:
         print(f"uploaded to {push_folder(folder, push_to_hub, private=not public)}")
+    return folder
 
 
 def is_run(folder: Path) -> bool:

@@ -7,6 +7,7 @@ output, one file per rank, until all are complete; a command that was killed res
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -139,11 +140,83 @@ def generate_file(
     Raises UserError or DataError for a model that does not generate text, rows without a prompt, and an output that
     already exists. Collective over all launched processes.
     """
+    num_answers = _answer_file(
+        source,
+        rows=rows,
+        output=output,
+        adapter=adapter,
+        sampling=SamplingParams(max_new_tokens, temperature, top_p),
+        batch_size=batch_size,
+        seed=seed,
+        system=system,
+        template_arguments=template_arguments,
+        trust_remote_code=trust_remote_code,
+    )
+    if distributed.is_main():
+        print(f"{num_answers:,} answers in {output}")
+    return distributed.shut_down(0)
+
+
+def generate_answers(
+    source: Path,
+    rows: Sequence[Row],
+    *,
+    adapter: Path | None,
+    max_new_tokens: int,
+    batch_size: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    system: str | None,
+    trust_remote_code: bool,
+) -> list[str]:
+    """Return the answer to each row on every rank. Raises what `generate_file` does. Collective."""
+    distributed.init_cpu_process_group()
+    scratch = Path(distributed.broadcast_object(tempfile.mkdtemp(prefix="finetune-") if distributed.is_main() else ""))
+    try:
+        if distributed.is_main():
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (scratch / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+        distributed.barrier()
+        _answer_file(
+            source,
+            rows=scratch / "rows.jsonl",
+            output=scratch / "answers.jsonl",
+            adapter=adapter,
+            sampling=SamplingParams(max_new_tokens, temperature, top_p),
+            batch_size=batch_size,
+            seed=seed,
+            system=system,
+            template_arguments=(),
+            trust_remote_code=trust_remote_code,
+        )
+        distributed.barrier()  # rank 0 has joined the answers
+        answers = [str(row[ANSWER]) for row in atomic.read_json_lines(scratch / "answers.jsonl")]
+        distributed.barrier()  # all have read them
+    finally:
+        if distributed.is_main():
+            shutil.rmtree(scratch, ignore_errors=True)
+    return answers
+
+
+def _answer_file(
+    source: Path,
+    *,
+    rows: Path,
+    output: Path,
+    adapter: Path | None,
+    sampling: SamplingParams,
+    batch_size: int,
+    seed: int,
+    system: str | None,
+    template_arguments: Sequence[str],
+    trust_remote_code: bool,
+) -> int:
+    """Write the answers to the output and return their number. Collective."""
     quiet_libraries(is_main=distributed.is_main())
     saved = inspect_model_folder(source, key="generate", trust_remote_code=trust_remote_code)
     _check(saved, output=output, adapter=adapter)
     origin = find_local(SourceSection(path=str(rows)), key="--input", log=no_op)
-    sampling = SamplingParams(max_new_tokens, temperature, top_p)
     raw = list(_raw_rows(origin))  # an invalid file is refused before the whole of it is hashed
     settings = {"rows": origin.digest(), "sampling": asdict(sampling), "seed": seed, "system": system}
     distributed.init_cpu_process_group()
@@ -155,8 +228,7 @@ def generate_file(
     distributed.barrier()  # all answers are on the disk
     if distributed.is_main():
         parts.join([row.parse() for row in raw])
-        print(f"{len(raw):,} answers in {output}")
-    return distributed.shut_down(0)
+    return len(raw)
 
 
 def _model_settings(saved: SavedModel, adapter: Path | None, template_arguments: Sequence[str]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TaskID
 
 from finetune.commands.audit_tables import print_audit
 from finetune.commands.preview.preview import without_audit_limits
-from finetune.config.load import load_config
-from finetune.data.audit.audit import Streamed
+from finetune.config.load import LoadedConfig, load_config
+from finetune.data.audit.audit import Audit, Streamed
 from finetune.data.token_cache.counts import REMEDY
 from finetune.errors import DataError
 from finetune.report.run_log import RunLog, print_line
@@ -101,8 +101,12 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
     An interrupted command resumes at the next start. Raises ConfigError and DataError as training does; for shares
     above the limits of `data.audit`, after the audit has been printed.
     """
+    prepare_data(load_config(path, overrides))
+
+
+def prepare_data(loaded: LoadedConfig) -> Audit:
+    """Do the same for a loaded job, and return the audit."""
     quiet_libraries(is_main=True)
-    loaded = load_config(path, overrides)
     config = loaded.config
     try:
         with show_progress() as (log, on_progress):
@@ -126,3 +130,4 @@ def prepare(path: Path, overrides: Sequence[str]) -> None:
         print(f"{key} is a stream: it is tokenized during training")
     if len(streams) < len(training_data.sources) or training_data.validation_set is not None:
         print("training with this job will reuse the tokenized data")
+    return audit

@@ -1,11 +1,13 @@
 """Formats values and choices for messages, the same in every message."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from finetune.config.section import Section
 from finetune.runtime.text.redact import redacted_config
-from finetune.runtime.text.terminal import format_json
+from finetune.runtime.text.terminal import escape_controls, format_json
 
 MAX_SHOWN_CHARACTERS = 60
 """Characters of a value that a message shows."""
@@ -26,6 +28,31 @@ def format_value(value: Any) -> str:
 def truncate(text: str) -> str:
     """Return the text, truncated if it is long."""
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
+
+
+def job_yaml(section: Section) -> str:
+    """Return the text of a job file with the keys that were written, and no others.
+
+    Read as a job, it gives the same config: values are JSON on one line, which is YAML 1.2.
+    """
+    return "\n".join(_written_lines(section, indent="")) + "\n"
+
+
+def _written_lines(section: Section, *, indent: str) -> Iterator[str]:
+    for name in type(section).model_fields:
+        if name not in section.model_fields_set:
+            continue
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            inner = list(_written_lines(value, indent=f"{indent}  "))
+            yield f"{indent}{name}:{'' if inner else ' {}'}"
+            yield from inner
+        else:
+            yield f"{indent}{name}: {escape_controls(json.dumps(value, default=_written_keys, ensure_ascii=False))}"
+
+
+def _written_keys(section: Section) -> dict[str, Any]:
+    return section.model_dump(exclude_unset=True)
 
 
 def type_name(value: Any) -> str:

@@ -4,6 +4,7 @@ A run's config is read back from the `resolved.yaml` in its folder, long after i
 machine.
 """
 
+import copy
 import errno
 import math
 import os
@@ -11,23 +12,23 @@ import pathlib
 import stat
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.config.formatting import closest, format_list
+from finetune.config.formatting import closest, format_list, job_yaml
 from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
-from finetune.config.overrides import apply_overrides, override_label
+from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, path_problems, with_absolute_paths
 from finetune.config.plugins import activate_options, load_plugins, missing_options
 from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
 from finetune.config.rules.versions import rename_keys, rename_overrides, version_problem
 from finetune.config.run_config import RunConfig, with_run_folder, world_size_problems
-from finetune.config.section import KeyLocation, KeyLocations, expand_names, parent_keys, with_location
+from finetune.config.section import KeyLocation, KeyLocations, expand_names, join_key, parent_keys, with_location
 from finetune.config.validation import InvalidKey, draft_section, read_validation_errors
 from finetune.config.yaml import Document, read_yaml
 from finetune.errors import ConfigError, Problem, RenamedKeyWarning, UserError
@@ -89,12 +90,65 @@ def load_config(
     document.problems += rename_keys(document.values, document.lines, file=path.name)
     overrides = rename_overrides(overrides)
     overridden = apply_overrides(document.values, overrides)
-    register_secrets(overridden.values)
     sources = _file_locations(document, overridden.replaced, name=path.name) | overridden.sources
-    problems = _not_overridden(document.problems, overridden.replaced) + overridden.problems
+    overridden.problems[:0] = _not_overridden(document.problems, overridden.replaced)
+    folder = path.absolute().parent.resolve()
+    config = _load_overridden(
+        overridden, path, folder=folder, sources=sources, overrides=overrides, elsewhere=elsewhere
+    )
+    return LoadedConfig(config, path, text, sources)
+
+
+PYTHON_JOB = pathlib.Path("the job")
+"""The name of a job that was written in Python, in messages."""
+
+
+def load_values(
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    folder: pathlib.Path,
+    elsewhere: Sequence[pathlib.Path] = (),
+) -> LoadedConfig:
+    """Return the config of a job that was written in Python, as `load_config` does for a file in the folder.
+
+    The values are plain types and are not changed.
+    """
+    values = copy.deepcopy(values)
+    expand_names(values, {})
+    faults = rename_keys(values, {}, file=PYTHON_JOB.name)
+    overrides = rename_overrides(overrides)
+    overridden = apply_overrides(values, overrides)
+    overridden.problems[:0] = faults
+    config = _load_overridden(
+        overridden, PYTHON_JOB, folder=folder, sources=overridden.sources, overrides=overrides, elsewhere=elsewhere
+    )
+    written = {key: KeyLocation("Python") for key in _written_keys(values)}
+    return LoadedConfig(config, PYTHON_JOB, job_yaml(config), {**written, **overridden.sources})
+
+
+def _written_keys(value: Any, prefix: str = "") -> Iterator[str]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        key = join_key(prefix, name)
+        yield key
+        yield from _written_keys(inner, key)
+
+
+def _load_overridden(
+    overridden: OverrideResult,
+    path: pathlib.Path,
+    *,
+    folder: pathlib.Path,
+    sources: KeyLocations,
+    overrides: Sequence[str],
+    elsewhere: Sequence[pathlib.Path],
+) -> RunConfig:
+    """Return the valid config of these values; raises ConfigError with all problems at once."""
+    register_secrets(overridden.values)
+    problems = overridden.problems
     if (newer := version_problem(overridden.values)) is not None:
         problems.append(newer)
-    folder = path.absolute().parent.resolve()
     if unusable := load_plugins(overridden.values, folder):
         raise ConfigError(_sort_problems(unusable, sources, overrides=overrides), path.name)
     broken = {problem.key for problem in problems}
@@ -107,7 +161,7 @@ def load_config(
         num_more = num_unnamed + max(0, len(ordered) - MAX_LISTED)
         raise ConfigError(ordered[:MAX_LISTED], path.name, num_more=num_more)
     activate_options(config.plugin_options)
-    return LoadedConfig(config, path, text, sources)
+    return config
 
 
 def require_divisible_batch(loaded: LoadedConfig, *, num_processes: int) -> None:

@@ -1,6 +1,7 @@
 """`--set train.learning_rate=1e-4`: values from the command line that override the file's."""
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,6 +60,15 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> Overrid
         _assign(result, key, value=document.values, source=source)
         expand_names(result.values, result.sources)
     return result
+
+
+def override_text(key: str, value: Any) -> str:
+    """Return the override that gives the key this plain value.
+
+    >>> override_text("train.learning_rate", 1e-4), override_text("model.lora", {"rank": 8})
+    ('train.learning_rate=0.0001', 'model.lora={"rank": 8}')
+    """
+    return f"{key}={json.dumps(value)}"
 
 
 def override_label(override: str) -> str:

@@ -11,9 +11,10 @@ import random
 import resource
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import datasets
@@ -42,11 +43,16 @@ from finetune.strategy.upstream import reset_deepspeed
 
 
 def train_in_process(
-    loaded: LoadedConfig, *, reporters: Sequence[Callable[[Event], object]] = (), accelerate_file: Path | None = None
+    loaded: LoadedConfig,
+    *,
+    reporters: Sequence[Callable[[Event], object]] = (),
+    accelerate_file: Path | None = None,
+    launch_variables: Mapping[str, str] = MappingProxyType({}),
 ) -> RunResult:
     """Train the job in this process, one of those that were launched, and return the result on all ranks. Collective.
 
-    Everything else is as for `finetune train`; errors are raised. Raises UserError for a job with `run.on_end`.
+    `launch_variables` are the ranks, where `srun` or `mpirun` has set none. Everything else is as for `finetune train`;
+    errors are raised. Raises UserError for a job with `run.on_end`.
     """
     if loaded.config.run.on_end is not None:
         raise UserError(
@@ -54,6 +60,7 @@ def train_in_process(
             "Start the run in a process of its own: train(job, num_processes=1), or `finetune train`."
         )
     with isolated_run():
+        os.environ.update(launch_variables)
         if preflight(loaded) is not None:
             return read_result(Path(loaded.config.run.folder))
         use_expandable_segments()
@@ -76,11 +83,11 @@ def isolated_run() -> Iterator[None]:
             "this process was forked from one that had used CUDA already, so it cannot use a GPU. Restart the kernel "
             "and use no GPU before the launcher, or call train(job, num_processes=N), which forks nothing."
         )
-    begin_launch()
     try:
         with ExitStack() as stack:
             for restored in _RESTORED:
                 stack.enter_context(restored())
+            begin_launch()
             try:
                 yield
             finally:

@@ -110,7 +110,7 @@ def _train(
 ) -> _TrainedRun:
     config, strategy, log = context.config, context.strategy, context.log
     checksums = fetch_run_folder(context.loaded, checksums, log=log)
-    validate_model(context.loaded, strategy, log=log)
+    validate_model(context.loaded, strategy, log=log, on_every_rank=supervision.process_exit.raises)
     data = prepare_data(context)
     supervision.startup.end("data")
     accelerator = make_accelerator(config, strategy, log=log)

@@ -38,13 +38,13 @@ def validate(loaded: LoadedConfig) -> RunContext:
     return context
 
 
-def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog) -> None:
+def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_every_rank: bool = False) -> None:
     """Raise an error where the values of `model.from_config` or `model.config` give no model.
 
     And where the model does not take the adapters or samples of that length, or lacks the routers that a key is about.
-    On rank 0, with which all others exit.
+    On rank 0, with which all others exit, or on every rank: each raises it.
     """
-    if not distributed.is_main():
+    if not distributed.is_main() and not on_every_rank:
         return
     section = loaded.config.model
     if section.from_config is not None or section.config_changes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -249,22 +249,38 @@ def restored_groups() -> Iterator[None]:
     """Close the process groups that were made within the context, torch's default one if it is among them.
 
     Groups of a caller stay. Not collective: after an error, the ranks that wait in such a group fail at once.
+
+    A launcher's store outlives groups, and has the addresses of their ranks under names that the groups of the next
+    run have, too: each run of a process looks for addresses under a prefix of its own.
     """
+    global _num_runs
+    _num_runs += 1
+    c10d: Any = distributed_c10d
+    rendezvous, prefix = c10d.rendezvous, f"finetune-{_num_runs}"
+
+    def prefixed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for store, *others in rendezvous(*args, **kwargs):
+            yield c10d.PrefixStore(prefix, store), *others
+
+    c10d.rendezvous = prefixed
     had_default = is_distributed()
-    before = set(distributed_c10d._world.pg_map)
-    timeouts = {name: getattr(distributed_c10d, name) for name in _TIMEOUTS if hasattr(distributed_c10d, name)}
+    before = set(c10d._world.pg_map)
+    timeouts = {name: getattr(c10d, name) for name in _TIMEOUTS if hasattr(c10d, name)}
     _groups.clear()
     try:
         yield
     finally:
+        c10d.rendezvous = rendezvous
         _groups.clear()
         for name, timeout in timeouts.items():
-            setattr(distributed_c10d, name, timeout)
+            setattr(c10d, name, timeout)
         if is_distributed() and not had_default:
             dist.destroy_process_group()
-        for group in [group for group in distributed_c10d._world.pg_map if group not in before]:
+        for group in [group for group in c10d._world.pg_map if group not in before]:
             dist.destroy_process_group(group)
 
+
+_num_runs = 0
 
 _TIMEOUTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 """Of groups that are made without one: strategies change them."""

@@ -24,7 +24,6 @@ from finetune.errors import ConfigError, UserError
 from finetune.report.events import Event, StepTaken
 from finetune.run.in_process import train_in_process
 from finetune.run.state.result import RunResult, read_result
-from finetune.runtime.supervision.status import begin_launch
 from tests.launching import capture
 from tests.small_job import write_job
 
@@ -183,7 +182,6 @@ def test_a_hang_raises_in_the_main_thread(job):
             for _ in range(600):
                 time.sleep(0.1)
 
-    begin_launch()
     with pytest.raises(Exception, match="no progress") as raised:
         train(job, "hung", "run.hang_after_seconds=4", reporters=[sleep])
     assert type(raised.value).__name__ == "Hang"

@@ -38,7 +38,7 @@ BLOCK_BYTES = 1 << 20  # stays in a core's cache between reading and digesting
 _MAX_BYTES = 64 << 20
 _MAX_CREATED = 1e11  # unix seconds, the year 5138: anything later is not a date
 
-STRICT = ConfigDict(strict=True, extra="forbid")
+STRICT: ConfigDict = ConfigDict(strict=True, extra="forbid")
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _StringMap = dict[str, str]
 

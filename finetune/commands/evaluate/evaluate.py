@@ -10,7 +10,7 @@ from typing import Any
 from finetune.commands.evaluate.target import EvaluationTarget, find_evaluation_target
 from finetune.commands.export import export_checkpoint, is_run
 from finetune.commands.generate import local_device
-from finetune.config.load import LoadedConfig
+from finetune.config.load import LoadedConfig, load_config
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.train import TrainSection
 from finetune.data.sources.source import Source, open_source, open_sources
@@ -53,8 +53,9 @@ def evaluate(
     Collective over all launched processes; each of them holds the whole model.
     """
     quiet_libraries(is_main=distributed.is_main())
+    job = None if config is None else load_config(config, overrides)
     trusts = trust_remote_code
-    target = find_evaluation_target(source, step=step, config=config, overrides=overrides, trust_remote_code=trusts)
+    target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
     measured = measure(target)
     if distributed.is_main():
         if json is not None:
@@ -62,6 +63,18 @@ def evaluate(
             atomic.write_json(json, {**about, "metrics": measured.metrics})
         _print(measured)
     return distributed.shut_down(0)
+
+
+def evaluate_model(
+    source: Path, *, step: int | None, job: LoadedConfig | None, overrides: Sequence[str], trust_remote_code: bool
+) -> dict[str, float]:
+    """Return the metrics on every rank, and print nothing. Collective over all launched processes."""
+    quiet_libraries(is_main=distributed.is_main())
+    trusts = trust_remote_code
+    target = find_evaluation_target(source, step=step, job=job, overrides=overrides, trust_remote_code=trusts)
+    metrics = measure(target).metrics
+    distributed.wait_for_devices()
+    return metrics
 
 
 @dataclass(frozen=True)

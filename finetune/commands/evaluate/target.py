@@ -13,7 +13,7 @@ from finetune.checkpoint.read.load import open_checkpoint
 from finetune.checkpoint.sharding.state_layout import named_buffers, named_parameters
 from finetune.commands.export import exported_weights, is_run, processing_in
 from finetune.commands.source import require_trusted_metrics, with_trust
-from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_config, load_resolved
+from finetune.config.load import RESOLVED_NAME, LoadedConfig, load_resolved
 from finetune.config.run_config import RunConfig
 from finetune.data.templates.arguments import use_arguments
 from finetune.data.templates.chat_template import set_chat_template
@@ -76,14 +76,19 @@ class EvaluationTarget:
 
 
 def find_evaluation_target(
-    source: Path, *, step: int | None, config: Path | None, overrides: Sequence[str], trust_remote_code: bool = False
+    source: Path,
+    *,
+    step: int | None,
+    job: LoadedConfig | None,
+    overrides: Sequence[str],
+    trust_remote_code: bool = False,
 ) -> EvaluationTarget:
     """Return what is measured; raises UserError where there is no model, or no job that says how to measure it.
 
-    Code that a model brings runs where the caller says so, or the job in `config`; what a run's own record says of it
+    `overrides` change the run's own job, where no other is named. Code that a model brings runs where the caller says
+    so, or `job`; what a run's own record says of it
     does not count.
     """
-    job = None if config is None else load_config(config, overrides)
     trusts = trust_remote_code or (job is not None and job.config.model.trust_remote_code)
     if is_run(source):
         return _of_checkpoint(source, step=step, job=job, overrides=overrides, trusts=trusts)

@@ -7,7 +7,7 @@ from pathlib import Path
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.manifest import read_manifest_of_step
 from finetune.checkpoint.format.metadata import read_metadata
-from finetune.errors import CheckpointError, TrainingError
+from finetune.errors import CheckpointError, FinetuneError, TrainingError, error_of_type
 from finetune.runtime.files.read import read_json
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
@@ -54,3 +54,15 @@ def read_result(folder: Path) -> RunResult:
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         raise TrainingError(f"{folder}: the end of the run cannot be read: {error}") from error
     return result_of_run(folder, reason=reason, progress=progress)
+
+
+def read_error(folder: Path, *, since: float) -> FinetuneError | None:
+    """Return the error that ended a run of other processes after this time (unix seconds); None where none is known."""
+    try:
+        status = read_json(folder / STATUS_FILE)
+        error = status["error"]
+        if error is None or status["time"] < since:
+            return None
+        return error_of_type(str(error["type"]), str(error["message"]), exit_code=int(status["exit_code"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -14,8 +14,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 import torch.distributed as dist
 
-from finetune import errors
-from finetune.errors import FinetuneError, LostContact, TrainingError, UserError
+from finetune.errors import FinetuneError, LostContact, UserError, error_of_type
 from finetune.runtime import distributed
 from finetune.runtime.processes import STOP_SIGNALS, exit_process
 from finetune.runtime.supervision.status import STOPPED, Peer, RankExit, StatusFile, exit_from_error
@@ -52,6 +51,7 @@ class ProcessExit:
     """The exit of this process: whether its main thread or its watchdog comes first, the reason is printed once."""
 
     ends_process = True  # also where not even a thread can run any more
+    raises = False
 
     def __init__(self, status: StatusFile, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
         self._status = status
@@ -103,7 +103,7 @@ class _EndedByWatchdog(BaseException):
     """Raised in the main thread by another one; `RaisedExit.pending` has the reason."""
 
 
-_STUCK_SECONDS = 30.0
+_STUCK_SECONDS = 5.0
 """How long a main thread may take to raise what ends the run; within a collective it may never."""
 
 
@@ -112,6 +112,8 @@ class RaisedExit(ProcessExit):
 
     One of several processes whose main thread is stuck in a collective exits all the same: nothing can be raised there.
     """
+
+    raises = True
 
     def __init__(self, status: StatusFile, *, rank: int, world: int) -> None:
         super().__init__(status, rank=rank)
@@ -127,14 +129,13 @@ class RaisedExit(ProcessExit):
             return
         if isinstance(error, _EndedByWatchdog) and self._pending is not None:
             raise error_of_exit(self._pending, rank=self._rank) from None
-        if is_broken_collective(error):
-            error = self._lost_contact(error)
-        own = exit_from_error(error, rank=self._rank)
+        if not is_broken_collective(error):
+            self._status.claim_exit(exit_from_error(error, rank=self._rank))
+            return
+        lost = self._lost_contact(error)
+        own = exit_from_error(lost, rank=self._rank)
         first = self._status.claim_exit(own)
-        if first != own:
-            raise error_of_exit(first, rank=self._rank) from error
-        if isinstance(error, LostContact):
-            raise error
+        raise (lost if first == own else error_of_exit(first, rank=self._rank)) from error
 
     def after(self, ended: RankExit) -> None:
         """Have the main thread raise this end, unless it raises by itself, as it does after a signal."""
@@ -153,11 +154,8 @@ class RaisedExit(ProcessExit):
 
 def error_of_exit(ended: RankExit, *, rank: int) -> FinetuneError:
     """Return the exception for an end that the status file names; of another rank, with its number."""
-    kind = getattr(errors, ended.type, None)
     message = ended.message if ended.rank == rank else f"{ended.message} (on rank {ended.rank})"
-    if not (isinstance(kind, type) and issubclass(kind, FinetuneError)) or kind is errors.ConfigError:
-        kind = UserError if ended.exit_code == UserError.exit_code else TrainingError
-    return kind(message)
+    return error_of_type(ended.type, message, exit_code=ended.exit_code)
 
 
 def _leave_it_to_rank_0() -> None:

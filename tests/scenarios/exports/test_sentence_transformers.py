@@ -106,7 +106,7 @@ def test_candidates_are_ranked_alike(exported, folder):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_export_is_evaluated_as_its_run_was(runs, case, variant):
     run = runs[case.name, variant]
-    target = find_evaluation_target(run.final, step=None, config=None, overrides=())
+    target = find_evaluation_target(run.final, step=None, job=None, overrides=())
     assert measure(target).metrics == pytest.approx(dict(run.metrics), rel=1e-5, nan_ok=True)
 
 

@@ -1,0 +1,40 @@
+"""What the API's functions share: an unknown argument is an error with a suggestion, as an unknown key of a job is.
+
+And what libraries write into the environment when they are imported does not stay there.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from finetune.config.formatting import did_you_mean, format_list
+from finetune.errors import UserError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Overrides = Mapping[str, Any]
+"""Values by dotted key, such as `{"train.learning_rate": 1e-4}`."""
+
+
+def api_function(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, which raises UserError for an argument that it does not have, and restores os.environ."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                hint = did_you_mean(name, names) or f"It takes {format_list(names)}."
+                raise UserError(f"{function.__name__}: there is no argument `{name}`. {hint}")
+        environment = dict(os.environ)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+
+    return call

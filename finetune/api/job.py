@@ -1,0 +1,165 @@
+"""A job in Python: the sections of a job file, validated by the same rules, with objects in place of files."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from finetune.api.arguments import Overrides, api_function
+from finetune.api.objects import PENDING_FOLDERS, take_objects, with_paths
+from finetune.config.formatting import job_yaml
+from finetune.config.load import PYTHON_JOB, LoadedConfig, load_config, load_values
+from finetune.config.overrides import override_text
+from finetune.config.paths import local_run_folder
+from finetune.config.run_config import RunConfig
+from finetune.errors import ConfigError, UserError
+from finetune.runtime.optional import lazily
+
+with lazily():  # torch
+    from finetune.run.state import given
+
+
+class Job:
+    """A job: the sections of a job file as keyword arguments, each a dict or a section object.
+
+    Rows may be given as a `datasets.Dataset`, an iterable of dicts or a function that returns one, wherever a path to
+    rows stands; a model and a tokenizer as objects with `save_pretrained`, in place of their names. They are written to
+    `given/` in the run folder when the job is used. Relative paths are resolved against the current folder.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: Any = None,
+        model: Any = None,
+        data: Any = None,
+        task: Any = None,
+        train: Any = None,
+        checkpoint: Any = None,
+        evaluate: Any = None,
+        report: Any = None,
+        export: Any = None,
+        **others: Any,
+    ) -> None:
+        """Raise ConfigError with every problem at once; files that the job names must exist."""
+        named = {"run": run, "model": model, "data": data, "task": task, "train": train, "checkpoint": checkpoint}
+        named |= {"evaluate": evaluate, "report": report, "export": export, **others}
+        given = {name: section for name, section in named.items() if section is not None}
+        self._values, self._objects, problems = take_objects(given)
+        if problems:
+            raise ConfigError(problems, PYTHON_JOB.name)
+        self._file: Path | None = None
+        self._folder = Path.cwd()
+        self._overrides: Overrides = {}
+        self._written: dict[str, Path] = {}  # iterators can be read only once
+        self._config = self.validated().config
+
+    @classmethod
+    def _of_file(cls, path: Path, overrides: Overrides) -> "Job":
+        job = cls.__new__(cls)
+        job._file, job._folder = path.absolute(), Path.cwd()
+        job._values, job._objects = {}, {}
+        job._overrides, job._written = dict(overrides), {}
+        job._config = job.validated().config
+        return job
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the validated sections: `job.config.train.learning_rate`. Paths in it are absolute."""
+        return self._config
+
+    def to_yaml(self) -> str:
+        """Return the job as the text of a job file, its paths absolute; objects in it are written to files first."""
+        return job_yaml(self.load().config)
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write `to_yaml()` to the file and return its path."""
+        target = Path(path)
+        target.write_text(self.to_yaml(), encoding="utf-8")
+        return target
+
+    def validated(self, overrides: Overrides | None = None) -> LoadedConfig:
+        """Return the valid job with these overrides; nothing is written, and objects have paths that do not exist."""
+        return self._load(overrides or {}, paths=None)
+
+    def load(self, overrides: Overrides | None = None) -> LoadedConfig:
+        """Return the valid job with these overrides, the objects in it written to files of the run folder."""
+        return self._load(overrides or {}, paths=self._write_objects(overrides or {}))
+
+    def as_file(self, overrides: Overrides, *, folder: Path) -> tuple[Path, list[str]]:
+        """Return a job file and overrides that are this job; a job without a file is written to the run folder."""
+        if self._file is not None:
+            plain = with_paths(self._taken_overrides(overrides)[0], self._write_objects(overrides))
+            return self._file, [override_text(key, value) for key, value in plain.items()]
+        path = folder / given.GIVEN_FOLDER / "job.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(job_yaml(self.load(overrides).config), encoding="utf-8")
+        return path, []
+
+    def _write_objects(self, overrides: Overrides) -> dict[str, str]:
+        """Write the objects of a valid job to the run folder and return their paths by dotted key."""
+        run = self.validated(overrides).config.run
+        objects = {**self._objects, **self._taken_overrides(overrides)[1]}
+        folder = local_run_folder(run.folder, run.local_folder) / given.GIVEN_FOLDER if objects else Path()
+        return {key: str(self._write(key, value, folder)) for key, value in objects.items()}
+
+    def _write(self, key: str, value: Any, folder: Path) -> Path:
+        if key.startswith("model"):
+            return given.write_pretrained(value, folder, key=key)
+        if not isinstance(value, Iterator):
+            return given.write_rows(value, folder, key=key)
+        if key not in self._written:
+            self._written[key] = given.write_rows(value, folder, key=key)
+        path = folder / self._written[key].name
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self._written[key], path)
+        return path
+
+    def _taken_overrides(self, overrides: Overrides) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return those of this job and these, plain, and the objects in them; raises ConfigError for other values."""
+        plain: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
+        for key, value in {**self._overrides, **overrides}.items():
+            plain[key], taken, problems = take_objects(value, key=key)
+            objects |= taken
+            if problems:
+                raise ConfigError(problems, "overrides")
+        return plain, objects
+
+    def _load(self, overrides: Overrides, *, paths: Mapping[str, str] | None) -> LoadedConfig:
+        plain, _ = self._taken_overrides(overrides)
+        values = self._values
+        if paths is not None:
+            plain, values = with_paths(plain, paths), with_paths(values, paths)
+        texts = [override_text(key, value) for key, value in plain.items()]
+        elsewhere = [Path(folder) for folder in PENDING_FOLDERS]
+        if self._file is not None:
+            return load_config(self._file, texts, elsewhere=elsewhere)
+        return load_values(values, texts, folder=self._folder, elsewhere=elsewhere)
+
+    def __repr__(self) -> str:
+        origin = "" if self._file is None else f" from {self._file.name}"
+        return f"<Job{origin}: {self._config.task.name} into {self._config.run.folder}>"
+
+
+JobLike = Job | str | PathLike[str] | Mapping[str, Any]
+"""A job, the path of a job file, or the sections of one as a dict."""
+
+
+@api_function
+def load_job(path: str | PathLike[str], *, overrides: Overrides | None = None) -> Job:
+    """Return the job in the file, with these overrides (`{"train.steps": 4}`); raises ConfigError with all problems."""
+    return Job._of_file(Path(path), overrides or {})
+
+
+def as_job(job: JobLike) -> Job:
+    """Return the job; raises ConfigError for one that is not valid, UserError for what is none."""
+    if isinstance(job, Job):
+        return job
+    if isinstance(job, str | PathLike):
+        return load_job(job)
+    if isinstance(job, Mapping):
+        return Job(**job)
+    raise UserError(f"`{type(job).__name__}` is no job. Give a Job, the path of a job file, or a dict of its sections.")

@@ -1,0 +1,115 @@
+"""`import finetune`: fast, without torch, and with exactly the names and signatures of this page."""
+
+import inspect
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import finetune
+import finetune.export.card
+import finetune.train.loop
+from tests.launching import capture
+
+SIGNATURES = """
+CheckpointError(UserError)
+ConfigError(UserError)
+DataError(UserError)
+DiskError(TrainingError)
+ExportError(TrainingError)
+FinetuneError(Exception)
+Hang(TrainingError)
+HubError(FinetuneError)
+Job(*, run=None, model=None, data=None, task=None, train=None, checkpoint=None, evaluate=None, report=None, export=None, **others)
+LostContact(TrainingError)
+MissingPackage(UserError)
+ModelError(UserError)
+NonFiniteError(TrainingError)
+RegistryError(UserError)
+RunResult(folder, reason, num_steps, metrics=<factory>, checkpoint=None, final=None)
+StrategyError(UserError)
+TrainingError(FinetuneError)
+UserError(FinetuneError)
+check(job, *, overrides=None, num_processes=None)
+evaluate(source, *, step=None, job=None, overrides=None, trust_remote_code=False)
+export(source, *, to=None, step=None, dtype=None, merge=False, push_to_hub=None, public=False, verify=None, trust_remote_code=False)
+generate(source, prompts, *, adapter=None, max_new_tokens=256, batch_size=8, temperature=0.0, top_p=1.0, seed=0, system=None, trust_remote_code=False)
+load_job(path, *, overrides=None)
+prepare(job, *, overrides=None)
+train(job, *, overrides=None, reporters=(), num_processes=None, accelerate=None)
+"""  # noqa: E501  # a signature is a line
+
+MODULES = ("register",)
+OTHERS = ("__version__", "Session", *MODULES)
+"""Names without a signature here: `Session` has a page and tests of its own."""
+
+PROGRAM = """
+import os, sys, time, json
+before = dict(os.environ)
+started = time.process_time()
+import finetune
+seconds = time.process_time() - started
+names = dir(finetune)
+heavy = [name for name in ("torch", "numpy", "pydantic", "transformers", "accelerate") if name in sys.modules]
+print(json.dumps([seconds, heavy, dict(os.environ) == before, names]))
+"""
+
+
+def signature_of(name: str) -> str:
+    value = getattr(finetune, name)
+    if isinstance(value, type) and issubclass(value, finetune.FinetuneError):
+        return f"{name}({value.__bases__[0].__name__})"
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(value).parameters.values()]
+    return f"{name}{inspect.Signature(bare)}"
+
+
+def test_every_public_name_has_the_signature_of_the_page():
+    names = [name for name in finetune.__all__ if name not in OTHERS]
+    assert [signature_of(name) for name in sorted(names)] == SIGNATURES.strip().splitlines()
+    assert all(getattr(finetune, name).__doc__ for name in names)
+
+
+def test_importing_the_package_is_fast_and_imports_no_torch():
+    """A tenth of a second of this process's time: nothing that another process does counts."""
+    done = capture([sys.executable, "-c", PROGRAM], is_cold=True)
+    assert done.returncode == 0, done.stderr
+    seconds, heavy, is_environment_unchanged, names = json.loads(done.stdout)
+    assert seconds < 0.1
+    assert heavy == []
+    assert is_environment_unchanged
+    assert set(finetune.__all__) <= set(names)
+
+
+def test_a_function_keeps_its_name_though_a_folder_of_the_package_has_it():
+    assert isinstance(sys.modules["finetune.train"], types.ModuleType)
+    assert (finetune.train.__module__, finetune.export.__module__) == ("finetune.api.training", "finetune.api.commands")
+    from finetune import export, train
+
+    assert (train, export) == (finetune.train, finetune.export)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute `trian`"):
+        _ = finetune.trian  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: finetune.train("job.yaml", override={}), "there is no argument `override`. Did you mean `overrides`?"),
+        (lambda: finetune.generate("run", [], max_tokens=3), "Did you mean `max_new_tokens`?"),
+        (lambda: finetune.check("job.yaml", colour=1), "It takes `job`, `overrides` and `num_processes`."),
+        (lambda: finetune.check(3), "`int` is no job."),
+    ],
+)
+def test_an_unknown_argument_is_an_error_with_a_suggestion(call, message):
+    with pytest.raises(finetune.UserError) as raised:
+        call()
+    assert message in str(raised.value)
+
+
+def test_the_stub_for_type_checkers_has_all_names():
+    text = Path(finetune.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    assert [name for name in finetune.__all__ if f" as {name}\n" not in text and f"{name}: " not in text] == []
