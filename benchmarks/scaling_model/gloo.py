@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.commands.doctor.strategies import bus_bandwidth
+from finetune.commands.doctor.checks import bus_bandwidth
 from finetune.commands.doctor.subjects.ranks import LinkFacts, measure_link
 from finetune.commands.plan.cost.assumptions import LAUNCH_SECONDS
 from finetune.commands.plan.cost.collectives import Cluster

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from finetune.commands.doctor.checks import bus_bandwidth
 from finetune.commands.doctor.facts import Facts
-from finetune.commands.doctor.strategies import bus_bandwidth
 from finetune.commands.doctor.subjects.ranks import LinkFacts, PairSpeed
 from finetune.commands.plan.cost.assumptions import TRAINING_SHARE
 from finetune.commands.plan.cost.collectives import Cluster

@@ -127,7 +127,7 @@ print(raise_file_limit({world}), resource.getrlimit(resource.RLIMIT_NOFILE), sep
     [
         (1024, 4096, 8, "None", "(1024, 4096)"),
         (1024, 4096, 1000, "None", "(3512, 4096)"),
-        (256, 1024, 1000, "may have 1,024 files and sockets open", "(1024, 1024)"),
+        (256, 1024, 1000, "may open 1,024 files and sockets", "(1024, 1024)"),
     ],
 )
 def test_the_soft_limit_of_open_files_is_raised_for_many_ranks(soft, hard, world, warning, limits):

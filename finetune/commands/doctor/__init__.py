@@ -1,1 +1,1 @@
-"""`finetune doctor`: problems of this machine, and the best settings of a job's data loader."""
+"""`finetune doctor`: problems of the machines of a run, and the best settings of a job's data loader."""

@@ -1,27 +1,40 @@
-"""All checks of all machines and ranks."""
+"""The checks of all machines and ranks, and the communication that each strategy needs per step."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
 from finetune.commands.doctor.facts import Facts, HostFacts
-from finetune.commands.doctor.strategies import check_speed
-from finetune.commands.doctor.subjects.findings import Finding, merge_hosts, note
+from finetune.commands.doctor.subjects.findings import Finding, merge_hosts, note, should_fix
 from finetune.commands.doctor.subjects.gpus import check_gpus
-from finetune.commands.doctor.subjects.links import check_links
+from finetune.commands.doctor.subjects.job import JobFacts
+from finetune.commands.doctor.subjects.links import P2P_OFF, check_links, pair_links
 from finetune.commands.doctor.subjects.network import check_hub, check_network
-from finetune.commands.doctor.subjects.ranks import check_ranks
+from finetune.commands.doctor.subjects.ranks import LinkFacts, PairSpeed, check_ranks
 from finetune.commands.doctor.subjects.software import check_drivers, check_software
 from finetune.commands.doctor.subjects.storage import check_storage
 from finetune.commands.doctor.subjects.system import check_system
 from finetune.commands.doctor.subjects.variables import check_variables
+from finetune.runtime.resources import format_size
 
 
 def check_facts(facts: Facts) -> list[Finding]:
-    """Return the findings, the most severe first; one that several machines share is there once."""
+    """Return the findings, the most severe first; a finding of several machines is listed once."""
     findings = [replace(finding, hosts=(host.hostname,)) for host in facts.hosts for finding in check_host(host, facts)]
-    names = tuple(host.hostname for host in facts.hosts)
-    of_launch = [*check_ranks(facts.ranks), *check_speed(facts), *_check_job(facts)]
-    findings += [replace(finding, hosts=names) for finding in of_launch]
+    hostnames = tuple(host.hostname for host in facts.hosts)
+    launch_findings = [*check_ranks(facts.ranks), *check_speed(facts)]
+    job = facts.job
+    if job is not None and job.problem is not None:
+        launch_findings.append(
+            note(
+                "job",
+                f"{job.file}: {job.problem}",
+                why="disk space and communication cannot be compared with the needs of the job",
+                fix=f"finetune check {job.file} --model",
+            )
+        )
+    findings += [replace(finding, hosts=hostnames) for finding in launch_findings]
     return merge_hosts(findings, num_hosts=len(facts.hosts))
 
 
@@ -57,11 +70,145 @@ def check_host(host: HostFacts, facts: Facts) -> Iterator[Finding]:
     yield from check_variables(variables, gpus)
 
 
-def _check_job(facts: Facts) -> Iterator[Finding]:
-    if facts.job is not None and facts.job.problem is not None:
-        yield note(
-            "job",
-            f"{facts.job.file}: {facts.job.problem}",
-            why="disk space and communication cannot be compared with the needs of the job",
-            fix=f"finetune check {facts.job.file} --model",
+EFFICIENCY = 0.5
+"""Share of the speed of a large matrix product that a training step reaches."""
+
+HIDDEN_SHARE = 0.3
+"""Share of the computing time up to which communication mostly overlaps with the backward pass."""
+
+NOMINAL = JobFacts("a model of 1 billion parameters", num_parameters=10**9, num_trained=10**9, item_bytes=2)
+"""The assumed model, without a job."""
+
+
+@dataclass(frozen=True)
+class StrategyCost:
+    """The communication of a strategy in a step."""
+
+    name: str
+    num_bytes: float  # sent by each rank
+    seconds: float
+    share: float | None  # of the computing time; None if that is unknown
+
+    @property
+    def verdict(self) -> str:
+        """Return in a few words whether the strategy suits the link."""
+        if self.share is None:
+            return ""
+        if self.share <= HIDDEN_SHARE:
+            return "suits this link"
+        return "slowed by this link" if self.share <= 1 else "bound by this link"
+
+
+def bus_bandwidth(link: LinkFacts, *, world: int) -> float:
+    """Return the bytes per second that each rank sends in the largest all-reduce, which sends 2 (n-1)/n of its size."""
+    largest = link.all_reduce[-1]
+    return 2 * (world - 1) / world * largest.num_bytes / largest.seconds
+
+
+def compute_seconds(facts: Facts) -> float | None:
+    """Return the time that a rank computes in a step: 6 operations per parameter and token, 4 with adapters."""
+    job, speeds = facts.job, [rank.flops_per_second for rank in facts.ranks if rank.flops_per_second > 0]
+    if job is None or not job.num_parameters or not job.tokens_per_step or not speeds:
+        return None
+    operations = 4 * job.num_parameters + 2 * job.num_trained
+    return operations * job.tokens_per_step / facts.world / (EFFICIENCY * min(speeds))
+
+
+def strategy_costs(facts: Facts) -> Sequence[StrategyCost]:
+    """Return the costs of DDP, ZeRO-1/2 and FSDP/ZeRO-3 in a step of the job, or of a model of 1 billion parameters."""
+    if facts.link is None or facts.world < 2:
+        return ()
+    job = facts.job if facts.job is not None and facts.job.num_parameters else NOMINAL
+    computed, speed = compute_seconds(facts), bus_bandwidth(facts.link, world=facts.world)
+    part = (facts.world - 1) / facts.world
+    gradients = job.num_trained * job.gradient_bytes
+    trained, weights = job.num_trained * job.item_bytes, job.num_parameters * job.item_bytes
+    num_microbatches = max(1, job.global_batch_size // (job.microbatch_size * facts.world))
+    sent = {
+        "ddp": 2 * part * gradients,
+        "zero1, zero2": 2 * part * gradients + part * trained,
+        "fsdp2, zero3": part * (2 * num_microbatches * weights + gradients),
+    }
+    return [
+        StrategyCost(name, size, size / speed, None if computed is None else size / speed / computed)
+        for name, size in sent.items()
+    ]
+
+
+SLOW_PAIR = 0.5
+"""Share of the median speed of pairs within a machine, or across machines."""
+
+_NVLINK_BYTES_PER_SECOND = 20e9
+"""A lower speed means that NVLink is not used: PCIe 4 reaches this one, and NVLink is several times faster."""
+
+
+def check_speed(facts: Facts) -> Iterator[Finding]:
+    """Yield the slow connections between the ranks of a launch, and the strategies that suit them."""
+    if facts.link is None or facts.world < 2:
+        return
+    hosts = {rank.rank: rank.hostname for rank in facts.ranks}
+    has_links = facts.link.backend == "nccl"  # processes of one CPU have no link
+    for is_within in (True, False) if has_links else (False,):
+        pairs = [pair for pair in facts.link.pairs if (hosts[pair.first] == hosts[pair.second]) == is_within]
+        typical = median(pair.bytes_per_second for pair in pairs) if pairs else 0.0
+        for pair in pairs:
+            if pair.bytes_per_second < SLOW_PAIR * typical:
+                yield _slow_pair(facts, pair, typical=typical, is_within=is_within)
+    speed = bus_bandwidth(facts.link, world=facts.world)
+    links = [link for host in facts.hosts for link in pair_links(host.gpus.topology).values()]
+    is_nvlinked = bool(links) and len(facts.hosts) == 1 and all(link.startswith("NV") for link in links)
+    if is_nvlinked and facts.link.backend == "nccl" and speed < _NVLINK_BYTES_PER_SECOND:
+        yield should_fix(
+            "nvlink-unused",
+            f"the GPUs have NVLink, and an all-reduce reaches {format_size(round(speed))}/s",
+            why="NCCL does not use it: P2P is disabled, or the fabric manager of the NVSwitches does not run",
+            fix="unset NCCL_P2P_DISABLE; sudo systemctl restart nvidia-fabricmanager; see NCCL_DEBUG=INFO",
         )
+    yield from _strategy(facts)
+
+
+def _slow_pair(facts: Facts, pair: PairSpeed, *, typical: float, is_within: bool) -> Finding:
+    one, other = (next(rank for rank in facts.ranks if rank.rank == end) for end in (pair.first, pair.second))
+    link = ""
+    if is_within:
+        host = next(host for host in facts.hosts if host.hostname == one.hostname)
+        link = pair_links(host.gpus.topology).get(f"{one.local_rank}-{other.local_rank}", "")
+    fixes = f"{P2P_OFF}, and measure again" if link in ("SYS", "PHB", "NODE") else "check the load of that machine"
+    return should_fix(
+        "slow-pair",
+        f"rank {one.rank} ({one.hostname}) and rank {other.rank} ({other.hostname}) exchange "
+        f"{format_size(round(pair.bytes_per_second))}/s{f' over {link}' if link else ''}, other pairs "
+        f"{format_size(round(typical))}/s",
+        why="a ring is as fast as its slowest link",
+        fix=fixes if is_within else "check cable, port (`ethtool`, `ibstat`) and switch of these machines",
+    )
+
+
+def _strategy(facts: Facts) -> Iterator[Finding]:
+    computed, costs = compute_seconds(facts), strategy_costs(facts)
+    job = facts.job
+    if computed is None or job is None or not costs:
+        return
+    fit = [cost for cost in costs if (cost.share or 0.0) <= HIDDEN_SHARE]
+    ddp, sharded = costs[0], costs[-1]
+    if fit:
+        names = ", ".join(cost.name for cost in fit)
+        yield note(
+            "strategy",
+            f"this link suits {names}",
+            why=f"a step computes for about {computed:.2g} s; communication takes {ddp.seconds:.2g} s with ddp and "
+            f"{sharded.seconds:.2g} s with fsdp2 or zero3",
+            fix="use the first of them that fits into memory (`finetune plan`)",
+        )
+        return
+    microbatches = facts.world * job.microbatch_size
+    batch_size = job.global_batch_size * (ddp.share or 0.0) / HIDDEN_SHARE
+    batch_size = math.ceil(batch_size / microbatches) * microbatches
+    yield should_fix(
+        "link-bound",
+        f"communication takes {ddp.seconds:.2g} s per step with ddp and {sharded.seconds:.2g} s with fsdp2 or zero3, "
+        f"computing about {computed:.2g} s",
+        why="the ranks wait for the link; more ranks make it worse",
+        fix=f"train.global_batch_size: {batch_size} (microbatches are "
+        "accumulated, gradients sent once), or model.lora; between machines HSDP shards only within each",
+    )

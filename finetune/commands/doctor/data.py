@@ -28,10 +28,10 @@ from finetune.runtime.files.read import read_json
 from finetune.runtime.text.library_output import quiet_libraries
 
 MAX_WAITING_SHARE = 0.02
-"""The share of a step that may be spent waiting: less is not worth a process."""
+"""Share of a step that may be spent waiting: saving less does not justify another worker."""
 
 NEARLY_FASTEST = 0.9
-"""Where the speed of the model is unknown: the share of the fastest rate that counts as equally fast."""
+"""Share of the fastest rate that counts as equally fast, if the speed of the model is unknown."""
 
 WARM_UP_STEPS = 2
 
@@ -80,11 +80,11 @@ class LoaderMeasurement:
 
 
 _ENDLESS = 1 << 40
-"""The steps of a loader of which only the first are used."""
+"""The number of steps of a loader of which only the first are used."""
 
 
 def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, seconds: float) -> None:
-    """Print samples and tokens per second of the job's loader for each setting worth trying, and the keys to write.
+    """Print samples and tokens per second of the job's loader for a range of settings, and the keys to write.
 
     Tokenizes first, as training does. Where the job's run folder has events of an earlier run, the answer is based on
     the rate at which that run consumed tokens. Raises ConfigError and DataError as training does.
@@ -95,13 +95,14 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
     training_data = make_training_data(config, RunLog(is_main=True), locations=loaded.sources)
     make_loader = partial(_loader, config, training_data)
     settings = settings_to_try(resources)
-    measurements = measure(make_loader, settings, num_rounds=num_rounds, seconds=seconds, log=_log)
+    log = partial(print, file=sys.stderr, flush=True)
+    measurements = measure(make_loader, settings, num_rounds=num_rounds, seconds=seconds, log=log)
     consumed = tokens_per_second_of_a_rank(Path(config.run.folder))
     device = "copied to the GPU" if resources.has_device else "no GPU"
     print(f"one rank's loader alone, {resources.num_cores} cores, {device}; medians; spread: (max - min) / median")
     print_table(loading_table(measurements, consumed))
     best = choose_settings(measurements, consumed)
-    restart = _restarts(make_loader, best.settings)
+    restart = _restart_seconds(make_loader, best.settings)
     print(_reason(best, consumed, run_folder=config.run.folder))
     if restart is not None:
         new, persistent = restart
@@ -112,7 +113,7 @@ def examine_loader(path: Path, overrides: Sequence[str], *, num_rounds: int, sec
 
 
 def loading_table(measurements: Sequence[LoaderMeasurement], consumed: float | None) -> Table:
-    """Return a row for each setting, with the share that a step waits where the rate of a run is known."""
+    """Return a row for each setting, with the share of a step spent waiting if the rate of a run is known."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = ["num_workers", "prefetch_factor", "pin_memory", "samples/s", "spread", "tokens/s", "first batch"]
     for name in names if consumed is None else [*names, "a step waits"]:
@@ -134,7 +135,7 @@ def loading_table(measurements: Sequence[LoaderMeasurement], consumed: float | N
 
 
 def yaml_lines(settings: LoaderSettings) -> str:
-    """Return the keys of `data:` that make these settings."""
+    """Return the keys of `data:` for these settings."""
     keys: dict[str, Any] = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
     if settings.num_workers:
         keys |= {"persistent_workers": True, "prefetch_factor": settings.prefetch_factor}
@@ -168,7 +169,7 @@ def _loader(
     )
 
 
-def _restarts(make_loader: Any, settings: LoaderSettings) -> tuple[float, float] | None:
+def _restart_seconds(make_loader: Any, settings: LoaderSettings) -> tuple[float, float] | None:
     """Return the seconds to the start of a second pass, with new workers and with those of the first."""
     if settings.num_workers == 0:
         return None
@@ -180,8 +181,8 @@ def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str)
     number = best.settings.num_workers
     if consumed is None:
         return (
-            f"num_workers: {number} is the smallest that loads about as fast as any. {run_folder} has no run from "
-            "which to read the speed of the model: train a few steps and repeat this command for a better answer."
+            f"num_workers: {number} is the smallest number that is about as fast as the fastest. {run_folder} has no "
+            "run that shows the speed of the model: train a few steps and repeat this command for a better answer."
         )
     return (
         f"a rank of the run in {run_folder} consumes {consumed:,.0f} tokens/s while it computes: with num_workers: "
@@ -189,12 +190,8 @@ def _reason(best: LoaderMeasurement, consumed: float | None, *, run_folder: str)
     )
 
 
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def settings_to_try(resources: MachineResources) -> list[LoaderSettings]:
-    """Return the settings worth trying on this machine: no worker, 1, 2, 4, ... up to its cores per rank."""
+    """Return the settings to measure on this machine: 0, 1, 2, 4, ... workers, up to its cores per rank."""
     numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= max(2, resources.cores_per_rank)]
     pins = (False, True) if resources.has_device else (False,)
     settings = [LoaderSettings(0, pin, False, None) for pin in pins]
@@ -212,7 +209,7 @@ def measure(
     seconds: float,
     log: Callable[[str], None],
 ) -> list[LoaderMeasurement]:
-    """Return the measurements of the settings: each once a round, in a new order in each round."""
+    """Return the measurements of the settings; each round measures all of them in a new order."""
     runs: Mapping[LoaderSettings, list[LoaderRun]] = {setting: [] for setting in settings}
     for number in range(num_rounds):
         log(f"round {number + 1} of {num_rounds}")
@@ -233,22 +230,22 @@ def seconds_between_passes(make_loader: MakeLoader, settings: LoaderSettings) ->
 
 def _measure_once(loader: "DataLoader[Batch]", *, seconds: float) -> LoaderRun:
     started = time.perf_counter()
-    batches = _on_device(loader)
+    batches = _device_batches(loader)
     next(batches)
-    first = begun = time.perf_counter()
+    first = time.perf_counter()
     samples = tokens = 0
     for number, batch in enumerate(batches, start=1):
         samples, tokens = samples + len(batch.sample_ids), tokens + batch.num_tokens
-        if number >= MIN_BATCHES and time.perf_counter() - begun >= seconds:
+        if number >= MIN_BATCHES and time.perf_counter() - first >= seconds:
             break
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    taken = time.perf_counter() - begun
-    return LoaderRun(first - started, samples / taken, tokens / taken)
+    elapsed = time.perf_counter() - first
+    return LoaderRun(first - started, samples / elapsed, tokens / elapsed)
 
 
-def _on_device(loader: "DataLoader[Batch]") -> Iterator[Batch]:
-    """Yield the batches where training would have them: copied to the GPU where there is one."""
+def _device_batches(loader: "DataLoader[Batch]") -> Iterator[Batch]:
+    """Yield the batches on the device of training: copied to the GPU if there is one."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     for batch in loader:
         yield batch if device is None else batch.to(device, non_blocking=True)
@@ -257,7 +254,7 @@ def _on_device(loader: "DataLoader[Batch]") -> Iterator[Batch]:
 def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> float:
     """Return the share of a step that a rank waits if it consumes this number of tokens per second of computing.
 
-    Without workers a batch is loaded before it is computed on; with workers, while the one before it is.
+    Without workers a batch is loaded before it is used; with workers, during the computation of the previous one.
     """
     loaded = measured.tokens_per_second
     if measured.settings.num_workers == 0:
@@ -266,7 +263,7 @@ def waiting_share(measured: LoaderMeasurement, consumed_per_second: float) -> fl
 
 
 def choose_settings(measurements: Sequence[LoaderMeasurement], consumed_per_second: float | None) -> LoaderMeasurement:
-    """Return the setting with the fewest workers that is fast enough, or the fastest where none is."""
+    """Return the setting with the fewest workers that is fast enough, else the fastest one."""
     by_cost = sorted(
         measurements, key=lambda measured: (measured.settings.num_workers, measured.settings.prefetch_factor or 0)
     )
@@ -284,18 +281,15 @@ def tokens_per_second_of_a_rank(run_folder: Path) -> float | None:
     if not (run_folder / EVENTS_FILE).is_file():
         return None
     rates = read_history(run_folder).steps.compute_rates(num_warm_up=WARM_UP_STEPS)
-    return median(rates.tolist()) / _world(run_folder) if len(rates) else None
+    try:
+        world = int(read_json(run_folder / "environment.json")["launcher"].get("WORLD_SIZE", "1"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        world = 1
+    return median(rates.tolist()) / world if len(rates) else None
 
 
 def _fastest_of(sufficient: Sequence[LoaderMeasurement]) -> LoaderMeasurement:
-    """Return the fastest of those that have as few workers as the first."""
+    """Return the fastest of those with the same number of workers as the first."""
     fewest = sufficient[0].settings.num_workers
     candidates = [measured for measured in sufficient if measured.settings.num_workers == fewest]
     return max(candidates, key=lambda measured: measured.tokens_per_second)
-
-
-def _world(run_folder: Path) -> int:
-    try:
-        return int(read_json(run_folder / "environment.json")["launcher"].get("WORLD_SIZE", "1"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 1

@@ -1,4 +1,4 @@
-"""`finetune doctor`: the facts of a run's machines, the measurements of its ranks, and what to fix before a run."""
+"""`finetune doctor`: facts of a run's machines, measurements between its ranks, and problems to fix first."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ from finetune.runtime.text.library_output import quiet_libraries
 WAIT_SECONDS = 60.0
 
 _MEASURE_SECONDS = 180.0
-"""The time limit of all measurements between ranks; after it they are taken to hang."""
+"""Time limit of all measurements between ranks, after which they count as hanging."""
 
 _HANG_FIX = (
     "    fix: export NCCL_P2P_DISABLE=1 (GPUs of one machine), or NCCL_SOCKET_IFNAME=eth0 with the interface of the\n"
@@ -50,9 +50,9 @@ def examine(
 ) -> int:
     """Print facts and findings, and return 1 where something must be fixed before a run, else 0.
 
-    With a job, its folders, models and datasets are checked, too. `recorded` is checked instead of this machine. On
-    several processes, the facts include measurements between them, and rank 0 prints. Raises ConfigError for a mistake
-    in the job, and LostContact when a rank does not arrive. Collective.
+    With a job, its folders, models and datasets are also checked. `recorded` facts are checked instead of this machine.
+    With several processes, the facts include measurements between them, and rank 0 prints. Raises ConfigError for a
+    mistake in the job, and LostContact when a rank does not arrive. Collective.
     """
     if recorded is not None:
         return _report(read_facts(recorded), as_json=as_json)
@@ -66,7 +66,7 @@ def examine(
     try:
         with time_limit(_MEASURE_SECONDS, on_late=_end_hang):
             facts = _gather_ranks(loaded, variables, waited=waited)
-    except RuntimeError as error:  # of NCCL or gloo: a rank has failed, or the link
+    except RuntimeError as error:  # of NCCL or gloo: a rank or the link has failed
         raise LostContact(f"all ranks are connected, but cannot communicate: {error}\n{_HANG_FIX}") from error
     code = _report(_with_job(facts, loaded), as_json=as_json) if distributed.is_main() else 0
     return distributed.shut_down(distributed.broadcast_object(code))
@@ -88,7 +88,7 @@ def _gather_host(loaded: LoadedConfig | None, variables: Mapping[str, str]) -> H
 
 
 def _gather_ranks(loaded: LoadedConfig | None, variables: Mapping[str, str], *, waited: float) -> Facts:
-    """Return the facts of all machines and ranks; one rank of each machine gathers its facts. Collective."""
+    """Return the facts of all machines and ranks; one rank per machine gathers those of the machine. Collective."""
     is_local_main = os.environ.get("LOCAL_RANK", "0") == "0"
     gathered = distributed.run_on_all_ranks(partial(_gather_host, loaded, variables) if is_local_main else lambda: None)
     hosts = tuple(host for host in gathered if host is not None)
@@ -99,10 +99,10 @@ def _gather_ranks(loaded: LoadedConfig | None, variables: Mapping[str, str], *, 
 
 
 def _end_hang() -> None:
-    """End this process, whose ranks are connected and now hang in a collective."""
+    """Report that a collective hangs, and end this process."""
     if distributed.is_main():
         print(
-            f"FIX: all ranks have started, and measuring between them did not end within {_MEASURE_SECONDS:g} s\n"
+            f"FIX: all ranks have started, but measurements between them did not end within {_MEASURE_SECONDS:g} s\n"
             f"    why: a collective hangs, and so would training\n{_HANG_FIX}",
             flush=True,
         )
@@ -114,14 +114,14 @@ _POLL_SECONDS = 0.05
 _ALL_ARRIVED = "all"
 
 _WORK_SECONDS = 60.0
-"""The most that a rank takes between two collectives, such as for gathering the facts of its machine."""
+"""Time limit of a rank's work between two collectives, such as gathering the facts of its machine."""
 
 
 def rendezvous(variables: Mapping[str, str], *, seconds: float) -> float:
-    """Create a process group of all launched ranks, and return how long this one waited for the last. Collective.
+    """Create a process group of all launched ranks, and return the seconds that this rank waited. Collective.
 
-    Over gloo, and also NCCL where there are GPUs. Raises LostContact on every rank that has arrived when one does not
-    within the time limit.
+    Uses gloo, and also NCCL on machines with GPUs. Raises LostContact on every rank that has arrived if another one
+    does not arrive within the time limit.
     """
     rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     store = PrefixStore(
@@ -179,7 +179,7 @@ def _store(variables: Mapping[str, str], *, rank: int, seconds: float) -> Store:
 
 
 def _await_port(address: str, port: int, *, deadline: float) -> None:
-    """Wait until the port is open; raises OSError. torch would print a C++ trace for each attempt."""
+    """Wait until the port is open; raises OSError. torch itself would print a C++ trace for each attempt."""
     while True:
         try:
             socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
@@ -191,7 +191,7 @@ def _await_port(address: str, port: int, *, deadline: float) -> None:
 
 
 def _await_all(store: Store, *, rank: int, world: int, seconds: float) -> None:
-    """Wait until rank 0 has seen every rank; raises LostContact naming those that it has not."""
+    """Wait until every rank has reached rank 0; raises LostContact that names the missing ones."""
     store.set(f"arrived/{rank}", socket.gethostname())
     deadline = time.monotonic() + seconds
     if rank == 0:
@@ -202,8 +202,10 @@ def _await_all(store: Store, *, rank: int, world: int, seconds: float) -> None:
     else:
         missing = _await_answer(store, deadline=deadline + seconds)
     if missing:
+        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        named = f"rank {shown}" if len(missing) == 1 else f"{len(missing)} (rank {shown})"
         raise LostContact(
-            f"of {world} ranks, {_ranks(missing)} did not arrive within {seconds:g} s. Check the output "
+            f"of {world} ranks, {named} did not arrive within {seconds:g} s. Check the output "
             "of that process, whether it was started (machine_rank, num_machines, num_processes of the accelerate "
             "config), and whether a firewall is between the machines. `--wait SECONDS` waits longer."
         )
@@ -226,18 +228,13 @@ def _await_answer(store: Store, *, deadline: float) -> list[int]:
                 return [] if answer == _ALL_ARRIVED else [int(number) for number in answer.split(",")]
             time.sleep(_POLL_SECONDS)
     except RuntimeError as error:
-        raise LostContact("the store of rank 0 is gone: rank 0 exited.") from error
+        raise LostContact("lost the connection to rank 0: it exited.") from error
     return [0]
-
-
-def _ranks(missing: list[int]) -> str:
-    shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-    return f"rank {shown}" if len(missing) == 1 else f"{len(missing)} (rank {shown})"
 
 
 @contextmanager
 def time_limit(seconds: float, *, on_late: Callable[[], None]) -> Iterator[None]:
-    """Call `on_late` in another thread where the block takes longer: a collective cannot be interrupted."""
+    """Call `on_late` in another thread if the block takes longer: a collective cannot be interrupted."""
     timer = threading.Timer(seconds, on_late)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""The facts of all machines, of the ranks of a launch and of a job; to and from JSON."""
+"""The facts of all machines, of the ranks of a launch and of a job, and their JSON."""
 
 import dataclasses
 import platform
@@ -26,7 +26,7 @@ from finetune.runtime.files.read import first_problem, read_json
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One machine; whatever it may lack is None or empty."""
+    """One machine; missing facts are None or empty."""
 
     hostname: str
     system: SystemFacts = field(default_factory=SystemFacts)
@@ -40,7 +40,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """All machines and ranks of a launch, or the one machine without a launch."""
+    """All machines and ranks of a launch; without a launch, this machine."""
 
     hosts: tuple[HostFacts, ...]
     ranks: tuple[RankFacts, ...] = ()
@@ -75,13 +75,13 @@ def read_facts(path: Path) -> Facts:
 
 
 SECONDS = 30.0
-"""The time limit of a gatherer: a driver that hangs does not answer at all."""
+"""Time limit of a gatherer: a driver that hangs never answers."""
 
 
 def gather_host(folders: Mapping[str, Path], *, variables: Mapping[str, str]) -> HostFacts:
-    """Return the facts of this machine; `folders` are those that a run would write to.
+    """Return the facts of this machine; a run would write to `folders`.
 
-    `variables` is the environment with which the process was started.
+    `variables` is the initial environment of the process.
     """
     parts, unread = gather_all(
         {

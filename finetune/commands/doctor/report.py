@@ -1,4 +1,4 @@
-"""The printed report of facts and findings, and the same as JSON."""
+"""Prints facts and findings, as text or JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -6,8 +6,8 @@ from statistics import median
 
 from rich.table import Table
 
+from finetune.commands.doctor.checks import NOMINAL, compute_seconds, strategy_costs
 from finetune.commands.doctor.facts import Facts, HostFacts, facts_as_json
-from finetune.commands.doctor.strategies import NOMINAL, compute_seconds, strategy_costs
 from finetune.commands.doctor.subjects.findings import Finding, finding_as_json, format_finding
 from finetune.commands.doctor.subjects.gpus import Gpu
 from finetune.commands.doctor.subjects.links import pair_links
@@ -101,7 +101,7 @@ def _network_lines(network: NetworkFacts) -> Iterator[tuple[str, str]]:
     hub = network.hub
     if hub is not None:
         answer = hub.problem or f"answers in {hub.seconds or 0:.2f} s"
-        yield "hub", f"{hub.endpoint}: {'not asked (HF_HUB_OFFLINE)' if hub.is_offline_wanted else answer}"
+        yield "hub", f"{hub.endpoint}: {'not contacted (HF_HUB_OFFLINE)' if hub.is_offline_wanted else answer}"
 
 
 def _print_link(facts: Facts, link: LinkFacts) -> None:
@@ -121,8 +121,8 @@ def _print_pairs(link: LinkFacts) -> None:
     if len(link.pairs) < 2:
         return
     slowest = sorted(link.pairs, key=lambda pair: pair.bytes_per_second)[:_MAX_PAIRS]
-    usual = median(pair.bytes_per_second for pair in link.pairs)
-    shown = f"{len(slowest)} of {len(link.pairs)}; median {_rate(usual)}"
+    typical = median(pair.bytes_per_second for pair in link.pairs)
+    shown = f"{len(slowest)} of {len(link.pairs)}; median {_rate(typical)}"
     print(f"\nmessages between two ranks, the slowest first ({shown})")
     table = _table("ranks", "latency", "bandwidth")
     for pair in slowest:

@@ -63,7 +63,7 @@ def make_job(
 ) -> tuple[Job, LoadedConfig]:
     """Return what each host launches. Raises UserError for an invalid job or accelerate file.
 
-    Files in the folders `elsewhere` are on the hosts, and are not checked local_host.
+    Files in the folders `elsewhere` are on the hosts, and are not checked here.
     """
     loaded = load_config(config, overrides, elsewhere=elsewhere)
     words = ["-m", "finetune", "--config", str(config.absolute())]

@@ -101,5 +101,5 @@ train: {global_batch_size: 4, microbatch_size: 2, steps: 2, learning_rate: 1e-3}
     printed = capsys.readouterr().out
     lines = printed.splitlines()
     assert next(line for line in lines if "num_workers" in line).split()[:2] == ["num_workers", "prefetch_factor"]
-    assert "has no run from which to read" in printed
+    assert "has no run that shows the speed" in printed
     assert "Write in job.yaml:\n\ndata:\n  num_workers: " in printed

@@ -165,7 +165,7 @@ def test_a_low_limit_on_open_files_is_reported_with_the_number_needed():
     )
     done = capture([sys.executable, "-c", limited])
     assert done.returncode == 1
-    assert "FIX: a process may have 500 files and sockets open" in done.stdout
+    assert "FIX: a process may open 500 files and sockets" in done.stdout
     assert "--ulimit nofile=515" in done.stdout
 
 

@@ -1,1 +1,1 @@
-"""The subjects of the doctor: each module has its facts, its gatherer and its checks."""
+"""The subjects of the doctor, one per module: facts, gatherer and checks."""

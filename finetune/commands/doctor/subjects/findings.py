@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Severity(IntEnum):
-    """The consequence of leaving a finding as it is."""
+    """The consequence of not fixing a finding."""
 
-    MUST_FIX = 0  # a run fails, hangs or computes something wrong
-    SHOULD_FIX = 1  # a run is slower or more fragile than it need be
+    MUST_FIX = 0  # a run fails, hangs or computes wrong results
+    SHOULD_FIX = 1  # a run is slower or more fragile than necessary
     NOTE = 2
 
 
@@ -26,16 +26,16 @@ class Finding:
     what: str
     why: str
     fix: str
-    hosts: tuple[str, ...] = ()  # empty: all of them
+    hosts: tuple[str, ...] = ()  # empty: all hosts
 
 
 def must_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
-    """Return a finding without whose fix a run fails."""
+    """Return a finding that makes a run fail."""
     return Finding(key, Severity.MUST_FIX, what, why, fix)
 
 
 def should_fix(key: str, what: str, *, why: str, fix: str) -> Finding:
-    """Return a finding without whose fix a run is slow or fragile."""
+    """Return a finding that makes a run slow or fragile."""
     return Finding(key, Severity.SHOULD_FIX, what, why, fix)
 
 
@@ -45,7 +45,7 @@ def note(key: str, what: str, *, why: str, fix: str) -> Finding:
 
 
 def merge_hosts(findings: Iterable[Finding], *, num_hosts: int) -> list[Finding]:
-    """Return each finding once, the most severe first, with the hosts that have it; none where all have it."""
+    """Return each finding once, the most severe first, with the hosts that have it; no hosts if all have it."""
     hosts_by_finding: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts_by_finding.setdefault(replace(finding, hosts=()), []).extend(finding.hosts)

@@ -48,7 +48,7 @@ class Gpu:
     throttle_reasons: tuple[str, ...] = ()
     temperature_celsius: int | None = None
     slowdown_celsius: int | None = None
-    pcie_generation: int | None = None  # of this moment: an idle GPU lowers it
+    pcie_generation: int | None = None  # the current one: an idle GPU lowers it
     max_pcie_generation: int | None = None
     pcie_width: int | None = None
     max_pcie_width: int | None = None
@@ -78,11 +78,11 @@ class GpuFacts:
     gpus: tuple[Gpu, ...] = ()
     topology: Topology | None = None
     p2p: Mapping[str, str] = field(default_factory=dict)  # {"0-1": "ok"}
-    problem: str | None = None  # why NVML does not answer
+    problem: str | None = None  # the reason why NVML does not answer
 
 
 DRIVER_MARKS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Files of a driver; the last one is that of WSL."""
+"""Files of a driver; the last one exists under WSL."""
 
 _THROTTLE_REASONS = {
     0x4: "power cap",
@@ -119,7 +119,7 @@ def gather_gpus() -> GpuFacts:
 
 
 def _query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer; None where this GPU or driver has none."""
+    """Return NVML's answer; None if this GPU or driver does not support the query."""
     try:
         return function(*arguments)
     except pynvml.NVMLError:
@@ -177,7 +177,7 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _processes(handle: Any) -> Iterator[GpuProcess]:
-    """Yield the processes of others; those outside this container have no name."""
+    """Yield the other processes; those outside this container have no name."""
     for process in _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
         if process.pid == os.getpid():
             continue
@@ -196,7 +196,7 @@ def _p2p(handles: list[Any]) -> Iterator[tuple[str, str]]:
 
 
 BUSY_SHARE = 0.05
-"""Of the memory: more is in use than drivers and a desktop take."""
+"""Share of the memory in use, above what drivers and a desktop need."""
 
 _CAPPED = 0.97  # of the default power
 
@@ -204,13 +204,13 @@ _NEAR_SLOWDOWN_CELSIUS = 5
 
 _BF16_CAPABILITY = (8, 0)
 
-_WORKING = 0.5  # of the power limit: such a GPU has not lowered its bus to save power
+_WORKING = 0.5  # of the power limit: above it, a GPU does not lower its bus speed to save power
 
 _SLOWING = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "hardware power brake")
 
 
 def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Finding]:
-    """Yield the problems of single GPUs, and differences between them; `num_ranks` are the launched ones here."""
+    """Yield the problems of single GPUs, and differences between them; `num_ranks` were launched on this machine."""
     gpus = facts.gpus
     for gpu in gpus:
         yield from _memory_errors(gpu)
@@ -219,7 +219,7 @@ def check_gpus(facts: GpuFacts, *, is_wsl: bool, num_ranks: int) -> Iterator[Fin
         if is_working and (gpu.pcie_generation or 0) < (gpu.max_pcie_generation or 0):
             yield should_fix(
                 "pcie-generation",
-                f"GPU {gpu.index} runs PCIe {gpu.pcie_generation} under load, {gpu.max_pcie_generation} is possible",
+                f"GPU {gpu.index} runs PCIe {gpu.pcie_generation} under load, but supports {gpu.max_pcie_generation}",
                 why="each generation halves the speed of copies",
                 fix="set the slot's link speed to Auto or the highest generation in the BIOS; check the riser",
             )
@@ -257,14 +257,14 @@ def _memory_errors(gpu: Gpu) -> Iterator[Finding]:
             "ecc",
             f"GPU {gpu.index} has damaged memory that can no longer be remapped",
             why="runs on it end with CUDA error `uncorrectable ECC error`",
-            fix=f"leave it out (CUDA_VISIBLE_DEVICES) and have it replaced; `nvidia-smi -q -d ECC -i {gpu.index}`",
+            fix=f"exclude it (CUDA_VISIBLE_DEVICES) and have it replaced; `nvidia-smi -q -d ECC -i {gpu.index}`",
         )
     elif gpu.uncorrected_errors or gpu.remap_pending:
         yield should_fix(
             "ecc",
-            f"GPU {gpu.index} has had {gpu.uncorrected_errors or 0} uncorrectable memory errors since the driver was "
+            f"GPU {gpu.index} had {gpu.uncorrected_errors or 0} uncorrectable memory errors since the driver was "
             f"loaded{', and damaged rows wait to be remapped' if gpu.remap_pending else ''}",
-            why="a run that meets another one ends with a CUDA error",
+            why="another one ends the run with a CUDA error",
             fix=f"sudo nvidia-smi --gpu-reset -i {gpu.index}   # while nothing runs on it",
         )
 
@@ -293,11 +293,11 @@ def _power_and_heat(gpu: Gpu) -> Iterator[Finding]:
 
 def _bus_width(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     narrow = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width < (gpu.max_pcie_width or 0)]
-    for width, most in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
-        alike = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, most)]
+    for width, maximum in sorted({(gpu.pcie_width, gpu.max_pcie_width) for gpu in narrow}):
+        indices = [str(gpu.index) for gpu in narrow if (gpu.pcie_width, gpu.max_pcie_width) == (width, maximum)]
         yield should_fix(
             "pcie-width",
-            f"GPU {', '.join(alike)}: {width} of {most} PCIe lanes are connected",
+            f"GPU {', '.join(indices)}: {width} of {maximum} PCIe lanes are connected",
             why="copies to and from the GPU are slower by that factor; offloading suffers most",
             fix="put the card into a slot with all lanes, or reseat it; check riser and BIOS (bifurcation)",
         )

@@ -1,4 +1,4 @@
-"""The sizes of a job: what it computes, reads and writes, from its config and its model on the meta device."""
+"""The sizes of a job's computation and files, from its config and its model on the meta device."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,12 +45,12 @@ class JobFacts:
     microbatch_size: int = 1
     tokens_per_step: int = 0  # at most
     checkpoint_bytes: int = 0
-    num_checkpoints: int = 0  # at the same time
+    num_checkpoints: int = 0  # existing at the same time
     final_bytes: int = 0
-    written_bytes: int = 0  # of the run folder, if the job has been run before
+    written_bytes: int = 0  # in the run folder, by an earlier run of the job
     cache_bytes: int = 0
     names: tuple[HubName, ...] = ()
-    problem: str | None = None  # why the model could not be built
+    problem: str | None = None  # the reason why the model could not be built
 
 
 _ADAPTER_SHARE = 200
@@ -61,7 +61,7 @@ _UNLIMITED_LENGTH = 2048
 
 
 def gather_job(loaded: LoadedConfig) -> JobFacts:
-    """Return the facts of a job; where its model cannot be built here, `problem` has the reason."""
+    """Return the facts of a job; if its model cannot be built here, `problem` has the reason."""
     config = loaded.config
     max_length = config.data.max_length or _UNLIMITED_LENGTH
     row_tokens = max_length if config.data.batching.by == "samples" else config.data.batching.tokens or max_length
@@ -76,7 +76,7 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
         gradient_bytes=4 if is_float32 or config.model.lora is not None else 2,
         num_checkpoints=_num_checkpoints(config),
         names=tuple(hub_names(config)),
-        cache_bytes=sum(  # a token of 4 bytes has about 4 letters: as much as the text
+        cache_bytes=sum(  # a token has 4 bytes and about 4 letters: as large as the text
             _size(file) for path in paths for file in Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         ),
         written_bytes=_size(Path(config.run.folder)),
@@ -93,7 +93,7 @@ def gather_job(loaded: LoadedConfig) -> JobFacts:
 
 
 def _num_checkpoints(config: RunConfig) -> int:
-    """Return the number of checkpoints that exist at the same time: those kept, and the one being written."""
+    """Return the number of checkpoints that exist at the same time, including one being written."""
     section, steps = config.checkpoint, config.train.steps
     if section.every_steps is None or (steps is not None and steps <= section.every_steps):
         return 1
@@ -127,7 +127,7 @@ def _with_sizes(facts: JobFacts, config: RunConfig, model: nn.Module) -> JobFact
 
 
 def lora_parameters(model: Any, section: LoraSection) -> int:
-    """Return the numbers in the LoRA matrices of the linear layers that the section names."""
+    """Return the number of elements in the LoRA matrices of the section's target layers."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     targets: Sequence[str] = () if isinstance(section.target_modules, str) else section.target_modules
     chosen = [

@@ -18,7 +18,7 @@ _CORES = re.compile(r"\d+([-,]\d+)*")
 
 
 def read_topology() -> Topology:
-    """Return the topology of this machine; raises OSError where `nvidia-smi` does not print it."""
+    """Return the topology of this machine; raises OSError if `nvidia-smi` does not print it."""
     topology = parse_topology(run_tool(["nvidia-smi", "topo", "-m"]))
     if not topology.links:
         raise OSError("`nvidia-smi topo -m` printed no matrix")
@@ -55,7 +55,7 @@ P2P_OFF = "export NCCL_P2P_DISABLE=1"
 _ADA = re.compile(r"RTX 40\d\d")
 
 _ADA_DRIVER = (550, 40, 7)
-"""From here on the driver reports that the RTX 40 series has no P2P (accelerate: `check_cuda_p2p_ib_support`)."""
+"""The first driver that reports that the RTX 40 series has no P2P (accelerate: `check_cuda_p2p_ib_support`)."""
 
 _PCIE = ("PIX", "PXB", "PHB", "NODE")
 
@@ -73,7 +73,7 @@ def check_links(
         yield should_fix(
             "p2p-off",
             "NCCL_P2P_DISABLE=1 is set, and the GPUs have NVLink",
-            why="NCCL then copies through host memory instead, many times slower",
+            why="NCCL then copies through host memory, many times slower",
             fix="unset NCCL_P2P_DISABLE",
         )
     elif not is_off:
@@ -107,8 +107,8 @@ def _peer_to_peer(gpus: GpuFacts, system: SystemFacts, links: Mapping[str, str])
     if any(_ADA.search(gpu.name) for gpu in gpus.gpus) and driver and driver < _ADA_DRIVER:
         yield must_fix(
             "no-p2p",
-            f"RTX 40 cards have no P2P, and the driver {gpus.driver} reports that they have",
-            why="NCCL hangs or sums wrongly; `accelerate launch` sets the two variables itself, torchrun does not",
+            f"RTX 40 cards have no P2P, but the driver {gpus.driver} reports that they do",
+            why="NCCL hangs or returns wrong sums; `accelerate launch` sets both variables itself, torchrun does not",
             fix=f"{P2P_OFF} NCCL_IB_DISABLE=1, or install driver 550.40.07 or newer",
         )
         return
@@ -116,9 +116,9 @@ def _peer_to_peer(gpus: GpuFacts, system: SystemFacts, links: Mapping[str, str])
     if refused:
         yield note(
             "no-p2p",
-            f"GPUs {_listed(refused)} have no P2P: {', '.join(sorted(set(refused.values())))}",
-            why="NCCL copies through /dev/shm and host memory, over PCIe twice: gradients of large models take long",
-            fix=f"{P2P_OFF}, as NCCL then does not try; prefer few synchronizations: gradient accumulation, LoRA",
+            f"GPUs {_format_pairs(refused)} have no P2P: {', '.join(sorted(set(refused.values())))}",
+            why="NCCL copies through /dev/shm and host memory, over PCIe twice: reducing large gradients is slow",
+            fix=f"{P2P_OFF}, so that NCCL does not try it; reduce communication: gradient accumulation, LoRA",
         )
     allowed = {pair: link for pair, link in links.items() if status.get(pair, "ok") == "ok"}
     yield from _through_processors(system, allowed)
@@ -130,7 +130,7 @@ def _through_processors(system: SystemFacts, allowed: Mapping[str, str]) -> Iter
     if crossing:
         yield should_fix(
             "p2p-across-sockets",
-            f"GPUs {_listed(crossing)} are connected by SYS: over PCIe and the link between the processors",
+            f"GPUs {_format_pairs(crossing)} are connected by SYS: over PCIe and the link between the processors",
             why="P2P over that link is slower than copies through host memory; in a virtual machine or with an IOMMU "
             "NCCL may hang in its first all-reduce",
             fix=f"{P2P_OFF}   # keep it if `accelerate launch ... -m finetune doctor` is faster with it",
@@ -139,15 +139,15 @@ def _through_processors(system: SystemFacts, allowed: Mapping[str, str]) -> Iter
     if others and system.iommu == "translated" and not system.is_virtual:
         yield should_fix(
             "p2p-iommu",
-            f"GPUs {_listed(others)} reach each other over PCIe, and the IOMMU translates addresses",
+            f"GPUs {_format_pairs(others)} reach each other over PCIe, and the IOMMU translates addresses",
             why="the chipset may redirect or drop P2P copies: NCCL hangs, or sums are wrong without an error",
-            fix=f"{P2P_OFF}; or boot with iommu=pt (intel_iommu=off) and switch ACS off in the BIOS",
+            fix=f"{P2P_OFF}; or boot with iommu=pt (intel_iommu=off) and disable ACS in the BIOS",
         )
     elif across_bridge := {pair for pair in others if allowed[pair] in ("PHB", "NODE")}:
         yield note(
             "p2p-host-bridge",
-            f"GPUs {_listed(across_bridge)} are connected through the processor's PCIe host bridge (PHB, NODE)",
-            why="NCCL decides by the platform whether P2P is used there; on some boards it hangs or is slow",
+            f"GPUs {_format_pairs(across_bridge)} are connected through the processor's PCIe host bridge (PHB, NODE)",
+            why="NCCL decides by platform whether to use P2P there; on some boards it hangs or is slow",
             fix=f"compare `accelerate launch ... -m finetune doctor` with and without `{P2P_OFF}`",
         )
 
@@ -166,10 +166,10 @@ def _network_cards(topology: Topology, *, has_infiniband: bool) -> Iterator[Find
             "gpu-far-from-network",
             f"{', '.join(far)} have no network card on their own socket",
             why="their traffic to other machines crosses the link between the processors",
-            fix="NCCL_CROSS_NIC=1 lets rings change cards; on a rented machine ask for one card per socket",
+            fix="NCCL_CROSS_NIC=1 lets rings use different cards; on a rented machine ask for one card per socket",
         )
 
 
-def _listed(pairs: Collection[str]) -> str:
+def _format_pairs(pairs: Collection[str]) -> str:
     names = sorted(pairs)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more pairs" if len(names) > 4 else "")

@@ -54,7 +54,7 @@ class NetworkFacts:
 
     interfaces: tuple[Interface, ...] = ()
     default_interface: str | None = None
-    host_address: str | None = None  # of the machine's own name
+    host_address: str | None = None  # to which the hostname resolves
     infiniband: tuple[InfinibandPort, ...] = ()
     has_peer_memory: bool | None = None  # the module nvidia_peermem is loaded
     hub: HubFacts | None = None
@@ -66,7 +66,7 @@ _TRUE = {"1", "TRUE", "YES", "ON"}
 
 
 def gather_network() -> NetworkFacts:
-    """Return interfaces, the address of the machine's own name, and InfiniBand."""
+    """Return interfaces, the address of the hostname, and InfiniBand."""
     modules = Path("/proc/modules")
     return NetworkFacts(
         interfaces=tuple(_interfaces()),
@@ -136,7 +136,7 @@ def _interfaces() -> Iterator[Interface]:
 
 
 def _own_address() -> str | None:
-    """Return the address that gloo would use: that of the machine's name."""
+    """Return the address that gloo would use: that of the hostname."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -160,8 +160,8 @@ def check_network(
         name = facts.default_interface or "eth0"
         yield must_fix(
             "gloo-loopback",
-            f"the machine's own name resolves to {address}, and GLOO_SOCKET_IFNAME is not set",
-            why="gloo gives the other machines that address, at which they reach themselves: the start hangs",
+            f"the hostname resolves to {address}, and GLOO_SOCKET_IFNAME is not set",
+            why="gloo sends this address to the other machines, where it is their own: the start hangs",
             fix=f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}",
         )
     is_off = variables.get("NCCL_IB_DISABLE") == "1"
@@ -171,7 +171,7 @@ def check_network(
 
 
 def chosen_interfaces(value: str, interfaces: Sequence[Interface]) -> list[Interface]:
-    """Return the interfaces that NCCL takes for a value: a list of prefixes, `=` before whole names, `^` to exclude."""
+    """Return the interfaces that NCCL uses for a value: a list of prefixes, `=` before whole names, `^` to exclude."""
     words = [word for word in value.lstrip("^=").split(",") if word]
     is_exact = value.lstrip("^").startswith("=")
 
@@ -191,7 +191,7 @@ def _interface_choice(facts: NetworkFacts, variable: str, value: str, *, is_mult
         existing = ", ".join(link.name for link in facts.interfaces)
         yield must_fix(
             "socket-interface",
-            f"{variable}={value}, and there is no such interface ({existing})",
+            f"{variable}={value}: this interface does not exist ({existing})",
             why="the process group cannot be created: `no socket interface found`",
             fix=f"export {variable}={better}",
         )
@@ -216,7 +216,7 @@ def _infiniband(
             "infiniband-down",
             f"InfiniBand ports without a link: {', '.join(down[:4])}{' ...' if len(down) > 4 else ''}",
             why="NCCL has fewer cards, or falls back to TCP",
-            fix="`ibstat` shows the state; check the cable and the subnet manager, or name the rest in NCCL_IB_HCA",
+            fix="`ibstat` shows the state; check cable and subnet manager, or list the other ports in NCCL_IB_HCA",
         )
     if not active:
         return
@@ -230,7 +230,7 @@ def _infiniband(
     if locked_bytes is not None and locked_bytes < _MIN_LOCKED_BYTES:
         yield should_fix(
             "locked-memory",
-            f"a process may lock {format_size(locked_bytes)} of memory (`ulimit -l`), and there is InfiniBand",
+            f"a process may lock {format_size(locked_bytes)} of memory (`ulimit -l`), and InfiniBand is active",
             why="NCCL fails to register its buffers: `ibv_reg_mr failed`",
             fix="ulimit -l unlimited (docker: --ulimit memlock=-1; else /etc/security/limits.conf)",
         )

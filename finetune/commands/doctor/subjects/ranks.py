@@ -1,4 +1,4 @@
-"""The ranks of a launch: the speed of the link between them, their clocks and versions, and where these differ."""
+"""The ranks of a launch: the speed of the link between them, and differences of clocks, versions and devices."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ class RankFacts:
     hostname: str
     local_rank: int = 0
     arrived_seconds: float = 0.0  # after the first
-    clock_offset_seconds: float = 0.0  # of its machine, against rank 0's
+    clock_offset_seconds: float = 0.0  # of its machine, relative to rank 0
     python: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     torch_cuda: str | None = None
@@ -69,7 +69,7 @@ GPU_SIZES = (4 << 10, 256 << 10, 16 << 20, 256 << 20)
 
 MAX_WORLD_FOR_ALL_PAIRS = 8
 
-_SECONDS_EACH = 0.25
+_SECONDS_PER_SIZE = 0.25
 
 _MAX_REPEATS = 200
 
@@ -133,7 +133,7 @@ def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
 
     _timed(reduce, repeats=_WARM_UP)
     first = _timed(reduce, repeats=1)
-    repeats = distributed.broadcast_object(min(_MAX_REPEATS, max(3, int(_SECONDS_EACH / max(first, 1e-6)))))
+    repeats = distributed.broadcast_object(min(_MAX_REPEATS, max(3, int(_SECONDS_PER_SIZE / max(first, 1e-6)))))
     dist.barrier()
     return max(distributed.gather_objects(_timed(reduce, repeats=repeats)))
 
@@ -154,7 +154,7 @@ def _synchronize() -> None:
 
 
 def _pair_speed(pair: tuple[int, int], device: torch.device, *, size: int) -> PairSpeed | None:
-    """Return the speed of messages in both directions, on the first rank of the pair; others wait. Collective."""
+    """Return the speed of messages in both directions, on the first rank of the pair; the others wait. Collective."""
     speed = None
     if dist.get_rank() in pair:
         latency = _round_trip(pair, device, num_bytes=_LATENCY_BYTES, repeats=20) / 2
@@ -180,7 +180,7 @@ def _round_trip(pair: tuple[int, int], device: torch.device, *, num_bytes: int, 
 def measure_clock_offset() -> float:
     """Return the offset of this rank's clock from rank 0's, with an error of about a message's time. Collective.
 
-    As NTP does it: the fastest of several answers counts, and is taken for the time halfway between request and answer.
+    As in NTP, the fastest of several answers counts as the time halfway between request and answer.
     """
     rank, own = dist.get_rank(), 0.0
     for other in range(1, dist.get_world_size()):
@@ -201,11 +201,11 @@ def _ask_clock(other: int) -> float:
     answers = []
     answer = torch.zeros(1, dtype=torch.float64)
     for _ in range(_CLOCK_ROUNDS):
-        asked = time.time()
+        sent = time.time()
         dist.send(answer, other)
         dist.recv(answer, other)
-        answered = time.time()
-        answers.append((answered - asked, float(answer[0]) - (asked + answered) / 2))
+        received = time.time()
+        answers.append((received - sent, float(answer[0]) - (sent + received) / 2))
     return min(answers)[1]
 
 
@@ -228,7 +228,7 @@ MAX_CLOCK_SECONDS = 1.0
 MAX_LATE_SECONDS = 10.0
 
 _SLOW_RANK = 0.7
-"""Of the median speed: below that, a rank holds up the others."""
+"""Share of the median speed below which a rank slows down the others."""
 
 _MUST_AGREE = ("finetune", "torch", "accelerate", "transformers", "deepspeed", "peft")
 
@@ -239,12 +239,12 @@ def check_ranks(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
         return
     yield from _versions(ranks)
     offsets = {rank.hostname: rank.clock_offset_seconds for rank in ranks}
-    away = {host: offset for host, offset in offsets.items() if abs(offset) > MAX_CLOCK_SECONDS}
-    if away:
+    wrong = {host: offset for host, offset in offsets.items() if abs(offset) > MAX_CLOCK_SECONDS}
+    if wrong:
         yield should_fix(
             "clock",
-            "clocks differ from rank 0's: " + ", ".join(f"{host} by {offset:+.1f} s" for host, offset in away.items()),
-            why="locks and temporary files of killed runs are judged by their age; logs cannot be compared",
+            "clocks differ from rank 0's: " + ", ".join(f"{host} by {offset:+.1f} s" for host, offset in wrong.items()),
+            why="the age of locks and temporary files decides whether they are stale; logs cannot be compared",
             fix="sudo timedatectl set-ntp true   # or: sudo chronyc makestep",
         )
     yield from _devices(ranks)
@@ -266,7 +266,7 @@ def _versions(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
             yield finding(
                 "versions",
                 f"{name} differs between ranks: {_by_value(values)}",
-                why="ranks then call different collectives, or compute different numbers: a hang, or a wrong loss",
+                why="ranks then call different collectives, or compute different results: a hang, or a wrong loss",
                 fix=f"pip install {name}=={Counter(values.values()).most_common(1)[0][0]}   # where it differs",
             )
     for name, read in readers.items():
@@ -275,7 +275,7 @@ def _versions(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
             yield must_fix(
                 "versions",
                 f"{name} differs between ranks: {_by_value(values)}",
-                why="NCCL refuses or hangs with another version; other builds of torch compute other numbers",
+                why="NCCL fails or hangs with mixed versions; different builds of torch compute different results",
                 fix="use the same image or the same lock file on all machines",
             )
 
@@ -318,12 +318,12 @@ def _speed(ranks: tuple[RankFacts, ...]) -> Iterator[Finding]:
     for rank in ranks:  # ranks on one CPU share its time: the fastest of a machine counts
         name = rank.hostname if rank.device == "cpu" else f"rank {rank.rank} ({rank.hostname})"
         speeds[name] = max(speeds.get(name, 0.0), rank.flops_per_second)
-    usual = median(speeds.values())
+    typical = median(speeds.values())
     for name, speed in speeds.items():
-        if speed < _SLOW_RANK * usual:
+        if speed < _SLOW_RANK * typical:
             yield should_fix(
                 "slow-rank",
-                f"{name} computes at {speed / usual:.0%} of the others' speed",
+                f"{name} computes at {speed / typical:.0%} of the others' speed",
                 why="each step waits for it",
                 fix="check throttling, power cap and other processes there (`nvidia-smi`, `top`)",
             )

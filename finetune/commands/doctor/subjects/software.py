@@ -1,4 +1,4 @@
-"""Versions of the software: does the driver fit torch, and can DeepSpeed compile? Also locks of killed builds."""
+"""Software versions: whether the driver fits torch and DeepSpeed can compile, and stale locks of builds."""
 
 import os
 import platform
@@ -41,13 +41,13 @@ class SoftwareFacts:
     torch_architectures: tuple[str, ...] = ()  # ("sm_80", "sm_90")
     num_torch_devices: int = 0
     nccl: str | None = None
-    compatibility_library: str | None = None  # libcuda of a cuda-compat package, where it is used
+    compatibility_library: str | None = None  # libcuda of a cuda-compat package, if it is used
     compiler: str | None = None
     nvcc: str | None = None
     has_ninja: bool = True
     missing_for_cpu_adam: str | None = None
     locks: tuple[Lock, ...] = ()
-    accelerate_config: str | None = None  # the default file, where it exists
+    accelerate_config: str | None = None  # the default file, if it exists
     accelerate_settings: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -82,14 +82,14 @@ def gather_software() -> SoftwareFacts:
 
 
 def nvcc_version() -> str | None:
-    """Return the version of the nvcc that torch would use, `12.4`; raises OSError where it does not run."""
+    """Return the version of the nvcc that torch would use, `12.4`; raises OSError if it does not run."""
     nvcc = build_tools().nvcc
     match = _VERSION.search(run_tool([nvcc, "--version"])) if nvcc is not None else None
     return None if match is None else match[1]
 
 
 def read_accelerate_settings(file: Path) -> dict[str, str]:
-    """Return the settings of the default accelerate config that decide where and how a job runs."""
+    """Return the settings of the default accelerate config that affect the launch of a job."""
     try:
         content: Any = read_yaml(file.read_text(encoding="utf-8")).values
     except Exception:  # of the file or of its YAML: `accelerate launch` explains it
@@ -113,7 +113,7 @@ OLDEST_DRIVERS = {11: "450.80", 12: "525.60", 13: "580.65"}
 
 
 def check_drivers(gpus: GpuFacts, software: SoftwareFacts, *, is_hidden: bool) -> Iterator[Finding]:
-    """Yield the reasons why torch cannot use the GPUs; `is_hidden` where CUDA_VISIBLE_DEVICES hides them all."""
+    """Yield the reasons why torch cannot use the GPUs; `is_hidden`: CUDA_VISIBLE_DEVICES hides them all."""
     if gpus.problem is not None:
         yield must_fix(
             "driver",
@@ -126,7 +126,7 @@ def check_drivers(gpus: GpuFacts, software: SoftwareFacts, *, is_hidden: bool) -
     if software.torch_cuda is None:
         yield must_fix(
             "torch-build",
-            f"there is an NVIDIA driver, but torch {software.packages.get('torch', '')} is a build for CPUs",
+            f"this machine has an NVIDIA driver, but torch {software.packages.get('torch', '')} is a build for CPUs",
             why="every rank would train on the CPU",
             fix=f"pip install torch --index-url https://download.pytorch.org/whl/{_wheel(gpus)}",
         )
@@ -233,13 +233,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_software(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Finding]:
-    """Yield what keeps DeepSpeed from compiling, and an accelerate config that is used without being named."""
+    """Yield the problems that keep DeepSpeed from compiling, and a default accelerate config."""
     for lock in software.locks:
         finding = note if lock.state == BUILDING else must_fix
         yield finding(
             "build-lock",
             lock.text.rstrip("."),
-            why="torch waits for this file silently and without a limit",
+            why="torch waits for this file to disappear, silently and without a time limit",
             fix=_lock_fix(lock),
         )
     if software.missing_for_cpu_adam is not None:
@@ -273,9 +273,9 @@ def _accelerate_config(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Fi
     path, settings = software.accelerate_config, software.accelerate_settings
     wrong = []
     if num_gpus and settings.get("use_cpu", "").lower() in ("true", "yes"):
-        wrong.append("use_cpu: true, and there are GPUs")
+        wrong.append("use_cpu: true, on a machine with GPUs")
     if num_gpus > 1 and settings.get("num_processes") == "1":
-        wrong.append(f"num_processes: 1, and there are {num_gpus} GPUs")
+        wrong.append(f"num_processes: 1, on a machine with {num_gpus} GPUs")
     if settings.get("mixed_precision", "no") not in ("no", "null", "None", "False"):
         wrong.append(f"mixed_precision: {settings['mixed_precision']}, which train.precision decides")
     if settings.get("num_machines", "1") not in ("1", "0"):
@@ -284,6 +284,6 @@ def _accelerate_config(software: SoftwareFacts, *, num_gpus: int) -> Iterator[Fi
     yield finding(
         "accelerate-config",
         f"{path} exists{', with ' if wrong else ''}{'; '.join(wrong)}",
-        why="`accelerate launch` without --config_file reads it, though no command names it",
+        why="`accelerate launch` reads it unless --config_file names another",
         fix="accelerate launch --config_file accelerate_configs/ddp.yaml -m finetune --config job.yaml; or delete it",
     )

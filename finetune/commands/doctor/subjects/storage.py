@@ -47,7 +47,7 @@ _CHUNK = 4 << 20
 
 
 def gather_storage(folders: Mapping[str, Path]) -> StorageFacts:
-    """Return the disks of these folders, which need not exist yet, and shared memory."""
+    """Return the disks of these folders, which may not exist yet, and shared memory."""
     disks = tuple(_disk(name, folder) for name, folder in folders.items())
     if not SHARED_MEMORY.is_dir():
         return StorageFacts(disks)
@@ -78,7 +78,7 @@ def filesystem_of(folder: Path) -> str:
 
 
 def _write_speed(folder: Path) -> float | None:
-    """Return the bytes per second of a file that is written and synced, over at most 64 MiB or 1.5 s."""
+    """Return the bytes per second of writing and syncing a file, for at most 64 MiB or 1.5 s."""
     if free_bytes(folder) < 4 * _PROBE_BYTES or not os.access(folder, os.W_OK | os.X_OK):
         return None
     probe = temporary_path(folder / "doctor-probe")
@@ -97,10 +97,10 @@ def _write_speed(folder: Path) -> float | None:
 
 
 FULL_BYTES = 1_000_000_000
-"""Free room below which a disk counts as full."""
+"""Free space below which a disk counts as full."""
 
 SMALL_SHARED_BYTES = 1_000_000_000
-"""Shared memory below which loader processes may fail to hand over their batches; a container's default is 64 MB."""
+"""Shared memory below which loader processes may fail to pass on batches; a container's default is 64 MB."""
 
 _FEW_FILES = 10_000
 
@@ -131,14 +131,14 @@ def _check_disk(disk: Disk, job: JobFacts | None, *, is_wsl: bool) -> Iterator[F
             "disk-full",
             f"the disk of the {disk.name} folder {disk.folder} has {format_size(disk.free_bytes)} left",
             why="neither prepared data nor a checkpoint can be written",
-            fix=f"make room (`finetune checkpoint prune RUN`, `du -xsh {disk.folder}/*`), or name another folder "
+            fix=f"free some space (`finetune checkpoint prune RUN`, `du -xsh {disk.folder}/*`), or name another folder "
             f"({_key(disk)})",
         )
     if disk.free_files is not None and disk.free_files < _FEW_FILES:
         yield must_fix(
             "disk-files",
-            f"the disk of the {disk.name} folder {disk.folder} has room for {disk.free_files:,} more files (inodes)",
-            why="it reports `No space left on device` though it has free bytes",
+            f"the disk of the {disk.name} folder {disk.folder} has only {disk.free_files:,} free inodes",
+            why="writing fails with `No space left on device` despite free bytes",
             fix="delete small files (`df -i` shows the count)",
         )
     is_windows = disk.filesystem.startswith(_WINDOWS) or (is_wsl and disk.folder.startswith("/mnt/"))
@@ -154,14 +154,14 @@ def _check_disk(disk: Disk, job: JobFacts | None, *, is_wsl: bool) -> Iterator[F
         seconds = f": a checkpoint of {format_size(checkpoint)} takes {checkpoint / speed:.0f} s" if checkpoint else ""
         yield should_fix(
             "disk-slow",
-            f"the {disk.name} folder {disk.folder} ({disk.filesystem}) is written at {format_size(round(speed))}/s",
+            f"the {disk.name} folder {disk.folder} ({disk.filesystem}) writes only {format_size(round(speed))}/s",
             why=f"saving and preparing data wait for it{seconds}",
             fix=f"name a folder on a local SSD ({_key(disk)})",
         )
 
 
 def _needed_bytes(disk: Disk, job: JobFacts) -> Iterator[Finding]:
-    """Yield where a job writes more than is free."""
+    """Yield a finding if the job writes more than is free."""
     if disk.name == "run":
         needed = job.num_checkpoints * job.checkpoint_bytes + job.final_bytes - job.written_bytes
         checkpoints = f"{job.num_checkpoints} checkpoints of {format_size(job.checkpoint_bytes)}"
@@ -191,7 +191,7 @@ def _shared_memory(facts: StorageFacts, *, has_many_gpus: bool) -> Iterator[Find
             f"/dev/shm has only {format_size(shared)}",
             why="loader processes pass batches through it"
             + (", and NCCL its buffers: a bus error ends the run" if has_many_gpus else ""),
-            fix="start the container with more (docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium "
+            fix="give the container more (docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium "
             "Memory), or write data.num_workers: 0",
         )
     elif (facts.shared_free_bytes or 0) < SMALL_SHARED_BYTES / 10:
@@ -199,7 +199,7 @@ def _shared_memory(facts: StorageFacts, *, has_many_gpus: bool) -> Iterator[Find
             "shared-memory",
             f"/dev/shm is full ({format_size(facts.shared_free_bytes or 0)} of {format_size(shared)} free)",
             why="loader processes and NCCL cannot allocate their buffers",
-            fix="ls -la /dev/shm; delete what killed processes have left (nccl-*, torch_*)",
+            fix="ls -la /dev/shm; delete the files of killed processes (nccl-*, torch_*)",
         )
 
 

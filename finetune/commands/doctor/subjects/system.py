@@ -1,4 +1,4 @@
-"""Processor, memory, limits and type of a machine (container, WSL, laptop), and what they restrict."""
+"""Processor, memory, limits and type of a machine (container, WSL, laptop), and the resulting restrictions."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ class SystemFacts:
     platform: str = ""
     num_cores: int = 1
     usable_cores: int = 1
-    local_processes: int = 1  # started here by the launcher
+    local_processes: int = 1  # launched on this machine
     numa: tuple[NumaNode, ...] = ()
     memory_bytes: int = 0
     available_bytes: int = 0
@@ -52,7 +52,7 @@ _UNLIMITED = 1 << 60
 
 
 def gather_system() -> SystemFacts:
-    """Return the facts that the kernel gives."""
+    """Return the facts that the kernel reports."""
     memory = psutil.virtual_memory()
     limit = file_limit()
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
@@ -88,14 +88,14 @@ def read_numa(folder: Path) -> tuple[NumaNode, ...]:
 
 
 def read_memory_limit(groups: Path, *, total: int) -> int | None:
-    """Return the memory that the container may use, by cgroup v2 or v1; None where nothing limits it below `total`."""
+    """Return the memory that the container may use, by cgroup v2 or v1; None without a limit below `total`."""
     texts = [_text(groups / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limits = [int(text) for text in texts if text.isdigit() and int(text) < min(total, _UNLIMITED)]
     return min(limits, default=None)
 
 
 def read_iommu(groups: Path) -> str | None:
-    """Return whether devices reach memory through translated addresses: "translated", "passthrough" or "off"."""
+    """Return the mode in which devices address memory: "translated", "passthrough" or "off"."""
     modes = {_text(file) for file in groups.glob("*/type")}
     if any(mode.startswith("DMA") for mode in modes):
         return "translated"
@@ -118,7 +118,7 @@ _CORES_PER_RANK = 2
 def check_system(
     facts: SystemFacts, variables: Mapping[str, str], *, num_gpus: int, num_ranks: int, world: int, num_parameters: int
 ) -> Iterator[Finding]:
-    """Yield the limits that processes of a run would meet; `num_ranks` are those of this machine."""
+    """Yield the limits that would affect a run; `num_ranks` are those of this machine."""
     yield from _memory(facts, num_ranks=num_ranks, num_parameters=num_parameters)
     yield from _cores(facts, variables.get("OMP_NUM_THREADS", ""), num_gpus=num_gpus, num_ranks=num_ranks)
     yield from _files(facts, world=world)
@@ -133,7 +133,7 @@ def _memory(system: SystemFacts, *, num_ranks: int, num_parameters: int) -> Iter
         yield note(
             "memory-limit",
             f"the container may use {format_size(limit)} of the {format_size(system.memory_bytes)} of the machine",
-            why="the kernel kills a process that asks for more (exit code 137), whatever `free` shows",
+            why="the kernel kills a process that needs more (exit code 137), regardless of the output of `free`",
             fix="docker: --memory; Kubernetes: resources.limits.memory; Slurm: --mem",
         )
     available = min(limit or system.memory_bytes, system.memory_bytes)
@@ -142,7 +142,7 @@ def _memory(system: SystemFacts, *, num_ranks: int, num_parameters: int) -> Iter
         yield should_fix(
             "memory-loading",
             f"{num_ranks} ranks that each load {num_parameters:,} parameters in float32 need {format_size(needed)} of "
-            f"host memory, and there are {format_size(available)}",
+            f"host memory; the machine has {format_size(available)}",
             why="the run is killed while it loads the model",
             fix="launch FSDP2 with fsdp_cpu_ram_efficient_loading: true, or ZeRO-3: both load on rank 0 or in parts",
         )
@@ -154,14 +154,14 @@ def _cores(system: SystemFacts, threads: str, *, num_gpus: int, num_ranks: int) 
         yield should_fix(
             "cores-per-rank",
             f"{num_ranks} ranks share {system.usable_cores} cores",
-            why="each rank has a thread that feeds its GPU, and loads data at the same time",
-            fix="ask for more (docker: --cpus; Slurm: --cpus-per-task), and write data.num_workers: 0",
+            why="each rank needs one core to launch kernels and another to load data",
+            fix="request more (docker: --cpus; Slurm: --cpus-per-task), and write data.num_workers: 0",
         )
     if threads.isdigit() and int(threads) > max(1, share):
         yield should_fix(
             "too-many-threads",
             f"OMP_NUM_THREADS={threads}, and a rank has {max(1, share)} cores ({system.usable_cores} for {num_ranks})",
-            why="threads that share a core wait for each other: work on the CPU takes several times as long",
+            why="threads that share a core wait for each other: CPU work becomes several times slower",
             fix=f"export OMP_NUM_THREADS={max(1, share)}",
         )
     elif threads == "1" and not num_gpus and share > 1:
@@ -182,7 +182,7 @@ def _files(system: SystemFacts, *, world: int) -> Iterator[Finding]:
     needed = files_needed(processes)
     yield finding(
         "open-files",
-        f"a process may have {system.files_hard:,} files and sockets open (`ulimit -Hn`), and a run of {processes:,} "
+        f"a process may open {system.files_hard:,} files and sockets (`ulimit -Hn`), and a run of {processes:,} "
         f"processes needs {needed:,}",
         why="connections to other ranks are refused: `Too many open files`",
         fix=f"raise the hard limit (docker: --ulimit nofile={needed}; Slurm: PropagateResourceLimits; else "
@@ -195,7 +195,7 @@ def _power(system: SystemFacts, *, has_gpu: bool) -> Iterator[Finding]:
         yield should_fix(
             "on-battery",
             "the machine runs on battery",
-            why="processor and GPU run at a fraction of their speed, and the run ends with the charge",
+            why="processor and GPU run at a fraction of their speed, and the run ends when the battery is empty",
             fix="plug it in, and set the power mode to performance (`powerprofilesctl set performance`)",
         )
     elif system.has_battery and has_gpu:
@@ -221,12 +221,12 @@ def _wsl(variables: Mapping[str, str], *, num_gpus: int) -> Iterator[Finding]:
         why="the GPU is shared with the Windows desktop; pinned memory is limited; there is neither NVLink nor P2P; "
         "Linux has half of the memory by default",
         fix="data.pin_memory: false where pinning fails; memory= and swap= in %UserProfile%\\.wslconfig; "
-        "export LD_LIBRARY_PATH=/usr/lib/wsl/lib where libcuda is not found, and install no Linux driver",
+        "export LD_LIBRARY_PATH=/usr/lib/wsl/lib if libcuda is not found; do not install a Linux driver",
     )
     if num_gpus > 1 and variables.get("NCCL_P2P_DISABLE") != "1":
         yield should_fix(
             "wsl-p2p",
             f"WSL2 with {num_gpus} GPUs",
-            why="there is no P2P under WSL2, and NCCL may hang when it tries",
+            why="WSL2 does not support P2P, and NCCL may hang when it tries",
             fix="export NCCL_P2P_DISABLE=1",
         )

@@ -1,4 +1,4 @@
-"""Programs and gatherers with a time limit: one that is missing, fails or hangs leaves a note."""
+"""Runs programs and gatherers with a time limit; one that is missing, fails or hangs is reported."""
 
 import subprocess
 import threading
@@ -9,7 +9,7 @@ TOOL_SECONDS = 10.0
 
 
 def run_tool(command: Sequence[str], *, seconds: float = TOOL_SECONDS) -> str:
-    """Return the output of a program; raises OSError with the reason where it is missing, fails or takes too long."""
+    """Return the output of a program; raises OSError if it is missing, fails or takes too long."""
     name = " ".join(command[:3])
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -24,7 +24,7 @@ def run_tool(command: Sequence[str], *, seconds: float = TOOL_SECONDS) -> str:
 
 
 def gather_all(gatherers: Mapping[str, Callable[[], Any]], *, seconds: float) -> tuple[dict[str, Any], list[str]]:
-    """Return the results of the gatherers by name, and the reasons of those that failed; they run at the same time.
+    """Run the gatherers concurrently; return their results by name, and the reasons of those that failed.
 
     A gatherer that hangs, as a driver may, stays in a daemon thread, which does not keep the process alive.
     """

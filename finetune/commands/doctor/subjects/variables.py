@@ -1,4 +1,4 @@
-"""Environment variables that change a run without being mentioned in it."""
+"""Environment variables that silently change a run."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ _MORE_VARIABLES = (
 
 
 def gather_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that steer libraries, without secrets; empty ones count."""
+    """Return the variables that affect libraries, without secrets; empty ones are included."""
     more = {name: variables[name] for name in _MORE_VARIABLES if name in variables}
     return launcher_variables(variables) | redacted_variables(more)
 
@@ -53,7 +53,7 @@ def _is_set(value: str) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """A variable, the values for which it matters, and the reason."""
+    """A variable, the values that cause a finding, and the reason."""
 
     name: str
     applies: Callable[[str], bool]
@@ -64,7 +64,7 @@ class Rule:
 _SHOULD, _NOTE = Severity.SHOULD_FIX, Severity.NOTE
 
 RULES = (
-    Rule("CUDA_LAUNCH_BLOCKING", _is_true, _SHOULD, "each kernel waits for the one before: training is much slower"),
+    Rule("CUDA_LAUNCH_BLOCKING", _is_true, _SHOULD, "each kernel waits for the previous one: training is much slower"),
     Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_true, _SHOULD, "each tensor is allocated by the driver: much slower"),
     Rule(
         "TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", _SHOULD, "every collective is checked first"
@@ -84,27 +84,27 @@ RULES = (
     Rule("CUDA_DEVICE_ORDER", lambda value: value == "FASTEST_FIRST", _NOTE, "CUDA's numbers differ from nvidia-smi's"),
     Rule("PYTORCH_CUDA_ALLOC_CONF", _is_set, _NOTE, "it replaces the allocator settings that a run chooses"),
     Rule("PYTORCH_ALLOC_CONF", _is_set, _NOTE, "it replaces the allocator settings that a run chooses"),
-    Rule("LD_PRELOAD", _is_set, _NOTE, "the libraries that it names may replace malloc or CUDA"),
+    Rule("LD_PRELOAD", _is_set, _NOTE, "its libraries may replace malloc or CUDA"),
 )
 
-_LAUNCHER_ALONE = (
+_LAUNCHER_VARIABLES = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_CPU",
     "ACCELERATE_MIXED_PRECISION",
 )
-"""Set by `accelerate launch` for its processes; in a shell they are left from something else."""
+"""Set by `accelerate launch` for its processes; in a shell they are left over from another launch."""
 
 
 def check_variables(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Finding]:
-    """Yield the variables that should not be set, or not to this value."""
+    """Yield the variables that should not be set, or have another value."""
     for rule in RULES:
         value = variables.get(rule.name)
         if value is not None and rule.applies(value):
             yield Finding("variable", rule.severity, f"{rule.name}={value} is set", rule.why, f"unset {rule.name}")
     yield from _visible_devices(variables, gpus)
     if "LOCAL_RANK" not in variables:
-        left = [name for name in (*_LAUNCHER_ALONE, "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in variables]
+        left = [name for name in (*_LAUNCHER_VARIABLES, "RANK", "WORLD_SIZE", "MASTER_ADDR") if name in variables]
         if left and not any(name.startswith("SLURM_") for name in variables):
             yield should_fix(
                 "launcher-variables",
@@ -117,7 +117,7 @@ def check_variables(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[Fi
             "library-path",
             f"LD_LIBRARY_PATH={variables['LD_LIBRARY_PATH']}",
             why="that toolkit's libraries (cuBLAS, cuDNN, NCCL) may replace those of torch",
-            fix="unset LD_LIBRARY_PATH, unless torch does not start without it",
+            fix="unset LD_LIBRARY_PATH, unless torch needs it to start",
         )
 
 
@@ -136,7 +136,7 @@ def _visible_devices(variables: Mapping[str, str], gpus: GpuFacts) -> Iterator[F
     elif num_gpus and any(not 0 <= number < num_gpus for number in numbers):
         yield must_fix(
             "visible-devices",
-            f"CUDA_VISIBLE_DEVICES={value}, and the GPUs are 0 to {num_gpus - 1}",
+            f"CUDA_VISIBLE_DEVICES={value}, but the GPUs are 0 to {num_gpus - 1}",
             why="CUDA silently ignores that number and all that follow it",
             fix=f"export CUDA_VISIBLE_DEVICES={','.join(map(str, range(num_gpus)))}",
         )
