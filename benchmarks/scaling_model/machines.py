@@ -12,7 +12,7 @@ from finetune.commands.plan.cost.collectives import Cluster
 from finetune.commands.plan.cost.step_time import Device
 from finetune.commands.plan.hardware import Hardware, parse_hardware
 from finetune.errors import UserError
-from finetune.runtime.gpus.specifications import GpuKind, find_gpu
+from finetune.runtime.gpus.specifications import GpuModel, find_gpu
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Machine:
 def listed(gpu: str, *, per_node: int = 8, network_gbit: float | None = None, name: str | None = None) -> Machine:
     """Return a machine with GPUs of the table; `network_gbit` is of the whole machine. Raises UserError."""
     hardware = parse_hardware(f"{per_node}x{gpu}", num_nodes=1, network_gbit=network_gbit)
-    network = hardware.kind.network_bandwidth * per_node * 8 / 1e9
-    return _from_table(hardware, name or f"{per_node}x {hardware.kind.name}, {network:,.0f} Gbit/s per machine")
+    network = hardware.gpu.network_bandwidth * per_node * 8 / 1e9
+    return _from_table(hardware, name or f"{per_node}x {hardware.gpu.name}, {network:,.0f} Gbit/s per machine")
 
 
 def usual() -> tuple[Machine, ...]:
@@ -64,11 +64,11 @@ def measured(facts: Facts, *, gpu: str | None = None, network_gbit: float | None
 
 
 def _from_table(hardware: Hardware, name: str) -> Machine:
-    kind = hardware.kind
+    kind = hardware.gpu
     return Machine(name, hardware.device("bf16"), hardware.cluster, kind.memory_bytes)
 
 
-def _kind(facts: Facts, gpu: str | None) -> GpuKind:
+def _kind(facts: Facts, gpu: str | None) -> GpuModel:
     name = gpu if gpu is not None else facts.ranks[0].device
     kind = find_gpu(name)
     if kind is None:

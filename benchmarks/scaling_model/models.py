@@ -12,7 +12,7 @@ from finetune.commands.plan.cost.step_time import Work
 from finetune.model.size import Shapes
 
 GRADIENT_BYTES = 4.0
-"""FSDP2 and ZeRO reduce in float32, as `finetune.commands.plan.work` has it."""
+"""FSDP2 and ZeRO reduce in float32, as `finetune.commands.plan.strategies` has it."""
 
 
 @dataclass(frozen=True)

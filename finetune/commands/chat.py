@@ -35,7 +35,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Classifier:
-    """A text classifier and its tokenizer; it has no conversation, only the last thing that was said."""
+    """A text classifier and its tokenizer; it classifies the last message and ignores the conversation."""
 
     model: Any
     tokenizer: Any
@@ -54,25 +54,25 @@ class Classifier:
 
     @torch.no_grad()
     def answer(self, turns: list[dict[str, str]]) -> str:
-        """Return and print the likeliest classes of the last turn's text with their probabilities, or its score."""
+        """Print and return the most likely classes of the last message with their probabilities, or its score."""
         inputs = text_inputs(self.tokenizer, turns[-1]["content"], return_tensors="pt")
         logits = self.model(**inputs).logits[0].float()
-        answer = self._said(logits)
+        answer = self._format(logits)
         print(answer)
         return answer
 
     def with_adapter(self, name: str | None) -> "Classifier":
-        """Refuse: there is nothing to switch to."""
+        """Raise UserError: a classifier has only one adapter."""
         raise UserError("/adapter: a classifier has only the adapter that it was trained with.")
 
-    def _said(self, logits: torch.Tensor) -> str:
+    def _format(self, logits: torch.Tensor) -> str:
         if len(logits) == 1:
             return f"score {logits.item():.4f}"
         is_multi = self.model.config.problem_type == "multi_label_classification"
-        chances = logits.sigmoid() if is_multi else logits.softmax(dim=-1)
-        best = chances.argsort(descending=True).tolist()
-        shown = [index for index in best if chances[index] > 0.5] if is_multi else best[:_SHOWN]
-        return ", ".join(f"{self.labels[index]} {chances[index]:.4f}" for index in shown) or "none of the classes"
+        probabilities = logits.sigmoid() if is_multi else logits.softmax(dim=-1)
+        best = probabilities.argsort(descending=True).tolist()
+        shown = [index for index in best if probabilities[index] > 0.5] if is_multi else best[:_SHOWN]
+        return ", ".join(f"{self.labels[index]} {probabilities[index]:.4f}" for index in shown) or "none of the classes"
 
 
 RESERVED_ANSWER_TOKENS = 16
@@ -106,10 +106,10 @@ def chat(
 ) -> None:
     """Answer lines from standard input until `exit` or the end of the input.
 
-    The model is that of a model folder or of the `final/` of a run; of a stopped run, or with `step`, a checkpoint's.
-    At a terminal all lines are one conversation, until `/clear` starts a new one; each piped line is a conversation of
-    its own. Answers are streamed. Adapters are written `NAME=FOLDER` and share one base. A text classifier answers with
-    its classes. Raises UserError where there is no model to chat with.
+    `source` is a model folder or a run: its `final/`, or a checkpoint if the run was stopped or `step` is given. At a
+    terminal all lines are one conversation, until `/clear` starts a new one; each piped line is a separate
+    conversation. Answers are streamed. Adapters are written `NAME=FOLDER` and share one base. A text classifier answers
+    with its classes. Raises UserError if `source` has no such model.
     """
     quiet_libraries(is_main=True)
     sampling, named = SamplingParams(max_new_tokens, temperature), _parse_adapters(adapters)
@@ -140,7 +140,7 @@ class _Conversation:
     def handle_line(self, line: str, *, is_single: bool) -> None:
         """Run a command, or answer; raises UserError for a command that fails in piped input.
 
-        A piped line that starts with a slash and is no command is a question.
+        A piped line that starts with a slash but is not a command is a question.
         """
         command, _, rest = line.removeprefix("/").partition(" ")
         if line == "clear" or (line.startswith("/") and (command in COMMANDS or not is_single)):
@@ -179,11 +179,11 @@ class ChatModel:
     tokenizer: Any
     sampling: SamplingParams
     adapters: tuple[str, ...] = ()
-    adapter: str | None = None  # the one in use; None: the base answers alone
+    adapter: str | None = None  # the one in use; None: the base model answers
     number: list[int] = field(default_factory=lambda: [0])  # of answers drawn so far
 
     def with_adapter(self, name: str | None) -> "ChatModel":
-        """Return the model with this adapter in use, or with none; raises UserError for one that is not loaded."""
+        """Return the model with this adapter in use, or with none; raises UserError if it is not loaded."""
         if name is not None and name not in self.adapters:
             known = ", ".join(self.adapters) or "none; load one with --adapter NAME=FOLDER"
             raise UserError(f"/adapter {name}: no such adapter is loaded. Loaded: {known}.")
@@ -192,33 +192,33 @@ class ChatModel:
         return replace(self, adapter=name)
 
     def answer(self, turns: list[Turn]) -> str:
-        """Return the model's next turn and print it while it is made; forgets the oldest turns that do not fit."""
+        """Return the model's next turn and stream it to the terminal; the oldest turns that do not fit are dropped."""
         tokens, limit = self._prompt(turns), self._limit()
         while (
             limit is not None
             and len(tokens) + RESERVED_ANSWER_TOKENS > limit
             and sum(turn["role"] != "system" for turn in turns) > 1
         ):
-            head = turns[:1] if turns[0]["role"] == "system" else []  # it stays
+            head = turns[:1] if turns[0]["role"] == "system" else []  # it is kept
             turns = [*head, *turns[len(head) + 2 :]]
             tokens = self._prompt(turns)
-        most = self.sampling.max_new_tokens
-        room = most if limit is None else max(min(most, limit - len(tokens)), 1)
+        maximum = self.sampling.max_new_tokens
+        num_free = maximum if limit is None else max(min(maximum, limit - len(tokens)), 1)
         self.number[0] += 1
         with self._adapted():
-            (made,) = generate_batch(
+            (answer,) = generate_batch(
                 self.model,
                 [tokens],
                 [derive_seed("chat", self.number[0])],
-                sampling=replace(self.sampling, max_new_tokens=room),
+                sampling=replace(self.sampling, max_new_tokens=num_free),
                 pad_id=self._pad_id(),
                 stop_ids=stop_ids(self.tokenizer),
                 streamer=TextStreamer(self.tokenizer, skip_prompt=not self._is_encoder(), skip_special_tokens=True),
             )
-        return str(self.tokenizer.decode(made, skip_special_tokens=True)).strip()
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
     def _adapted(self) -> AbstractContextManager[Any]:
-        """Return the context in which the adapter in use is at work."""
+        """Return the context in which the adapter in use is enabled."""
         context: AbstractContextManager[Any] = (
             self.model.disable_adapter() if self.adapters and self.adapter is None else nullcontext()
         )
@@ -240,7 +240,7 @@ class ChatModel:
 
 
 def load_chat_model(folder: Path, *, max_new_tokens: int = 256) -> ChatModel:
-    """Return the model of the folder, or an adapter on its base, on the accelerator where there is one."""
+    """Return the model of the folder, or an adapter on its base, on the accelerator if there is one."""
     return _load(
         inspect_model_folder(folder, key="chat"), SamplingParams(max_new_tokens), adapters={}, trust_remote_code=False
     )
@@ -280,7 +280,7 @@ def _load(
 def _load_checkpoint(
     run: Path, sampling: SamplingParams, *, step: int | None, adapters: Mapping[str, Path], trust_remote_code: bool
 ) -> ChatModel:
-    """Return the model of a run's checkpoint, its adapter in use where it has one."""
+    """Return the model of a run's checkpoint, with its adapter in use if it has one."""
     if adapters:
         raise UserError("--adapter: not available for a checkpoint. Export it first: `finetune export RUN`.")
     target = find_evaluation_target(run, step=step, job=None, overrides=(), trust_remote_code=trust_remote_code)
@@ -306,7 +306,7 @@ def _parse_adapters(adapters: Sequence[str]) -> dict[str, Path]:
 
 
 def _lines(*, is_terminal: bool) -> Iterator[str]:
-    """Yield what is typed or piped, without blanks around and without empty lines, until `exit` or the end."""
+    """Yield the stripped, non-empty lines of standard input, until `exit` or its end."""
     while True:
         try:
             line = input("> " if is_terminal else "").strip()

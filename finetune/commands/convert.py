@@ -1,9 +1,7 @@
-"""`finetune checkpoint convert`.
+"""`finetune checkpoint convert`: to and from the folder of Accelerate's `save_state` under the launched strategy.
 
-To and from the folder that Accelerate's `save_state` writes under the launched strategy.
-
-Under DeepSpeed that is DeepSpeed's own folder. A run's checkpoint is portable; such a folder is for tools that know
-only Accelerate or DeepSpeed: it belongs to one strategy and one number of processes, and is read back by the same.
+Under DeepSpeed this is DeepSpeed's own folder. A run's checkpoint is portable. Such a folder is for tools that read
+only Accelerate's or DeepSpeed's format, and can only be loaded with the same strategy and number of processes.
 """
 
 import json
@@ -47,13 +45,13 @@ from finetune.strategy.protocol import Strategy
 
 _MODEL = "pytorch_model"
 _PICKLE_PROTOCOL = b"\x80"
-"""The first byte of a file that torch before 1.6 has written: a pickle without checksums."""
+"""The first byte of a file of torch before 1.6: a pickle without checksums."""
 
 
 def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -> None:
-    """Raise CheckpointError unless the folder holds what this strategy's `load_state` reads, of as many processes.
+    """Raise CheckpointError unless the folder has the files of this strategy's `load_state` for all processes.
 
-    DeepSpeed itself only warns where its files are missing.
+    DeepSpeed itself only warns about missing files.
     """
     if not folder.is_dir():
         raise CheckpointError(f"--from {folder}: this folder does not exist.")
@@ -72,16 +70,16 @@ def require_accelerate_folder(folder: Path, *, strategy: Strategy, world: int) -
         has_model = any((folder / name).is_file() for name in ("model.safetensors", f"{_MODEL}.bin"))
         missing = None if has_model else "has no model.safetensors"
     if missing is not None:
-        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(
             f"--from {folder}: {missing}, so it was not written under {strategy.name} with {world} "
-            f"process{'' if world == 1 else 'es'}. It holds: {there}. Launch with the strategy that wrote it."
+            f"process{'' if world == 1 else 'es'}. It contains: {names}. Launch with the strategy that wrote it."
         )
 
 
 NOT_IN_FOLDER = (
-    "such a folder does not hold the data position, the digest of the samples, the last evaluation or the identity of "
-    "the run"
+    "such a folder does not contain the data position, the digest of the samples, the last evaluation or the identity "
+    "of the run"
 )
 
 
@@ -110,7 +108,7 @@ def convert(
     if to is not None:
         convert_to(run, to, step=step, trust_remote_code=trust_remote_code)
     else:
-        assert source is not None and step is not None, "the command line has asked for both"
+        assert source is not None and step is not None, "the command line requires both"
         convert_from(run, source, step=step, trust_remote_code=trust_remote_code)
     return distributed.shut_down(0)
 
@@ -141,9 +139,9 @@ def convert_to(run: Path, folder: Path, *, step: int | None, trust_remote_code: 
 def convert_from(run: Path, folder: Path, *, step: int, trust_remote_code: bool = False) -> None:
     """Write Accelerate's own folder, taken after `step` steps of this run, as a checkpoint of it.
 
-    The folder must have been written under the launched strategy and number of processes. Reading it unpickles: plain
-    files without running code, those of DeepSpeed and torch.distributed not, so these need `trust_remote_code`. Raises
-    UserError or CheckpointError where the folder cannot be read. Collective over all launched processes.
+    The folder must have been written under the launched strategy and number of processes. Reading it unpickles: this is
+    safe for plain files, but those of DeepSpeed and torch.distributed can run code, so they need `trust_remote_code`.
+    Raises UserError or CheckpointError if the folder cannot be read. Collective over all launched processes.
     """
     location, folder = locate_run(run), folder.expanduser().absolute()
     if step in layout.steps(location.checkpoints):
@@ -164,13 +162,16 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
         conversion.prepared.accelerator.load_state(str(folder))
     except (FinetuneError, KeyboardInterrupt, torch.AcceleratorError):
         raise
-    except (Exception, CheckpointException) as error:  # whatever libraries make of a damaged file; not an Exception
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # of libraries that read a damaged file; CheckpointException is not an Exception
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         raise CheckpointError(
             f"--from {folder}: Accelerate cannot load it ({type(error).__name__}: {reason}). It is damaged, or of "
             "another model. Nothing was written."
         ) from error
-    distributed.barrier()  # no rank requests tensors of others while they are still loading
+    distributed.barrier()  # no rank requests tensors of others that are still loading
     access = conversion.access()
     counts_updates = OPTIMIZERS[conversion.context.config.train.optimizer.name].counts_updates
     _require_step(access, counts_updates=counts_updates, step=step, folder=folder)
@@ -182,10 +183,10 @@ def _read_folder(folder: Path, conversion: Conversion, *, step: int) -> None:
 
 
 def require_intact_archives(folder: Path) -> None:
-    """Raise CheckpointError for a file of `torch.save` that is cut off or whose checksums do not match its content.
+    """Raise CheckpointError for a file of `torch.save` that is truncated or has wrong checksums.
 
-    torch compares no checksum when it loads, and a rank that alone fails to load ends the others in a collective. Each
-    rank reads its share of the files.
+    torch does not verify checksums when it loads, and one rank that fails to load makes the others hang in a
+    collective. Each rank reads its share of the files.
     """
     paths = sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".bin", ".pkl"))
     for path in paths[distributed.rank() :: distributed.world()]:
@@ -193,7 +194,9 @@ def require_intact_archives(folder: Path) -> None:
             with open_regular(path) as file:
                 damaged = None if file.read(1) == _PICKLE_PROTOCOL else ZipFile(file).testzip()
         except (OSError, BadZipFile) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is cut off, or was not written by torch.save"
+            reason = (
+                error.strerror if isinstance(error, OSError) else "it is truncated, or was not written by torch.save"
+            )
             raise CheckpointError(f"--from {folder}: {path.name} is damaged: {reason}. Nothing was written.") from error
         if damaged is not None:
             raise CheckpointError(
@@ -203,12 +206,12 @@ def require_intact_archives(folder: Path) -> None:
 
 
 def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
-    """Raise UserError where reading the folder could run code and that was not allowed."""
+    """Raise UserError if reading the folder could run code and that was not allowed."""
     expected = strategy.expected()
     if not trusts and (expected.zero_stage is not None or expected.fsdp_version is not None):
         raise UserError(
-            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of its author "
-            "it. If you trust it, add --trust-remote-code."
+            f"--from {folder}: under {strategy.name} such a folder is unpickled, which can run code of its author. "
+            "If you trust it, add --trust-remote-code."
         )
 
 
@@ -241,28 +244,27 @@ def _with_smallest_microbatch(loaded: LoadedConfig) -> LoadedConfig:
 def _write_folder(folder: Path, conversion: Conversion, *, progress: Any) -> None:
     """Stage, write and rename, so that the folder appears complete. Collective."""
     staging = folder.with_name(f".{folder.name}.staging")
-    run_on_rank_0(lambda: _stage(staging))
+
+    def stage() -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    def finish() -> None:
+        (staging / layout.PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+        staging.rename(folder)
+
+    run_on_rank_0(stage)
     if hasattr(conversion.prepared.model, "global_steps"):  # DeepSpeed's own count, which starts at 0 in a new engine
         conversion.prepared.model.global_steps = int(progress["step"])
     conversion.prepared.accelerator.save_state(str(staging))
     distributed.barrier()  # `save_state` returns without one: other ranks may still be writing
-    run_on_rank_0(lambda: _finish(staging, folder, progress=progress))
-
-
-def _stage(staging: Path) -> None:
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-
-
-def _finish(staging: Path, folder: Path, *, progress: Any) -> None:
-    (staging / layout.PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-    staging.rename(folder)
+    run_on_rank_0(finish)
 
 
 def _require_step(access: StateAccess, *, counts_updates: bool, step: int, folder: Path) -> None:
-    """Raise CheckpointError for a state without updates, or with more than there were steps: the load went wrong."""
-    held = distributed.gather_objects(access.read_scalars())
-    most = max((numbers.get("step", 0.0) for scalars in held for numbers in scalars.values()), default=0.0)
+    """Raise CheckpointError for a state without updates, or with more updates than steps: the load failed."""
+    states = distributed.gather_objects(access.read_scalars())
+    most = max((numbers.get("step", 0.0) for scalars in states for numbers in scalars.values()), default=0.0)
     if most > step or (most == 0 and counts_updates):
         raise CheckpointError(
             f"{folder}: its optimizer has taken {most:.0f} steps, so this is not the state after step {step}."
@@ -270,7 +272,7 @@ def _require_step(access: StateAccess, *, counts_updates: bool, step: int, folde
 
 
 def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
-    """Return the progress in the folder if it is of this step and data, else what can be derived."""
+    """Return the progress in the folder if its step and data match, else progress that is derived from the step."""
     training_data = conversion.training_data
     batch_size = conversion.context.config.train.global_batch_size
     state = run_on_rank_0(lambda: _read_progress(folder))
@@ -287,7 +289,7 @@ def _progress(folder: Path, conversion: Conversion, *, step: int) -> Progress:
 
 
 def _read_progress(folder: Path) -> Progress | None:
-    """Return the progress in the folder; None where there is none that can be parsed."""
+    """Return the progress in the folder; None if it cannot be read."""
     try:
         return parse_progress(read_regular(folder / layout.PROGRESS))
     except (OSError, ValueError):

@@ -78,7 +78,7 @@ def export_checkpoint(
     With `merge`, an adapter is merged into its base, as with the run's `export.merge`; `verify` None is the job's own.
     Needs the run's folder and, for frozen weights, the base model of its job; no data and no launcher. Raises UserError
     if the folder exists or nothing can be merged, CheckpointError if the checkpoint is bad or does not match the model,
-    ExportError if what was written is another model.
+    ExportError if the written model differs from the trained one.
     """
     quiet_libraries(is_main=True)
     request = _choose_checkpoint(run, step=step, to=to)
@@ -98,7 +98,7 @@ def exported_weights(
     """Return the weights by canonical name: trained ones from the checkpoint, the others from the model.
 
     If the run evaluates an average of its weights, the average is exported. Raises CheckpointError unless the
-    checkpoint has exactly the tensors that this model trains, with their shapes.
+    checkpoint has exactly the tensors that this model trains, with the same shapes.
     """
     parameters, buffers = named_parameters(model), named_buffers(model)  # type: ignore[arg-type]
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -180,9 +180,9 @@ def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenC
 def _require_same_tensors(checkpoint: OpenCheckpoint, expected: Mapping[str, Tensor]) -> None:
     saved = {record.name: record.shape for record in checkpoint.model_records() if record.key in (PARAMETER, BUFFER)}
     lines = [
-        f"  {what}: {', '.join(names[:_MAX_LISTED])}"
+        f"  {problem}: {', '.join(names[:_MAX_LISTED])}"
         + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
-        for what, names in (
+        for problem, names in (
             ("missing from the checkpoint", [name for name in expected if name not in saved]),
             ("only in the checkpoint", [name for name in saved if name not in expected]),
             ("different shape", [name for name in expected if name in saved and expected[name].shape != saved[name]]),
@@ -252,18 +252,18 @@ def _export_folder(
     trust_remote_code: bool,
     verify: bool,
 ) -> Path:
-    """Return the folder of the requested model: a new one, or this one if it is only to be uploaded."""
+    """Return the folder of the requested model: a new one, or this one if it is only uploaded."""
     if merge and saved.adapter is None:
-        raise UserError(f"--merge: {saved.folder} holds a full model and no adapter. Remove --merge.")
+        raise UserError(f"--merge: {saved.folder} has a full model without an adapter. Remove --merge.")
     if not merge and dtype is None and to is None:
         if is_pushed:
             return saved.folder
         raise UserError(
-            f"{saved.folder} is a model folder already. Add --merge to merge an adapter, --dtype to convert the "
+            f"{saved.folder} is already a model folder. Add --merge to merge an adapter, --dtype to convert the "
             "weights, or --push-to-hub NAME to upload it."
         )
     if not merge and saved.adapter is not None:
-        raise UserError(f"{saved.folder} holds an adapter, which is converted only when it is merged: add --merge.")
+        raise UserError(f"{saved.folder} has an adapter, whose dtype can only be converted by merging: add --merge.")
     folder = (to or saved.folder.with_name(f"{saved.folder.name}-{'merged' if merge else dtype}")).absolute()
     if folder.exists():
         raise UserError(f"{folder}: already exists. Give another folder with --to, or delete this one.")
@@ -277,9 +277,9 @@ def _export_folder(
 
 
 def _dtype_of_run(run: Path, *, dtype: str | None) -> str | None:
-    """Return the dtype in which the run would write its merged adapter, by default that in which it held the base.
+    """Return the dtype in which the run would write its merged adapter, by default the dtype of its base.
 
-    Prints that the run's base was quantized; raises ModelError where the adapter must not be merged.
+    Prints that the run's base was quantized; raises ModelError if the adapter must not be merged.
     """
     try:
         config = _with_export(load_resolved(run), dtype=dtype, merge=True, verify=None).config
@@ -325,9 +325,9 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:
-    """Return tokenizer and processor of the folder, or of the adapter's base; none if neither has any.
+    """Return tokenizer and processor of the folder, else of the adapter's base, or neither.
 
-    Raises ModelError if there are some that cannot be read.
+    Raises ModelError if their files cannot be read.
     """
     reads = reads_of_head(saved.head)
     for source in dict.fromkeys((str(saved.folder), saved.base)):

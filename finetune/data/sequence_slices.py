@@ -26,7 +26,7 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
         )
     num_tokens = batch.labels.numel()
     width = -(-num_tokens // group.size)
-    num_added, start = width * group.size - num_tokens, width * group.place
+    num_added, start = width * group.size - num_tokens, width * group.index
     positions = batch.targets.positions
     first, past = torch.searchsorted(positions, torch.tensor([start, start + width])).tolist()
     edges = batch.cumulative_lengths
@@ -41,7 +41,7 @@ def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
         lengths=(*batch.lengths, num_added) if num_added else batch.lengths,
         targets=Targets(positions[first:past] - start, batch.targets.labels[first:past], (past - first,)),
         num_slices=group.size,
-        slice_number=group.place,
+        slice_number=group.index,
     )
 
 

@@ -1,1 +1,1 @@
-"""The memory of a job, predicted before it trains: counted state, a step without values, and the trial of a batch."""
+"""Predicts the memory of a job: counted state, a symbolic step, and the trial of a batch."""

@@ -1,4 +1,4 @@
-"""How a job is spread over ranks, and the memory that is predicted for one of them."""
+"""The distribution of a job over ranks, and the predicted memory of one of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is spread and trained; everything else is the job's own."""
+    """Strategy, ranks and method of a job; everything else is in its config."""
 
     strategy: StrategyName
     num_ranks: int
@@ -34,13 +34,13 @@ class Prediction:
     peak_bytes: int
     parts: Mapping[str, int] = field(default_factory=dict)  # they add up to the peak
     flops_per_token: float = 0.0  # forward and backward pass, of one token of a row, padding included
-    recomputed_flops_per_token: float = 0.0  # what recomputation adds to them
+    recomputed_flops_per_token: float = 0.0  # added by recomputation
     num_parameters: int = 0
     num_trained: int = 0
 
 
 def method_of(config: RunConfig) -> Method:
-    """Return how a job trains: all weights, or adapters on a frozen base, which may be quantized."""
+    """Return the training method of a job: all weights, or adapters on a frozen base, which may be quantized."""
     if config.model.quantization is not None:
         return "qlora"
     return "full" if adapter_of(config) is None else "lora"

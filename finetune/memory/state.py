@@ -1,7 +1,7 @@
 """The one prediction of a rank's memory at the start: weights, gradients and optimizer state, counted.
 
-Activations are not counted. Their share is known where `finetune plan` has run the job's step without values: then the
-prediction is the peak of that step.
+Activations are not counted. If `finetune plan` has traced the job's symbolic step, the prediction is the peak of that
+step.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ class RankMemory:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    process_bytes: int = 0  # without a model; where resident memory is measured, on a CPU
-    unsharded_gradient_bytes: int = 0  # kept between the microbatches of a step besides the share of the gradient
-    has_teacher: bool = False  # which reports its own size
+    process_bytes: int = 0  # without a model; on a CPU, where resident memory is measured
+    unsharded_gradient_bytes: int = 0  # kept between the microbatches of a step in addition to the shard
+    has_teacher: bool = False  # whose size is reported separately
     planned_bytes: int | None = None  # the peak that `finetune plan` predicted for this run
 
     @property
@@ -41,7 +41,7 @@ class RankMemory:
 
     @property
     def line(self) -> str:
-        """Return the prediction in a line, with what it covers."""
+        """Return a line with the prediction and its parts."""
         parts = {
             "weights": self.weights_bytes,
             "gradients": self.gradients_bytes,
@@ -61,21 +61,21 @@ class RankMemory:
 
     @property
     def peak_line(self) -> str:
-        """Return the prediction and the peak so far, of this rank."""
+        """Return a line with the prediction and this rank's peak so far."""
         predicted = f"planned {format_size(self.planned_bytes)}" if self.planned_bytes is not None else ""
         counted = f"weights, gradients and optimizer state {format_size(self.state_bytes)}"
         return f"memory: {predicted or counted}, measured peak {format_size(_measured_peak())}"
 
     @property
     def ample_cpu_bytes(self) -> int:
-        """Return the free memory with which a step on a CPU is assumed to fit, whatever its activations take."""
+        """Return the free memory with which a step on a CPU is assumed to fit with any activations."""
         if self.planned_bytes is not None:
             return _CPU_STATE_FACTOR * self.planned_bytes
         return _CPU_STATE_FACTOR * (_CPU_STATE_FACTOR * self.state_bytes + _CPU_MIN_BYTES)
 
 
 def _measured_peak() -> int:
-    """Return the peak of the tensors and, on a GPU, what is in use there outside torch's allocator."""
+    """Return the peak of the tensors and, on a GPU, the memory in use outside torch's allocator."""
     if not torch.cuda.is_available():
         return peak_memory_bytes()
     free, total = torch.cuda.mem_get_info()
@@ -85,7 +85,7 @@ def _measured_peak() -> int:
 def count_state(
     config: RunConfig, strategy: Strategy, *, size: ModelSize, process_bytes: int, unsharded_gradient_bytes: int = 0
 ) -> RankMemory:
-    """Return the memory of one rank: weights, gradients and optimizer state, divided where the strategy shards them."""
+    """Return the memory of one rank: weights, gradients and optimizer state, divided if the strategy shards them."""
     train, distillation, is_zero = config.train, config.task.distillation, strategy.name.startswith("zero")
     trained_bytes = sum(size.trained_bytes_by_dtype.values())
     optimizer_bytes = optimizer_state_bytes(
@@ -101,7 +101,7 @@ def count_state(
     keeps_half = is_zero and train.precision != "fp32"  # DeepSpeed keeps weights in the precision of training
 
     def stored(by_dtype: Mapping[str, int]) -> int:
-        return sum(held // 2 if keeps_half and dtype == "float32" else held for dtype, held in by_dtype.items())
+        return sum(size // 2 if keeps_half and dtype == "float32" else size for dtype, size in by_dtype.items())
 
     gradients_bytes = size.largest_trained_bytes if train.optimizer.in_backward else stored(size.trained_bytes_by_dtype)
 
@@ -131,7 +131,7 @@ def predict_memory(
     accelerator: Accelerator,
     unsharded_gradient_bytes: int = 0,
 ) -> PredictMemory:
-    """Return the prediction of a rank's memory for any plan, or none; with the peak that `finetune plan` predicted.
+    """Return a function that predicts a rank's memory for a plan, with the peak that `finetune plan` predicted.
 
     `unsharded_gradient_bytes` are those of an accumulation.
     """

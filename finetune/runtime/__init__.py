@@ -1,1 +1,1 @@
-"""What every floor above needs of the process it runs in: ranks, seeds, files, signals, optional packages."""
+"""Ranks, seeds, files, signals and optional packages of the process, for all other packages."""

@@ -1,6 +1,6 @@
-"""Rank, world and the collectives of a run, over torch.distributed; everything works in a single process too.
+"""Rank, world and the collectives of a run, over torch.distributed; everything also works in a single process.
 
-A function that is called on rank 0 or on all ranks raises its error on all of them when it fails on one.
+If a function that runs on rank 0 or on all ranks fails on one of them, its error is raised on all.
 """
 
 import os
@@ -21,26 +21,26 @@ T = TypeVar("T")
 
 
 class Group(Enum):
-    """A process group of all ranks besides torch's default one, over which training sends tensors.
+    """A process group of all ranks, in addition to torch's default one, which sends the tensors of training.
 
-    The collectives of one never wait for, or mix with, those of another.
+    The collectives of different groups are independent.
     """
 
-    HOST = "host"  # gloo, for objects, counts and waiting: no host-device synchronization, a timeout of its own
-    BACKGROUND = "behind"  # for work in the background: gloo, with a timeout of its own
+    HOST = "host"  # gloo, for objects, counts and barriers: no host-device synchronization, its own timeout
+    BACKGROUND = "background"  # for work in the background: gloo, with its own timeout
 
 
 _BACKGROUND_TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for another to write its part of the state on the slowest disk."""
+"""Time that a rank waits for another to write its part of the state to a slow disk."""
 
 _MARGIN = _BACKGROUND_TIMEOUT + timedelta(minutes=5)
 """From the hang limit to the timeout: a checkpoint being written is a sign of life, which delays the report."""
 
 _LONGEST_TIMEOUT = timedelta(days=24)
-"""torch's store hands milliseconds to `poll`, as an int of 32 bits."""
+"""torch's store passes milliseconds to `poll` as a 32-bit integer."""
 
 _HOST_TIMEOUT = _LONGEST_TIMEOUT
-"""How long ranks that are done wait for the slowest, or for what rank 0 does alone; a watchdog ends what hangs."""
+"""Time that ranks wait for the slowest, or for rank 0 to work alone; a watchdog ends hanging runs."""
 
 _LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 
@@ -83,15 +83,15 @@ def init_cpu_process_group() -> None:
 
 
 def barrier(group: Group = Group.HOST) -> None:
-    """Wait until every rank is here. Collective."""
+    """Wait for all ranks. Collective."""
     if is_distributed():
         dist.barrier(group=_groups.get(group))
 
 
 def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks, leaving the argument as it is. Collective."""
+    """Return the sum over all ranks, without changing the argument. Collective."""
     total = tensor.clone()
-    if is_distributed() and not _answers_alone:
+    if is_distributed() and not _is_local:
         dist.all_reduce(total, op=dist.ReduceOp.SUM)
     return total
 
@@ -99,9 +99,9 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def sum_in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, added rank by rank. Collective.
 
-    Bitwise the same whatever else is summed with it: an all-reduce starts each chunk of its buffer at another rank.
+    Bitwise independent of other tensors in the buffer: an all-reduce starts each chunk at a different rank.
     """
-    if _answers_alone:
+    if _is_local:
         return tensor.clone()
     total, *others = gather_rows(tensor, [len(tensor)] * world())
     return sum(others, total)
@@ -110,12 +110,12 @@ def sum_in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
 def gather_rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Return every rank's tensor, in rank order; `sizes` are their first dimensions, the others are equal. Collective.
 
-    No gradient flows through it.
+    Gradients do not flow through it.
     """
     own = tensor.detach()
     if not is_distributed():
         return [own]
-    if _answers_alone:
+    if _is_local:
         return [own.clone() for _ in sizes]
     padded = own.new_zeros((max(sizes), *own.shape[1:]))
     padded[: len(own)] = own
@@ -128,11 +128,11 @@ def gather_objects(value: T, *, group: Group = Group.HOST) -> list[T]:
     """Return every rank's value, in rank order, on every rank. Collective."""
     if not is_distributed():
         return [value]
-    if _answers_alone:
+    if _is_local:
         return [value] * world()
     values: list[T | None] = [None] * world()
     dist.all_gather_object(values, value, group=_groups.get(group))
-    return values  # type: ignore[return-value]  # every place has been filled
+    return values  # type: ignore[return-value]  # every element has been filled
 
 
 def broadcast_object(value: T, *, group: Group = Group.HOST) -> T:
@@ -146,28 +146,28 @@ def broadcast_object(value: T, *, group: Group = Group.HOST) -> T:
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
-    """Have sums and gathers of this process return as if all ranks had given what this one gives; nothing is sent.
+    """Make sums and gathers of this process use only its own values, without communication.
 
-    A sum is that of this rank alone. For trials, whose results nobody uses.
+    A sum is that of this rank, and a gather repeats its value. For trials, whose results are discarded.
     """
-    global _answers_alone
-    _answers_alone = True
+    global _is_local
+    _is_local = True
     try:
         yield
     finally:
-        _answers_alone = False
+        _is_local = False
 
 
-_answers_alone = False
+_is_local = False
 
 
-def answers_alone() -> bool:
+def are_collectives_local() -> bool:
     """Return whether this process is within `local_collectives`."""
-    return _answers_alone
+    return _is_local
 
 
 def open_host_group() -> None:
-    """Open the host group, unless it is open; without it, torch's default group serves in its place. Collective."""
+    """Open the host group, unless it is open; without it, torch's default group is used. Collective."""
     _open(Group.HOST, timeout=_HOST_TIMEOUT)
 
 
@@ -192,8 +192,8 @@ def _open(group: Group, *, timeout: timedelta) -> None:
     with _lazy_connections():
         opened = dist.new_group(backend="gloo", timeout=timeout)
     _groups[group] = opened
-    # Every kind of call once: ranks that connect later need the store, which ends with the launcher, and could wait
-    # forever for one that has died meanwhile.
+    # Each collective once: ranks that connect later need the store, which ends with the launcher, and could wait
+    # forever for a rank that has died in the meantime.
     dist.all_reduce(torch.zeros(1), group=opened)
     gather_objects(0, group=group)
     broadcast_object(0, group=group)
@@ -202,9 +202,9 @@ def _open(group: Group, *, timeout: timedelta) -> None:
 
 @contextmanager
 def _lazy_connections() -> Iterator[None]:
-    """Have gloo connect only ranks that talk to each other, unless the environment says otherwise.
+    """Make gloo connect only ranks that communicate, unless the environment sets the variable.
 
-    A full mesh takes a socket for every rank; the rings and trees of our collectives take a few dozen in any world.
+    A full mesh needs a socket for every rank; the rings and trees of our collectives need a few dozen in any world.
     """
     is_set = _LAZY_CONNECTIONS in os.environ
     os.environ.setdefault(_LAZY_CONNECTIONS, "1")
@@ -216,20 +216,19 @@ def _lazy_connections() -> Iterator[None]:
 
 
 def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
-    """Shut the process group down in order and return `code`; one process of several exits right here. Collective.
+    """Shut the process group down in order and return `code`; with several processes, this one exits here. Collective.
 
-    `afterwards` is what this rank still does when no other rank waits for it, however long it takes; it is given the
-    code and returns it or another.
+    `afterwards` is called with the code when no other rank waits for this one, so it may take long; its result is the
+    final code.
 
-    A rank that exits while another still communicates with it takes it down, hence the barrier. Then the
-    interpreter's teardown is left out: now and then it aborts in a library's thread ("terminate called without an
-    active exception", seen with DeepSpeed 0.19 under gloo), which would fail a run that has succeeded. Handlers
-    registered with `atexit` are run.
+    A rank that exits while another still communicates with it makes that one fail, hence the barrier. The interpreter's
+    teardown is skipped: it occasionally aborts in a library's thread ("terminate called without an active exception",
+    seen with DeepSpeed 0.19 under gloo), which would fail a successful run. Handlers registered with `atexit` run.
     """
     if not is_distributed() or world() == 1:
         return afterwards(code)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # no rank takes its communicators down while a kernel of another still uses them
+        torch.cuda.synchronize()  # no rank destroys its communicators while a kernel of another uses them
     barrier()
     _groups.clear()
     dist.destroy_process_group()
@@ -292,7 +291,7 @@ def sum_counts(counts: Sequence[int]) -> list[int]:
 
 
 def start_sum_counts(counts: Sequence[int]) -> Callable[[], list[int]]:
-    """Start `sum_counts` and return what waits for its sums; meanwhile ranks may do other things. Collective."""
+    """Start `sum_counts` and return a function that waits for the sums. Collective."""
     if not is_distributed():
         return lambda: list(counts)
     totals = torch.tensor(list(counts), dtype=torch.int64)
@@ -310,14 +309,14 @@ _groups: dict[Group, dist.ProcessGroup] = {}
 
 @contextmanager
 def rank_0_works_alone() -> Iterator[None]:
-    """Have no rank leave the context before rank 0 does, however long it works; not after an error. Collective."""
+    """Keep all ranks in the context until rank 0 leaves it, except after an error. Collective."""
     with _watched_by_rank_0():
         yield
         barrier()
 
 
 def is_rank_0_alone() -> bool:
-    """Return whether the main thread of this process waits for rank 0, or is rank 0 and waited for."""
+    """Return whether the other ranks wait for rank 0: in its main thread, or in that of this process."""
     return _is_rank_0_alone
 
 
@@ -343,8 +342,8 @@ def run_on_all_ranks(function: Callable[[], T], *, group: Group = Group.HOST) ->
     outcomes = gather_objects((value, error_text(failure) if failure is not None else None), group=group)
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
-            where = f" (on rank {rank})" if world() > 1 else ""
-            raise CheckpointError(error + where) from failure
+            suffix = f" (on rank {rank})" if world() > 1 else ""
+            raise CheckpointError(error + suffix) from failure
     return [value for value, _ in outcomes]  # type: ignore[misc]  # no failure, so there is a value
 
 
@@ -369,5 +368,5 @@ def error_text(error: BaseException) -> str:
 def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return function(), None
-    except Exception as error:  # of any type: the other ranks must know of it
+    except Exception as error:  # of any type: the other ranks must learn of it
         return None, error

@@ -1,4 +1,4 @@
-"""environment.json: what a run was run with, so that it can be understood and repeated."""
+"""environment.json: the software, hardware and settings of a run, so that it can be reproduced."""
 
 import os
 import platform
@@ -51,7 +51,7 @@ LAUNCHER_NAMES = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE)_RANK|LOCAL
 def environment_facts() -> dict[str, Any]:
     """Return versions, devices, code state, command line and launcher settings as plain values, without secrets.
 
-    Never raises for what a machine lacks: no git, no GPU, no NCCL read as None.
+    Never raises if git, a GPU or NCCL is missing: they are None.
     """
     return {
         "python": platform.python_version(),
@@ -73,13 +73,13 @@ def environment_facts() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of this package and of those that decide what a run computes; absent ones are left out."""
+    """Return the versions of the installed packages that affect the results of a run."""
     versions = {name: _version(name) for name in PACKAGES} | {"finetune": __version__}  # installed or not
     return {name: number for name, number in versions.items() if number is not None}
 
 
 def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which a launcher or library steers a run, sorted, with secret values left out."""
+    """Return the variables of launchers and libraries that affect a run, sorted, without secret values."""
     chosen = {
         name: value
         for name, value in sorted(variables.items())
@@ -89,9 +89,9 @@ def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_config(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return where `accelerate launch` looks for settings when it gets no `--config_file`, and whether they exist.
+    """Return the path of the default config of `accelerate launch`, and whether the file exists.
 
-    Such a file steers a run without being named by it.
+    Without `--config_file` it silently affects a run.
     """
     cache = Path(variables.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     folder = Path(variables.get("HF_HOME", str(cache))).expanduser() / "accelerate"
@@ -140,7 +140,7 @@ def _cuda_driver() -> str | None:
 
 
 def _process_group() -> dict[str, Any] | None:
-    """Return backend and size of the group in which ranks communicate; None for a process that was started alone."""
+    """Return backend and size of the process group; None for a single process."""
     if not torch.distributed.is_initialized():
         return None
     return {"backend": torch.distributed.get_backend(), "num_processes": torch.distributed.get_world_size()}

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out once and quickly."""
+"""Checks once and quickly whether the Hugging Face hub can be reached."""
 
 import functools
 import os
@@ -10,9 +10,9 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 @functools.cache
 def is_offline() -> bool:
-    """Return whether the hub is out of reach: asked to be (HF_HUB_OFFLINE), or no connection opens within 3 seconds.
+    """Return whether HF_HUB_OFFLINE is set or no connection to the hub opens within 3 seconds.
 
-    Asked once per process, because huggingface_hub retries for most of a minute before it gives up.
+    Checked once per process, because huggingface_hub retries for most of a minute before it gives up.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}:
         return True

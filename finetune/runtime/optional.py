@@ -1,14 +1,14 @@
-"""Packages that may be missing, modules that are imported when first used, callbacks not given. Imports no torch.
+"""Optional packages, lazy imports and a no-op callback. Imports no torch.
 
     with lazily():
         from finetune.model.adapters import build
 
-The statement is a real one, so type checker, linter and the tests of the architecture see it. What it binds is the
-module, not yet imported: `build.add_adapter(...)` imports it (PEP 810's `lazy import`, until Python has it). A job then
-pays, in seconds and in memory, only for what it uses: plain fine-tuning never imports peft.
+This is a regular import statement, so type checker, linter and the architecture tests see it. It binds a lazy module:
+`build.add_adapter(...)` imports it (like PEP 810's `lazy import`). A job then spends time and memory only on the
+modules that it uses: plain fine-tuning never imports peft.
 
 The standard library's `importlib.util.LazyLoader` does not keep these promises (seen with Python 3.11.7). Two threads
-that use a module at the same time see it half imported (https://github.com/python/cpython/issues/114763). Parent
+that use a module at the same time see it partially imported (https://github.com/python/cpython/issues/114763). Parent
 packages are imported at once, which for `from peft.tuners import lora` is peft, and a missing package raises at the
 statement. Lazy modules stay in `sys.modules`, where code that looks at all of them, such as `inspect.getmodule`,
 imports them.
@@ -29,12 +29,12 @@ from finetune.errors import MissingPackage
 from finetune.runtime.text.standard_streams import exit_on_interrupt_while_importing
 
 _NEVER = 0
-"""The garbage collector's first threshold while a command imports. With Python's own 700, collecting takes a quarter of
-the time, and with 50,000 an eighth, to find 9,000 objects among the 650,000 that stay."""
+"""The garbage collector's first threshold while a command imports. With Python's default of 700, collection takes a
+quarter of the time, and with 50,000 an eighth, to find 9,000 garbage objects among 650,000."""
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import and return `module`; raises MissingPackage that names the extra which installs it."""
+    """Import and return `module`; raises MissingPackage that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -47,17 +47,17 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 def no_op(*_: object) -> None:
-    """Do nothing: a callback that nobody needs."""
+    """Do nothing: the default of optional callbacks."""
 
 
 @contextmanager
 def lazily(*, freeze: bool = False) -> Iterator[None]:
-    """Have the import statements of this block, in this thread, bind modules that are imported when first used.
+    """Make the import statements of this block, in this thread, bind modules that are imported when first used.
 
-    Write `from package import module` (never a class or function: it would have to be looked up now), and `import
-    package.module as module` where the package imports what is looked up in it, as transformers does. `freeze` is for
-    a command, which imports nearly all that the process will ever use: the garbage collector does not run meanwhile and
-    never visits those objects again.
+    Write `from package import module` (never a class or function, which would have to be looked up now), and `import
+    package.module as module` if the package itself imports lazily, as transformers does. `freeze` is for a command,
+    which imports nearly all that the process will use: garbage collection is disabled during the import and later
+    skips those objects.
     """
     finder = _LazyFinder(freeze=freeze)
     sys.meta_path.insert(0, finder)
@@ -69,12 +69,12 @@ def lazily(*, freeze: bool = False) -> Iterator[None]:
 
 
 class _LazyModule(ModuleType):
-    """A proxy of a module, which is imported when an attribute is looked up; lookups are passed on to it."""
+    """A proxy of a module, which is imported at the first attribute lookup."""
 
     def __init__(self, name: str, *, freeze: bool) -> None:
         super().__init__(name)
         self._freeze = freeze
-        self._is_bound = False  # until its block has ended, it has no attributes
+        self._is_bound = False  # it has no attributes until its block has ended
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_freeze", "_is_bound") or not self._is_bound:
@@ -85,18 +85,18 @@ class _LazyModule(ModuleType):
     def _import(self) -> ModuleType:
         if not self._freeze:
             return importlib.import_module(self.__name__)
-        usual = gc.get_threshold()
-        gc.set_threshold(_NEVER, *usual[1:])
+        thresholds = gc.get_threshold()
+        gc.set_threshold(_NEVER, *thresholds[1:])
         try:
             with exit_on_interrupt_while_importing():
                 return importlib.import_module(self.__name__)
         finally:
-            gc.freeze()  # modules last as long as the process; forked processes share objects that nobody writes to
-            gc.set_threshold(*usual)
+            gc.freeze()  # modules live as long as the process; forked processes share objects that are not written to
+            gc.set_threshold(*thresholds)
 
 
 class _LazyFinder(MetaPathFinder, Loader):
-    """Finds every module that is imported in its thread, as one that is not imported yet."""
+    """Finds lazy modules for all imports of its thread."""
 
     def __init__(self, *, freeze: bool) -> None:
         self._freeze = freeze
@@ -117,7 +117,7 @@ class _LazyFinder(MetaPathFinder, Loader):
         """Execute nothing."""
 
     def clean_up(self) -> None:
-        """Leave no trace where modules are looked up, so that any other import is an ordinary one."""
+        """Remove the lazy modules from `sys.modules` and their parents, so that other imports are not lazy."""
         for module in self._modules:
             parent, _, name = module.__name__.rpartition(".")
             if sys.modules.get(module.__name__) is module:

@@ -1,6 +1,6 @@
-"""How parameters are initialized, and facts about them that hold under every strategy: full shape, local rows, name.
+"""The initialization of parameters, and their full shape, local rows and name under every strategy.
 
-Also the keys of optimizer states and parameter groups that more than one package reads.
+Also the keys of optimizer states and parameter groups that several packages read.
 """
 
 import math
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 @dataclass(frozen=True)
 class InitContext:
-    """How the model is brought into memory so that no machine holds it more often than it must.
+    """How the model is created so that no machine has more copies of it than necessary.
 
     `context` is entered while the modules are built. `on_meta_device`: this rank builds the modules with empty
-    parameters, which are filled from rank 0 when the model is prepared. `gather` is entered with parameters whose
-    values are to be written (ZeRO-3 partitions them at birth); rank 0's values are the ones kept. `device` is where
-    weights from files are placed; None: on the CPU, from which the strategy moves or shards them.
+    parameters, which are filled from rank 0 when the model is prepared. `gather` is entered to write the values
+    of parameters (ZeRO-3 partitions them at creation); rank 0's values are kept. `device` is that of weights from
+    files; None: the CPU, from which the strategy moves or shards them.
     """
 
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -32,20 +32,20 @@ class InitContext:
 
 
 AVERAGE = "average"
-"""The key of a parameter's average among its optimizer state, next to `exp_avg`; float32, laid out as the parameter."""
+"""The key of a parameter's average in its optimizer state, next to `exp_avg`: float32, sharded like the parameter."""
 
 AVERAGE_DECAY = "average_decay"
-"""The key in a parameter group of the share of the average that the next update keeps; absent where none is kept."""
+"""The key of a parameter group with the decay of the average in the next update; absent without an average."""
 
 NOT_YET_UNFROZEN = "waits"
-"""The key of a parameter group that tells whether it is still frozen: left out of gradient norm and update."""
+"""The key of a parameter group that marks it as still frozen: excluded from gradient norm and update."""
 
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter; DeepSpeed's ZeRO-3 leaves an empty one and keeps the shape."""
+    """Return the shape of the whole parameter; under ZeRO-3 the parameter itself is empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -55,15 +55,15 @@ def full_numel(parameter: nn.Parameter) -> int:
 
 
 def num_values(parameter: nn.Parameter) -> int:
-    """Return how many numbers the whole parameter stands for; one of bitsandbytes' packs several into each element."""
+    """Return the number of values of the whole parameter; bitsandbytes packs several into each element."""
     packed = getattr(parameter, "quant_state", None)
     return full_numel(parameter) if packed is None else math.prod(packed.shape)
 
 
 def local_rows(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the first row that this rank holds and how many; None where it is not split by rows.
+    """Return the first local row of this rank and their number; None if the tensor is not sharded by rows.
 
-    FSDP2 cuts dimension 0 as `chunk` does, at most once; a tensor that is no DTensor is whole.
+    FSDP2 shards dimension 0 as `chunk` does, at most once; a tensor that is not a DTensor is unsharded.
     """
     first, num_rows = 0, tensor.shape[0] if tensor.dim() else 1
     if not isinstance(tensor, DTensor):
@@ -80,7 +80,7 @@ def local_rows(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def canonical_name(name: str) -> str:
-    """Return the parameter's name in the plain model, without what wrappers put in front of it or into it."""
+    """Return the parameter's name in the plain model, without the prefixes of wrappers."""
     return _WRAPPERS.sub("", name)
 
 
@@ -88,9 +88,9 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every number is finite; waits for the device.
+    """Return whether all elements are finite; waits for the device.
 
-    Block by block, to save memory; a finite sum makes the elementwise check unnecessary.
+    Works block by block, to save memory; a finite sum makes the elementwise check unnecessary.
 
     >>> is_finite(torch.tensor([1.0, float("inf")])), is_finite(torch.tensor([3e38, 3e38]))
     (False, True)

@@ -1,8 +1,8 @@
-"""How processes end: a worker with the process that it serves, a rank with its launcher.
+"""The exit of processes: of a worker with its parent process, of a rank with its launcher.
 
-A process exits without the interpreter's teardown, in which libraries' threads now and then abort. What comes before
-that in a teardown still happens: non-daemon threads end, and what was registered with `atexit` runs, so that
-profiles and coverage are written, trackers send what they hold, temporary folders are removed. Imports no torch.
+A process exits without the interpreter's teardown, in which threads of libraries occasionally abort. Non-daemon threads
+are still joined and `atexit` handlers run, so that profiles and coverage are written, trackers flush their data, and
+temporary folders are removed. Imports no torch.
 """
 
 import atexit
@@ -31,9 +31,9 @@ RUN_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
 
 
 def ignore_run_signals(worker: int = 0) -> None:
-    """Have a data loading process ignore signals to the run; it ends with the process that it serves.
+    """Make a data loading process ignore signals to the run; it ends with its parent process.
 
-    Launchers and Slurm signal whole groups of processes, and a run whose data loader has died cannot save itself.
+    Launchers and Slurm signal whole process groups, and a run whose data loader has died cannot save.
     """
     for number in RUN_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -41,7 +41,7 @@ def ignore_run_signals(worker: int = 0) -> None:
 
 
 class _BlockingSignals(multiprocessing.context.ForkProcess):
-    """A process that has these signals blocked from its first instruction to `ignore_run_signals`."""
+    """A process that blocks these signals from its start until `ignore_run_signals`."""
 
     def start(self) -> None:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
@@ -52,21 +52,22 @@ class _BlockingSignals(multiprocessing.context.ForkProcess):
 
 
 class ForkBlockingSignals(multiprocessing.context.ForkContext):
-    """Forks processes that load data: a signal to the whole group in the moment of their start does not end them."""
+    """Forks data loading processes that survive a signal to the process group during their start."""
 
     Process = _BlockingSignals
 
 
 def exit_with_parent() -> None:
-    """Have this process end when its parent does, however that ends: it would else wait for work forever."""
+    """End this process when its parent ends in any way; otherwise it would wait for work forever."""
     parent = parent_process()
     assert parent is not None, "this process was not started by multiprocessing"
-    threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
+    sentinel = parent.sentinel
 
+    def exit_after_parent() -> None:
+        connection.wait([sentinel])
+        os._exit(1)
 
-def _exit_after(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os._exit(1)
+    threading.Thread(target=exit_after_parent, daemon=True).start()
 
 
 LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed"})
@@ -81,31 +82,31 @@ ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchelastic, through which `accelerate launch` and `torchrun` start several processes."""
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
-_LIBC = ctypes.CDLL(None, use_errno=True)  # opened here: a process that has just been forked should not
+_LIBC = ctypes.CDLL(None, use_errno=True)  # opened here, since a newly forked process should not
 
 
 def stop_with_launcher() -> None:
-    """Have the kernel send this process SIGTERM when its launcher dies, so that it saves and ends.
+    """Make the kernel send SIGTERM to this process when its launcher dies, so that it saves and ends.
 
-    Nothing happens without a launcher: a run started from a shell may outlive it. Nor elsewhere than on Linux.
+    Does nothing without a launcher, since a run may outlive its shell, or on other systems than Linux.
     """
     parent = os.getppid()
     if sys.platform != "linux" or not (ELASTIC_VARIABLE in os.environ or is_launcher(_command(parent))):
         return
-    if parent == 1 and not is_launcher(_command(parent)):  # died before we asked; in a container it may be 1
+    if parent == 1 and not is_launcher(_command(parent)):  # died before this call; in a container its pid may be 1
         os.kill(os.getpid(), signal.SIGTERM)
     terminate_with_parent(parent)
 
 
 def terminate_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGTERM when that parent dies; elsewhere than on Linux nothing happens.
+    """Make the kernel send SIGTERM to this process when its parent dies; does nothing on other systems than Linux.
 
-    The parent is the thread that has started this process. What this process executes later keeps the request.
+    The parent is the thread that started this process. The setting survives `exec`.
     """
     if sys.platform != "linux":
         return
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # died meanwhile: the kernel reports nothing that happened before the call
+    if os.getppid() != parent:  # the parent died before the call, so the kernel sends no signal
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -132,7 +133,7 @@ def is_launcher(command: Sequence[str]) -> bool:
 
 
 def launch_id(variables: Mapping[str, str], *, host: str, pid: int, parent: int) -> str:
-    """Return a name that all processes of one launch share and no other launch has at the same time."""
+    """Return an identifier that is shared by all processes of a launch and unique among concurrent launches."""
     address = variables.get("MASTER_ADDR")
     if address is None or int(variables.get("WORLD_SIZE", "1")) == 1:
         return f"{host}:{pid}"
@@ -148,10 +149,10 @@ def _command(pid: int) -> list[str]:
 
 
 _EXIT_HANDLERS_SECONDS = 10.0
-"""For all handlers together: one that waits for another process could wait forever."""
+"""Time limit of all handlers together: one could wait for another process forever."""
 
 _STUCK_MAIN_THREAD_SECONDS = 3.0
-"""The same where another thread ends the process: the main one may be stuck, with locks held that a handler needs."""
+"""The same if another thread ends the process: the main thread may hang and hold locks that a handler needs."""
 
 
 def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
@@ -168,20 +169,20 @@ def exit_process(code: int, *, seconds: float | None = None) -> NoReturn:
 
 
 def _run_exit_handlers(code: int, *, seconds: float, joins_threads: bool) -> None:
-    """Do what the interpreter does before its teardown, in its order."""
+    """Do the steps of the interpreter before its teardown, in the same order."""
     guard = threading.Timer(seconds, _give_up, (code, seconds))
     guard.daemon = True
     guard.start()
-    if joins_threads:  # pools of `concurrent.futures` finish what was submitted; only the main thread may ask for it
+    if joins_threads:  # pools of `concurrent.futures` finish their tasks; only the main thread may wait for them
         _join_threads()
-    atexit._run_exitfuncs()  # the last registered first; an error in one is printed and does not keep the others
+    atexit._run_exitfuncs()  # in reverse order of registration; an error in one is only printed
     guard.cancel()
 
 
 def _join_threads() -> None:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
-    except Exception as error:  # of something that was registered: it keeps no other
+    except Exception as error:  # of a registered callback: it does not affect the others
         print("".join(traceback.format_exception(error)), file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""How far a run is: the few counters that grow, how they are read back from a checkpoint, and what is due at a step."""
+"""The progress of a run: its counters, their form in a checkpoint, and the cadence of actions at steps."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -11,25 +11,25 @@ from finetune.runtime.files.read import first_problem, parse_json
 
 VERSION = 3
 _VERSION_OF_IDS_ONLY = 2
-"""The version before: its digest of samples is of their ids alone."""
+"""The previous version, whose digest of samples covers only their ids."""
 
 
 @dataclass
 class Progress:
-    """What a run has done so far, counted over all ranks. The data position is `step` times the global batch."""
+    """The counters of a run over all ranks. The data position is `step` times the global batch."""
 
     step: int = 0  # optimizer steps taken, skipped ones included
     num_tokens: int = 0  # padding not counted
     num_targets: int = 0
-    num_scale_skips: int = 0  # fp16: steps left out because the loss scale was too high
+    num_scale_skips: int = 0  # fp16: steps skipped because the loss scale was too high
     num_nonfinite_skips: int = 0
     seconds: float = 0.0  # of training, over all starts
     best_metric: float | None = None  # of early stopping
     evaluations_since_best: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    metrics_step: int = 0  # when that was
+    metrics_step: int = 0  # of the last evaluation
     samples_sha256: str = ""  # rolled over the samples of every step
-    knows_contents: bool = True  # that digest is of ids and contents; False: of ids alone, as it was once
+    knows_contents: bool = True  # the digest covers ids and contents; False: only ids, as in earlier versions
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
@@ -47,10 +47,10 @@ class Progress:
 
 
 MAX_COUNT = 2**53
-"""No count of a run is larger: a thousand steps a second for 285,000 years."""
+"""Upper limit of all counts: a thousand steps a second for 285,000 years."""
 
 MAX_STEPS = 10**9
-"""No run has more steps: the digest of its samples could not be recomputed."""
+"""Upper limit of steps: beyond it, the digest of the samples could not be recomputed."""
 
 _MAX_TEXT_LENGTH = 1000
 _BOUNDED: Mapping[Any, Any] = {
@@ -59,15 +59,15 @@ _BOUNDED: Mapping[Any, Any] = {
     float | None: float | None,
     str: Annotated[str, Field(max_length=_MAX_TEXT_LENGTH)],
 }
-"""From the type of a field to the values that are accepted: all numbers are counts."""
+"""The accepted values by the type of a field: all integers are counts."""
 
 
 class UnsupportedVersion(ValueError):
-    """The progress is of a version that this program does not read: no damage."""
+    """The progress has a version that this program does not read; it is not damaged."""
 
 
 def parse_progress(content: bytes | str) -> Progress:
-    """Return the progress; raises OtherVersion for another version's, ValueError for anything that is none."""
+    """Return the progress; raises UnsupportedVersion for another version, ValueError for anything else."""
     state = parse_json(content)
     if not isinstance(state, dict):
         raise ValueError("it is not a JSON object")
@@ -99,7 +99,7 @@ def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
 
 @cache
 def _schema() -> type[BaseModel]:
-    """Return the schema that follows from the dataclass, so that a new field is checked without a line here."""
+    """Return the schema of the dataclass, derived from its fields."""
     schema_fields: dict[str, Any] = {
         field.name: (_BOUNDED.get(field.type, field.type), ...) for field in fields(Progress)
     }
@@ -108,13 +108,13 @@ def _schema() -> type[BaseModel]:
 
 @dataclass(frozen=True)
 class Cadence:
-    """Every N steps, and always at the last one; so nothing is special after the loop."""
+    """Every N steps and at the last one, so that nothing is left to do after the loop."""
 
     every_steps: int | None  # None: only at the last step
     num_steps: int
 
     def due(self, step: int) -> bool:
-        """Return whether it is due once `step` steps are done."""
+        """Return whether it is due after `step` steps."""
         return step == self.num_steps or (self.every_steps is not None and step % self.every_steps == 0)
 
 

@@ -1,6 +1,6 @@
 """Cores, memory, disk space and open files that this process may use, within its container. Imports no torch.
 
-Errors of a full or read-only disk become one error, which names the space that is left.
+Errors of a full or read-only disk become one error that names the free space.
 """
 
 import os
@@ -39,16 +39,16 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use at once: at least 1."""
+    """Return the number of cores that this process may use, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = quota_cores(CGROUPS, within=_own_group(Path("/proc/self/cgroup")))
     return max(1, allowed if quota is None else min(allowed, int(quota)))
 
 
 def quota_cores(groups: Path, *, within: str = "/") -> float | None:
-    """Return the cores whose time the container is granted, by cgroup v2 or v1; None where nothing limits it.
+    """Return the CPU quota of the container in cores, by cgroup v2 or v1; None without a limit.
 
-    A group is limited by those that it is in, too: the smallest counts.
+    The limits of parent groups also apply: the smallest counts.
     """
     own = groups / within.strip("/")
     folders = [own, *own.parents[: len(own.parts) - len(groups.parts)]]
@@ -64,7 +64,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _cgroup_v1_quota(folder: Path) -> float | None:
-    """Read the two files of cgroup v1; a quota of -1 is none."""
+    """Read the two files of cgroup v1; a quota of -1 means no limit."""
     quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
     return _cores(quota[0], period[0]) if quota and period else None
 
@@ -93,20 +93,20 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return the bytes that this machine, or its container where that allows less, can still allocate."""
+    """Return the bytes that can still be allocated on this machine, or in its container if that is less."""
     available = int(psutil.virtual_memory().available)
     try:
         limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
         return min(available, int(limit) - int(used)) if limit != "max" else available
-    except (OSError, ValueError):  # no container, or one that does not report it
+    except (OSError, ValueError):  # not in a container, or the container does not report it
         return available
 
 
 @contextmanager
-def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[None]:
-    """Turn failed writes into one error of this type; `folders` are where things are written.
+def disk_errors(folders: Sequence[Path], error_type: type[FinetuneError]) -> Iterator[None]:
+    """Turn failed writes to these folders into errors of this type.
 
-    For a full disk the message names the free space of the folders; any other error counts only for these folders.
+    For a full disk the message names the free space of the folders; other errors are converted only for these folders.
     """
     try:
         yield
@@ -117,16 +117,16 @@ def disk_errors(folders: Sequence[Path], kind: type[FinetuneError]) -> Iterator[
         text = None if refused is None else _text(refused, folders)
         if text is None:
             raise
-        raise kind(text) from error
+        raise error_type(text) from error
 
 
 def format_free_space(folders: Sequence[Path]) -> str:
-    """Return how much is free where the folders are."""
+    """Return the free space on the disks of the folders, as text."""
     return ", ".join(f"{folder} has {format_size(free_bytes(folder))} free" for folder in dict.fromkeys(folders))
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which may not exist yet."""
     path = folder.absolute()
     return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.is_dir())).free
 
@@ -142,19 +142,19 @@ def _text(error: OSError, folders: Sequence[Path]) -> str | None:
     return f"{text} {_ADVICE}" if is_ours else None
 
 
-_ADVICE = "Let this user write there, or name another folder (run.folder, data.cache_folder)."
+_ADVICE = "Make it writable for this user, or name another folder (run.folder, data.cache_folder)."
 
 
 _OWN_FILES = 512
 """Libraries, weights, prepared data, logs, and the pipes of loader processes."""
 
 _FILES_PER_RANK = 3
-"""The store has a socket for each rank in the process that keeps it, and so does each full mesh of gloo."""
+"""The process that hosts the store has a socket for each rank, and so does each full mesh of gloo."""
 
 
 @dataclass(frozen=True)
 class FileLimit:
-    """The soft limit, which counts, and the hard one, up to which a process may raise it."""
+    """The soft limit, which applies, and the hard one, up to which a process may raise it."""
 
     soft: int
     hard: int
@@ -163,12 +163,12 @@ class FileLimit:
 def file_limit() -> FileLimit:
     """Return the limit of this process; unlimited is a very large number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 1 << 30
-    return FileLimit(*(most if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)))
+    unlimited = 1 << 30
+    return FileLimit(*(unlimited if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)))
 
 
 def files_needed(world: int) -> int:
-    """Return how many files and sockets a process may have open in a run of `world` processes.
+    """Return the number of open files and sockets of a process in a run of `world` processes.
 
     >>> files_needed(8), files_needed(1000)
     (536, 3512)
@@ -177,7 +177,7 @@ def files_needed(world: int) -> int:
 
 
 def raise_file_limit(world: int) -> str | None:
-    """Raise the soft limit to what such a run needs; return a warning where even the hard limit is below that."""
+    """Raise the soft limit as the run requires; return a warning if even the hard limit is too low."""
     limit, needed = file_limit(), files_needed(world)
     if limit.soft >= needed:
         return None
@@ -189,7 +189,7 @@ def raise_file_limit(world: int) -> str | None:
     if reached >= needed:
         return None
     return (
-        f"a process may have {reached:,} files and sockets open (`ulimit -n`), and a run of {world:,} processes may "
+        f"a process may open {reached:,} files and sockets (`ulimit -n`), and a run of {world:,} processes may "
         f"need {needed:,}: connections would then be refused. Raise the hard limit to {needed:,} (docker: --ulimit "
         f"nofile={needed}; Slurm: PropagateResourceLimits; else /etc/security/limits.conf)."
     )

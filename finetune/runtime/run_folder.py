@@ -1,11 +1,11 @@
-"""The names of the folders in a run's folder."""
+"""Names of the subfolders of a run folder."""
 
 CHECKPOINTS_FOLDER = "checkpoints"
 FINAL_FOLDER = "final"
 """The exported model of a finished run."""
 
 FAILED_FINAL_FOLDER = "final.failed"
-"""An export that was not the trained model, put aside."""
+"""An export that differed from the trained model, renamed."""
 
 HANG_FOLDER = "hang"
 """The stacks of all ranks, written when a run hangs."""

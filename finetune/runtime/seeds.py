@@ -1,4 +1,4 @@
-"""Randomness that depends only on numbers one can write down: (seed, step, rank, purpose)."""
+"""Seeds that depend only on explicit numbers and names: (seed, step, rank, purpose)."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that is the same on every machine and changes with every part."""
+    """Return a 63-bit seed that is the same on every machine and depends on all parts."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -22,12 +22,12 @@ def seed_everything(*parts: int | str) -> None:
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    for seed_one in _torch_seeders():
-        seed_one(seed)
+    for seed_torch in _torch_seeders():
+        seed_torch(seed)
 
 
 def keep_random_state() -> AbstractContextManager[None]:
-    """Return a context after which torch draws the numbers that it would have drawn without it, on this device too."""
+    """Return a context that restores torch's random state at its end, also that of this device."""
     if not torch.accelerator.is_available():
         return torch.random.fork_rng(devices=())
     device_type = str(torch.accelerator.current_accelerator()).partition(":")[0]
@@ -35,9 +35,9 @@ def keep_random_state() -> AbstractContextManager[None]:
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch refuse kernels that are not repeatable; call it before the first kernel runs.
+    """Make torch refuse nondeterministic kernels; call it before the first kernel runs.
 
-    torch's own attention follows its switch, flash attention's package does not: transformers reads a variable.
+    For the flash attention package, transformers reads an environment variable instead of torch's setting.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
@@ -47,12 +47,12 @@ def use_deterministic_kernels() -> None:
 
 @cache
 def _torch_seeders() -> tuple[Callable[[int], object], ...]:
-    """Return what `torch.manual_seed` comes to on this machine.
+    """Return the seed functions that `torch.manual_seed` calls on this machine.
 
-    It would also record a stack trace for every kind of device that is missing, 0.3 ms each (torch 2.13).
+    It would also record a stack trace for every missing device type, 0.3 ms each (torch 2.13).
     """
     if not torch.accelerator.is_available():
         return (torch.default_generator.manual_seed,)
     device = torch.get_device_module(torch.accelerator.current_accelerator())
-    of_device = getattr(device, "manual_seed_all", None) or device.manual_seed
-    return (torch.default_generator.manual_seed, of_device)
+    seed_device = getattr(device, "manual_seed_all", None) or device.manual_seed
+    return (torch.default_generator.manual_seed, seed_device)

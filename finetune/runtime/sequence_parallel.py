@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism: the ranks of a group share the tokens of every row (Jacobs et al., arXiv:2309.14509).
 
-Consecutive ranks are a group, so that what they exchange stays inside a machine where it can. All of them are given the
-same batch, and each computes its slice of the tokens; in attention alone they exchange slices for heads.
+Consecutive ranks form a group, so that their communication stays within a machine if possible. All of them get the
+same batch, and each computes its slice of the tokens; only in attention do they exchange slices for heads.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from finetune.runtime import distributed
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """How many ranks share the tokens of a row, and which of them this one is."""
+    """The group of ranks that share the tokens of a row, and the index of this rank in it."""
 
     size: int = 1
-    place: int = 0
+    index: int = 0
     number: int = 0  # of the group among all
     num_groups: int = 1
 
@@ -33,7 +33,7 @@ def open_sequence_groups(size: int) -> None:
 
 
 def sequence_group() -> SequenceGroup:
-    """Return this rank's group; of one rank where none was opened."""
+    """Return this rank's group; of one rank if none was opened."""
     rank, world = distributed.rank(), distributed.world()
     return SequenceGroup(_size, rank % _size, rank // _size, world // _size)
 
@@ -43,10 +43,10 @@ _opened: dist.ProcessGroup | None = None
 
 
 def swap_blocks(blocks: Tensor) -> Tensor:
-    """Return block r of every rank of the group, in their order, for the rank at place r: [ranks, ...], with gradient.
+    """Return block r of every rank of the group, in rank order, on the rank of index r: [ranks, ...], with gradient.
 
-    An all-to-all of equal blocks; the gradient takes the same way back. A rank that answers alone
-    (`distributed.answering_alone`) gets zeros of the same shape, and nothing is sent. Collective over the group.
+    An all-to-all of equal blocks, also for the gradient. Within `distributed.local_collectives` the result is zeros of
+    the same shape, without communication. Collective over the group.
     """
     swapped: Tensor = _SwapBlocks.apply(blocks)  # type: ignore[no-untyped-call]  # torch has no types for it
     return swapped
@@ -63,7 +63,7 @@ class _SwapBlocks(torch.autograd.Function):
 
 
 def _exchange(blocks: Tensor) -> Tensor:
-    if distributed.answers_alone():
+    if distributed.are_collectives_local():
         return torch.zeros_like(blocks)
     assert _opened is not None and len(blocks) == _size, "a slice belongs to an open group"
     sent = blocks.contiguous()

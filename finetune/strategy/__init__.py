@@ -1,1 +1,1 @@
-"""How a run is spread: what the launcher set, what Accelerate is given, and what must come out."""
+"""The distribution of a run over processes: the launcher's settings, Accelerate's arguments, the expected result."""

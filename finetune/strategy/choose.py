@@ -1,4 +1,4 @@
-"""The strategy that the launcher's settings ask for, and its description in one sentence."""
+"""Chooses the strategy from the launcher's settings, and describes it in one sentence."""
 
 from finetune.strategy.ddp import DataParallel
 from finetune.strategy.deepspeed import ZeroRedundancy
@@ -9,7 +9,7 @@ from finetune.strategy.reconcile import JobSettings, refuse_conflicts
 
 
 def choose_strategy(environment: LaunchEnvironment, job: JobSettings) -> Strategy:
-    """Return the strategy that was launched; raises StrategyError where it and the job cannot both be right."""
+    """Return the strategy that was launched; raises StrategyError if it contradicts the job."""
     strategy: Strategy
     if environment.zero_stage is not None:
         strategy = ZeroRedundancy(environment, job)
@@ -22,7 +22,7 @@ def choose_strategy(environment: LaunchEnvironment, job: JobSettings) -> Strateg
 
 
 def describe_strategy(strategy: Strategy) -> str:
-    """Return one sentence: what is split over how many processes, and what is copied.
+    """Return a sentence with the number of processes and what is sharded and replicated.
 
     >>> describe_strategy(DataParallel(LaunchEnvironment(world=4)))
     'ddp on 4 processes copies parameters, gradients and optimizer state'
@@ -33,11 +33,10 @@ def describe_strategy(strategy: Strategy) -> str:
     copied = [part.value for part in Sharded if part not in strategy.sharded()]
     if world == 1:
         return f"{strategy.name} on 1 process"
-    parts = [f"{verb} {_join_words(kinds)}" for kinds, verb in ((split, "splits"), (copied, "copies")) if kinds]
+    parts = []
+    for names, verb in ((split, "splits"), (copied, "copies")):
+        if names:
+            parts.append(f"{verb} {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}")
     rows = strategy.expected().sequence_size
     sequences = f", shares sequences over groups of {rows}" if rows > 1 else ""
     return f"{strategy.name} on {processes} {', '.join(parts)}{sequences}"
-
-
-def _join_words(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

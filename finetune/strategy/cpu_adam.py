@@ -1,6 +1,6 @@
-"""What DeepSpeed needs to compile its Adam for the CPU, which ZeRO with an offloaded optimizer uses.
+"""The tools with which DeepSpeed compiles its CPU Adam, which ZeRO with an offloaded optimizer uses.
 
-It compiles at the first run of a machine, when model and data have been loaded. What is missing is found out before.
+DeepSpeed compiles it in the first run on a machine, after loading model and data. Missing tools are reported before.
 """
 
 import os
@@ -21,10 +21,10 @@ Which = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class BuildTools:
-    """What there is to compile an extension with."""
+    """The tools that compile an extension."""
 
     has_ninja: bool
-    compiler: str | None  # what `CXX` names, or `c++`, where it is found
+    compiler: str | None  # the path of `CXX` or `c++`, if it exists
     nvcc: str | None
 
 
@@ -36,15 +36,15 @@ def build_tools(variables: Mapping[str, str] = os.environ, *, which: Which = shu
 
 
 def missing_for_cpu_adam() -> str | None:
-    """Return what DeepSpeed lacks here for its CPU Adam, and the command that installs it; None where it has it.
+    """Return the missing tool for DeepSpeed's CPU Adam, and the command that installs it; None if all exist.
 
     Raises MissingPackage without DeepSpeed.
     """
     tools, is_compiled = build_tools(), any(extensions_folder().glob("*/cpu_adam/*.so"))
     if missing_tool(tools, needs_nvcc=torch.cuda.is_available(), is_compiled=is_compiled) is None:
-        return None  # without the seconds that importing DeepSpeed takes
+        return None  # saves the seconds of importing DeepSpeed
     installed: Any = _part_of_deepspeed("git_version_info")
-    if installed.installed_ops.get("cpu_adam", False):  # it came compiled
+    if installed.installed_ops.get("cpu_adam", False):  # a precompiled wheel
         return None
     builders, base = _part_of_deepspeed("ops.op_builder"), _part_of_deepspeed("ops.op_builder.builder")
     needs_nvcc = torch.cuda.is_available() and issubclass(builders.CPUAdamBuilder, base.CUDAOpBuilder)
@@ -56,24 +56,24 @@ def _part_of_deepspeed(name: str) -> Any:
 
 
 def missing_tool(tools: BuildTools, *, needs_nvcc: bool, is_compiled: bool) -> str | None:
-    """Return the first tool that is missing with the command that installs it; None where all exist.
+    """Return the first missing tool with the command that installs it; None if all exist.
 
-    What is compiled already needs no compiler, but DeepSpeed asks for ninja all the same. DeepSpeed 0.19.8 compiles it
-    by the C++ compiler alone; where its builder is one of CUDA's, nvcc is run, too.
+    A compiled extension needs no compiler, but DeepSpeed still requires ninja. DeepSpeed 0.19.8 uses only the C++
+    compiler; if its builder is a CUDA builder, it also runs nvcc.
     """
     if not tools.has_ninja:
-        return "ninja is not on the PATH, with which DeepSpeed compiles its CPU Adam. Run `pip install ninja`."
+        return "ninja, with which DeepSpeed compiles its CPU Adam, is not on the PATH. Run `pip install ninja`."
     if is_compiled:
         return None
     if tools.compiler is None:
         return (
-            "there is no C++ compiler (`c++`, or what CXX names), with which DeepSpeed compiles its CPU Adam. Run "
+            "DeepSpeed compiles its CPU Adam with a C++ compiler (`c++`, or that of CXX), and none is installed. Run "
             "`apt-get install g++`."
         )
     if needs_nvcc and tools.nvcc is None:
         toolkit = str(torch.version.cuda or "").replace(".", "-")
         return (
-            "there is no nvcc (`$CUDA_HOME/bin/nvcc`), with which this DeepSpeed compiles its CPU Adam on a machine "
-            f"with a GPU. Run `apt-get install cuda-toolkit-{toolkit} && export CUDA_HOME=/usr/local/cuda`."
+            "this DeepSpeed compiles its CPU Adam with nvcc (`$CUDA_HOME/bin/nvcc`) on a machine with a GPU, and nvcc "
+            f"is not installed. Run `apt-get install cuda-toolkit-{toolkit} && export CUDA_HOME=/usr/local/cuda`."
         )
     return None

@@ -1,4 +1,4 @@
-"""One process, and DDP: every process holds the whole model and sums its gradients with the others."""
+"""One process, and DDP: every process has the whole model, and gradients are summed over the processes."""
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -13,7 +13,7 @@ from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 
 
 class DataParallel:
-    """A copy of everything on each process; with one process, nothing is spread at all."""
+    """A full replica on each process, or a single process."""
 
     def __init__(self, environment: LaunchEnvironment) -> None:
         self._environment = environment
@@ -21,7 +21,7 @@ class DataParallel:
         self.name = "ddp" if self._is_distributed else "single"
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
-        """Return nothing special."""
+        """Return a null context."""
         return nullcontext()
 
     def plugin(self) -> PluginSettings:
@@ -34,7 +34,7 @@ class DataParallel:
         return frozenset()
 
     def expected(self) -> Expected:
-        """Return DDP over all processes, or no distribution for one that was started alone."""
+        """Return DDP over all processes, or no distribution for a single process."""
         if not self._is_distributed:
             return Expected(("NO",), num_processes=1)
         distributed_type = "MULTI_GPU" if self._environment.has_device else "MULTI_CPU"
@@ -46,13 +46,13 @@ class DataParallel:
         )
 
     def reduction(self) -> GradientReduction:
-        """Return the last: every process holds a whole gradient in any case."""
+        """Return LAST: every process has the whole gradient in any case."""
         return GradientReduction.LAST
 
     def init_context(self, device: torch.device) -> InitContext:
-        """Return plain construction: DDP needs the whole model everywhere, and has it straight on the device.
+        """Return construction directly on the device: DDP needs the whole model on every rank.
 
-        Each rank maps the weight files, whose pages the ranks of a machine share, so that they are read once there and
-        no rank holds a copy of its own.
+        Each rank maps the weight files, whose pages the ranks of a machine share, so they are read only once per
+        machine and not copied in host memory.
         """
         return InitContext(device=device)

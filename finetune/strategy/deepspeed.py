@@ -39,20 +39,20 @@ class ZeroRedundancy:
         self.name = f"zero{self._stage}"
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
-        """Return the gloo bridge where there is no accelerator; raises MissingPackage without DeepSpeed.
+        """Return the gloo bridge on a machine without an accelerator; raises MissingPackage without DeepSpeed.
 
-        Raises StrategyError where the optimizer is offloaded and DeepSpeed cannot compile it here.
+        Raises StrategyError if the optimizer is offloaded and DeepSpeed cannot compile it on this machine.
         """
         _watch_builds()
         if not self._environment.has_device:
             use_cpu_devices()  # DeepSpeed chooses its device when it is first imported
         require("deepspeed", extra="deepspeed", purpose="DeepSpeed ZeRO")
         if offloads_optimizer(self._environment.deepspeed) and (missing := missing_for_cpu_adam()):
-            raise StrategyError(f"{self.name} with an offloaded optimizer cannot start here: {missing}")
+            raise StrategyError(f"{self.name} with an offloaded optimizer cannot start on this machine: {missing}")
         return nullcontext() if self._environment.has_device else gloo_bridge(timeout)
 
     def plugin(self) -> PluginSettings:
-        """Return Accelerate's plugin, its DeepSpeed config completed with what the job decides."""
+        """Return Accelerate's plugin, with its DeepSpeed config completed by the job's settings."""
         try:
             plugin = DeepSpeedPlugin()
         except ValueError as error:
@@ -62,7 +62,7 @@ class ZeroRedundancy:
         return PluginSettings({"deepspeed_plugin": plugin})
 
     def sharded(self) -> frozenset[Sharded]:
-        """Return what this stage shards."""
+        """Return the parts that this stage shards."""
         return frozenset(_SPLIT[self._stage])
 
     def expected(self) -> Expected:
@@ -76,7 +76,7 @@ class ZeroRedundancy:
         )
 
     def reduction(self) -> GradientReduction:
-        """Return the last for stage 1, and every for those that shard gradients."""
+        """Return LAST for stage 1, and EVERY for the stages that shard gradients."""
         return GradientReduction.LAST if self._stage == 1 else GradientReduction.EVERY
 
     def init_context(self, device: torch.device) -> InitContext:
@@ -85,11 +85,11 @@ class ZeroRedundancy:
 
 
 def _watch_builds() -> None:
-    """Remove locks of killed builds and log what is waited for, from one process of each machine."""
+    """Remove locks of killed builds and log waiting for others, in one process per machine."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local == 0:
         clear_build_locks(log=_log)
-    if local <= 1:  # while rank 0 of the machine compiles, rank 1 logs it
+    if local <= 1:  # rank 1 of the machine logs while rank 0 compiles
         BuildLockWatcher(log=_log).start()
 
 

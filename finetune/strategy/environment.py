@@ -1,4 +1,4 @@
-"""What the launcher set for this process, read from environment variables into one frozen record."""
+"""The launcher's settings for this process, read from environment variables."""
 
 import json
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from finetune.strategy.unsupported import unsupported_by_environment
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What `accelerate launch` or torchrun, if any, set for this process."""
+    """The settings of `accelerate launch` or torchrun, if any, for this process."""
 
     world: int = 1
     rank: int = 0
     has_device: bool = False  # an accelerator that torch can use
-    has_process_group: bool = False  # started as one of a group of processes, be it a group of one
+    has_process_group: bool = False  # started by a launcher, possibly as the only process
     fsdp_version: int | None = None  # None: no FSDP
     zero_stage: int | None = None  # None: no DeepSpeed
     replicate_size: int = 1  # HSDP: copies of the sharded model
-    shard_size: int = 1  # HSDP: what is written for the processes that share one copy
+    shard_size: int = 1  # HSDP: the setting for the processes that share one copy
     sequence_size: int = 1  # consecutive processes that share the tokens of every row
     precision: str = "no"  # of the accelerate config; `no` leaves it to the job
     fsdp_activation_checkpointing: bool = False
@@ -33,7 +33,7 @@ class LaunchEnvironment:
 
 
 def read_environment(variables: Mapping[str, str], *, has_device: bool) -> LaunchEnvironment:
-    """Return what the launcher set; raises StrategyError for a DeepSpeed config file that cannot be read."""
+    """Return the launcher's settings; raises StrategyError for a DeepSpeed config file that cannot be read."""
     deepspeed = _deepspeed_file(variables)
     return LaunchEnvironment(
         world=int(variables.get("WORLD_SIZE", "1")),

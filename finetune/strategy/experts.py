@@ -1,9 +1,9 @@
-"""Experts that are modules of their own, of which a rank calls only those that its tokens are sent to.
+"""Experts that are separate modules, of which a rank calls only those that its tokens are routed to.
 
-Where all experts of a layer are one parameter, as in nearly every model of transformers 5, each rank uses all of it and
-nothing here applies. Where they are modules in a list (Switch Transformers, NLLB, code that comes with a hub model),
-ranks differ in what they call: DDP and FSDP2 wait for gradients that one rank has and another has not, and ZeRO-3
-gathers parameters that others do not ask for.
+If all experts of a layer are one parameter, as in nearly every model of transformers 5, each rank uses all of it and
+nothing here applies. If they are modules in a list (Switch Transformers, NLLB, code from the hub), ranks call different
+modules: DDP and FSDP2 wait for gradients that only some ranks have, and ZeRO-3 gathers parameters that other ranks do
+not request.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,21 +19,23 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def keep_experts_in_graph(model: nn.Module) -> None:
-    """Give every expert a gradient in every backward pass, zero for one that was sent no token.
+    """Give every expert a gradient in every backward pass, zero without tokens.
 
-    It is zero on one process, too: with none, AdamW would leave the expert out of a step that it takes elsewhere.
+    Also on one process: without a gradient, AdamW would skip an expert that it updates with several processes.
     """
     for layer, experts in list(separate_experts(model)):
         layer.__dict__["forward"] = _using_all(experts, layer.forward)  # within the hooks that gather parameters
 
 
 def set_zero3_leaf_modules(accelerator: Accelerator, model: nn.Module) -> None:
-    """Have ZeRO-3 gather all experts of a layer when the layer is entered; call it before the model is prepared."""
+    """Make ZeRO-3 gather all experts of a layer at its entry; call it before the model is prepared."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    kinds = {type(layer) for layer, _ in separate_experts(model)}
-    if plugin is None or plugin.deepspeed_config["zero_optimization"]["stage"] != 3 or not kinds:
+    layer_types = {type(layer) for layer, _ in separate_experts(model)}
+    if plugin is None or plugin.deepspeed_config["zero_optimization"]["stage"] != 3 or not layer_types:
         return
-    require("deepspeed.utils", extra="deepspeed", purpose="DeepSpeed ZeRO").set_z3_leaf_modules(model, list(kinds))
+    require("deepspeed.utils", extra="deepspeed", purpose="DeepSpeed ZeRO").set_z3_leaf_modules(
+        model, list(layer_types)
+    )
 
 
 def separate_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -41,19 +43,15 @@ def separate_experts(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     for module in model.modules():
         for name, child in module.named_children():
             if "expert" in name and isinstance(child, _LISTS) and any(True for _ in child.parameters()):
-                yield (child if _is_called(child) else module), child
-
-
-def _is_called(experts: nn.Module) -> bool:
-    """Return whether the list has a forward of its own; torch's lists have the one that raises."""
-    return type(experts).forward is not nn.Module.forward
+                has_forward = type(child).forward is not nn.Module.forward  # torch's own lists have none
+                yield (child if has_forward else module), child
 
 
 def _using_all(experts: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward with zero times a number of each trained parameter added to its input, the hidden states.
+    """Return the forward that adds zero times an element of each trained parameter to its input, the hidden states.
 
-    At its input, so that in the backward pass all of them get their gradients last, and in one order on every rank:
-    ZeRO-2 reduces gradients in the order in which they come.
+    At the input, so that all of them get their gradients last in the backward pass, and in the same order on every
+    rank: ZeRO-2 reduces gradients in the order of their computation.
     """
 
     def use_all(hidden: Tensor, *arguments: Any, **named: Any) -> Any:

@@ -23,7 +23,7 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullySharded:
-    """FSDP of either version; with a replicate size above 1 it is HSDP, copies of a sharded model."""
+    """FSDP of either version; with a replicate size above 1 it is HSDP, with several copies of the sharded model."""
 
     def __init__(self, environment: LaunchEnvironment, job: JobSettings) -> None:
         self._environment = environment
@@ -31,11 +31,11 @@ class FullySharded:
         self.name = "hsdp" if environment.replicate_size > 1 else f"fsdp{environment.fsdp_version}"
 
     def accelerator_context(self, *, timeout: timedelta) -> AbstractContextManager[None]:
-        """Return the gloo bridge where there is no accelerator."""
+        """Return the gloo bridge on a machine without an accelerator."""
         return nullcontext() if self._environment.has_device else gloo_bridge(timeout)
 
     def plugin(self) -> PluginSettings:
-        """Return Accelerate's own plugin, gradients reduced in fp32 so that precision does not depend on the world."""
+        """Return Accelerate's plugin with gradients reduced in fp32, so that precision does not depend on the world."""
         plugin = FullyShardedDataParallelPlugin()
         compute = _COMPUTE.get(self._precision)
         if compute is not None:
@@ -45,11 +45,11 @@ class FullySharded:
                 else MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
             )
         if self._environment.fsdp_version == 2:
-            plugin.forward_prefetch = self._environment.fsdp_forward_prefetch  # which Accelerate 1.15 leaves unread
+            plugin.forward_prefetch = self._environment.fsdp_forward_prefetch  # which Accelerate 1.15 ignores
         return PluginSettings({"fsdp_plugin": plugin, **self._mesh()})
 
     def _mesh(self) -> dict[str, Any]:
-        """Return the sizes of HSDP where ranks share rows: Accelerate does not read them from the launcher then."""
+        """Return the sizes of HSDP with sequence parallelism, which Accelerate does not read from the launcher."""
         copies = self._environment.replicate_size
         if self._environment.sequence_size == 1 or copies == 1:
             return {}
@@ -72,9 +72,9 @@ class FullySharded:
         )
 
     def reduction(self) -> GradientReduction:
-        """Return either, but the last for FSDP1 with offloaded parameters.
+        """Return EITHER, but LAST for FSDP1 with offloaded parameters.
 
-        There torch replaces the gradient of the microbatches before instead of adding to it (torch 2.13, notes on
+        There torch replaces the accumulated gradient instead of adding to it (torch 2.13, notes on
         `no_sync` of FullyShardedDataParallel).
         """
         is_replaced = self._environment.fsdp_version == 1 and self._environment.fsdp_offload_params

@@ -1,9 +1,9 @@
-"""Gradient accumulation: whether ranks exchange gradients after every microbatch, or only after the last of a step.
+"""Gradient accumulation: gradients are reduced after every microbatch, or only after the last of a step.
 
-Exchanging once saves communication. Under FSDP it costs memory: until the exchange, each rank keeps the gradient of
-the whole model, where a shard of it would do (`FSDPParam.unsharded_accumulated_grad` and `FlatParameter.grad` in torch
-2.13). So it is done only where that fits. Under DDP and ZeRO-1 every rank has the whole gradient in any case, and
-ZeRO-2 and -3 exchange at once, into a sharded gradient.
+Reducing once saves communication. Under FSDP it costs memory: until then, each rank keeps the gradient of the whole
+model instead of a shard (`FSDPParam.unsharded_accumulated_grad` and `FlatParameter.grad` in torch 2.13). So it is done
+only if that fits. Under DDP and ZeRO-1 every rank has the whole gradient in any case, and ZeRO-2 and -3 reduce
+immediately, into a sharded gradient.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from finetune.runtime.resources import format_size
 
 
 class GradientReduction(Enum):
-    """After which microbatches of a step a strategy can reduce gradients over the processes."""
+    """The microbatches of a step after which a strategy can reduce gradients."""
 
     LAST = "last"
     EVERY = "every"
@@ -30,8 +30,8 @@ class Accumulation:
     """How the gradients of a step's microbatches are accumulated."""
 
     reduces_every_microbatch: bool
-    unsharded_gradient_bytes: int = 0  # that each rank needs besides its share of the gradient
-    reason: str | None = None  # for the log; None where there was nothing to choose
+    unsharded_gradient_bytes: int = 0  # that each rank needs in addition to its shard
+    reason: str | None = None  # for the log; None without a choice
 
 
 def choose_accumulation(
@@ -46,11 +46,11 @@ def choose_accumulation(
 ) -> Accumulation:
     """Return how to accumulate `num_batches` microbatches.
 
-    `unsharded_bytes` is the size of the whole gradient, `free_bytes` what the rank with the least memory will have left
-    besides weights, sharded gradients and optimizer state. The gradient may take half of it: the rest is for
-    activations. A deterministic run does not depend on how much is free, since the order of the sum does. Where trained
-    parameters are held in bfloat16, so are the shards of their gradient: their sum over microbatches loses digits, so
-    it is the last resort.
+    `unsharded_bytes` is the size of the whole gradient, `free_bytes` the free memory of the rank with the least, after
+    weights, sharded gradients and optimizer state. The gradient may take half of it: the rest is for activations. The
+    choice of a deterministic run does not depend on the free memory, since it affects the order of the sum. If trained
+    parameters are bfloat16, so are the shards of their gradient, whose sum over microbatches loses precision, so this
+    is the last resort.
     """
     if reduction is not GradientReduction.EITHER or num_batches == 1:
         is_every = reduction is GradientReduction.EVERY
@@ -59,15 +59,15 @@ def choose_accumulation(
     every = f"gradient accumulation: gradients are reduced after each of the {num_batches} microbatches"
     left = format_size(max(0, free_bytes))
     if num_processes == 1 and not has_bf16_shards:
-        return Accumulation(True, reason=f"{every}, which takes no communication with one process")
+        return Accumulation(True, reason=f"{every}, which needs no communication with one process")
     if is_deterministic and not has_bf16_shards:
         return Accumulation(True, reason=f"{every}, so that a deterministic run does not depend on the free memory")
     if 2 * unsharded_bytes > free_bytes:
-        why = f"since {whole} on each rank would take more than half of the {left} that are left for activations"
-        note = "; their sum is kept in bfloat16, as the weights are" if has_bf16_shards else ""
+        why = f"since {whole} on each rank would take more than half of the {left} left for activations"
+        note = "; their sum is kept in bfloat16, like the weights" if has_bf16_shards else ""
         return Accumulation(True, reason=f"{every}, {why}{note}")
     once = f"gradient accumulation: gradients are reduced once a step; until then each rank keeps {whole}"
-    return Accumulation(False, unsharded_bytes, reason=f"{once}, of the {left} that are left")
+    return Accumulation(False, unsharded_bytes, reason=f"{once}, of the {left} left")
 
 
 def fsdp2_plugin(accelerator: Accelerator) -> Any:
@@ -77,15 +77,16 @@ def fsdp2_plugin(accelerator: Accelerator) -> Any:
 
 @contextmanager
 def accumulate_gradients(accelerator: Accelerator, model: Any, *, reduces: bool = False) -> Iterator[None]:
-    """Accumulate the gradients of a microbatch that is not the last of its step: reduced, or this rank's own.
+    """Accumulate the gradients of a microbatch that is not the last of its step, reduced or local.
 
-    Reduced ones are summed in the shard of each rank. With `fsdp_reshard_after_forward: false`, FSDP2 also keeps the
-    parameters unsharded for the next microbatch, so that each layer is gathered once a step. HSDP reduces over the
-    copies, too: torch adds up what is not reduced over them by its place in a buffer, which is wrong as soon as a
-    microbatch leaves a parameter without gradient (`partial_reduce_output`, torch 2.13).
+    Reduced gradients are summed in the shard of each rank. With `fsdp_reshard_after_forward: false`, FSDP2 also keeps
+    the parameters unsharded for the next microbatch, so that each layer is gathered once a step. HSDP also reduces over
+    the copies: otherwise torch accumulates by the offset in a buffer, which is wrong if a microbatch leaves a parameter
+    without a gradient (`partial_reduce_output`, torch 2.13).
     """
     with nullcontext() if reduces else accelerator.no_sync(model):
-        if not _keeps_unsharded(accelerator):
+        plugin = fsdp2_plugin(accelerator)
+        if plugin is None or plugin.reshard_after_forward is not False:
             yield
             return
         model.set_reshard_after_backward(False)
@@ -93,8 +94,3 @@ def accumulate_gradients(accelerator: Accelerator, model: Any, *, reduces: bool 
             yield
         finally:
             model.set_reshard_after_backward(True)
-
-
-def _keeps_unsharded(accelerator: Accelerator) -> bool:
-    plugin = fsdp2_plugin(accelerator)
-    return plugin is not None and plugin.reshard_after_forward is False

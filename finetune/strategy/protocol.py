@@ -1,4 +1,4 @@
-"""The seam of how a run is spread over processes."""
+"""The interface of strategies, which distribute a run over processes."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from finetune.strategy.gradient_sync import GradientReduction
 
 
 class Sharded(Enum):
-    """What a strategy shards over the processes instead of replicating it."""
+    """Parts that a strategy shards over the processes instead of replicating them."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -22,21 +22,21 @@ class Sharded(Enum):
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What `Accelerator()` is given besides the precision."""
+    """The arguments of `Accelerator()` in addition to the precision."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What must be found after construction; anything else is refused by name."""
+    """The expected result of the construction; a different one is an error."""
 
     distributed_types: tuple[str, ...]  # names of accelerate.DistributedType
     num_processes: int
     model_class: str | None = None  # a class that the prepared model must be an instance of
     zero_stage: int | None = None
     fsdp_version: int | None = None
-    num_copies: int = 1  # of what is sharded: HSDP keeps several
+    num_copies: int = 1  # of the sharded model: HSDP has several
     sequence_size: int = 1  # processes that share the tokens of every row
 
     @property
@@ -46,12 +46,12 @@ class Expected:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of microbatches that are computed at a time, each by one process or by those of a group."""
+        """Return the number of microbatches that are computed in parallel, each by one process or sequence group."""
         return self.num_processes // self.sequence_size
 
 
 class Strategy(Protocol):
-    """How a run is spread. Built from what the launcher set; the loop never asks which one it is."""
+    """The distribution of a run. It follows from the launcher's settings; the loop does not depend on it."""
 
     name: str
 
@@ -59,16 +59,16 @@ class Strategy(Protocol):
         """Return the context in which the Accelerator is built; process groups created there get the timeout."""
 
     def plugin(self) -> PluginSettings:
-        """Return what `Accelerator()` is given."""
+        """Return the arguments of `Accelerator()`."""
 
     def sharded(self) -> frozenset[Sharded]:
-        """Return what is sharded over the processes."""
+        """Return the parts that are sharded over the processes."""
 
     def expected(self) -> Expected:
-        """Return what must be found after construction: Accelerate can silently build plain DDP instead."""
+        """Return the expected result of the construction: Accelerate can silently build plain DDP instead."""
 
     def reduction(self) -> GradientReduction:
-        """Return after which microbatches of a step gradients can be reduced over the processes."""
+        """Return the microbatches of a step after which gradients can be reduced."""
 
     def init_context(self, device: torch.device) -> InitContext:
-        """Return how the model is brought into memory on this rank, which computes on the device."""
+        """Return how the model is created on this rank, which computes on the device."""

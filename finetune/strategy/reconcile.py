@@ -1,4 +1,4 @@
-"""Where the job and the accelerate config speak of the same thing: contradictions are refused."""
+"""Refuses contradictions between the job and the accelerate config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from finetune.registry.optimizers import OPTIMIZERS
 from finetune.strategy.environment import LaunchEnvironment
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-"""From `train.precision` to what Accelerate calls mixed precision."""
+"""Accelerate's mixed precision by `train.precision`."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,19 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
             f"{job.precision}. Set `mixed_precision: 'no'` in the accelerate config."
         )
     if job.precision == "fp16" and not environment.has_device:
-        conflicts.append("train.precision: fp16 needs a GPU, and none was found. Set fp32 or bf16.")
+        conflicts.append("train.precision: fp16 needs a GPU, but this machine has none. Set fp32 or bf16.")
     if job.pins_memory and not environment.has_device:
-        conflicts.append("data.pin_memory: true has no effect without a GPU, and none was found. Remove it.")
+        conflicts.append("data.pin_memory: true has no effect on a machine without a GPU. Remove it.")
     if environment.fsdp_activation_checkpointing:
         conflicts.append(
             "fsdp_activation_checkpointing: true gives wrong gradients with any dropout (seen with Accelerate 1.15). "
             "Set it to false, and model.gradient_checkpointing: true in the job."
         )
     if environment.fsdp_version and environment.fsdp_offload_params and not environment.has_device:
-        conflicts.append(
-            "fsdp_offload_params: true offloads parameters from a GPU, and none was found. Set it to false."
-        )
+        conflicts.append("fsdp_offload_params: true has no effect on a machine without a GPU. Set it to false.")
     if environment.fsdp_version == 1 and job.has_mixed_dtypes:
         conflicts.append(
-            "FSDP1 flattens all parameters into one buffer and cannot hold frozen 16-bit weights and float32 adapters. "
+            "FSDP1 flattens all parameters into one buffer and cannot mix frozen 16-bit weights and float32 adapters. "
             "Launch with accelerate_configs/fsdp2.yaml, or set model.dtype: float32."
         )
     conflicts += environment.unsupported
@@ -83,7 +81,7 @@ def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     conflicts = []
     if job.offloads_activations and not environment.has_device:
-        conflicts.append("model.activation_offload: true has no effect without a GPU, and none was found. Remove it.")
+        conflicts.append("model.activation_offload: true has no effect on a machine without a GPU. Remove it.")
     if job.updates_in_backward and _is_distributed(environment):
         conflicts.append(
             "train.optimizer.in_backward: true works on one process only: on several, a gradient is complete only "
@@ -92,13 +90,13 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
     flattens = environment.fsdp_version == 1 or environment.zero_stage is not None
     if flattens and OPTIMIZERS[job.optimizer].needs_matrices:
         conflicts.append(
-            f"train.optimizer.name: {job.optimizer} needs whole matrices, and FSDP1 and ZeRO give the optimizer "
-            "flattened parts of them. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
+            f"train.optimizer.name: {job.optimizer} needs whole matrices, but FSDP1 and ZeRO pass flattened "
+            "shards to the optimizer. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
         )
     if flattens and job.rounds_by_position:
         conflicts.append(
-            "train.optimizer.state_dtype and stochastic_rounding need a parameter's rows, and FSDP1 and ZeRO give the "
-            "optimizer flattened parts. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
+            "train.optimizer.state_dtype and stochastic_rounding need whole rows, but FSDP1 and ZeRO pass "
+            "flattened shards to the optimizer. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or remove them."
         )
     return conflicts
 
@@ -117,16 +115,16 @@ def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
         written = environment.deepspeed.get(key, "auto")
         if written != "auto" and written != value:
             conflicts.append(
-                f"the DeepSpeed config sets {key}: {written}, but the job requires {value}. Set `auto` there."
+                f"the DeepSpeed config sets {key}: {written}, but the job requires {value}. Set `auto` in that file."
             )
     conflicts += [
-        f"the DeepSpeed config has a section `{section}`, which only the job may set. Remove it there."
+        f"the DeepSpeed config has a section `{section}`, which only the job may set. Remove it from that file."
         for section in ("optimizer", "scheduler")
         if section in environment.deepspeed
     ]
     conflicts += [
         f"the DeepSpeed config sets {precision}.enabled: true, but the job sets train.precision: {job.precision}. "
-        "Set `auto` there."
+        "Set `auto` in that file."
         for precision in ("bf16", "fp16")
         if environment.deepspeed.get(precision, {}).get("enabled") is True and job.precision != precision
     ]
@@ -138,20 +136,20 @@ def _deepspeed_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
 
 
 def _offload_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
-    asked = {"train.average": job.averages_weights, "train.unfreeze": job.unfreezes_later}
+    used = {"train.average": job.averages_weights, "train.unfreeze": job.unfreezes_later}
     return [
         f"{key} is not supported with an offloaded optimizer (DeepSpeedCPUAdam). Launch without offload_optimizer, "
         f"or remove {key}."
-        for key, is_asked in asked.items()
-        if is_asked and offloads_optimizer(environment.deepspeed)
+        for key, is_used in used.items()
+        if is_used and offloads_optimizer(environment.deepspeed)
     ]
 
 
 def complete_deepspeed_config(config: Mapping[str, Any], *, world: int, job: JobSettings) -> dict[str, Any]:
-    """Return DeepSpeed's config with what the job decides written into it.
+    """Return DeepSpeed's config completed by the job's settings.
 
-    Accumulation is 1: the step sets the boundary itself. Clipping is written even when it is off, since Accelerate
-    would otherwise clip at 1.0. Under bf16, gradients are reduced in fp32 and checked before an update.
+    Accumulation is 1: the step sets the boundary itself. Clipping is set even if it is off, since Accelerate would
+    otherwise clip at 1.0. Under bf16, gradients are reduced in fp32 and checked before an update.
     """
     filled = {**config, **_set_by_job(world, job), "zero_allow_untested_optimizer": True}
     filled["bf16"] = {**config.get("bf16", {}), "enabled": job.precision == "bf16"}
@@ -190,6 +188,6 @@ def _set_by_job(world: int, job: JobSettings) -> dict[str, Any]:
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Return whether this DeepSpeed config has the optimizer's state and its step on the CPU."""
+    """Return whether this DeepSpeed config offloads the optimizer to the CPU."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
     return str(offload.get("device", "none")) != "none"

@@ -1,6 +1,7 @@
-"""Kinds of parallelism and places to run that are not supported: what asks for each, why not, and what to use instead.
+"""Unsupported parallelism and platforms: the settings that request them, the reason, and the alternative.
 
-Found in what the launcher set, and in an accelerate file before it is launched: of some settings a rank never hears.
+They are detected in the launcher's settings, and in an accelerate file before the launch, since ranks do not see some
+of its settings.
 """
 
 import json
@@ -12,14 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Unsupported:
-    """One of them, in words."""
+    """An unsupported feature."""
 
     name: str
     why: str
     instead: str
 
     def sentence(self, written: str) -> str:
-        """Return the message for what was written."""
+        """Return the message for this setting."""
         return f"{written}: {self.name} is not supported: {self.why}. {self.instead}."
 
 
@@ -27,67 +28,68 @@ TENSOR = Unsupported(
     "tensor parallelism",
     "with FSDP2, Accelerate 1.15 imports `ReplicateParallel`, which transformers 5.23 no longer has, and without "
     "FSDP2 it has no data parallelism (accelerate#4193)",
-    "Remove it: FSDP2 and ZeRO-3 shard every layer over all processes. Where that is not enough: torchtitan, "
+    "Remove it: FSDP2 and ZeRO-3 shard every layer over all processes. If that is not enough, use torchtitan "
     "or Megatron-LM",
 )
 PIPELINE = Unsupported(
     "pipeline parallelism",
-    "it needs a model that is cut into stages, and neither Accelerate nor DeepSpeed's engine cuts one",
-    "Remove it, and launch with accelerate_configs/fsdp2.yaml or zero3.yaml. With stages: torchtitan, nanotron, "
+    "it needs a model in stages, into which neither Accelerate nor DeepSpeed's engine divides it",
+    "Remove it, and launch with accelerate_configs/fsdp2.yaml or zero3.yaml. For stages, use torchtitan, nanotron "
     "or Megatron-LM",
 )
 EXPERT = Unsupported(
     "expert parallelism",
     "its gradients and checkpoints are not those of data parallelism (transformers#48208)",
-    "Remove it: FSDP2 and ZeRO-3 shard experts like all parameters. With tokens sent to experts: Megatron-LM, "
-    "torchtitan, or DeepSpeed-MoE",
+    "Remove it: FSDP2 and ZeRO-3 shard experts like all parameters. For token routing, use Megatron-LM, "
+    "torchtitan or DeepSpeed-MoE",
 )
 MEGATRON = Unsupported(
     "Megatron-LM",
-    "it brings its own models, data loader and step",
-    "Use Megatron-LM itself, or NVIDIA NeMo, which converts Hugging Face weights; here: accelerate_configs/fsdp2.yaml",
+    "it has its own models, data loader and step",
+    "Use Megatron-LM itself, or NVIDIA NeMo, which converts Hugging Face weights, or launch with "
+    "accelerate_configs/fsdp2.yaml",
 )
 CONTEXT = Unsupported(
     "ring context parallelism",
-    "it drops the attention mask, so that the samples of a pack see each other (accelerate#4177, trl#6843; "
+    "it drops the attention mask, so that samples of a pack attend to each other (accelerate#4177, trl#6843; "
     "axolotl#3608: 1.83 times the loss)",
     "Use sequence parallelism (Ulysses), which is exact: `parallelism_config_sp_size`",
 )
 TPU = Unsupported(
     "a TPU (XLA)",
-    "no strategy, checkpoint or seed of this package was ever tested on one",
+    "strategies, checkpoints and seeds of this package are not tested on TPUs",
     "Use MaxText, or a machine with GPUs",
 )
 SAGEMAKER = Unsupported(
     "SageMaker's launcher",
-    "it uploads one script, and neither the job nor this package",
+    "it uploads only one script, without the job and this package",
     "Write `compute_environment: LOCAL_MACHINE`, and start `accelerate launch` in the container of the SageMaker job",
 )
 DYNAMO = Unsupported(
     "`dynamo_backend`",
-    "it compiles the model again for every length and under every hook",
+    "it recompiles the model for every length and every hook",
     "Write `dynamo_backend: 'no'`, and `model.compile: regional` in the job",
 )
 NVME = Unsupported(
     "NVMe offload",
-    "optimizer state and parameters that DeepSpeed has swapped out cannot be saved in the checkpoint format",
+    "optimizer state and parameters on NVMe cannot be saved in the checkpoint format",
     "Write `cpu`, as in ds_configs/zero3_offload.json",
 )
 UNKNOWN = Unsupported(
     "such a size",
-    "Accelerate does not know it, and would silently ignore it",
+    "Accelerate would silently ignore it",
     "Remove it",
 )
 
 _SIZES: Mapping[str, Unsupported] = {"tp": TENSOR, "cp": CONTEXT, "pp": PIPELINE, "ep": EXPERT}
 _KNOWN_SIZES = ("dp_replicate", "dp_shard", "sp")
-_OF_DEEPSPEED: Mapping[str, Unsupported] = {"pipeline": PIPELINE, "tensor_parallel": TENSOR}
+_DEEPSPEED_SECTIONS: Mapping[str, Unsupported] = {"pipeline": PIPELINE, "tensor_parallel": TENSOR}
 _OFFLOADS = ("offload_optimizer", "offload_param")
 _PREFIX = "parallelism_config_"
 
 
 def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a message for each variable of the launcher, and each section of DeepSpeed's config, that asks for one."""
+    """Return a message for each launcher variable and DeepSpeed section that requests an unsupported feature."""
     problems = [
         feature.sentence(f"{_PREFIX}{name}_size: {size}")
         for name, feature in _SIZES.items()
@@ -113,7 +115,7 @@ def unsupported_by_environment(variables: Mapping[str, str], deepspeed: Mapping[
 
 
 def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]]:
-    for name, feature in _OF_DEEPSPEED.items():
+    for name, feature in _DEEPSPEED_SECTIONS.items():
         if config.get(name):
             yield f"the DeepSpeed config's section `{name}`", feature
     for name in _OFFLOADS:
@@ -122,7 +124,7 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
 
 
 def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield a key of an accelerate file and the message, for each that asks for one of them."""
+    """Yield the key and the message for each setting of an accelerate file that requests an unsupported feature."""
     distributed_type = str(values.get("distributed_type", "")).upper()
     if distributed_type == "MEGATRON_LM":
         yield "distributed_type", MEGATRON.sentence(f"`{distributed_type}`")
@@ -150,7 +152,7 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _deepspeed_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the DeepSpeed config that the file names; nothing where it cannot be read: the launch reports that."""
+    """Return the DeepSpeed config that the file names; empty if it cannot be read, which the launch reports."""
     name = _section(values, "deepspeed_config").get("deepspeed_config_file")
     try:
         content = json.loads(Path(str(name)).read_text(encoding="utf-8")) if name else {}

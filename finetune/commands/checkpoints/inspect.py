@@ -56,7 +56,7 @@ def list_checkpoints(run: Path, *, verifies: bool, as_json: bool) -> None:
 
 
 def show_checkpoint(run: Path, *, step: int | None, as_json: bool) -> None:
-    """Print all facts about one checkpoint: that of the step, the newest, or the given folder."""
+    """Print all facts about one checkpoint: of the step, the newest, or the given folder."""
     checkpoint = _checked(read_entry(select_checkpoint(locate_run(run), step=step)), read_all=False)
     if as_json:
         print_json(_facts(checkpoint) | _contents(checkpoint.entry))

@@ -37,7 +37,7 @@ def prune(
 ) -> None:
     """Print which checkpoints are kept and why, and delete the others if `does_delete`.
 
-    Options default to the run's own settings. The newest good checkpoint is always kept, and bad ones are left alone.
+    Options default to the run's own settings. The newest good checkpoint is always kept, and bad ones are not deleted.
     Interrupted deletions are completed. Raises UserError while a run is writing to the folder, CheckpointError if no
     checkpoint is good or one could not be deleted.
     """
@@ -130,7 +130,7 @@ def decide(entries: Sequence[CheckpointEntry], section: CheckpointSection) -> li
 
 def _reasons(step: int, section: CheckpointSection, *, good: Sequence[int], best: Sequence[int]) -> Iterator[str]:
     if step not in good:
-        yield "bad, left alone"
+        yield "bad, not deleted"
         return
     if step == max(good):
         yield "newest good"

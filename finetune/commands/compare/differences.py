@@ -9,13 +9,13 @@ from finetune.commands.compare.runs import ComparedRun
 from finetune.report.page.facts import config_lines
 
 ABSENT = "-"
-_OF_A_PROCESS = re.compile(r"launcher\.((LOCAL_|GROUP_|ROLE_)?RANK|MASTER_\w+|TORCHELASTIC_\w+)")
-"""Variables that name a process or a launch; they set nothing."""
+_PROCESS_VARIABLES = re.compile(r"launcher\.((LOCAL_|GROUP_|ROLE_)?RANK|MASTER_\w+|TORCHELASTIC_\w+)")
+"""Variables that identify a process or a launch, without effect on the run."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key whose value is not the same in all runs: a text for each run, with its source where one is known."""
+    """A key whose value is not the same in all runs: a text for each run, with its source if one is known."""
 
     key: str
     values: tuple[str, ...]
@@ -42,7 +42,7 @@ def environment_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
 
 
 def _differing(values: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys, in their order, whose values differ; a run without any (its file is missing) does not count."""
+    """Return the keys, in their order, whose values differ; runs without any, whose file is missing, do not count."""
     known = [run for run in values if run]
     keys = dict.fromkeys(key for run in known for key in run)
     return [key for key in keys if len({run.get(key) for run in known}) > 1]
@@ -75,5 +75,5 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for number, item in enumerate(value):
             yield from _flat(item, f"{prefix}[{number}]")
-    elif value is not None and not _OF_A_PROCESS.fullmatch(prefix):
+    elif value is not None and not _PROCESS_VARIABLES.fullmatch(prefix):
         yield prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,4 +1,4 @@
-"""The runs to compare: the history of each, every step included, and the other files of its folder."""
+"""The runs to compare: the history of each with every step, and the other files of its folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

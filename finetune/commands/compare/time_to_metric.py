@@ -1,4 +1,4 @@
-"""When each run first reaches a value of a metric: in steps, tokens, seconds and money, and how much faster it is."""
+"""The steps, tokens, seconds and cost until each run first reaches a value of a metric, and its speed-up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True)
 class RunTime:
-    """When a run first reaches the value or a better one; None throughout for a run that never does."""
+    """When a run first reaches the value or a better one; all None for a run that never does."""
 
     run: str
     num_processes: int
@@ -41,7 +41,7 @@ def choose_metric(runs: Sequence[ComparedRun], requested: str | None) -> str:
     evaluated = sorted({name for run in runs for name in run.history.curves if name.startswith("evaluation/")})
     metrics = {TRAINING_LOSS: TRAINING_LOSS} | {name.partition("/")[2]: name for name in evaluated}
     if requested is not None and requested not in metrics:
-        raise UserError(f"--metric {requested}: no run was evaluated by it. The runs have: {', '.join(metrics)}.")
+        raise UserError(f"--metric {requested}: no run has it. The runs have: {', '.join(metrics)}.")
     if requested is not None:
         return metrics[requested]
     has_all = all("evaluation/loss" in run.history.curves for run in runs)
@@ -53,8 +53,7 @@ def measure_time_to_metric(
 ) -> TimeToMetric | None:
     """Return when each run reaches the level; without one, the best value that all of them reach.
 
-    None where some run has no value of the metric. Time is that of steps, evaluations and waiting for saves, without
-    start-up.
+    None if a run has no value of the metric. Time includes steps, evaluations and waiting for saves, but not start-up.
     """
     sign = 1 if is_lower_better(metric) else -1
     points = [run.metric_points(metric) for run in runs]

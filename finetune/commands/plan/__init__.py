@@ -1,1 +1,1 @@
-"""`finetune plan`: which strategies fit, how long the job takes and what it costs, before any weight is loaded."""
+"""`finetune plan`: the strategies that fit, the duration and the cost of a job, without loading any weights."""

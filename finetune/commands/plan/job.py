@@ -1,4 +1,4 @@
-"""The facts of a job that a plan needs: its shapes, its batch, and its numbers of tokens and steps."""
+"""The inputs of a plan: the job's shapes, its batch, and its numbers of tokens and steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class DataCounts:
-    """How much there is to train on. None where it is not known before the data is prepared.
+    """The amount of training data; None if it is unknown until the data is prepared.
 
-    A position is a sample, a pack or a batch by tokens: what `train.global_batch_size` counts.
+    A position is a unit of `train.global_batch_size`: a sample, a pack or a batch by tokens.
     """
 
     tokens_per_position: float
@@ -47,33 +47,33 @@ class PlannedJob:
 
     @property
     def method(self) -> Method:
-        """Return how the job trains: all weights, or adapters on a frozen base, which may be quantized."""
+        """Return the training method: all weights, or adapters on a frozen base, which may be quantized."""
         return method_of(self.config)
 
     @property
     def checkpointing(self) -> CheckpointingMode:
-        """Return which activations the job recomputes."""
+        """Return the activations that the job recomputes."""
         return self.config.model.gradient_checkpointing
 
     @property
     def compute_bytes(self) -> int:
-        """Return the bytes of a number that matrix products compute with."""
+        """Return the bytes of an element in matrix products."""
         return _BYTES[self.train.precision]
 
     @property
     def is_autocast(self) -> bool:
-        """Return whether float32 weights are rounded for each forward pass, where the strategy does not hold others."""
+        """Return whether autocast rounds float32 weights in each forward pass, unless the strategy stores others."""
         return self.config.model.dtype == "float32" and self.train.precision != "fp32"
 
     def peak_dtype(self, *, has_tf32: bool) -> str:
-        """Return the data type by whose peak the device computes."""
+        """Return the data type whose peak FLOP/s apply."""
         if self.train.precision != "fp32":
             return self.train.precision
         return "tf32" if self.train.tf32 is not False and has_tf32 else "fp32"
 
 
 def read_job(loaded: LoadedConfig) -> PlannedJob:
-    """Return the job; raises ModelError where its model's config cannot be read, DataError for unusable data."""
+    """Return the job; raises ModelError if its model's config cannot be read, DataError for unusable data."""
     shapes = read_shapes(load_model_config(loaded.config.model))
     return PlannedJob(loaded.config, shapes, count_data(loaded))
 
@@ -85,7 +85,7 @@ def count_data(loaded: LoadedConfig, *, prepared: Callable[[LoadedConfig], Any] 
         data = (prepared or _prepared_data)(loaded)
     except NotPrepared:
         return _written_counts(config, reason="is not prepared")
-    except FinetuneError as error:  # a data set or tokenizer of the hub that cannot be reached from here
+    except FinetuneError as error:  # a dataset or tokenizer of the hub that cannot be reached from this machine
         return _written_counts(config, reason=f"cannot be read here ({str(error).splitlines()[0].rstrip('.')})")
     plan = make_run_plan(config, data)
     num_positions, epoch_tokens = plan.num_positions, data.training.epoch_tokens
@@ -102,7 +102,7 @@ def _prepared_data(loaded: LoadedConfig) -> Any:
 
 
 def _written_counts(config: RunConfig, *, reason: str) -> DataCounts:
-    """Return what the job file says: samples as long as they may be, steps where the budget is in steps or tokens."""
+    """Return the counts of the job file: samples of maximum length, and steps if the budget is in steps or tokens."""
     batching, train = config.data.batching, config.train
     longest = config.data.max_length or 1
     tokens = batching.tokens or longest if batching.by != "samples" else longest
@@ -110,7 +110,7 @@ def _written_counts(config: RunConfig, *, reason: str) -> DataCounts:
     if num_steps is None and train.tokens is not None:
         num_steps = max(1, -(-train.tokens // (train.global_batch_size * tokens)))
     unit = batching.unit
-    sentence = f"The data {reason}: each of the {unit} counts as {tokens:,} tokens, the most that it can have."
+    sentence = f"The data {reason}: each of the {unit} counts as {tokens:,} tokens, its maximum length."
     if num_steps is None:
-        sentence += " How many steps the epochs are is not known before `finetune prepare`."
+        sentence += " The number of steps of the epochs is unknown until `finetune prepare`."
     return DataCounts(float(tokens), num_steps, is_measured=False, sentence=sentence)

@@ -1,4 +1,4 @@
-"""The memory of the job under many layouts, by its own symbolic step, and the largest microbatch that fits."""
+"""The job's memory under many layouts, predicted by its symbolic step, and the largest microbatch that fits."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ _SHARDED_PARTS = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest microbatch with which a step fits, and what it takes; 0 where not even one sample does.
+    """The largest microbatch that fits, with its prediction; 0 if not even one sample fits.
 
     `smallest` is the prediction with one sample.
     """
@@ -30,25 +30,26 @@ class PlannedMemory:
     def __init__(self, predict: Predict, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._predict = predict
         self._clock = clock
-        self._found: dict[Layout, Prediction] = {}
+        self._predictions: dict[Layout, Prediction] = {}
         self.seconds = 0.0
 
     def at(self, layout: Layout) -> Prediction:
         """Return the prediction for the layout; raises ModelError if it cannot be predicted."""
-        if layout not in self._found:
+        if layout not in self._predictions:
             started = self._clock()
-            self._found[layout] = self._predict(layout)
+            self._predictions[layout] = self._predict(layout)
             self.seconds += self._clock() - started
-        return self._found[layout]
+        return self._predictions[layout]
 
     def peaks(self) -> Iterator[tuple[Layout, int]]:
         """Yield the predicted layouts with their peaks in bytes."""
-        yield from ((layout, prediction.peak_bytes) for layout, prediction in self._found.items())
+        yield from ((layout, prediction.peak_bytes) for layout, prediction in self._predictions.items())
 
     def largest_fit(self, layout: Layout, *, usable_bytes: int, sizes: Sequence[int]) -> Fit:
         """Return the largest of the microbatch sizes (ascending, from 1) that fits, confirmed by a prediction at it.
 
-        Memory is a line above some size, so the line between one that fits and one that does not says where to look.
+        Above some size, memory grows linearly, so interpolation between a size that fits and one that does not finds
+        the next size to try.
         """
 
         def at(size: int) -> Prediction:
@@ -72,7 +73,7 @@ class PlannedMemory:
 
 
 def with_ranks(prediction: Prediction, *, ranks: int, others: int) -> Prediction:
-    """Return what a rank takes under FSDP with `others` ranks where it takes this with `ranks`.
+    """Return the prediction for a rank under FSDP with `others` ranks, given that with `ranks`.
 
     >>> with_ranks(Prediction(11, {"weights": 8, "activations": 3}), ranks=2, others=8).peak_bytes
     5
@@ -85,5 +86,5 @@ def with_ranks(prediction: Prediction, *, ranks: int, others: int) -> Prediction
 
 
 def unpredictable(error: ModelError) -> str:
-    """Return a sentence with the reason why there is no prediction."""
+    """Return the reason why nothing can be predicted."""
     return str(error).splitlines()[0]

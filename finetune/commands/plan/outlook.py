@@ -1,4 +1,4 @@
-"""Hours and dollars to the end of the job, and the interval between checkpoints against preemptions."""
+"""Hours and cost of the whole job, and the interval between checkpoints that limits the loss at preemptions."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,7 @@ from finetune.commands.plan.cost.assumptions import (
 )
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
-from finetune.commands.plan.strategies import StrategyPlan
-from finetune.commands.plan.work import checkpoint_bytes
+from finetune.commands.plan.strategies import StrategyPlan, checkpoint_bytes
 from finetune.model.size import optimizer_state_bytes
 from finetune.runtime.gpus.prices import Price
 from finetune.runtime.supervision.checkpoint_interval import best_interval, expected_time, young_interval
@@ -33,7 +32,7 @@ class Assumed:
 class Saving:
     """The size of a checkpoint and the interval between two. Intervals are of computation, in seconds.
 
-    `interval_seconds` is Daly's, unless writing takes longer or it is pointlessly short.
+    `interval_seconds` is Daly's, with a lower limit, and at least the time of writing.
     """
 
     size_bytes: int
@@ -47,7 +46,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Offer:
-    """The job at one price, preemptions or failures included. None where the number of steps is not known."""
+    """The job at one price, including preemptions or failures; None if the number of steps is unknown."""
 
     price: Price
     is_spot: bool
@@ -58,7 +57,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A strategy's plan to the end of the job. None where the number of steps is not known."""
+    """A strategy's plan for the whole job; None if the number of steps is unknown."""
 
     tokens_per_second: float
     step_seconds: float
@@ -80,7 +79,7 @@ def make_outlook(
     seconds = plan.time.seconds
     tokens = job.train.global_batch_size * job.counts.tokens_per_position
     num_steps, rate = job.counts.num_steps, tokens / seconds
-    peak = hardware.kind.peak_flops(job.peak_dtype(has_tf32="tf32" in hardware.kind.flops))
+    peak = hardware.gpu.peak_flops(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops))
     on_demand, spot = (plan_saving(job, hardware, plan, is_spot=is_spot, assumed=assumed) for is_spot in (False, True))
     return Outlook(
         tokens_per_second=rate,
@@ -101,7 +100,7 @@ def make_outlook(
 
 
 def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_spot: bool, assumed: Assumed) -> Saving:
-    """Return the checkpoint interval on machines that are preempted, or that only fail."""
+    """Return the checkpoint interval on spot machines, which are preempted, or on those that only fail."""
     prediction = plan.prediction
     assert prediction is not None and plan.time is not None
     optimizer = job.train.optimizer
@@ -113,7 +112,7 @@ def plan_saving(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, *, is_s
     )
     size = checkpoint_bytes(job, prediction, optimizer_bytes=state)
     write = size / assumed.disk_bandwidth
-    copy = size / plan.layout.num_ranks / (hardware.kind.pcie_bandwidth * _COPY_SHARE)
+    copy = size / plan.layout.num_ranks / (hardware.gpu.pcie_bandwidth * _COPY_SHARE)
     stall = copy if job.config.checkpoint.asynchronous else copy + write
     between = _hours_between_failures(hardware, is_spot=is_spot, assumed=assumed) * 3600
     young = young_interval(save=stall, between_failures=between)
@@ -133,8 +132,8 @@ def _hours_between_failures(hardware: Hardware, *, is_spot: bool, assumed: Assum
     failures = FAILURE_GPU_HOURS / hardware.num_gpus
     if not is_spot:
         return failures
-    asked = assumed.hours_between_preemptions
-    return min(failures, asked if asked is not None else SPOT_HOURS_PER_MACHINE / hardware.num_nodes)
+    preempted = assumed.hours_between_preemptions
+    return min(failures, preempted if preempted is not None else SPOT_HOURS_PER_MACHINE / hardware.num_nodes)
 
 
 def _offer(
@@ -148,8 +147,8 @@ def _offer(
     is_spot: bool,
     assumed: Assumed,
 ) -> Offer:
-    asked = price.spot if is_spot else price.on_demand
-    assert asked is not None
+    price_per_gpu = price.spot if is_spot else price.on_demand
+    assert price_per_gpu is not None
     stretch = expected_time(
         1.0,
         interval=saving.interval_seconds,
@@ -157,7 +156,7 @@ def _offer(
         restart=assumed.restart_seconds,
         between_failures=saving.hours_between_failures * 3600,
     )
-    usd_per_hour = asked * hardware.num_gpus
+    usd_per_hour = price_per_gpu * hardware.num_gpus
     hours = None if num_steps is None else num_steps * step_seconds / 3600 * stretch
     per_million = usd_per_hour / 3600 * stretch / tokens_per_second * 1e6
     return Offer(price, is_spot, hours, None if hours is None else hours * usd_per_hour, per_million)

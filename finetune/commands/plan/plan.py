@@ -1,4 +1,4 @@
-"""`finetune plan`: what a job takes, how long it trains and what that costs, before any weight is loaded."""
+"""`finetune plan`: memory, duration and cost of a job, without loading any weights."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ from finetune.commands.plan.cost.assumptions import (
     USABLE_SHARE,
 )
 from finetune.commands.plan.cost.scaling import ScalePoint
-from finetune.commands.plan.hardware import USUAL_HARDWARE, Hardware, own_hardware, parse_hardware
+from finetune.commands.plan.hardware import COMMON_HARDWARE, Hardware, own_hardware, parse_hardware
 from finetune.commands.plan.job import PlannedJob, read_job
 from finetune.commands.plan.memory import Fit, PlannedMemory, Predict, with_ranks
 from finetune.commands.plan.outlook import Assumed, make_outlook
@@ -39,11 +39,11 @@ from finetune.report.history import read_history
 from finetune.run.setup.padding_free import resolve_padding_free
 from finetune.runtime.files.read import read_json
 from finetune.runtime.gpus.prices import lowest, prices_of
-from finetune.runtime.gpus.specifications import GpuKind, find_gpu
+from finetune.runtime.gpus.specifications import GpuModel, find_gpu
 from finetune.runtime.text.library_output import quiet_libraries
 
 BUDGET_SECONDS = 30.0
-"""Of this process's CPU time, after which no further method or recomputation is tried."""
+"""CPU time of this process after which no further method or recomputation is tried."""
 
 _METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 
@@ -51,12 +51,12 @@ WARM_UP_STEPS = 3
 _MIN_STEPS = 5
 MAX_GPUS = 256
 
-_CUT_SHORT = f"Not all other methods were tried: {BUDGET_SECONDS:g} s of CPU time were over."
+_CUT_SHORT = f"Not all other methods were tried: the limit of {BUDGET_SECONDS:g} s of CPU time was reached."
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is requested in addition to the job: machines, tables, and what is known of the place."""
+    """The options of the command line in addition to the job: machines, tables and assumptions."""
 
     gpus: str | None = None
     num_nodes: int | None = None
@@ -70,7 +70,7 @@ class PlanOptions:
 class MeasuredRun:
     """The measured speed of an earlier run of this job on GPUs of one model."""
 
-    kind: GpuKind
+    gpu: GpuModel
     num_gpus: int
     strategy: str
     tokens_per_second: float
@@ -96,14 +96,14 @@ def make_plan(
     predict: Predict | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan:
-    """Return the plan, and keep its peaks for the start of the run.
+    """Return the plan, and store its memory peaks for the start of the run.
 
-    Raises UserError for machines and tables, ModelError for a model that cannot be read.
+    Raises UserError for invalid machines and tables, ModelError for a model that cannot be read.
     """
     started, cpu_started = clock(), time.process_time()
     machines, sentences = _hardware(options)
     for hardware in machines:  # report errors in a table before the slow part
-        prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
+        prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
     job = read_job(loaded)
     predict = predict or Predictor(loaded.config, resolve_padding_free(loaded.config)).predict
     memory = PlannedMemory(predict, clock=clock)
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def _hardware(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
-    """Return the machines to plan for, and a sentence if they were not given by an option."""
+    """Return the machines to plan for, and a sentence about them unless an option named them."""
     parse = partial(
         parse_hardware,
         num_nodes=options.num_nodes,
@@ -145,16 +145,18 @@ def _hardware(options: PlanOptions) -> tuple[list[Hardware], list[str]]:
     own = own_hardware(num_nodes=options.num_nodes, gpu_table=options.gpu_table)
     if own is not None:
         return [own], [f"Planned for the GPUs of this machine: {own}."]
-    usual = ", ".join(USUAL_HARDWARE)
-    note = f"This machine has no GPU: planned for {usual}. Write --gpus 8xH100-80GB for another, or for all the tables."
-    return [parse(text) for text in USUAL_HARDWARE], [note]
+    common = ", ".join(COMMON_HARDWARE)
+    note = (
+        f"This machine has no GPU: planned for {common}. Write --gpus 8xH100-80GB to choose others, or for all tables."
+    )
+    return [parse(text) for text in COMMON_HARDWARE], [note]
 
 
 def _plan_hardware(
     job: PlannedJob, hardware: Hardware, memory: PlannedMemory, options: PlanOptions, *, is_over: Callable[[], bool]
 ) -> HardwarePlan:
     print(f"planning for {hardware} ...", file=sys.stderr, flush=True)
-    prices = prices_of(hardware.kind.name, table=options.prices, gpu_table=options.gpu_table)
+    prices = prices_of(hardware.gpu.name, table=options.prices, gpu_table=options.gpu_table)
     plans = plan_strategies(job, hardware, memory)
     best = choose(plans)
     cheapest = lowest(prices, "on_demand")
@@ -181,9 +183,9 @@ def _variants(
     """Return the chosen strategy with each method, with and without recomputation, until the time budget is spent."""
     strategy = best.strategy if best is not None else ("fsdp2" if hardware.num_gpus > 1 else "single")
     own = bool(job.checkpointing)
-    asked = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
+    pairs = [(method, recomputes) for recomputes in (own, not own) for method in _METHODS]
     variants: list[StrategyPlan] = []
-    for method, recomputes in sorted(asked, key=lambda variant: variant[0] != job.method):
+    for method, recomputes in sorted(pairs, key=lambda variant: variant[0] != job.method):
         if is_over():
             break
         variants.append(plan_strategy(strategy, job, hardware, memory, method=method, checkpointing=recomputes))
@@ -195,7 +197,7 @@ def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
     if best is None:
         return "No strategy fits on these GPUs."
     if best.strategy == "single":
-        return "One GPU is enough: nothing is split and nothing is sent."
+        return "One GPU is enough: nothing is sharded and no communication is needed."
     simpler = [other for other in plans if STRATEGIES.index(other.strategy) < STRATEGIES.index(best.strategy)]
     too_large = [other.strategy for other in simpler if other.fit is not None and other.reason is not None]
     fitting = [other for other in plans if other.fits and other.time is not None and other is not best]
@@ -203,34 +205,34 @@ def _why(best: StrategyPlan | None, plans: Sequence[StrategyPlan]) -> str:
     parts = [f"{', '.join(too_large)} would run out of memory"] if too_large else []
     if others:
         names = ", ".join(sorted([best.strategy, *others]))
-        parts.append(f"it is the fastest, or the simplest of those nearly as fast, of {names}")
+        parts.append(f"it is the fastest of {names}, or the simplest of those nearly as fast")
     return f"{best.strategy}: " + ("; ".join(parts) or "it is the only one that fits") + "."
 
 
 def _calibrated(
     machines: list[Hardware], job: PlannedJob, memory: PlannedMemory, run: MeasuredRun | None
 ) -> tuple[list[Hardware], list[str]]:
-    """Return the machines with the pace that an earlier run of the job had on such GPUs, and what was done."""
+    """Return the machines with the speed of an earlier run of the job on such GPUs, and a sentence about it."""
     expected = None if run is None else _modeled(job, memory, run)
     if run is None or expected is None:
         return machines, [
-            f"Efficiency is assumed: matrix products reach {TRAINING_SHARE:.0%} of what the GPU's largest ones do "
-            "(`matmul_share` in the table). Published runs differ from it by up to a quarter: docs/planning.md."
+            f"Efficiency is assumed: matrix products reach {TRAINING_SHARE:.0%} of the speed of the GPU's largest ones "
+            "(`matmul_share` in the table). Published runs differ from this by up to 25%: docs/planning.md."
         ]
     factor = expected / run.tokens_per_second
     line = (
-        f"Efficiency is measured: {run.num_steps} steps of this job's run on {run.num_gpus}x {run.kind.name} took "
-        f"{factor:.2f} times as long as the cost model says; times on that kind of GPU are multiplied by it."
+        f"Efficiency is measured: {run.num_steps} steps of this job's run on {run.num_gpus}x {run.gpu.name} took "
+        f"{factor:.2f} times as long as predicted; times on this GPU model are multiplied by this factor."
     )
     return [
-        replace(hardware, slowdown=factor) if hardware.kind.name == run.kind.name else hardware for hardware in machines
+        replace(hardware, slowdown=factor) if hardware.gpu.name == run.gpu.name else hardware for hardware in machines
     ], [line]
 
 
 def _modeled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float | None:
     """Return the tokens per second of the run by the cost model; None where its layout cannot be modeled."""
     strategy = next((name for name in STRATEGIES if name == run.strategy), None)
-    hardware = Hardware(run.kind, run.num_gpus).with_gpus(run.num_gpus)
+    hardware = Hardware(run.gpu, run.num_gpus).with_gpus(run.num_gpus)
     size = job.train.microbatch_size
     share = job.train.global_batch_size // run.num_gpus
     if strategy is None or not isinstance(size, int) or share % size:
@@ -246,11 +248,11 @@ def _modeled(job: PlannedJob, memory: PlannedMemory, run: MeasuredRun) -> float 
 
 
 def _emulated(job: PlannedJob, machines: Sequence[Hardware]) -> list[str]:
-    """Return a sentence for each kind of GPU that lacks the data type of the job's matrix products."""
+    """Return a sentence for each GPU model that lacks the data type of the job's matrix products."""
     dtype = job.train.precision
-    lacking = dict.fromkeys(hardware.kind.name for hardware in machines if dtype not in hardware.kind.flops)
+    lacking = dict.fromkeys(hardware.gpu.name for hardware in machines if dtype not in hardware.gpu.flops)
     instead = " Write train.precision: fp16." if dtype == "bf16" else ""
-    return [f"{name} has no {dtype} units: it is counted at the pace of fp32.{instead}" for name in lacking]
+    return [f"{name} has no {dtype} units: the speed of fp32 is assumed.{instead}" for name in lacking]
 
 
 def _assumptions(assumed: Assumed) -> list[str]:
@@ -262,8 +264,8 @@ def _assumptions(assumed: Assumed) -> list[str]:
         "(--time-between-preemptions HOURS)"
     )
     return [
-        f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragments.",
-        f"Spot machines are taken back: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
+        f"A step may take {USABLE_SHARE:.0%} of a GPU's memory: the allocator loses some to fragmentation.",
+        f"Spot machines are preempted: {spot}. Others fail once in {FAILURE_GPU_HOURS:,.0f} GPU-hours.",
         f"A restart takes {assumed.restart_seconds / 60:g} minutes; checkpoints are written at "
         f"{assumed.disk_bandwidth / 1e9:g} GB/s. Evaluation, start-up and export are not counted.",
         "Prices are those of finetune/runtime/gpus/prices.yaml, without storage, traffic and discounts: --prices FILE.",
@@ -271,7 +273,7 @@ def _assumptions(assumed: Assumed) -> list[str]:
 
 
 def read_measured_run(folder: Path, *, gpu_table: Path | None = None) -> MeasuredRun | None:
-    """Return the pace of the run in the folder; None without a run, with an unknown GPU, or after few steps."""
+    """Return the speed of the run in the folder; None without a run, for an unknown GPU, or after few steps."""
     try:
         history = read_history(folder)
         environment = read_json(folder / "environment.json")
@@ -279,12 +281,12 @@ def read_measured_run(folder: Path, *, gpu_table: Path | None = None) -> Measure
         world = int(environment["launcher"].get("WORLD_SIZE", "1"))
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
-    kind = find_gpu(str(device.get("name", "")), table=gpu_table) if device.get("type") == "cuda" else None
+    gpu = find_gpu(str(device.get("name", "")), table=gpu_table) if device.get("type") == "cuda" else None
     rates = history.steps.compute_rates(num_warm_up=WARM_UP_STEPS)
-    if kind is None or not history.starts or len(rates) < _MIN_STEPS:
+    if gpu is None or not history.starts or len(rates) < _MIN_STEPS:
         return None
     name = str(history.starts[-1].get("strategy", "")).partition(" ")[0]  # `fsdp2 on 8 processes splits ...`
-    return MeasuredRun(kind, world, name, median(rates.tolist()), len(rates))
+    return MeasuredRun(gpu, world, name, median(rates.tolist()), len(rates))
 
 
 def scale_points(
@@ -297,26 +299,23 @@ def scale_points(
 ) -> list[ScalePoint]:
     """Return a point for each power of two that divides the global batch and on which the job fits.
 
-    FSDP's step is not traced again for each number: of what it takes here, what is split over the ranks is split over
-    more or fewer, at a microbatch that fits here. For the others a trace serves any number of ranks.
+    FSDP's step is not traced again for each number of ranks: the sharded part of its memory is scaled, at a microbatch
+    that fits. For other strategies one trace serves any number of ranks.
     """
     points = []
-    for num_gpus in _numbers(job.train.global_batch_size):
-        few = hardware.with_gpus(num_gpus)
-        best = choose([scaled for plan in plans if (scaled := _with_gpus(job, few, plan, memory)) is not None])
+    for num_gpus in (1 << power for power in range(MAX_GPUS.bit_length())):
+        if job.train.global_batch_size % num_gpus:
+            continue
+        machines = hardware.with_gpus(num_gpus)
+        best = choose([scaled for plan in plans if (scaled := _with_gpus(job, machines, plan, memory)) is not None])
         if best is not None and best.time is not None:
             rate = job.train.global_batch_size * job.counts.tokens_per_position / best.time.seconds
             points.append(ScalePoint(num_gpus, rate, usd_per_gpu_hour, best.strategy, best.layout.microbatch_size))
     return points
 
 
-def _numbers(global_batch_size: int) -> list[int]:
-    """Return the powers of two that divide the batch, up to MAX_GPUS."""
-    return [1 << power for power in range(MAX_GPUS.bit_length()) if global_batch_size % (1 << power) == 0]
-
-
 def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: PlannedMemory) -> StrategyPlan | None:
-    """Return the strategy on these GPUs; None where it does not fit or is not meant for that number."""
+    """Return the strategy on these GPUs; None if it does not fit or does not support their number."""
     num_gpus, fit = hardware.num_gpus, plan.fit
     strategy: StrategyName = "hsdp" if plan.strategy == "fsdp2" and hardware.num_nodes > 1 else plan.strategy
     if fit is None or (strategy == "single") != (num_gpus == 1) or plan.strategy == "hsdp":
@@ -325,10 +324,10 @@ def _with_gpus(job: PlannedJob, hardware: Hardware, plan: StrategyPlan, memory: 
     layout = replace(plan.layout, strategy=strategy, num_ranks=num_gpus, ranks_per_node=hardware.gpus_per_node)
     sizes = [size for size in {fit.microbatch_size, 1} if size and share % size == 0]
     for size in sorted(sizes, reverse=True):
-        here = fit.largest if size == fit.microbatch_size and fit.largest is not None else fit.smallest
+        prediction = fit.largest if size == fit.microbatch_size and fit.largest is not None else fit.smallest
         if strategy in ("fsdp2", "hsdp"):
             shards = min(num_gpus, hardware.gpus_per_node) if strategy == "hsdp" else num_gpus
-            prediction = with_ranks(here, ranks=plan.layout.num_ranks, others=shards)
+            prediction = with_ranks(prediction, ranks=plan.layout.num_ranks, others=shards)
         else:
             prediction = memory.at(replace(layout, microbatch_size=size))
         if prediction.peak_bytes <= hardware.usable_bytes:

@@ -1,4 +1,4 @@
-"""A plan as it is printed and written: plain values, the same for the tables and for `--json`."""
+"""A plan, and its JSON form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,12 +11,12 @@ from finetune.commands.plan.outlook import Offer, Outlook
 from finetune.commands.plan.strategies import StrategyPlan, accelerate_file
 
 FORMAT_VERSION = 1
-"""Of the JSON: increased when a key goes or changes its meaning, not when one is added."""
+"""Version of the JSON: increased when a key is removed or changes its meaning, not when one is added."""
 
 
 @dataclass(frozen=True)
 class HardwarePlan:
-    """The plan for one machine; `best` and `outlook` are None where nothing fits."""
+    """The plan for one machine; `best` and `outlook` are None if nothing fits."""
 
     hardware: Hardware
     plans: Sequence[StrategyPlan]
@@ -29,7 +29,7 @@ class HardwarePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a job for one or several machines, and what was assumed, in sentences."""
+    """The plan of a job for one or several machines, with its assumptions as sentences."""
 
     job: PlannedJob
     job_file: str
@@ -62,10 +62,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def _hardware_json(planned: HardwarePlan) -> dict[str, Any]:
     hardware, best = planned.hardware, planned.best
     return {
-        "gpu": hardware.kind.name,
+        "gpu": hardware.gpu.name,
         "gpus_per_node": hardware.gpus_per_node,
         "num_nodes": hardware.num_nodes,
-        "memory_bytes": hardware.kind.memory_bytes,
+        "memory_bytes": hardware.gpu.memory_bytes,
         "usable_bytes": hardware.usable_bytes,
         "fits": best is not None,
         "best": None if best is None else best.strategy,

@@ -1,14 +1,19 @@
-"""Each strategy on one machine: whether it fits, with which microbatch, how long a step takes, and the one to take."""
+"""The strategies on one machine: memory, microbatch and time of a step, and the choice among them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.plan.cost.step_time import StepTime, step_time
+from finetune.commands.plan.cost.assumptions import (
+    ADAPTED_TRAFFIC_PER_HIDDEN,
+    FUSED_TRAFFIC_PER_HIDDEN,
+    TRAFFIC_PER_HIDDEN,
+    TRAFFIC_PER_INTERMEDIATE,
+)
+from finetune.commands.plan.cost.step_time import StepTime, Work, step_time
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
 from finetune.commands.plan.memory import Fit, PlannedMemory, unpredictable
-from finetune.commands.plan.work import step_work
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
 from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName
@@ -21,8 +26,15 @@ NEARLY_FASTEST = 1.07
 """A simpler strategy is preferred if its step is at most this much slower: the cost model is no more accurate."""
 
 _SIMPLEST_FIRST: tuple[StrategyName, ...] = (
-    *("single", "ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"),
-    *("zero2_offload", "zero3_offload"),
+    "single",
+    "ddp",
+    "fsdp2",
+    "hsdp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_offload",
+    "zero3_offload",
 )
 
 MULTI_NODE_FILES: Mapping[str, str] = {
@@ -34,7 +46,7 @@ MULTI_NODE_FILES: Mapping[str, str] = {
 class StrategyPlan:
     """The plan of one strategy for the job on a machine.
 
-    `reason` says why it cannot be taken at all, or fits with no microbatch; `fit` is None where nothing was predicted.
+    `reason` says why it cannot be used, or does not fit with any microbatch; `fit` is None if nothing was predicted.
     """
 
     strategy: StrategyName
@@ -46,12 +58,12 @@ class StrategyPlan:
 
     @property
     def fits(self) -> bool:
-        """Return whether the job can be run so."""
+        """Return whether the job can run with this strategy."""
         return self.time is not None and self.reason is None
 
     @property
     def prediction(self) -> Prediction | None:
-        """Return the memory at the microbatch of the plan, or with one sample where not even that fits."""
+        """Return the memory at the microbatch of the plan, or with one sample if not even that fits."""
         if self.fit is None:
             return None
         return self.fit.largest or self.fit.smallest
@@ -70,7 +82,7 @@ def plan_strategies(job: PlannedJob, hardware: Hardware, memory: PlannedMemory) 
 
 
 def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
-    """Return the simplest of the fastest that fit; None where none does."""
+    """Return the simplest of the fastest strategies that fit; None if none fits."""
     fitting = [plan for plan in plans if plan.fits and not is_partial(plan, plans)]
     if not fitting:
         return None
@@ -80,7 +92,7 @@ def choose(plans: Sequence[StrategyPlan]) -> StrategyPlan | None:
 
 
 def is_partial(plan: StrategyPlan, plans: Sequence[StrategyPlan]) -> bool:
-    """Return whether the strategy uses one of several GPUs only."""
+    """Return whether the strategy uses only one of several GPUs."""
     return plan.strategy == "single" and any(other.layout.num_ranks > 1 for other in plans)
 
 
@@ -126,7 +138,7 @@ def timed(job: PlannedJob, hardware: Hardware, layout: Layout, fit: Fit) -> Stra
     layout = with_microbatch(layout, fit.microbatch_size)
     num_microbatches = job.train.global_batch_size // (ranks * fit.microbatch_size)
     work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches)
-    device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.kind.flops))
+    device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops))
     cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
     time = step_time(layout.strategy, work, device=device, cluster=cluster)
     return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time)
@@ -138,7 +150,7 @@ def with_microbatch(layout: Layout, size: int) -> Layout:
 
 
 def _why_not(config: RunConfig, layout: Layout) -> str | None:
-    """Return why the strategy cannot be taken for this job or machine; None where it can."""
+    """Return why the strategy cannot be used for this job or machine; None if it can."""
     name = layout.strategy
     if layout.num_ranks == 1 and name not in ("single", "zero2_offload", "zero3_offload"):
         return "for several GPUs"
@@ -169,3 +181,56 @@ def _environment(layout: Layout) -> LaunchEnvironment:
 def _seconds(plan: StrategyPlan) -> float:
     assert plan.time is not None
     return plan.time.seconds
+
+
+_STORED_BYTES = {4: 0.5, 8: 1.0}
+_UNKNOWN_LAYERS = 24
+
+
+def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_microbatches: int) -> Work:
+    """Return the computation and communication of one rank in a step of the job under the layout."""
+    parameters, trained = prediction.num_parameters, prediction.num_trained
+    recomputes = prediction.recomputed_flops_per_token > 0
+    is_copied = layout.strategy in ("single", "ddp") and job.is_autocast and layout.method == "full"
+    passes = 3 if recomputes else 2
+    # FSDP2 and ZeRO reduce gradients in float32, DDP in the type of the weights.
+    is_half = layout.strategy == "ddp" and layout.method == "full" and job.config.model.dtype != "float32"
+    return Work(
+        num_tokens=layout.microbatch_size * job.counts.tokens_per_position,
+        num_microbatches=num_microbatches,
+        flops_per_token=prediction.flops_per_token,
+        recomputed_flops_per_token=prediction.recomputed_flops_per_token,
+        traffic_per_token=_traffic(job, layout),
+        num_layers=job.shapes.layers if job.shapes is not None else _UNKNOWN_LAYERS,
+        num_parameters=parameters,
+        num_trained=trained,
+        weight_bytes=parameters * _gathered_bytes(job, layout),
+        gradient_bytes=trained * (2.0 if is_half else 4.0),
+        trained_weight_bytes=trained * job.compute_bytes,
+        num_casts=(passes - 1 if is_copied else 0),
+        dequantized_bytes=passes * 2.5 * parameters if layout.method == "qlora" else 0.0,
+    )
+
+
+def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes: int) -> int:
+    """Return the size of a checkpoint: the trained weights and the optimizer's state."""
+    item_bytes = 4 if job.config.model.dtype == "float32" or prediction.num_trained < prediction.num_parameters else 2
+    return prediction.num_trained * item_bytes + optimizer_bytes
+
+
+def _traffic(job: PlannedJob, layout: Layout) -> float:
+    shapes = job.shapes
+    if shapes is None:
+        return 0.0
+    hidden = TRAFFIC_PER_HIDDEN if job.config.model.compile == "off" else FUSED_TRAFFIC_PER_HIDDEN
+    hidden += 0.0 if layout.method == "full" else ADAPTED_TRAFFIC_PER_HIDDEN
+    per_layer = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
+    return shapes.layers * per_layer * (job.compute_bytes / 2)
+
+
+def _gathered_bytes(job: PlannedJob, layout: Layout) -> float:
+    """Return the bytes per weight that are read and gathered; quantized weights stay quantized."""
+    if layout.method != "qlora":
+        return float(job.compute_bytes)
+    quantization = job.config.model.quantization
+    return _STORED_BYTES[quantization.bits if quantization is not None else 4]

@@ -91,7 +91,7 @@ def _format_cheapest(outlook: Outlook) -> str:
 
 def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
     job, hardware, best = plan.job, planned.hardware, planned.best
-    print(f"\non {hardware}, {hardware.kind.memory_bytes / _GIB:.1f} GiB each")
+    print(f"\non {hardware}, {hardware.gpu.memory_bytes / _GIB:.1f} GiB each")
     if best is None:
         print_facts([("fits", f"no. {_advice(planned)}")])
     else:
@@ -108,7 +108,7 @@ def _print_hardware(plan: Plan, planned: HardwarePlan) -> None:
         print("\nprice of the job, including preemptions and failures")
         print_table(_prices_table(planned.outlook))
     if len(planned.points) > 1:
-        print(f"\nscaling ({planned.hardware.kind.name}, same global batch)")
+        print(f"\nscaling ({planned.hardware.gpu.name}, same global batch)")
         print_table(_scaling_table(planned, plan))
         paying, share = most_that_pay(planned.points), amdahl_share(planned.points)
         serial = "" if not share else f"; {share:.1%} of a step does not scale with the number of GPUs (Amdahl)"
@@ -268,7 +268,7 @@ def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:
             str(layout.microbatch_size) if fits else "",
             f"{time.seconds:.3g}" if fits and time is not None else "",
             f"{tokens / time.seconds:,.0f}" if fits and time is not None else "",
-            "as the job is" if is_own else (variant.reason or ""),
+            "this job" if is_own else (variant.reason or ""),
         )
     return table
 
@@ -276,11 +276,11 @@ def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:
 def _prices_table(outlook: Outlook) -> Table:
     table = _table("provider", "offer", "USD/GPU-hour", "hours", "USD", "USD/million tokens")
     for offer in sorted(outlook.offers, key=lambda entry: entry.usd_per_million_tokens):
-        asked = offer.price.spot if offer.is_spot else offer.price.on_demand
+        price = offer.price.spot if offer.is_spot else offer.price.on_demand
         table.add_row(
             offer.price.provider,
             "spot" if offer.is_spot else "on demand",
-            f"{asked:.2f}",
+            f"{price:.2f}",
             "" if offer.hours is None else f"{offer.hours:,.1f}",
             "" if offer.usd is None else f"{offer.usd:,.2f}",
             f"{offer.usd_per_million_tokens:.4f}",

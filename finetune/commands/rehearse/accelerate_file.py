@@ -1,4 +1,4 @@
-"""The accelerate file, and the same one for processes on the CPU of this machine."""
+"""The accelerate file, and its counterpart for processes on the CPU of this machine."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ _COPIES, _SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_d
 _SEQUENCE = "parallelism_config_sp_size"
 _SECTIONS = ("parallelism_config", "fsdp_config", "deepspeed_config")
 _MAX_COUNT = 10**6
-"""Processes of a launch: more are a slip of the pen."""
+"""Limit on the processes of a launch: larger numbers are typing errors."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LaunchFile:
 
 
 def read_accelerate_file(path: Path) -> AccelerateFile:
-    """Return the file's content; raises UserError or StrategyError where it cannot be launched as it is written."""
+    """Return the file's content; raises UserError or StrategyError if it cannot be launched."""
     try:
         document = read_yaml(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -147,7 +147,7 @@ def _find_deepspeed_file(values: dict[str, Any], path: Path) -> None:
 
 
 def _wrong_types(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each section without keys of its own, and each of their values that is of another type, with its key."""
+    """Yield the key and a message for each section or value of a wrong type."""
     for name in _SECTIONS:
         section = values.get(name)
         if section is not None and not isinstance(section, dict):
@@ -166,7 +166,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
-    """Yield a message for each problem on the real machines, with its key."""
+    """Yield the key and a message for each problem on the real machines."""
     total, machines = file.num_processes, file.num_machines
     if total % machines:
         yield (
@@ -198,15 +198,15 @@ def _parallelism(values: dict[str, Any]) -> dict[str, int]:
 
 
 def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, folder: Path) -> LaunchFile:
-    """Return the file for this number of processes on this machine; files that it names are written into `folder`.
+    """Return the file for this number of processes on this machine; changed DeepSpeed configs are written to `folder`.
 
-    Raises UserError for a number of processes that cannot stand for the real one. `is_fp16`: the job trains in fp16,
-    which a CPU does not.
+    Raises UserError for a number of processes that cannot represent the real one. `is_fp16`: the job trains in fp16,
+    which CPUs do not support.
     """
     values = json.loads(json.dumps(file.values))
     is_single = file.distributed_type == "NO"
     processes = 1 if is_single else processes
-    why = "processes on this machine's CPU, joined by gloo"
+    why = "processes on this machine's CPU, connected by gloo"
     changes = [
         Change("num_processes", file.num_processes, processes, why),
         Change("num_machines", file.num_machines, 1, "this machine"),
@@ -226,19 +226,19 @@ def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, fol
         for key in keys:
             was = section.pop(key, None)
             if was not in (None, True, False, "static", "standard"):
-                changes.append(Change(f"{prefix}{key}", was, None, "of the real machines"))
+                changes.append(Change(f"{prefix}{key}", was, None, "only for the real machines"))
     changes += _share_rows(values, processes)
     changes += _share_copies(values, processes)
     if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
         values["fsdp_config"]["fsdp_offload_params"] = False
-        changes.append(Change("fsdp_config.fsdp_offload_params", True, False, "a CPU has nowhere to offload to"))
+        changes.append(Change("fsdp_config.fsdp_offload_params", True, False, "a CPU cannot offload"))
     if is_fp16:
         changes += _without_fp16(values, folder)
     return LaunchFile(values, processes, tuple(change for change in changes if change.was != change.now))
 
 
 def _share_rows(values: dict[str, Any], processes: int) -> Iterator[Change]:
-    """Have 2 processes share rows where more do on the real machines: the small model has few attention heads."""
+    """Limit sequence parallelism to 2 processes: the small model has few attention heads."""
     size = _parallelism(values)[_SEQUENCE]
     if size > 1:
         now = 2 if processes % 2 == 0 else 1
@@ -247,7 +247,7 @@ def _share_rows(values: dict[str, Any], processes: int) -> Iterator[Change]:
 
 
 def _share_copies(values: dict[str, Any], processes: int) -> Iterator[Change]:
-    """Divide the processes among copies and shards, with two copies where the file has several."""
+    """Divide the processes among copies and shards, with two copies if the file has several."""
     sizes = _parallelism(values)
     if "parallelism_config" not in values or max(sizes[_COPIES], sizes[_SHARDS]) == 1:
         return

@@ -1,4 +1,4 @@
-"""The job's own settings for a few steps on a CPU: overrides for the job file, each with the reason."""
+"""Overrides of the job file for a few steps on a CPU, each with the reason."""
 
 import importlib.util
 import json
@@ -21,31 +21,31 @@ from finetune.registry.tasks import TASKS
 MAX_MICROBATCH, MAX_ACCUMULATION = 2, 2
 _INITIALIZED_FROM_WEIGHTS = ("pissa", "olora", "loftq")
 
-_FEW = "a few steps"
-_CPU = "not available on a CPU"
-_FIT = "to fit a CPU"
+_FEW_STEPS = "a few steps"
+_GPU_ONLY = "not available on a CPU"
+_SMALL = "to fit a CPU"
 _FP16 = "a CPU does not train in fp16"
-_OUTSIDE = "nothing outside the rehearsal is touched"
-_SAMPLE = "the chosen rows do not represent all"
+_OUTSIDE = "the rehearsal changes nothing outside its folder"
+_SAMPLE = "the chosen rows are not representative"
 
 _FIXED: Mapping[str, tuple[Any, str]] = {
     "run.local_folder": (None, _OUTSIDE),
-    "run.spot_notice": (None, "this machine has no such notices"),
+    "run.spot_notice": (None, "this machine has no spot notices"),
     "run.on_end": (None, _OUTSIDE),
     "report.trackers": ([], _OUTSIDE),
     **{f"report.{key}": (None, _OUTSIDE) for key in ("project", "run_name", "entity", "group")},
     "report.tags": ([], _OUTSIDE),
-    "report.log_every_steps": (1, _FEW),
+    "report.log_every_steps": (1, _FEW_STEPS),
     "report.console": ("plain", "its output is a log"),
     "export.push_to_hub": (None, _OUTSIDE),
     "export.private": (True, _OUTSIDE),
     "export.verify": (True, "the export is verified here"),
-    "train.epochs": (None, _FEW),
-    "train.tokens": (None, _FEW),
-    "train.stop_after_steps": (None, _FEW),
+    "train.epochs": (None, _FEW_STEPS),
+    "train.tokens": (None, _FEW_STEPS),
+    "train.stop_after_steps": (None, _FEW_STEPS),
     "train.time_limit_minutes": (None, "the rehearsal has its own"),
-    "train.tf32": ("auto", _CPU),
-    "checkpoint.keep_every_steps": (None, _FEW),
+    "train.tf32": ("auto", _GPU_ONLY),
+    "checkpoint.keep_every_steps": (None, _FEW_STEPS),
     "data.audit.max_truncated_rows": (None, _SAMPLE),
     "data.audit.max_dropped_rows": (None, _SAMPLE),
     "data.audit.max_lost_targets": (None, _SAMPLE),
@@ -53,19 +53,19 @@ _FIXED: Mapping[str, tuple[Any, str]] = {
     "data.audit.max_unknown_tokens": (None, _SAMPLE),
     "data.prepare_workers": (0, "few rows"),
     "model.compile": ("off", "compiling takes longer than the rehearsal"),
-    "model.activation_offload": (False, _CPU),
+    "model.activation_offload": (False, _GPU_ONLY),
 }
 """Keys that have the same value in every rehearsal, with the reason."""
 
 _LIMITS: Mapping[str, tuple[int, str]] = {
-    "train.average.after_steps": (1, _FEW),
-    "evaluate.microbatch_size": (MAX_MICROBATCH, _FIT),
-    "evaluate.generate.num_samples": (4, _FIT),
-    "evaluate.generate.max_new_tokens": (8, _FIT),
-    "evaluate.generate.batch_size": (2, _FIT),
-    "data.num_workers": (1, _FIT),
+    "train.average.after_steps": (1, _FEW_STEPS),
+    "evaluate.microbatch_size": (MAX_MICROBATCH, _SMALL),
+    "evaluate.generate.num_samples": (4, _SMALL),
+    "evaluate.generate.max_new_tokens": (8, _SMALL),
+    "evaluate.generate.batch_size": (2, _SMALL),
+    "data.num_workers": (1, _SMALL),
 }
-"""Keys of numbers that are at most that, with the reason; what is not written as a number stays."""
+"""Upper limits of numeric keys, with the reason; other values stay unchanged."""
 
 _UNVERIFIED = {
     "model.quantization": "the quantized base: the library is not installed here",
@@ -91,7 +91,7 @@ class Schedule:
 def plan_schedule(config: RunConfig, *, steps: int, processes: int, real_processes: int) -> Schedule:
     """Return the steps of the rehearsal and a small batch, with accumulation where the job has it.
 
-    The job's microbatch is kept where batch norms or an update in the backward pass need it.
+    The job's microbatch is kept if batch norms or an update in the backward pass need it.
     """
     train = config.train
     microbatch = written = smallest_microbatch_size(config)
@@ -102,7 +102,7 @@ def plan_schedule(config: RunConfig, *, steps: int, processes: int, real_process
 
 
 def required_sizes(config: RunConfig) -> Sizes:
-    """Return the least width that the job's adapters and vectors need of a model."""
+    """Return the minimum width that the job's adapters and vectors require of a model."""
     default = Sizes()
     widths, multiple = [default.min_width], default.multiple_of
     lora, oft = config.model.lora, config.model.oft
@@ -114,7 +114,7 @@ def required_sizes(config: RunConfig) -> Sizes:
 
 
 def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[Change]:
-    """Return a change for each key of the job that has another value in the rehearsal."""
+    """Return a change for each key of the job with another value in the rehearsal."""
     unused = unused_keys(config)
     changes = []
     for key, now, why in _rehearsed_values(config, schedule, folder=folder):
@@ -151,27 +151,27 @@ def _rehearsed_values(config: RunConfig, schedule: Schedule, *, folder: Path) ->
     yield "run.folder", str(folder / "run"), f"{_OUTSIDE}{', and not uploaded' if is_url(str(run.folder)) else ''}"
     yield "data.cache_folder", str(folder / "cache"), _OUTSIDE
     yield from ((key, now, why) for key, (now, why) in _FIXED.items())
-    yield "train.steps", schedule.steps, _FEW
-    yield "train.global_batch_size", schedule.global_batch_size, _FIT
-    yield "train.microbatch_size", schedule.microbatch_size, _FIT
-    yield "checkpoint.every_steps", schedule.saved_at, _FEW
+    yield "train.steps", schedule.steps, _FEW_STEPS
+    yield "train.global_batch_size", schedule.global_batch_size, _SMALL
+    yield "train.microbatch_size", schedule.microbatch_size, _SMALL
+    yield "checkpoint.every_steps", schedule.saved_at, _FEW_STEPS
     yield "checkpoint.resume", "auto", "the rehearsal resumes its own run" if is_own else "it is for the real model"
-    yield "evaluate.every_steps", schedule.saved_at, _FEW
-    limits = {f"train.unfreeze.{index}.after_steps": (1, _FEW) for index in range(len(train.unfreeze))}
-    for key, (most, why) in {**_LIMITS, **limits}.items():
+    yield "evaluate.every_steps", schedule.saved_at, _FEW_STEPS
+    limits = {f"train.unfreeze.{index}.after_steps": (1, _FEW_STEPS) for index in range(len(train.unfreeze))}
+    for key, (limit, why) in {**_LIMITS, **limits}.items():
         written = _at(config, key.split("."))
-        if isinstance(written, int) and written > most:
-            yield key, most, why
+        if isinstance(written, int) and written > limit:
+            yield key, limit, why
     if (train.schedule.warmup_steps or 0) >= schedule.steps:
-        yield "train.schedule.warmup_steps", 1, _FEW
+        yield "train.schedule.warmup_steps", 1, _FEW_STEPS
     if train.early_stopping is not None and train.early_stopping.patience <= schedule.steps:
-        yield "train.early_stopping.patience", schedule.steps + 1, _FEW
+        yield "train.early_stopping.patience", schedule.steps + 1, _FEW_STEPS
     if LOSS_KERNELS[train.loss_kernel].module is not None:
-        yield "train.loss_kernel", "auto", _CPU
+        yield "train.loss_kernel", "auto", _GPU_ONLY
     if model.attention.startswith("flash"):
-        yield "model.attention", "auto", _CPU
+        yield "model.attention", "auto", _GPU_ONLY
     if config.data.pin_memory is True:
-        yield "data.pin_memory", "auto", _CPU
+        yield "data.pin_memory", "auto", _GPU_ONLY
     if train.precision == "fp16":
         yield "train.precision", "bf16", _FP16
         if model.dtype == "float16":
@@ -181,7 +181,7 @@ def _rehearsed_values(config: RunConfig, schedule: Schedule, *, folder: Path) ->
 
 
 def not_verified(changes: Iterable[Change]) -> Iterator[str]:
-    """Yield what the rehearsal cannot verify because these were replaced."""
+    """Yield the properties that the rehearsal cannot verify because of these changes."""
     for change in changes:
         is_local = change.key == "run.folder" and not is_url(str(change.was))
         is_own = change.key == "checkpoint.resume" and change.was == "never"

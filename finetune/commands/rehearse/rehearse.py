@@ -1,4 +1,4 @@
-"""The phases of a rehearsal in their order: each ends with its evidence, or with the error that stopped it."""
+"""The phases of a rehearsal in order: each ends with its evidence or with an error."""
 
 import shutil
 import signal
@@ -66,7 +66,7 @@ from finetune.runtime.text.library_output import quiet_libraries
 _CHARACTERS_PER_TOKEN = 4
 _MIN_FIRST_ROWS = 32
 _PROCESS_BYTES = 400 << 20
-"""What a process takes with its libraries and the smallest model."""
+"""Memory of a process with its libraries and the smallest model."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Request:
 def rehearse(request: Request, *, is_json: bool) -> int:
     """Rehearse the job and return the exit code: 0, 2 for an error that the user can fix, 1 for any other.
 
-    Works in a folder of its own, which is removed unless `--keep` names it; no process is left running.
+    Works in a temporary folder unless `--keep` names one; no process is left running.
     """
     quiet_libraries(is_main=True)
     report = Rehearsal(is_json)
@@ -97,7 +97,7 @@ def rehearse(request: Request, *, is_json: bool) -> int:
             if log is not None and request.keep is None:  # the folder is removed
                 try:
                     log = Path(shutil.copy(log, tempfile.mkdtemp(prefix="finetune-rehearse-failed-")))
-                except OSError:  # a full disk, which is then what the error says
+                except OSError:  # a full disk, which the error then reports
                     log = None
             report.failed(error.phase, str(error), log=None if log is None else str(log))
             return error.exit_code
@@ -107,15 +107,15 @@ def rehearse(request: Request, *, is_json: bool) -> int:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the rehearsal like Ctrl-C: no process and no folder is left."""
+    """Make SIGTERM end the rehearsal like Ctrl-C, without leaving a process or a folder."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, earlier)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def _work_folder(keep: Path | None) -> Iterator[Path]:
             yield Path(folder).resolve()
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UserError(f"--keep {keep}: it already exists and is not empty. Name another folder.")
+        raise UserError(f"--keep {keep}: the folder is not empty. Name another one.")
     keep.mkdir(parents=True, exist_ok=True)
     yield keep.resolve()
 
@@ -236,8 +236,10 @@ class _Phases:
         section = ModelSection(name=name, trust_remote_code=config.model.trust_remote_code)
         architecture = shrink_architecture(section, head="causal_lm", sizes=required_sizes(config))
         folder = self._folder / "teacher"
-        write_model_copy(architecture, section, head="causal_lm", folder=folder, seed=1)  # not the student: loss 0
-        self._replace([Change("task.distillation.teacher", name, str(folder), "made small like the model")])
+        write_model_copy(
+            architecture, section, head="causal_lm", folder=folder, seed=1
+        )  # other weights than the student's, or the loss would be 0
+        self._replace([Change("task.distillation.teacher", name, str(folder), "a small model, like the student")])
 
     def _choose_rows(self, config: RunConfig, schedule: Schedule) -> None:
         batch, data = schedule.global_batch_size, config.data
@@ -284,7 +286,7 @@ class _Phases:
 
 
 def _format_batch(train: TrainSection, processes: int) -> str:
-    """Return how the real processes share the global batch."""
+    """Return the division of the global batch among the real processes."""
     if not isinstance(train.microbatch_size, int):
         return f"global batch {train.global_batch_size} on {processes} processes, with the largest microbatch that fits"
     accumulation = train.global_batch_size // (processes * train.microbatch_size)

@@ -1,4 +1,4 @@
-"""The report of a rehearsal: its phases as they pass, then what was replaced, what was verified and what was not."""
+"""The report of a rehearsal: its phases as they pass, then lists of changes, verified and unverified points."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from finetune.runtime.text.terminal import printable
 
 UNVERIFIED = (
     "memory on the real devices (`finetune plan` predicts it)",
-    "NCCL, the links between the machines, and how processes are launched there",
-    "kernels of GPUs: flash attention, compiled and 16-bit arithmetic",
+    "NCCL, the links between the machines, and the launch of processes there",
+    "GPU kernels: flash attention, compiled and 16-bit arithmetic",
     "speed",
     "convergence: the weights are random",
     "that the real weights load: only names and shapes of their architecture were built",
@@ -19,7 +19,7 @@ UNVERIFIED = (
 
 @dataclass(frozen=True)
 class Change:
-    """A value that differs in the rehearsal, and why."""
+    """A value that differs in the rehearsal, with the reason."""
 
     key: str
     was: Any
@@ -31,7 +31,7 @@ class Change:
 
 
 def _shown(value: Any) -> str:
-    """Return the value on one line, cut where it is long."""
+    """Return the value on one line, truncated if it is long."""
     text = "unset" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
@@ -64,7 +64,7 @@ class Rehearsal:
         if self.is_json:
             self._print_json(failed=None)
             return
-        _print_list("replaced or made small", map(str, self.replaced))
+        _print_list("replaced or reduced", map(str, self.replaced))
         _print_list("verified", (f"{phase}: {text}" for phase, text in self.verified))
         _print_list("not verified", self.unverified)
 

@@ -1,4 +1,4 @@
-"""A few of the job's real rows: the first ones, the longest ones, and some drawn from all that were read."""
+"""A few of the job's real rows: the first ones, the longest ones, and a random sample."""
 
 import json
 import random
@@ -27,7 +27,7 @@ _WRITTEN_AS_JSON = ("delimiter", "quotes", "encoding", "records", "name", "confi
 
 @dataclass(frozen=True)
 class MinimumRows:
-    """The number of first rows that are needed at least, and of their characters together."""
+    """The minimum number of first rows, and of their characters in total."""
 
     num_rows: int
     num_characters: int
@@ -35,7 +35,7 @@ class MinimumRows:
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """Overrides that make the job read these rows, the changes that they make, and what was read."""
+    """Overrides that make the job read these rows, the changes, and a line for each source."""
 
     overrides: dict[str, Any]
     changes: tuple[Change, ...]
@@ -43,7 +43,7 @@ class ChosenRows:
 
 
 def choose_rows(config: RunConfig, *, minimum: MinimumRows, folder: Path) -> ChosenRows:
-    """Write a few rows of every source of the job into `folder`; raises DataError where a source cannot be read."""
+    """Write a few rows of every source of the job into `folder`; raises DataError if a source cannot be read."""
     overrides: dict[str, Any] = {}
     changes: list[Change] = []
     lines: list[str] = []
@@ -51,13 +51,13 @@ def choose_rows(config: RunConfig, *, minimum: MinimumRows, folder: Path) -> Cho
         source = open_source(section, key=key, log=no_op)
         values, rows = _written_rows(source, section, minimum=minimum, folder=folder / key)
         overrides |= {f"{key}.{name}": value for name, value in values.items()}
-        changes.append(Change(key, str(section.path or section.name), rows, "a few steps need no more"))
+        changes.append(Change(key, str(section.path or section.name), rows, "enough for a few steps"))
         lines.append(f"{key}: {rows}")
     for name in ("fraction", "hash_fraction"):
         fraction = getattr(config.data.validation, name, None)
         if fraction is not None and fraction < MIN_FRACTION:
             overrides[f"data.validation.{name}"] = MIN_FRACTION
-            why = "a smaller share of few rows may be none"
+            why = "a smaller share of few rows could be empty"
             changes.append(Change(f"data.validation.{name}", fraction, MIN_FRACTION, why))
     return ChosenRows(overrides, tuple(changes), tuple(lines))
 
@@ -82,7 +82,7 @@ def _written_rows(
     rows, num_read, is_whole = _read(source, minimum)
     taken = min(len(rows), MAX_TAKEN)
     if section.has_positions or origin.class_names():
-        why = "columns by position and class names allow no others, such as the longest"
+        why = "columns by position and class names do not allow a selection"
         return {"take": taken}, f"the first {taken:,} rows ({why})"
     folder.mkdir(parents=True)
     path = folder / "rows.jsonl"
@@ -90,7 +90,7 @@ def _written_rows(
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     except (TypeError, ValueError, UnicodeEncodeError):
         path.unlink(missing_ok=True)
-        return {"take": taken}, f"the first {taken:,} rows (JSON cannot hold them, so none of the longest)"
+        return {"take": taken}, f"the first {taken:,} rows (JSON cannot represent them, so rows cannot be selected)"
     values: dict[str, Any] = {"path": str(path)}
     values |= {name: None for name in _WRITTEN_AS_JSON if getattr(section, name, None) is not None}
     if section.skip:
@@ -104,7 +104,7 @@ def _written_rows(
             values["image_root"] = str(folders[0])
     if len(rows) == num_read:
         return values, f"all {num_read:,} rows"
-    read = f"{num_read:,} rows{'' if is_whole else ', the beginning,'}"
+    read = f"{num_read:,} rows{'' if is_whole else ' (the beginning)'}"
     longest = max(map(_length, rows))
     return values, (
         f"{len(rows):,} of {read} read: the first, the {NUM_LONGEST} longest (up to {longest:,} characters), "
@@ -117,7 +117,7 @@ def _length(row: Any) -> int:
 
 
 def _read(source: Source, minimum: MinimumRows) -> tuple[list[Any], int, bool]:
-    """Return the chosen rows, how many were read, and whether those are all."""
+    """Return the chosen rows, the number of rows that were read, and whether those are all."""
     first: list[Any] = []
     longest: list[tuple[int, int, Any]] = []
     drawn: list[tuple[int, Any]] = []

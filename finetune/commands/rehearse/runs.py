@@ -1,4 +1,4 @@
-"""The launches of a rehearsal: one that is killed, and one that resumes it; the phase and the error of a failure."""
+"""The launches of a rehearsal: one that is killed and one that resumes, and the phase and error of a failure."""
 
 import json
 import re
@@ -32,7 +32,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_
 
 
 class PhaseError(FinetuneError):
-    """A phase of the rehearsal failed: which one, the error that the run itself gave, and its logs."""
+    """A phase of the rehearsal failed, with the error of the run and its log."""
 
     def __init__(self, phase: str, message: str, *, exit_code: int, log: Path | None = None) -> None:
         super().__init__(message)
@@ -90,7 +90,7 @@ def run_to_end(launch: Launch, *, step: int, last: int, log: Path) -> None:
 
 
 def set_aside(run: Path, *, keep: int, folder: Path) -> CompletedRun:
-    """Move what came after the step `keep` out of the run into `folder`, and return the uninterrupted history."""
+    """Move later checkpoints than that of the step `keep` to `folder`, and return the uninterrupted history."""
     (folder / CHECKPOINTS_FOLDER).mkdir(parents=True)
     shutil.copyfile(run / "events.jsonl", folder / "events.jsonl")
     for step, path in layout.steps(run / CHECKPOINTS_FOLDER).items():
@@ -101,7 +101,7 @@ def set_aside(run: Path, *, keep: int, folder: Path) -> CompletedRun:
 
 
 def compare_resumed(uninterrupted: CompletedRun, run: Path, *, step: int, log: Path) -> CompletedRun:
-    """Return the history of the resumed run; raises PhaseError where it differs from the uninterrupted one."""
+    """Return the history of the resumed run; raises PhaseError if it differs from the uninterrupted one."""
     resumed = read_completed_run(run)
     problems = list(differences(uninterrupted, resumed, stop_at=step, tolerance=None))
     if problems:
@@ -154,7 +154,7 @@ def _status(run: Path) -> dict[str, Any]:
 
 
 def _failure(launch: Launch, log: Path, *, phase: str, code: int) -> PhaseError:
-    """Return the error that the run reported, with its exit code by the status file or the message."""
+    """Return the error that the run reported, with its exit code."""
     text = log.read_text(encoding="utf-8", errors="replace")
     status = _status(launch.run)
     own = status.get("exit_code")
@@ -164,7 +164,7 @@ def _failure(launch: Launch, log: Path, *, phase: str, code: int) -> PhaseError:
 
 
 def error_in(log: str) -> str | None:
-    r"""Return the error that a run printed first; None where it ended with a traceback, or with nothing.
+    r"""Return the first error that a run printed; None if it printed a traceback or nothing.
 
     >>> error_in("ok\nerror: 2 problems\n  one\n  two\nW1123 launcher ...")
     '2 problems\n  one\n  two'
@@ -183,7 +183,7 @@ def error_in(log: str) -> str | None:
 
 
 def _tail(text: str) -> str:
-    """Return the end of the traceback of the rank that failed first, else the last lines."""
+    """Return the end of the first traceback, else the last lines."""
     lines = [line for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     if starts:
@@ -197,7 +197,7 @@ _MAX_LINES = 4
 
 
 def template_evidence(config: RunConfig, data: TrainingData) -> Iterator[str]:
-    """Yield the numbers of samples, tokens and targets of the rows, and what was done with long ones."""
+    """Yield the numbers of samples, tokens and targets of the rows, and of long rows."""
     for key, source in data.sources.items():
         counts = source.counts
         if not counts.rows:
@@ -246,7 +246,7 @@ def checkpoint_evidence(run: Path) -> Iterator[str]:
         raise CheckpointError(f"{path}: {'; '.join(problems)}")
     files = [file for file in path.rglob("*") if file.is_file()]
     size = format_size(sum(file.stat().st_size for file in files))
-    yield f"step {step}: {len(files)} files, {size}, every digest as in its manifest"
+    yield f"step {step}: {len(files)} files, {size}, every digest matches its manifest"
 
 
 def resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
@@ -254,8 +254,8 @@ def resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
     steps = resumed.steps
     first = int(np.searchsorted(steps.numbers, step, side="right"))
     yield (
-        f"killed, resumed from step {step}: samples, losses and the last checkpoint are bitwise those of the "
-        "uninterrupted run"
+        f"killed, resumed from step {step}: samples, losses and the last checkpoint are bitwise equal to "
+        "those of the uninterrupted run"
     )
     samples = short_digest(steps.samples[first])
     yield f"samples of step {steps.numbers[first]}: {samples}, loss {steps.losses[first]:.6f}"

@@ -1,7 +1,7 @@
-"""The real architecture on the meta device, and a small copy with the same kinds of layers, ties and switches.
+"""The real architecture on the meta device, and a small copy with the same layer types, ties and switches.
 
-The small model gets fewer layers and, where its widths are known to fit each other, narrower ones. It is written into a
-folder with everything but the weights of the real one's.
+The small model has fewer layers and, if its widths are known to be consistent, narrower ones. It is written to a folder
+with all files of the real model except the weights.
 """
 
 import copy
@@ -33,13 +33,13 @@ with lazily():  # peft
     from finetune.model.adapters import build as adapters
 
 SMALL_PARAMETERS = 3_000_000
-"""A model with fewer is rehearsed as it is."""
+"""A model with fewer parameters is not reduced."""
 
 MAX_PARAMETERS = 300_000_000
-"""A model that cannot be made smaller than that is refused: a few steps of it would take too long on a CPU."""
+"""A model that cannot be reduced below this size is refused: a few steps would take too long on a CPU."""
 
 MAX_PREFIX = 16
-"""More layers than that are kept only where the config has no list from which to pick them."""
+"""Limit on kept layers if the config lists its layers, from which others can be picked."""
 
 MAX_FILE_BYTES = 256 << 20
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json", ".npz")
@@ -66,7 +66,7 @@ class Architecture:
 
 
 def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Architecture:
-    """Return the real architecture and the small one; raises ModelError where it cannot be built or made small."""
+    """Return the real architecture and the small one; raises ModelError if it cannot be built or reduced."""
     real, config = meta_model(section, head=head), load_model_config(section)
     if _num_parameters(real) <= SMALL_PARAMETERS:
         return _architecture(real, real, config=config, small=config)
@@ -77,7 +77,7 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
         try:
             small = type(config).from_dict(shrunk_values(values, layers=layers, level=level, sizes=sizes))
             built = _checked(small, section, head=head, real=real)
-        except Exception as error:  # values that do not fit each other: libraries raise anything
+        except Exception as error:  # inconsistent values: libraries raise any error
             lines = str(error).splitlines() or [""]
             errors.append(f"{type(error).__name__}: {lines[0][:200]}")
         else:
@@ -85,7 +85,7 @@ def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Ar
     if _num_parameters(real) <= MAX_PARAMETERS:
         return _architecture(real, real, config=config, small=config)
     raise ModelError(
-        f"model: `{config.model_type}` cannot be made small here ({'; '.join(dict.fromkeys(errors))}). Rehearse the "
+        f"model: `{config.model_type}` cannot be reduced ({'; '.join(dict.fromkeys(errors))}). Rehearse the "
         "job with a small model of the same type: --set model.name=FOLDER."
     )
 
@@ -95,7 +95,7 @@ def _num_parameters(model: nn.Module) -> int:
 
 
 def _kept_layers(values: Values, stacks: Sequence[LayerStack]) -> Mapping[str, Sequence[int]]:
-    """Return which layers are kept, by the part of the config that counts them; "" is the whole config."""
+    """Return the kept layers by the part of the config that counts them; "" is the whole config."""
     kept: dict[str, Sequence[int]] = {}
     parts = {name: part for name, part in values.items() if name.endswith("_config") and isinstance(part, dict)}
     for name, part in {"": values, **parts}.items():
@@ -110,9 +110,9 @@ def _kept_layers(values: Values, stacks: Sequence[LayerStack]) -> Mapping[str, S
 
 
 def kept_layers(layer_kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int, ...]:
-    """Return the layers to keep: the first ones until every kind is among them, at least two.
+    """Return the layers to keep: the shortest prefix with every layer type, at least two.
 
-    Where these are too many and the config lists its layers, the first of each kind is picked.
+    If this is too long and the config lists its layers, the first layer of each type is picked.
 
     >>> kept_layers("aaaa", can_pick=False), kept_layers("a" * 40 + "b", can_pick=True)
     ((0, 1), (0, 40))
@@ -125,15 +125,15 @@ def kept_layers(layer_kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int
 
 
 def _checked(config: PreTrainedConfig, section: ModelSection, *, head: str, real: PreTrainedModel) -> PreTrainedModel:
-    """Return the small model on the meta device; raises where it does not stand for the real one or cannot run."""
+    """Return the small model on the meta device; raises if it does not represent the real one or cannot run."""
     with torch.device("meta"):
         meta = _build(config, section, head=head)
     if _num_parameters(meta) > MAX_PARAMETERS:
-        raise ModelError("too many parameters are left")
+        raise ModelError("too many parameters remain")
     small = {stack.name: set(stack.kinds) for stack in find_stacks(meta, with_sizes=False)}
     for stack in find_stacks(real, with_sizes=False):
         if small.get(stack.name, set(stack.kinds)) != set(stack.kinds):
-            raise ModelError(f"not every kind of layer in `{stack.name}` was kept")
+            raise ModelError(f"not every layer type of `{stack.name}` was kept")
     model = build_small(config, section, head=head)
     model.config.use_cache = False  # as in training
     error = forward_error(model)
@@ -143,7 +143,7 @@ def _checked(config: PreTrainedConfig, section: ModelSection, *, head: str, real
 
 
 def build_small(config: PreTrainedConfig, section: ModelSection, *, head: str, seed: int = 0) -> PreTrainedModel:
-    """Return the small model with random weights, of the class that its config names where transformers has it."""
+    """Return the small model with random weights, of the class in its config if transformers has it."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return _build(config, section, head=head)
@@ -176,7 +176,7 @@ def _architecture(
 
 
 def from_config_values(written: FromConfigSection, architecture: Architecture) -> Values:
-    """Return `model.from_config.values` of the small model, each under one of its names only."""
+    """Return `model.from_config.values` of the small model, without aliases of the same value."""
     values: Values = {**written.values}
     aliases = {own: alias for alias, own in getattr(architecture.config, "attribute_map", {}).items()}
     for change in architecture.changes:
@@ -198,7 +198,7 @@ def from_config_values(written: FromConfigSection, architecture: Architecture) -
 def write_model_copy(
     architecture: Architecture, section: ModelSection, *, head: str, folder: Path, seed: int = 0
 ) -> None:
-    """Write the small model and the real one's other files; raises ModelError where these cannot be loaded."""
+    """Write the small model and the other files of the real one; raises ModelError if these cannot be loaded."""
     named = (architecture.config.architectures or [""])[0]
     saved_heads = {"ForCausalLM": "causal_lm", "ForMaskedLM": "masked_lm", "LMHeadModel": "causal_lm"}
     head = next((saved for ending, saved in saved_heads.items() if named.endswith(ending)), head)

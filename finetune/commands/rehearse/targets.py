@@ -1,7 +1,7 @@
-"""The names in the job - adapters, frozen and trained parameters, layers - matched with the real model.
+"""Matches names in the job (adapters, frozen and trained parameters, layers) with the real model.
 
-The small model has fewer layers. Each of them stands for one of the real ones, and a pattern that selects layers is
-replaced by the names of those that stand for the layers it matches.
+The small model has fewer layers. Each of them represents a real one, and a pattern that selects layers is replaced by
+the names of the layers that represent its matches.
 """
 
 import re
@@ -19,7 +19,7 @@ from finetune.model.adapters.context import check_module_names
 from finetune.model.freeze import freeze, train_only
 from finetune.model.layers import LayerStack
 
-_WHY = "layers of the real model, as the small one has them"
+_WHY = "mapped to the layers of the small model"
 
 Matches = Callable[[str, str], bool]
 """Whether a name matches a pattern."""
@@ -27,7 +27,7 @@ Matches = Callable[[str, str], bool]
 
 @dataclass(frozen=True)
 class ShrinkTargets:
-    """Overrides for the small model, the changes that they make, and what was matched with the real one."""
+    """Overrides for the small model, the changes, and a line for each match with the real one."""
 
     overrides: Mapping[str, Any]
     changes: tuple[Change, ...]
@@ -35,7 +35,7 @@ class ShrinkTargets:
 
 
 def match_targets(config: RunConfig, architecture: Architecture) -> ShrinkTargets:
-    """Return how the job's names are written for the small model; raises ModelError for one that matches nothing."""
+    """Return the job's names for the small model; raises ModelError for a name without a match."""
     matched = tuple(_check_real(config, architecture))
     names = _Names(architecture)
     overrides: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def _check_real(config: RunConfig, architecture: Architecture) -> Iterator[str]:
-    """Yield what the job's names match in the real model; raises ModelError."""
+    """Yield a line for each match of the job's names in the real model; raises ModelError."""
     real, section = architecture.real, config.model
     modules = [name for name, _ in real.named_modules()]
     for key, targets, _ in _module_patterns(config):
@@ -79,8 +79,8 @@ def _check_real(config: RunConfig, architecture: Architecture) -> Iterator[str]:
         beyond = [layer for layer in section.lora.layers if layer >= num_layers]
         if beyond:
             raise ModelError(
-                f"model.lora.layers: there is no layer {beyond[0]} in the real model, which has {num_layers}. Layers "
-                "are counted from 0."
+                f"model.lora.layers: layer {beyond[0]} does not exist in the real model, which has {num_layers} "
+                "layers, counted from 0."
             )
     parameters = [name for name, _ in real.named_parameters(remove_duplicate=False)]
     for key, patterns, _ in _parameter_patterns(config):
@@ -145,7 +145,7 @@ class _Names:
         self._stacks = [(stack, small[stack.name]) for stack in architecture.real_stacks if stack.name in small]
 
     def for_small(self, patterns: Iterable[str], matches: Matches) -> list[str]:
-        """Return the names for the small model; a pattern stays where it selects the same there."""
+        """Return the names for the small model; a pattern with the same matches there is kept."""
         is_parameter = matches is fnmatchcase
         real = self._real_parameters if is_parameter else self._real_modules
         small = self._architecture.small_parameters if is_parameter else self._architecture.small_modules
@@ -153,13 +153,13 @@ class _Names:
         for pattern in patterns:
             selected = {name for name in small if matches(self._renamed(name, to_real=True), pattern)}
             direct = {name for name in small if matches(name, pattern)}
-            if not selected:  # the layers that it matches are between those that are kept
+            if not selected:  # its layers were removed: use those that represent them
                 selected = {self._renamed(name, to_real=False) for name in real if matches(name, pattern)} & set(small)
             names += [name for name in small if name in selected] if selected and selected != direct else [pattern]
         return list(dict.fromkeys(names))
 
     def small_layers(self, layers: Sequence[int]) -> list[int]:
-        """Return the layers of the small model that stand for these."""
+        """Return the layers of the small model that represent these."""
         if not self._stacks or not layers:
             return list(layers)
         real, small = max(self._stacks, key=lambda stacks: len(stacks[0].kinds))
@@ -167,7 +167,7 @@ class _Names:
         return kept or sorted({small_layer(index, real=real, small=small) for index in layers})
 
     def _renamed(self, name: str, *, to_real: bool) -> str:
-        """Return the name with the index of the layer that it stands for, or that stands for it."""
+        """Return the name with the index of the corresponding real or small layer."""
         for real, small in self._stacks:
             index, dot, rest = name.removeprefix(f"{real.name}.").partition(".")
             if name.startswith(f"{real.name}.") and index.isdigit():
@@ -177,13 +177,13 @@ class _Names:
 
 
 def real_layer(index: int, *, real: LayerStack, small: LayerStack) -> int:
-    """Return the real layer that a small one stands for: first for first, last for last, others by kind and depth."""
+    """Return the real layer that a small one represents: of the same type, at the same relative depth."""
     depth = index * (len(real.kinds) - 1) / max(len(small.kinds) - 1, 1)
     return _nearest(depth, small.kinds[index], real)
 
 
 def small_layer(index: int, *, real: LayerStack, small: LayerStack) -> int:
-    """Return the layer of the small model that stands for a real one: of the same kind and depth."""
+    """Return the small layer that represents a real one: of the same type, at the same relative depth."""
     return _nearest(int(index * len(small.kinds) / len(real.kinds)), real.kinds[index], small)
 
 

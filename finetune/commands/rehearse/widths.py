@@ -1,6 +1,6 @@
 """A model's config with fewer layers, narrower ones and fewer experts: same type, switches, ties and ratio of heads.
 
-Everything is done on the config's values, and `changed_values` compares before and after: no change is silent.
+Only the config's values are changed, and `changed_values` reports every change.
 """
 
 import copy
@@ -48,7 +48,7 @@ STATE_HEADS = (("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"), ("mamba_num_hea
 """Keys of state-space layers: number of heads, size of each, product of both."""
 LINEAR_ATTENTION = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 PROJECTED = ("out_hidden_size", "projection_dim", "embedding_size", "cross_attention_dim")
-"""Keys with the width of another part of the model."""
+"""Keys with the width of another component of the model."""
 LAYER_VALUES = "per_layer_config"
 """Key of values for single layers, by the indices of the layers."""
 
@@ -60,7 +60,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the job requires of the small model: its least width, and what its widths are multiples of."""
+    """Requirements of the job: the minimum width of the small model, and the divisor of its widths."""
 
     min_width: int = MIN_WIDTH
     multiple_of: int = _MULTIPLE
@@ -89,8 +89,8 @@ def shrunk_values(values: Values, *, layers: Mapping[str, Sequence[int]], level:
     """Return the values of a smaller config.
 
     `layers` has the layers to keep by the dotted name of the part of the config, "" for the whole. Level 0 shrinks all
-    that is known, level 1 keeps the widths, and level 2 only removes layers: for models whose widths depend on each
-    other in unknown ways.
+    known sizes, level 1 keeps the widths, and level 2 only removes layers, for models with unknown dependencies between
+    widths.
     """
     small = copy.deepcopy(values)
     widths: dict[int, int] = {}
@@ -128,11 +128,11 @@ def _set_all(part: Values, names: Sequence[str], value: int) -> None:
 
 
 def _limit(part: Values, limits: Mapping[str, int]) -> None:
-    part |= {name: min(part[name], most) for name, most in limits.items() if is_count(part.get(name))}
+    part |= {name: min(part[name], limit) for name, limit in limits.items() if is_count(part.get(name))}
 
 
 def _shrink_widths(part: Values, widths: dict[int, int], sizes: Sizes) -> None:
-    """Shrink hidden size and heads; the ratio of query heads to key-value heads is kept where possible."""
+    """Shrink hidden size and heads; the ratio of query heads to key-value heads is kept if possible."""
     hidden_key = "embed_dim" if is_count(part.get("embed_dim")) else _first(part, HIDDEN)
     heads_key, kv_key, size_key = _first(part, HEADS), _first(part, KV_HEADS), _first(part, HEAD_SIZES)
     if hidden_key is None or isinstance(part.get(heads_key or ""), list):
@@ -237,10 +237,10 @@ def _shrink_inner(part: Values, real: Values, sizes: Sizes) -> None:
 def _shrink_experts(part: Values) -> None:
     """Keep at most eight experts, in the same number of groups; at most half of them are chosen for a token."""
     for name in (name for name in EXPERTS if is_count(part.get(name))):
-        most = max(MAX_EXPERTS, 2 * (part.get("n_group") or 1))
-        if part[name] > most:
-            part[name] = most
-            _limit(part, dict.fromkeys(EXPERTS_PER_TOKEN, most // 2))
+        limit = max(MAX_EXPERTS, 2 * (part.get("n_group") or 1))
+        if part[name] > limit:
+            part[name] = limit
+            _limit(part, dict.fromkeys(EXPERTS_PER_TOKEN, limit // 2))
             if is_count(part.get("topk_group")):
                 _limit(part, {"num_experts_per_tok": part["topk_group"] * 2})
 

@@ -1,4 +1,4 @@
-"""Builds report.html of a run again, from its folder alone."""
+"""Rebuilds report.html of a run from its folder."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from finetune.report.page.png import write_pngs
 
 
 def report(run: Path, *, png: Path | None = None, price: float | None = None) -> None:
-    """Write the page of the run, and its charts as PNG files where a folder for them is named."""
+    """Write the page of the run, and its charts as PNG files if a folder is given."""
     require_events(run)
     reader = HistoryReader(run / EVENTS_FILE)
     reader.read_new()
@@ -21,7 +21,7 @@ def report(run: Path, *, png: Path | None = None, price: float | None = None) ->
 
 
 def require_events(run: Path) -> None:
-    """Raise UserError unless the folder is that of a run that has reported something."""
+    """Raise UserError unless the folder is that of a run with events."""
     if not (run / EVENTS_FILE).is_file():
         problem = "has no events.jsonl: it is not the folder of a run" if run.is_dir() else "is not a folder"
         raise UserError(f"{run} {problem}. Write the run.folder of the job, or wait until its training begins.")

@@ -1,6 +1,7 @@
 """`--set train.learning_rate=1e-4,2e-4`: the values of each key, as YAML reads them, and the run names made of them."""
 
 import hashlib
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from typing import Any
 from finetune.config.overrides import apply_overrides, override_label
 from finetune.config.section import parent_keys
 from finetune.config.yaml import read_yaml
-from finetune.errors import ConfigError, Problem
+from finetune.errors import ConfigError, Problem, UserError
 from finetune.runtime.text.redact import comparable_config
 from finetune.runtime.text.terminal import format_json
+
+Values = Mapping[str, Any]
+"""The values of the swept keys of one run."""
 
 FORBIDDEN = {
     "run.folder": "each run gets a folder of its own. Write `--folder SWEEP` for the folder of all.",
@@ -27,16 +31,16 @@ class Axis:
 
     key: str
     values: tuple[Any, ...]
-    label: str  # how messages name it
+    label: str  # for messages
 
     @property
     def is_swept(self) -> bool:
-        """Return whether runs differ in it."""
+        """Return whether the key has several values."""
         return len(self.values) > 1
 
 
 def parse_axes(texts: Sequence[str]) -> list[Axis]:
-    """Return the axes in the order of the options; raises ConfigError with every problem of the options at once.
+    """Return the axes in the order of the options; raises ConfigError with all problems of the options.
 
     Commas separate values, except within brackets and quotes: the text is read as the items of a YAML list.
     """
@@ -62,7 +66,7 @@ def parse_axes(texts: Sequence[str]) -> list[Axis]:
 
 
 def _read_values(text: str) -> tuple[Any, ...]:
-    """Return the values; raises ValueError with what is wrong."""
+    """Return the values; raises ValueError."""
     if text.rstrip().endswith(",") or text.lstrip().startswith(","):
         raise ValueError("a value is missing next to a comma. Remove the comma, or write the value.")
     document = read_yaml(f"[{text}]")
@@ -70,7 +74,7 @@ def _read_values(text: str) -> tuple[Any, ...]:
         return tuple(document.values)
     single = read_yaml(text)  # a section or a list on several lines is one value
     if single.problems or not isinstance(single.values, dict | list):
-        message = (document.problems or single.problems or [Problem("", "there is no value.")])[0].message
+        message = (document.problems or single.problems or [Problem("", "the value is missing.")])[0].message
         raise ValueError(f"{message} Put a text with commas, brackets or colons in quotes.")
     return (single.values,)
 
@@ -93,17 +97,19 @@ def _repeated_values(axis: Axis) -> Iterator[Problem]:
         same = [value for value, other in zip(axis.values, texts, strict=True) if other == text]
         message = f"the value {text} is written {len(same)} times."
         if any(value != same[0] for value in same):
-            message = f"values differ only in their secrets, which are in no run's name: {text}. Write one of them."
+            message = (
+                f"values differ only in their secrets, which names of runs do not contain: {text}. Write one of them."
+            )
         yield Problem(axis.key, message, source=axis.label)
 
 
 def value_text(value: Any) -> str:
-    """Return the value as one text that is the same for the same value, without secrets."""
+    """Return a canonical text of the value, without secrets."""
     return format_json(comparable_config(value), sort_keys=True)
 
 
 def override_of(key: str, value: Any) -> str:
-    """Return the `KEY=VALUE` that a run is started with; YAML reads exactly this value from it."""
+    """Return the `KEY=VALUE` of a run; YAML reads exactly this value from it."""
     return f"{key}={format_json(value)}"
 
 
@@ -130,7 +136,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 
 
 def run_name(values: Mapping[str, Any], *, taken: Collection[str] = ()) -> str:
-    """Return the name of the run with these values of the swept keys: safe as a folder, and not one of those taken.
+    """Return the name of the run with these values of the swept keys: safe as a folder name, and not in `taken`.
 
     >>> run_name({"train.learning_rate": 1e-4, "model.lora.rank": 8})
     'learning_rate=0.0001,rank=8'
@@ -147,7 +153,7 @@ def run_name(values: Mapping[str, Any], *, taken: Collection[str] = ()) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return for each key the fewest of its last parts that distinguish it from the others.
+    """Return the shortest ending of each key that distinguishes it from the others.
 
     >>> short_keys(["train.optimizer.name", "train.schedule.name", "run.seed"])
     {'train.optimizer.name': 'optimizer.name', 'train.schedule.name': 'schedule.name', 'run.seed': 'seed'}
@@ -162,7 +168,7 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _safe_text(value: Any) -> str:
-    """Return the value as part of a name, with a digest where characters had to be left out."""
+    """Return the value as part of a name, with a digest if characters were removed."""
     shown = shown_value(value)
     whole = shown.strip('"').rstrip("/")
     last = whole.rpartition("/")[2] if isinstance(value, str) else whole
@@ -174,3 +180,113 @@ def _safe_text(value: Any) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(value_text(value).encode(errors="backslashreplace")).hexdigest()
+
+
+_RANGE = re.compile(r"(?:(log|linear):)?([^.].*?)\.\.([^.].*)")
+_LOG_RATIO = 100.0
+"""A range over at least two decades is searched on a logarithmic scale."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers between two bounds, both included; integers if both bounds are."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the range has only integers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def __contains__(self, value: object) -> bool:
+        """Return whether the value is in the range."""
+        return isinstance(value, int | float) and self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Values without an order."""
+
+    values: tuple[Any, ...]
+
+    def __contains__(self, value: object) -> bool:
+        """Return whether the value is one of them."""
+        return value_text(value) in map(value_text, self.values)
+
+
+Space = Mapping[str, Range | Choices]
+
+
+def parse_space(axes: Sequence[Axis]) -> dict[str, Range | Choices]:
+    """Return the range or choices of each swept key; keys with one value are omitted.
+
+    Raises ConfigError for an invalid range, UserError if nothing varies.
+    """
+    space: dict[str, Range | Choices] = {}
+    problems = []
+    for axis in axes:
+        try:
+            domain = _parse(axis)
+        except ValueError as error:
+            problems.append(Problem(axis.key, str(error), source=axis.label))
+            continue
+        if domain is not None:
+            space[axis.key] = domain
+    if problems:
+        raise ConfigError(problems, "the sweep")
+    if not space:
+        raise UserError("--search: nothing varies. Write a range, such as --set train.learning_rate=1e-5..1e-3.")
+    return space
+
+
+def require_no_ranges(axes: Sequence[Axis]) -> None:
+    """Raise UserError for a range without --search."""
+    for axis in axes:
+        for value in axis.values:
+            if isinstance(value, str) and (match := _RANGE.fullmatch(value)) and _bounds(match) is not None:
+                raise UserError(f"{axis.label}: a range needs --search N. For a grid write the values, with commas.")
+
+
+def bounds_of(space: Space) -> Iterator[Values]:
+    """Yield the points at which a space is checked: both ends of each range, and every choice."""
+    first = {key: domain.low if isinstance(domain, Range) else domain.values[0] for key, domain in space.items()}
+    yield first
+    for key, domain in space.items():
+        others = [domain.high] if isinstance(domain, Range) else domain.values[1:]
+        yield from ({**first, key: value} for value in others)
+
+
+def is_inside(values: Values, space: Space) -> bool:
+    """Return whether the values are in the space, which may have changed since they were chosen."""
+    return values.keys() == space.keys() and all(values[key] in domain for key, domain in space.items())
+
+
+def _parse(axis: Axis) -> Range | Choices | None:
+    if axis.is_swept:
+        return Choices(axis.values)
+    value = axis.values[0]
+    match = _RANGE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    bounds = _bounds(match)
+    if bounds is None:
+        return None  # a text with two dots
+    low, high = bounds
+    if not low < high:
+        raise ValueError(f"the range ends at {high:g} and begins at {low:g}. Write the smaller number first.")
+    if match[1] == "log" and low <= 0:
+        raise ValueError(f"a logarithmic range cannot begin at {low:g}. Write a positive number.")
+    is_log = match[1] == "log" or (match[1] is None and low > 0 and high / low >= _LOG_RATIO)
+    return Range(low, high, is_log)
+
+
+def _bounds(match: re.Match[str]) -> tuple[float, float] | None:
+    """Return the two numbers, both int or both float; None unless they are finite numbers."""
+    low, high = (read_yaml(text).values for text in (match[2], match[3]))
+    if any(isinstance(bound, bool) or not isinstance(bound, int | float) for bound in (low, high)):
+        return None
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return None
+    return (low, high) if isinstance(low, int) and isinstance(high, int) else (float(low), float(high))

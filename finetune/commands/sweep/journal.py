@@ -1,7 +1,7 @@
-"""`sweep.journal`, the one file that a sweep writes about itself: Optuna's journal, one operation per line of JSON.
+"""`sweep.journal`, the state of a sweep: Optuna's journal, one operation per line of JSON.
 
-Optuna's own `JournalFileBackend` reads it, and so does `optuna-dashboard`. Ours differs in what a kill or a full disk
-does: a line that was cut off is dropped, and lines that cannot be written are kept in memory and written later.
+Optuna's own `JournalFileBackend` and `optuna-dashboard` can read it. Ours also tolerates a kill or a full disk: an
+incomplete line is dropped, and lines that cannot be written are kept in memory and written later.
 """
 
 import json
@@ -22,7 +22,7 @@ LOCK_FILE = ".sweep.lock"
 
 
 class SweepJournal(BaseJournalBackend):
-    """The operations of a journal; nothing is written before `save`, so that a dry run leaves no trace."""
+    """The operations of a journal; nothing is written before `save`, so a dry run leaves no files."""
 
     def __init__(self, path: Path) -> None:
         """Read the file where it exists; raises OSError or ValueError."""
@@ -38,7 +38,7 @@ class SweepJournal(BaseJournalBackend):
         yield from self._operations[log_number_from:]
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add operations; where they cannot be written, print one warning and try again with the next."""
+        """Add operations; if they cannot be written, print one warning and try again with the next ones."""
         lines = [json.dumps(operation, separators=(",", ":")) for operation in logs]
         self._operations += map(json.loads, lines)
         self._unwritten += "".join(f"{line}\n" for line in lines).encode()
@@ -58,7 +58,7 @@ class SweepJournal(BaseJournalBackend):
     def _write(self) -> None:
         number = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         with os.fdopen(number, "wb") as file:
-            file.truncate(self._size)  # a line that was cut off
+            file.truncate(self._size)  # an incomplete line
             file.seek(self._size)
             file.write(self._unwritten)
             file.flush()
@@ -69,7 +69,7 @@ class SweepJournal(BaseJournalBackend):
 
 @contextmanager
 def lock_sweep(folder: Path) -> Iterator[None]:
-    """Hold the sweep's folder, which is created; raises UserError where another sweep holds it."""
+    """Hold the sweep's folder, which is created; raises UserError if another sweep holds it."""
     lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,24 +19,24 @@ from finetune.runtime.resources import usable_cores
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _SHUTDOWN_SECONDS = "600"
-"""How long torchelastic lets ranks save after SIGTERM unless the environment sets it; its own default is 30 s."""
+"""Time for ranks to save after SIGTERM, unless the environment sets it; torchelastic's default is 30 s."""
 
 _COUNT_DEVICES = "import torch; print(torch.cuda.device_count())"
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How many processes each run gets, through which launcher, and on which machine."""
+    """The processes, the launcher and the devices of each run."""
 
     job: Path
     num_processes: int
     accelerate_config: Path | None
     at_once: int
-    devices: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them; empty on a machine without
+    devices: tuple[str, ...]  # names for CUDA_VISIBLE_DEVICES; empty on a machine without devices
     num_cores: int
 
     def command(self, run: SweepRun, loaded: LoadedConfig) -> list[str]:
-        """Return the command that trains the run, or resumes it; a port of its own is chosen now."""
+        """Return the command that trains the run, or resumes it; with a free port."""
         return train_command(
             self.job,
             overrides=[*run.overrides, *own_overrides(run, loaded)],
@@ -46,7 +46,7 @@ class LaunchPlan:
         )
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Return what is added to the environment of a run in this slot: devices and threads."""
+        """Return the devices and threads of a run in this slot, as environment variables."""
         share = max(1, self.num_cores // (self.at_once * self.num_processes))
         chosen = {"OMP_NUM_THREADS": str(share), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _SHUTDOWN_SECONDS}
         variables = {name: os.environ.get(name) or value for name, value in chosen.items()}
@@ -58,9 +58,9 @@ class LaunchPlan:
 
 
 def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:
-    """Return what the sweep sets in every run: its folder, and that it resumes from its own checkpoints.
+    """Return the overrides that the sweep adds to every run: its folder, and to resume from its own checkpoints.
 
-    A job that starts from a checkpoint (`checkpoint.resume`) does so until the run has one of its own.
+    A job that starts from another checkpoint (`checkpoint.resume`) does so until the run has its own.
     """
     texts = [override_of("run.folder", str(run.folder.absolute()))]
     if loaded.config.run.local_folder is not None:
@@ -74,7 +74,7 @@ def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:
 def plan_launch(
     job: Path, *, num_processes: int | None, accelerate_config: Path | None, at_once: int | None
 ) -> LaunchPlan:
-    """Return how the runs are launched; raises UserError where this machine cannot run them.
+    """Return the plan for launching the runs; raises UserError if this machine cannot run them.
 
     The default number at once is devices / processes, or one on a machine without devices.
     """
@@ -85,8 +85,8 @@ def plan_launch(
     devices = visible_devices(os.environ)
     if devices and processes > len(devices):
         raise UserError(
-            f"--processes-per-run {processes}: this machine has {len(devices)} devices. Write at most that number, or "
-            f"set {VISIBLE_DEVICES} to an empty text to train on the CPU."
+            f"--processes-per-run {processes}: this machine has {len(devices)} devices. Lower the number, or set "
+            f"{VISIBLE_DEVICES} to an empty string to train on the CPU."
         )
     slots = at_once or (len(devices) // processes if devices else 1)
     return LaunchPlan(job, processes, accelerate_config, slots, devices, usable_cores())

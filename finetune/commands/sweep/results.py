@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.commands.sweep.axes import short_keys, shown_value
-from finetune.commands.sweep.outcome import FAILED, FINISHED, PRUNED, Outcome
-from finetune.commands.sweep.runs import SweepRun
+from finetune.commands.sweep.runs import FAILED, FINISHED, PRUNED, Outcome, SweepRun
 from finetune.config.formatting import format_list
 from finetune.config.rules.evaluate import metrics_of
 from finetune.config.run_config import RunConfig
@@ -26,15 +25,15 @@ from finetune.report.history import RunHistory, read_history
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.redact import redacted_command, redacted_config
 
-with lazily():  # it draws: only where there is something to draw
+with lazily():  # imported only to draw
     from finetune.commands.compare import compare
 
 PAGE = "sweep.html"
 _MIN_RUNS_ON_PAGE, MAX_RUNS_ON_PAGE = 2, 20
-"""The page has the best runs: more curves cannot be distinguished."""
+"""The page shows only the best runs, since more curves cannot be distinguished."""
 
 TRAIN_LOSS = "train_loss"
-"""Without evaluations: the mean loss per target of the last steps."""
+"""The objective without evaluations: the mean loss per target of the last steps."""
 
 _RECENT_STEPS = 20
 
@@ -59,7 +58,7 @@ def choose_objective(text: str | None, config: RunConfig) -> Objective:
     """Return the objective of `--metric NAME[:minimize|maximize]`, or the job's own.
 
     That is the metric of `checkpoint.keep_best` or `train.early_stopping`, else the loss. Raises UserError for a metric
-    that no evaluation of the job measures, or whose direction is not known.
+    that no evaluation of the job measures, or with an unknown direction.
     """
     if text is None:
         section = config.checkpoint.keep_best or config.train.early_stopping
@@ -91,7 +90,7 @@ def choose_objective(text: str | None, config: RunConfig) -> Objective:
 
 
 def history_so_far(run_folder: Path) -> RunHistory:
-    """Return the history of the run; an empty one where it has no events that can be read."""
+    """Return the history of the run; an empty one if its events cannot be read."""
     try:
         return read_history(run_folder)
     except OSError:
@@ -125,7 +124,7 @@ def tokens_per_second(history: RunHistory) -> float | None:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run has reached so far; `final` and `best` are of the objective's metric."""
+    """The result of one run so far; `final` and `best` are values of the objective's metric."""
 
     name: str
     values: Mapping[str, Any]
@@ -170,7 +169,7 @@ def rank(results: Iterable[RunResult], objective: Objective) -> list[RunResult]:
 
 
 def best_of(ranked: Sequence[RunResult]) -> RunResult | None:
-    """Return the best finished run; None where none has a value."""
+    """Return the best finished run; None if none has a value."""
     for result in ranked:
         if result.outcome.state == FINISHED and result.final is not None and not math.isnan(result.final):
             return result
@@ -190,7 +189,7 @@ def results_table(results: Sequence[RunResult], objective: Objective, *, swept: 
         first = next(iter(outcome.message.splitlines()), "")
         status = f"{outcome.state}: {first}" if first else outcome.state
         table.add_row(
-            *(_cell(result.values[key]) if key in result.values else ABSENT for key in swept),
+            *(_value(result.values[key]) if key in result.values else ABSENT for key in swept),
             _number(result.final),
             _number(result.best),
             ABSENT if result.best_step is None else str(result.best_step),
@@ -202,7 +201,7 @@ def results_table(results: Sequence[RunResult], objective: Objective, *, swept: 
     return table
 
 
-def _cell(value: Any) -> str:
+def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else shown_value(value)
 
 
@@ -213,7 +212,7 @@ def _number(value: float | None) -> str:
 def closing_lines(
     results: Sequence[RunResult], objective: Objective, *, job: Path, again: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the best run and how to use it, and what is left to do; `again` is the command that continues."""
+    """Yield the best run and how to use it, failed runs and unfinished ones; `again` is the command that continues."""
     best = best_of(results)
     if best is not None:
         yield f"best: {best.name}, {objective.metric} {_number(best.final)} after step {best.step}"
@@ -237,7 +236,7 @@ def closing_lines(
 def results_json(
     results: Sequence[RunResult], objective: Objective, *, folder: Path, page: Path | None
 ) -> dict[str, Any]:
-    """Return the sweep as plain JSON values; a number that is not finite is a text."""
+    """Return the sweep as plain JSON values; a number that is not finite is a string."""
     best = best_of(results)
     return {
         "folder": str(folder),
@@ -271,9 +270,9 @@ def _finite(value: float | None) -> float | str | None:
 
 
 def write_page(results: Sequence[RunResult], folder: Path) -> Path | None:
-    """Write the page of the best runs that have taken a step; return it, or None where fewer than two have.
+    """Write the page of the best runs that have taken a step; return it, or None if fewer than two have.
 
-    A page that cannot be drawn is a warning: it must not end a sweep.
+    An error here is only a warning: it must not end the sweep.
     """
     runs = [result.folder for result in results if result.step > 0][:MAX_RUNS_ON_PAGE]
     if len(runs) < _MIN_RUNS_ON_PAGE:

@@ -2,27 +2,28 @@
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.sweep.axes import Axis, override_of, run_name, value_text
+from pydantic import ConfigDict, with_config
+
+from finetune.commands.sweep.axes import Axis, Values, override_of, run_name, value_text
 from finetune.config.limits import MAX_LISTED
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
 from finetune.errors import ConfigError, Problem, UserError
-
-Values = Mapping[str, Any]
-"""The values of the swept keys of one run."""
+from finetune.runtime.files.read import read_json
+from finetune.runtime.supervision import status as status_file
 
 RUNS_FOLDER, LOGS_FOLDER = "runs", "logs"
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of the sweep: its values, and the overrides with which `finetune train` runs it."""
+    """One run of the sweep: its values, and the overrides for `finetune train`."""
 
     name: str
     values: Values
@@ -36,7 +37,7 @@ class SweepRun:
 
     @property
     def log(self) -> Path:
-        """Return the file with everything that it prints."""
+        """Return the file with its output."""
         return self.sweep_folder / LOGS_FOLDER / f"{self.name}.log"
 
 
@@ -47,7 +48,7 @@ def grid_points(axes: Sequence[Axis]) -> list[Values]:
 
 
 def make_run(values: Values, axes: Sequence[Axis], *, name: str, folder: Path) -> SweepRun:
-    """Return the run with these values of swept keys and the only value of every other key, in the order written."""
+    """Return the run with these values of swept keys and the only value of every other key, in the written order."""
     overrides = tuple(override_of(axis.key, values.get(axis.key, axis.values[0])) for axis in axes)
     return SweepRun(name, values, overrides, folder)
 
@@ -70,12 +71,12 @@ def name_runs(
 
 
 def point_key(values: Values) -> str:
-    """Return a text that is the same for the same values, in whatever order the keys are written."""
+    """Return a text that identifies the values, regardless of the order of the keys."""
     return value_text(dict(values))
 
 
 def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> dict[str, LoadedConfig]:
-    """Return the config of each run by its name; raises ConfigError with the problems of all runs at once."""
+    """Return the config of each run by its name; raises ConfigError with the problems of all runs."""
     names_by_problem: dict[Problem, list[str]] = {}
     configs = {}
     for run in runs:
@@ -95,7 +96,7 @@ def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> di
     first_names: dict[str, str] = {}
     for name, loaded in configs.items():
         first = first_names.setdefault(loaded.config.model_dump_json(), name)
-        if first != name:  # such as those of `1` and `1.0`
+        if first != name:  # such as with `1` and `1.0`
             raise UserError(f"--set: the runs {first} and {name} are the same run. Remove one of the two values.")
     return configs
 
@@ -114,9 +115,9 @@ def load_run(job: Path, run: SweepRun, *, num_processes: int) -> LoadedConfig:
 
 
 def job_facts(config: RunConfig, *, swept: Iterable[str]) -> dict[str, str]:
-    """Return the keys of a job that all its runs share and that must not change, with their values as JSON.
+    """Return the keys that all runs of a job share and that must not change, with their values as JSON.
 
-    Those are the keys that a resume must match, and those that say where the data is; swept keys are left out.
+    These are the keys that a resume must match and those that locate the data, without swept keys.
     """
     varied = frozenset(swept)
     content = {key: text for key, text in keys_that_may_differ(config).items() if key in COMPARED_BY_CONTENT}
@@ -130,7 +131,7 @@ def is_within(key: str, keys: frozenset[str]) -> bool:
 
 
 def data_facts(config: RunConfig) -> tuple[tuple[str, str], ...]:
-    """Return what determines the tokenized data: runs with equal facts share one cache."""
+    """Return the keys that determine the tokenized data: runs with equal values share one cache."""
     facts = {**keys_that_must_match(config), **keys_that_may_differ(config)}
     return tuple(
         (key, text)
@@ -147,3 +148,76 @@ _DATA_KEYS = (
     "model.image_processor",
     "task.classification.labels",
 )
+
+
+WAITING, RUNNING, FINISHED, STOPPED = "waiting", "running", "finished", "stopped"
+INTERRUPTED, FAILED, PRUNED = "interrupted", "failed", "pruned"
+
+DONE = (FINISHED, PRUNED)
+"""States of runs that are not started again."""
+
+_RESUMABLE_ERRORS = ("LostContact", "DiskError")
+"""Errors of the machine, after which the run resumes from its checkpoint."""
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True)
+class RecordedRun:
+    """The record of a run: its values, the exit of its last process, and whether it was pruned."""
+
+    name: str
+    values: Values = field(default_factory=dict)
+    started: float | None = None  # unix seconds
+    exit_code: int | None = None
+    message: str | None = None  # the end of the log of a process that failed
+    is_pruned: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The state of a run without a process, and the reason."""
+
+    state: str
+    message: str = ""
+    step: int = 0
+    num_steps: int | None = None
+
+
+def read_status(folder: Path) -> Mapping[str, Any]:
+    """Return the status file of a run; empty if it cannot be read."""
+    try:
+        status = read_json(folder / status_file.STATUS_FILE)
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> Outcome:
+    """Return the run's outcome; a process that exited unexpectedly counts as interrupted, and resumes."""
+    state, message = _state(status, record)
+    return Outcome(state, message, _count(status.get("step")) or 0, _count(status.get("num_steps")))
+
+
+def _state(status: Mapping[str, Any], record: RecordedRun) -> tuple[str, str]:
+    state, code, written = status.get("state"), record.exit_code, status.get("time")
+    if record.is_pruned and state != status_file.FINISHED:  # it may have finished before it read the STOP file
+        return PRUNED, ""
+    is_older = record.started is None or not isinstance(written, int | float) or written < record.started
+    if is_older and code is not None and code > 0:
+        return FAILED, record.message or f"exit code {code}"  # before it wrote any status
+    if state == status_file.FINISHED:
+        return FINISHED, ""
+    if state == status_file.STOPPED:
+        return STOPPED, str(status.get("reason") or "")
+    if state == status_file.FAILED:
+        error = status.get("error")
+        error = error if isinstance(error, dict) else {}
+        message = str(error.get("message") or record.message or "")
+        return (INTERRUPTED if error.get("type") in _RESUMABLE_ERRORS else FAILED), message
+    if code is None:
+        return (WAITING, "") if state is None else (INTERRUPTED, "its process was killed with the sweep")
+    return INTERRUPTED, f"killed by signal {-code}" if code < 0 else f"exited unexpectedly with exit code {code}"
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,6 +1,6 @@
-"""Starts the runs, as many at once as there are slots, watches them, and stops them in an orderly way.
+"""Starts a run in each free slot, watches the runs, and stops them gracefully.
 
-Each process has a session of its own, so that Ctrl-C reaches only the sweep, and ends with it.
+Each process has its own session, so that Ctrl-C reaches only the sweep, and ends with the sweep.
 """
 
 import signal
@@ -30,11 +30,11 @@ _TAIL_BYTES = 20_000
 _MAX_MESSAGE_LINES = 12
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
-"""Starts a command; called as `start_child` is."""
+"""Starts a command, with the signature of `start_child`."""
 
 
 class StopSignals:
-    """Records SIGINT, SIGTERM and SIGHUP inside the context; a second SIGINT means immediately."""
+    """Records SIGINT, SIGTERM and SIGHUP inside the context; after a second SIGINT it is urgent."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -42,14 +42,14 @@ class StopSignals:
         self._handlers_before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignals":
-        """Handle the signals; a SIGHUP that is ignored stays ignored."""
+        """Install the handlers; an ignored SIGHUP stays ignored."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
                 self._handlers_before[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Handle them as before."""
+        """Restore the earlier handlers."""
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ class StopSignals:
 
 @dataclass
 class ActiveRun:
-    """A run whose process is alive, or has ended while others of the run still write."""
+    """A run whose launcher is alive, or has ended while other processes of the run still write."""
 
     run: SweepRun
     process: "subprocess.Popen[bytes]"
@@ -72,7 +72,7 @@ class ActiveRun:
 
 @dataclass
 class Scheduler:
-    """Runs what `next_run` gives; `load` returns a run's config, and raises UserError where its job has changed."""
+    """Runs the results of `next_run`; `load` returns a run's config, and raises UserError if its job has changed."""
 
     plan: LaunchPlan
     study: SweepStudy
@@ -91,7 +91,7 @@ class Scheduler:
         try:
             while self._fill_slots() or self.active:
                 time.sleep(POLL_SECONDS)
-                self._pass_on_signals()
+                self._forward_signals()
                 self._collect_ended()
                 self._watch()
         except BaseException:
@@ -100,21 +100,21 @@ class Scheduler:
             raise
 
     def _fill_slots(self) -> bool:
-        """Start runs in the free slots; return whether there was one to start."""
-        has_begun = False
+        """Start runs in the free slots; return whether any was started."""
+        has_started = False
         while self.stop.first is None and len(self.active) < self.plan.at_once and (run := self.next_run()):
-            has_begun = True
-            self._begin(run)
-        return has_begun
+            has_started = True
+            self._start_run(run)
+        return has_started
 
-    def _begin(self, run: SweepRun) -> None:
+    def _start_run(self, run: SweepRun) -> None:
         slot = min(set(range(self.plan.at_once)) - {active.slot for active in self.active})
         reader = HistoryReader(run.folder / EVENTS_FILE, keep_steps=True)
         self.study.add(run)
         self.study.start(run, now=time.time())
         try:
             command = self.plan.command(run, self.load(run))
-            (run.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier start that ended before it read it
+            (run.folder / STOP_FILE).unlink(missing_ok=True)  # of an earlier process that ended before it read the file
             process = self.start(command, log=run.log, environment=self.plan.environment(slot))
         except (UserError, OSError) as error:
             self._end(run, reader, exit_code=2, message=str(error))
@@ -122,7 +122,7 @@ class Scheduler:
         self.active.append(ActiveRun(run, process, slot, reader))
         self.screen.start_run(run)
 
-    def _pass_on_signals(self) -> None:
+    def _forward_signals(self) -> None:
         if self.stop.first is None:
             return
         to_stop = [active for active in self.active if not active.is_stopping]
@@ -155,7 +155,7 @@ class Scheduler:
         self.after_run()
 
     def _watch(self) -> None:
-        """Read what the runs have written, and prune the hopeless ones of a search."""
+        """Read the new events of the runs, and prune the poor ones of a search."""
         if time.monotonic() - self._watched_at < WATCH_SECONDS:
             return
         self._watched_at = time.monotonic()
@@ -172,7 +172,7 @@ class Scheduler:
 
 
 def last_message(log: Path) -> str:
-    """Return the error at the end of a log, or its last lines; empty where there is nothing to read."""
+    """Return the error at the end of a log, or its last lines; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
@@ -196,7 +196,7 @@ def shared_data(runs: Iterable[SweepRun], configs: Mapping[str, LoadedConfig]) -
 def prepare_data(run: SweepRun, *, number: int, plan: LaunchPlan, stop: StopSignals, start: Start) -> str | None:
     """Run `finetune prepare` with the run's overrides; return the message of a failure, None for a success.
 
-    Data that several runs share is tokenized here, before they start: none of them waits for another one's lock.
+    Data that several runs share is tokenized before they start, so that none waits for the lock of another.
     """
     log = run.sweep_folder / LOGS_FOLDER / f"prepare-{number}.log"
     words = [word for override in run.overrides for word in ("--set", override)]

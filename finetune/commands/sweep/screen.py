@@ -1,4 +1,4 @@
-"""The progress of a sweep: a live table on a terminal, plain lines that can be searched everywhere else."""
+"""The progress of a sweep: a live table on a terminal, plain lines otherwise."""
 
 import sys
 import time
@@ -9,9 +9,8 @@ from rich import box
 from rich.live import Live
 from rich.table import Table
 
-from finetune.commands.sweep.outcome import Outcome, read_status
 from finetune.commands.sweep.results import step_seconds, tokens_per_second
-from finetune.commands.sweep.runs import SweepRun
+from finetune.commands.sweep.runs import Outcome, SweepRun, read_status
 from finetune.report.console import format_duration, format_metrics
 from finetune.report.history import RunHistory
 from finetune.runtime.text.rich_console import SafeConsole, styled_stream
@@ -19,7 +18,7 @@ from finetune.runtime.text.rich_console import SafeConsole, styled_stream
 SECONDS_BETWEEN_LINES = 30.0
 
 Progress = tuple[SweepRun, RunHistory, bool]
-"""A run, its history, and whether it was asked to stop."""
+"""A run, its history, and whether it is stopping."""
 
 
 class SweepScreen:
@@ -33,13 +32,13 @@ class SweepScreen:
         self._shown_at: dict[str, float] = {}
 
     def start_run(self, run: SweepRun) -> None:
-        """Show that a run has been started, and the file of its output."""
+        """Show that a run was started, and its log file."""
         self._num_started += 1
         self._shown_at[run.name] = self._clock()
         self.log(f"[{self._num_started}/{self._num_runs}] {run.name}: started, log in {run.log}")
 
     def update(self, active: Sequence[Progress]) -> None:
-        """Show the active runs of which nothing was shown for a while."""
+        """Show the active runs that were not shown recently."""
         now = self._clock()
         for run, history, is_stopping in active:
             if now - self._shown_at[run.name] >= SECONDS_BETWEEN_LINES:
@@ -65,7 +64,7 @@ class LiveSweepScreen(SweepScreen):
         super().__init__(file, num_runs=num_runs)
         self._console = SafeConsole(file=styled_stream(file))
         self._num_ended = 0
-        # No thread of its own draws it: processes are forked here.
+        # Without a thread that redraws it: this process forks.
         self._live = Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -103,7 +102,7 @@ def open_screen(file: TextIO, *, num_runs: int) -> SweepScreen:
 
 
 class _Cells(NamedTuple):
-    """State and numbers of an active run; empty where they are not known yet."""
+    """State and numbers of an active run; empty while they are unknown."""
 
     state: str
     step: str = ""

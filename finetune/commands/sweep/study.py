@@ -1,8 +1,8 @@
-"""The sweep as an Optuna study: each run is a trial, and the journal is all that a killed sweep is continued from.
+"""The sweep as an Optuna study: each run is a trial, and a killed sweep continues from the journal.
 
 A grid's runs are added as trials in the order of the grid. A search asks the tree-structured Parzen estimator
 (Bergstra et al., 2011) for the values of the next run, and prunes by the median. Trial N depends on the seed, on N and
-on the results before it, not on interruptions. What a run has reached is in its own folder.
+on the results before it, not on interruptions. Results are in the folders of the runs.
 """
 
 import hashlib
@@ -20,12 +20,24 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from finetune.commands.sweep.axes import run_name, value_text
+from finetune.commands.sweep.axes import Range, Space, Values, run_name, value_text
 from finetune.commands.sweep.journal import LOCK_FILE, SweepJournal
-from finetune.commands.sweep.outcome import FAILED, FINISHED, PRUNED, Outcome, RecordedRun, outcome_of, read_status
 from finetune.commands.sweep.results import PAGE, TRAIN_LOSS, Objective, history_so_far, measurements
-from finetune.commands.sweep.runs import LOGS_FOLDER, RUNS_FOLDER, SweepRun, Values, is_within, job_facts, point_key
-from finetune.commands.sweep.space import Range, Space
+from finetune.commands.sweep.runs import (
+    FAILED,
+    FINISHED,
+    LOGS_FOLDER,
+    PRUNED,
+    RUNS_FOLDER,
+    Outcome,
+    RecordedRun,
+    SweepRun,
+    is_within,
+    job_facts,
+    outcome_of,
+    point_key,
+    read_status,
+)
 from finetune.config.formatting import truncate
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
@@ -48,7 +60,7 @@ _NUM_RANDOM_TRIALS, _MIN_TRIALS_TO_PRUNE = 10, 4
 @with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True)
 class SweepFacts:
-    """What all runs share; `facts` are the keys of the job that must not change, with their values as JSON."""
+    """The facts that all runs share; `facts` are the keys of the job that must not change, with values as JSON."""
 
     version: int
     job: str
@@ -56,7 +68,7 @@ class SweepFacts:
     is_minimized: bool
     facts: Mapping[str, str] = field(default_factory=dict)
     swept: tuple[str, ...] = ()
-    former: Mapping[str, Any] = field(default_factory=dict)  # of keys swept later: the value in the runs before
+    former: Mapping[str, Any] = field(default_factory=dict)  # values of earlier runs for keys that were swept later
 
 
 _STORED_FACTS, _STORED_RUN = TypeAdapter(SweepFacts), TypeAdapter(RecordedRun)
@@ -66,7 +78,7 @@ class SweepStudy:
     """The runs of a sweep, in memory and, once it is saved, in the journal, which is written at every change."""
 
     def __init__(self, folder: Path, *, space: Space, seed: int = 0) -> None:
-        """Read the journal; raises UserError where it is damaged, and for a folder that holds anything but a sweep."""
+        """Read the journal; raises UserError if it is damaged, or the folder has files of anything but a sweep."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         _require_sweep_folder(folder)
         self.folder, self._seed = folder, seed
@@ -80,7 +92,7 @@ class SweepStudy:
             self._storage = optuna.storages.JournalStorage(self._journal)
             if self._storage.get_all_studies():
                 self._load()
-        except Exception as error:  # a damaged line makes Optuna raise whatever its replay runs into
+        except Exception as error:  # replaying a damaged line can raise any error
             problem = first_problem(error) if isinstance(error, ValidationError) else f"{error or type(error).__name__}"
             raise UserError(
                 f"{path}: the file is damaged: {problem}. Delete it: the same command finds the runs again by name."
@@ -103,9 +115,9 @@ class SweepStudy:
         return {point_key(run.values): run.name for run in self.runs.values()}
 
     def begin(self, config: RunConfig, *, swept: Sequence[str], job: Path, objective: Objective) -> None:
-        """Start the study, or continue it; raises UserError where it is another job's.
+        """Start or continue the study; raises UserError if it belongs to another job.
 
-        A key that is swept for the first time had one value in all runs so far: they keep their names with it.
+        Earlier runs keep their names, with their only value of keys that are swept for the first time.
         """
         if self.facts is None or self._study is None:
             facts = job_facts(config, swept=swept)
@@ -125,7 +137,7 @@ class SweepStudy:
         self.runs = {name: replace(run, values={**added, **run.values}) for name, run in self.runs.items()}
 
     def require_same_job(self, facts_now: Mapping[str, str], *, swept: Iterable[str]) -> None:
-        """Raise UserError that names each key of the job which has changed since the sweep was started."""
+        """Raise UserError that names each key of the job that has changed since the sweep was started."""
         if self.facts is None:
             return
         varied = frozenset((*swept, *self.facts.swept))
@@ -141,7 +153,7 @@ class SweepStudy:
             )
 
     def require_same_objective(self, objective: Objective) -> None:
-        """Raise UserError where a search was started with another metric: its trials have the values of that one."""
+        """Raise UserError if a search was started with another metric, whose values its trials have."""
         if objective != self.objective:
             raise UserError(
                 f"--metric: this sweep was started with {self.objective.metric}, and a search continues with the same "
@@ -150,7 +162,7 @@ class SweepStudy:
 
     @property
     def objective(self) -> Objective:
-        """Return the metric whose values the trials have: that of the first call."""
+        """Return the metric of the trials: that of the first call."""
         assert self.facts is not None
         return Objective(self.facts.metric, self.facts.is_minimized)
 
@@ -162,12 +174,12 @@ class SweepStudy:
                 self._close_trial(name, self.outcome(name), history_so_far(self.folder / RUNS_FOLDER / name))
 
     def add(self, run: SweepRun) -> None:
-        """Record a run that is new to the sweep."""
+        """Record a run unless the sweep has it."""
         if run.name not in self.runs:
             self._record(RecordedRun(run.name, run.values))
 
     def start(self, run: SweepRun, *, now: float) -> None:
-        """Record that a process of the run is about to be started."""
+        """Record that a process of the run is being started."""
         self._record(replace(self.runs[run.name], started=now, exit_code=None, message=None))
 
     def prune(self, run: SweepRun) -> None:
@@ -182,7 +194,7 @@ class SweepStudy:
         return outcome
 
     def outcome(self, name: str) -> Outcome:
-        """Return the outcome of a run as its own files and its record show it."""
+        """Return the outcome of a run, from its own files and its record."""
         return outcome_of(read_status(self.folder / RUNS_FOLDER / name), self.runs[name])
 
     def propose(self) -> tuple[str, Values]:
@@ -190,7 +202,7 @@ class SweepStudy:
         assert self._study is not None
         number = len(self.runs)
         digest = hashlib.sha256(f"{self._seed}:{number}".encode()).digest()
-        seed = int.from_bytes(digest[:4], "big")  # of this trial alone: an interruption changes nothing
+        seed = int.from_bytes(digest[:4], "big")  # for this trial only, so an interruption has no effect
         self._study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_NUM_RANDOM_TRIALS)
         trial = self._study.ask({self._labels[key]: self._distributions[key] for key in self.space})
         values = {}
@@ -217,7 +229,7 @@ class SweepStudy:
         self._study = optuna.load_study(storage=self._storage, study_name=_NAME)
         self.facts = _STORED_FACTS.validate_json(json.dumps(self._study.user_attrs[_FACTS]))
         for trial in self._study.get_trials(deepcopy=False):
-            if _RUN in trial.user_attrs:  # else the sweep was killed while it chose the values
+            if _RUN in trial.user_attrs:  # otherwise the sweep was killed while choosing the values
                 run = _STORED_RUN.validate_json(json.dumps(trial.user_attrs[_RUN]))
                 if run.name in ("", "..") or Path(run.name).name != run.name:
                     raise ValueError(f"`{truncate(run.name)}` is not the name of a run")
@@ -230,9 +242,9 @@ class SweepStudy:
         self._study.set_user_attr(_FACTS, asdict(facts))
 
     def _set_space(self, space: Space) -> None:
-        """Choose how the parameters are called: a key whose choices or scale have changed gets a new name.
+        """Name the parameters: a key with changed choices or scale gets a new name.
 
-        Optuna refuses two such distributions under one name; a range may change its bounds.
+        Optuna refuses two such distributions under one name, but allows new bounds of a range.
         """
         self.space = space
         self._distributions = {key: _distribution(domain) for key, domain in space.items()}
@@ -247,7 +259,7 @@ class SweepStudy:
             )
 
     def _record(self, run: RecordedRun) -> None:
-        """Change the run; one that is started again after its trial has ended gets a new trial."""
+        """Update the record; a run that is started again after its trial has ended gets a new trial."""
         assert self._study is not None
         self.runs[run.name] = run
         stored = {**asdict(run), "values": comparable_config(run.values)}
@@ -269,7 +281,7 @@ class SweepStudy:
         return value if isinstance(self.space[key], Range) else value_text(value)
 
     def _close_trial(self, name: str, outcome: Outcome, history: RunHistory) -> None:
-        """End the run's trial; one that is to be continued stays open."""
+        """End the run's trial, unless the run can be continued."""
         assert self._study is not None
         if outcome.state not in (FINISHED, PRUNED, FAILED):
             return

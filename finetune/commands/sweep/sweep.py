@@ -1,6 +1,6 @@
-"""`finetune sweep`: a run for every combination of values, as many at once as there are devices.
+"""`finetune sweep`: a run for every combination of values, on all devices of this machine.
 
-From the command line to the table: parse, check every run, prepare the data, run, compare. A killed sweep continues.
+The phases: parse, check every run, prepare the data, run, compare. A killed sweep can be continued.
 """
 
 import math
@@ -15,10 +15,19 @@ from pathlib import Path
 from typing import TextIO
 
 from finetune.commands.printing import print_json, print_table
-from finetune.commands.sweep.axes import Axis, parse_axes, value_text
+from finetune.commands.sweep.axes import (
+    Axis,
+    Choices,
+    Values,
+    bounds_of,
+    is_inside,
+    parse_axes,
+    parse_space,
+    require_no_ranges,
+    value_text,
+)
 from finetune.commands.sweep.journal import lock_sweep
 from finetune.commands.sweep.launch import LaunchPlan, plan_launch
-from finetune.commands.sweep.outcome import FAILED, INTERRUPTED, OVER, WAITING, RecordedRun
 from finetune.commands.sweep.results import (
     Objective,
     RunResult,
@@ -32,8 +41,12 @@ from finetune.commands.sweep.results import (
     write_page,
 )
 from finetune.commands.sweep.runs import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    WAITING,
+    RecordedRun,
     SweepRun,
-    Values,
     check_runs,
     grid_points,
     job_facts,
@@ -43,7 +56,6 @@ from finetune.commands.sweep.runs import (
 )
 from finetune.commands.sweep.schedule import POLL_SECONDS, Scheduler, Start, StopSignals, prepare_data, shared_data
 from finetune.commands.sweep.screen import open_screen
-from finetune.commands.sweep.space import Choices, bounds_of, is_inside, parse_space, require_no_ranges
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
@@ -76,7 +88,7 @@ class SweepRequest:
 
     @property
     def output(self) -> TextIO:
-        """Return the stream of the progress: JSON alone goes to standard output."""
+        """Return the stream of the progress; with JSON, standard output has nothing else."""
         return sys.stderr if self.as_json else sys.stdout
 
     @property
@@ -100,8 +112,8 @@ class SweepRequest:
 def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
     """Run the sweep, or continue it, print its results, and return the exit code: 1 where a run failed or was killed.
 
-    After a signal the active runs save and stop; the code is then that of the signal. Raises UserError for
-    whatever can be seen before the first run starts, all problems of all runs at once.
+    After a signal the active runs save and stop; the code is then that of the signal. Before the first run starts,
+    raises UserError with all problems of all runs.
     """
     axes = parse_axes(request.overrides)
     if request.search is not None:
@@ -159,7 +171,7 @@ def sweep_folder(request: SweepRequest, config: RunConfig) -> Path:
 
 
 def _grid_points(axes: Sequence[Axis], *, max_runs: int) -> list[Values]:
-    """Return the points of the grid; raises UserError where there are more than `max_runs`."""
+    """Return the points of the grid; raises UserError if there are more than `max_runs`."""
     count = math.prod(len(axis.values) for axis in axes)
     if count > max_runs:
         raise UserError(
@@ -199,13 +211,13 @@ class SweepSession:
             print(f"{run.name}: {state}\n  {shlex.join(commands[run.name])}")
 
     def wait_for_writers(self) -> None:
-        """Wait until no process of an earlier call writes to a run: killed with it, they save and end."""
+        """Wait until processes of an earlier, killed call have saved and no longer write to the runs."""
         has_logged = False
         for run in map(self.recorded_run, self.study.runs.values()):
             while is_locked(run.folder) and self.stop.first is None:
                 if not has_logged:
                     has_logged = True
-                    self.log(f"waiting for {run.folder}, which a run of an earlier call still writes")
+                    self.log(f"waiting for {run.folder}, to which a run of an earlier call still writes")
                 time.sleep(POLL_SECONDS)
 
     def run_grid(self) -> None:
@@ -243,9 +255,9 @@ class SweepSession:
         return self.is_due(record.name) and is_inside(record.values, self.study.space)
 
     def is_due(self, name: str) -> bool:
-        """Return whether the run is to be started: one that failed only with `--retry-failed`."""
+        """Return whether to start the run: failed ones only with `--retry-failed`."""
         state = self.study.outcome(name).state
-        return state not in OVER and (state != FAILED or self.request.retries_failed)
+        return state not in DONE and (state != FAILED or self.request.retries_failed)
 
     def prepare(self, runs: Sequence[SweepRun]) -> Iterator[tuple[Sequence[SweepRun], str]]:
         """Tokenize the data that several of the runs share; yield those for which it failed, with the message."""

@@ -1,1 +1,1 @@
-"""`finetune verify`: run the user's own job in several ways and compare the results."""
+"""`finetune verify`: runs the user's job in several ways and compares the results."""

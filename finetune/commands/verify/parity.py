@@ -1,4 +1,4 @@
-"""`finetune verify parity`: does the job give the same losses under every strategy?"""
+"""`finetune verify parity`: checks that the job has the same losses under every strategy."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""`finetune verify resume`: does a run that is stopped and resumed equal one that was never stopped?"""
+"""`finetune verify resume`: checks that a stopped and resumed run equals an uninterrupted one."""
 
 import sys
 import tempfile
@@ -31,7 +31,7 @@ _SHOWN_DIGITS = 12
 
 @dataclass(frozen=True)
 class CompletedRun:
-    """A run from its first step to its last, over any number of starts."""
+    """A run from its first to its last step, over any number of starts."""
 
     steps: Steps
     starts: tuple[int, ...]  # the steps that had been taken at each start
@@ -49,11 +49,11 @@ def run_resume(
     tolerance: float,
     configs_folder: Path = Path("accelerate_configs"),
 ) -> bool:
-    """Run the job straight under `source`, stop it at a step and resume it under `target`; return whether they agree.
+    """Compare an uninterrupted run under `source` with one that is stopped and resumes under `target`.
 
-    Prints both step by step, and a verdict. Under the same strategy the losses and the state of the last checkpoint
-    must be bitwise equal, dropout included; otherwise dropout is off and the losses must be within the tolerance.
-    Raises UserError when a run fails.
+    Prints both step by step, and returns whether they agree. Under the same strategy the losses and the state of the
+    last checkpoint must be bitwise equal, dropout included; otherwise dropout is off and the losses must be within the
+    tolerance. Raises UserError when a run fails.
     """
     job = load_config(config, overrides).config
     last = stop_at + STEPS_AFTER_THE_STOP if steps is None else steps
@@ -81,7 +81,7 @@ def run_resume(
 def run_both(
     one: LaunchSetup, other: LaunchSetup, *, tested: TestedJob, stop_at: int
 ) -> tuple[CompletedRun, CompletedRun]:
-    """Return the straight run under `one`, and the run that is stopped at the step and resumed under the other."""
+    """Return the uninterrupted run under `one`, and the run that is stopped and resumes under `other`."""
     changes = _changes(tested.job, keeps_dropout=one == other)
     folders = tested.scratch / "straight", tested.scratch / "resumed"
     runs = ((one, folders[0], tested.steps), (one, folders[1], stop_at), (other, folders[1], tested.steps))
@@ -108,7 +108,7 @@ def read_completed_run(folder: Path) -> CompletedRun:
 def differences(
     straight: CompletedRun, resumed: CompletedRun, *, stop_at: int, tolerance: float | None
 ) -> Iterator[str]:
-    """Yield a phrase for every difference between the runs; without a tolerance every bit counts."""
+    """Yield a phrase for every difference between the runs; without a tolerance they must be bitwise equal."""
     if resumed.starts[-1] != stop_at:
         yield f"the second start resumed from step {resumed.starts[-1]}, not {stop_at}"
     if len(straight.steps) != len(resumed.steps):
@@ -128,7 +128,7 @@ def differences(
 
 
 def short_digest(samples: int) -> str:
-    """Return the digits of a digest that are shown, as in events.jsonl."""
+    """Return the first digits of a digest, as in events.jsonl."""
     return f"{samples:016x}"[:_SHOWN_DIGITS]
 
 

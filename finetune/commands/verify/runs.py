@@ -1,4 +1,4 @@
-"""Runs of one job under several launches whose results are compared."""
+"""Runs of one job under several launch setups, for comparison."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class LaunchSetup:
 
     @property
     def label(self) -> str:
-        """Return a unique name that a folder can have."""
+        """Return a unique name for a folder."""
         return f"{self.name}-{self.processes}-accumulation-{self.accumulation}"
 
 
@@ -67,13 +67,18 @@ def parse_launch_setup(
             f"{option} {written}: a global batch of {batch} cannot be shared by {world} processes x "
             f"{accumulation or 1} accumulated. Choose other numbers, or another batch with --set."
         )
-    return LaunchSetup(path.stem, path, world, accumulation or _accumulation(job, share=batch // world))
+    if accumulation is None:
+        share = batch // world
+        sizes = range(min(job.train.known_microbatch_size, share), 0, -1)
+        accumulation = share // next(size for size in sizes if share % size == 0)
+    return LaunchSetup(path.stem, path, world, accumulation)
 
 
 def run_job(setup: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Mapping[str, str]) -> None:
     """Run the job in the run folder with these keys changed; raises UserError with the end of the log if it fails."""
     log = folder.with_suffix(".log")
-    own = {"run.folder": str(folder), "train.microbatch_size": str(_microbatch_size(setup, tested.job)), **changes}
+    size = tested.job.train.global_batch_size // (setup.processes * setup.accumulation)
+    own = {"run.folder": str(folder), "train.microbatch_size": str(size), **changes}
     command = train_command(
         tested.config,
         overrides=[*tested.overrides, *(f"{key}={value}" for key, value in own.items())],
@@ -113,12 +118,3 @@ def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict
 def relative_differences(expected: Sequence[float], actual: Sequence[float]) -> list[float]:
     """Return the differences relative to the expected values, up to the end of the shorter sequence."""
     return [abs(one - other) / max(abs(one), 1e-12) for one, other in zip(expected, actual, strict=False)]
-
-
-def _accumulation(job: RunConfig, *, share: int) -> int:
-    size = next(size for size in range(min(job.train.known_microbatch_size, share), 0, -1) if share % size == 0)
-    return share // size
-
-
-def _microbatch_size(setup: LaunchSetup, job: RunConfig) -> int:
-    return job.train.global_batch_size // (setup.processes * setup.accumulation)

@@ -159,7 +159,7 @@ def prepare_set(
                 folder,
                 build_staged,
                 log=log,
-                goes_on=True,
+                resumes=True,
                 while_waiting=lambda staging: progress(num_written_rows(staging)),
             )
         except OSError as error:

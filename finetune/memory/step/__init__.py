@@ -1,1 +1,1 @@
-"""A step of the job on tensors without values: its peak memory and FLOPs under any strategy."""
+"""The symbolic step of a job: its peak memory and FLOPs under any strategy, on fake tensors."""

@@ -30,16 +30,16 @@ _PASSES = {"forward": FORWARD_PASS, "backward": BACKWARD, "recomputation": (RECO
 
 @dataclass(frozen=True)
 class SymbolicStep:
-    """A step of the whole model, without values."""
+    """A symbolic step of the whole model."""
 
     values: Values
     num_tokens: int
-    num_merged: int  # samples that were computed as one
+    num_merged: int  # samples that were traced as one
     config: Any  # of the model
 
     @cached_property
     def flops_per_token(self) -> Mapping[str, float]:
-        """Return the FLOPs of forward pass, backward pass and recomputation, of each token."""
+        """Return the FLOPs per token of forward pass, backward pass and recomputation."""
         return {
             name: sum(
                 self.values.get(("flops", phase, "products"), 0.0)
@@ -55,18 +55,18 @@ class SymbolicStep:
         return self.values.get(("held", category), 0.0)
 
     def transient(self, *phases: str) -> float:
-        """Return the most that is alive in these phases in addition to weights, gradients and optimizer state."""
+        """Return the peak of these phases without weights, gradients and optimizer state."""
         return max(self.values.get(("transient", phase), 0.0) for phase in phases)
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Return the phases of the step, without the making of its model."""
+        """Return the phases of the step, without the creation of the model."""
         return tuple(name[1] for name in self.values if name[0] == "peak" and name[1] != "start")
 
 
 def traced_parts(layout: Layout, step: SymbolicStep) -> dict[str, float]:
-    """Return what a rank holds at the peak of the step, by name."""
-    if layout.strategy == "ddp":  # whose buckets hold every gradient from its construction on
+    """Return the memory of a rank at the peak of the step, by name."""
+    if layout.strategy == "ddp":  # whose buckets allocate all gradients at construction
         held = {category: step.bytes_of(category) for category in (WEIGHTS, GRADIENTS, OPTIMIZER)}
         return {**held, ACTIVATIONS: step.transient(*step.phases)}
     peak = max(step.phases, key=lambda phase: step.values["peak", phase])
@@ -75,8 +75,8 @@ def traced_parts(layout: Layout, step: SymbolicStep) -> dict[str, float]:
 
 
 KEPT_NUMEL = 5 * 10**8
-"""Parameters that ZeRO-3 keeps gathered from forward to backward pass: those used again within a billion numbers of
-others (`stage3_max_reuse_distance`), which are half as many, passed twice."""
+"""Elements that ZeRO-3 keeps gathered from forward to backward pass: those used again within a billion elements
+(`stage3_max_reuse_distance`), which are half as many, since each is passed twice."""
 
 _DEFAULT_PREFETCH = 5 * 10**7
 
@@ -87,7 +87,7 @@ class _Engine:
 
     stage: int
     num_ranks: int
-    item: int  # of a number in weights, gradients and buffers
+    item: int  # of an element in weights, gradients and buffers
     num_trained: float
     bucket: float  # of gradients that are reduced together
     prefetch: float  # of parameters that are gathered together
@@ -95,9 +95,9 @@ class _Engine:
 
 
 def zero_parts(config: RunConfig, layout: Layout, step: SymbolicStep) -> dict[str, float]:
-    """Return what a rank holds at the peak of a step under ZeRO, by name.
+    """Return the memory of a rank at the peak of a step under ZeRO, by name.
 
-    The trace has the weights in the precision of training, as DeepSpeed converts them.
+    The trace has the weights in the precision of training, to which DeepSpeed converts them.
     """
     engine = _engine(config, layout, step)
     num_ranks, trained = engine.num_ranks, engine.num_trained
@@ -123,10 +123,10 @@ def zero_parts(config: RunConfig, layout: Layout, step: SymbolicStep) -> dict[st
 
 
 def _stage_3(engine: _Engine, step: SymbolicStep, *, weights: float, optimizer: float) -> dict[str, float]:
-    """Return the parts where parameters are sharded, too: whole layers exist while they compute, and some longer."""
+    """Return the parts with sharded parameters: layers are gathered while they compute, and some longer."""
     share = engine.num_trained / engine.num_ranks
     largest = step.values["largest",] * engine.item
-    whole = min(weights, KEPT_NUMEL * engine.item + largest) + min(weights, engine.prefetch)
+    gathered = min(weights, KEPT_NUMEL * engine.item + largest) + min(weights, engine.prefetch)
     computing = step.transient(*FORWARD_PASS, *BACKWARD)
     update = 0.0 if engine.offloads else 4 * min(share, 1e9) + step.transient(UPDATE)
     parts = {
@@ -134,9 +134,9 @@ def _stage_3(engine: _Engine, step: SymbolicStep, *, weights: float, optimizer: 
         GRADIENTS: 0.0 if engine.offloads else engine.item * share,
         OPTIMIZER: optimizer,
     }
-    if update > computing + whole:
+    if update > computing + gathered:
         return {**parts, ACTIVATIONS: update, GATHERED: engine.bucket}
-    return {**parts, ACTIVATIONS: computing, GATHERED: whole + engine.bucket}
+    return {**parts, ACTIVATIONS: computing, GATHERED: gathered + engine.bucket}
 
 
 def _engine(config: RunConfig, layout: Layout, step: SymbolicStep) -> _Engine:

@@ -85,11 +85,11 @@ def trace_step(
         keep_experts_in_graph(model)
         materialize_fake(model, dtype=half if sharding.is_half else None)
         with unset_fake_temporarily():
-            find_lm_head(model)  # runs the model's forward on the values of a probe
+            find_lm_head(model)  # runs the model's forward on real values
         if sharding.is_sharded:
             model = _shard(model, mesh, half)
         elif half is not None and not sharding.is_half:
-            _autocast(model, half)
+            model.forward = convert_outputs_to_fp32(torch.autocast("cpu", half)(model.forward))  # as Accelerate does
         optimizer = _optimizer(config, model, tracer)
         _Phases(tracer, layers).watch()
         _take_step(config, model, optimizer, task=task, batch=batch, tracer=tracer)
@@ -128,12 +128,6 @@ def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
     )
     with expose_hidden_size(model.config), head_as_one_unit(unwrap_model(model)):
         return fsdp2_prepare_model(accelerator, model)
-
-
-def _autocast(model: Any, dtype: torch.dtype) -> None:
-    """Wrap the forward pass as Accelerate does for mixed precision."""
-    forward = torch.autocast("cpu", dtype)(model.forward)
-    model.forward = convert_outputs_to_fp32(forward)
 
 
 def _optimizer(config: RunConfig, model: Any, tracer: Tracer) -> torch.optim.Optimizer:
@@ -188,7 +182,7 @@ class _Phases:
 
     def __init__(self, tracer: Tracer, layers: list[nn.Module]) -> None:
         self._tracer, self._layers = tracer, layers
-        self._num_done = 0  # layers that the forward pass has run
+        self._num_done = 0  # layers that the forward pass has completed
 
     def watch(self) -> None:
         """Register the hooks."""

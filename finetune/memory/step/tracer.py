@@ -26,19 +26,19 @@ _ATTENTION: Mapping[str, tuple[Callable[..., int], int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""FLOPs of the CPU's operators of attention, which torch does not know (2.13), and the number of tensors they read."""
+"""FLOP formulas of the CPU's attention operators, which torch 2.13 lacks, and the number of their input tensors."""
 
 _GROUPED_PRODUCT = "aten::_grouped_mm"
-"""The product of experts, one for each group of rows. torch has no formula for its FLOPs (2.13)."""
+"""The grouped matrix product of experts, for which torch 2.13 has no FLOP formula."""
 
 _ATTENTION_PRODUCTS = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Counts the bytes of the storages that operations return in this context, until nothing refers to them.
+    """Counts the bytes of the storages that operations return in this context, until they are freed.
 
     A storage counts once for all its views. Tensors from before the context do not count, unless their storage is
-    resized in it (FSDP). Workspaces of kernels are not seen. Fake tensors count like real ones.
+    resized in it (FSDP). Workspaces of kernels are not counted. Fake tensors count like real ones.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     def __torch_dispatch__(self, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # so that this mode sees what the DTensor makes of it
+            return NotImplemented  # so that this mode sees the operations on local tensors
         named = named or {}
         before = {id(storage) for storage in storages((given, named))}
         outputs = operation(*given, **named)
@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
 
 def storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storage of every tensor in a structure, of a wrapper those of its parts."""
+    """Yield the storage of every tensor in a structure, or of its components for a wrapper."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             yield from _storages_of(leaf)
@@ -124,12 +124,12 @@ class Tracer(LiveBytes):  # type: ignore[no-untyped-call]  # torch has no types 
     def __init__(self) -> None:
         super().__init__()
         self.category, self.phase = WEIGHTS, "start"
-        self.flop_phase: str | None = None  # where FLOPs do not count as the phase's
-        self.held: Counter[str] = Counter()  # bytes that are alive, by category
+        self.flop_phase: str | None = None  # if FLOPs count as another phase
+        self.held: Counter[str] = Counter()  # live bytes, by category
         self.peaks: dict[str, int] = {}  # by phase
         self.held_at_peak: dict[str, Mapping[str, int]] = {}
-        self.transient_peaks: dict[str, int] = {}  # by phase, of all that is not weights, gradients or optimizer
-        self.flops: Counter[tuple[str, bool]] = Counter()  # by phase, and whether they are attention's
+        self.transient_peaks: dict[str, int] = {}  # by phase, without weights, gradients and optimizer state
+        self.flops: Counter[tuple[str, bool]] = Counter()  # by phase, and whether they belong to attention
         self._categories: dict[int, str] = {}
 
     @contextmanager
@@ -162,7 +162,7 @@ class Tracer(LiveBytes):  # type: ignore[no-untyped-call]  # torch has no types 
         return outputs
 
     def resized(self, storage: torch.UntypedStorage, *, by: int) -> None:
-        """Count the change of a storage's size, which belongs to a parameter that is gathered."""
+        """Count the change of a storage's size, which belongs to a gathered parameter."""
         with self.counting_as(GATHERED):
             super().resized(storage, by=by)
 
@@ -207,7 +207,7 @@ def _name(operation: Any) -> str:
 
 
 def _grouped_product(operation: Any, one: Tensor, other: Tensor, *others: Any, **named: Any) -> Tensor:
-    """Return a grouped product of any dtype: without values, torch only has that of bfloat16 (2.13)."""
+    """Return a grouped product of any dtype: for fake tensors, torch 2.13 supports only bfloat16."""
     halves = (torch.empty_like(operand, dtype=torch.bfloat16) for operand in (one, other))
     product: Tensor = operation(*halves, *others, **named)
     return torch.empty_like(product, dtype=one.dtype)

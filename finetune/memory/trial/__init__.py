@@ -1,1 +1,1 @@
-"""The longest batch of a run, tried before its first step, and the microbatch size that fits."""
+"""The trial of a run's longest batch before the first step, and the choice of the microbatch size."""

@@ -1,11 +1,10 @@
-"""The microbatch size that fits, as a pure function of the memory that smaller ones have taken.
+"""The microbatch size that fits, as a pure function of the measured memory of smaller ones.
 
-Memory is close to affine in the microbatch size: a constant, and an amount per sample. From one measured
-size the rest is extrapolated in proportion, from two or more along the steepest line between neighbors, or along a
-parabola where the lines become steeper. A size is tried only where it is predicted to fit on every rank: a rank that
-runs out of memory within a collective would leave the others waiting, and a Linux machine kills a process rather than
-refuse it memory. All ranks are given the same numbers, so they agree without a vote; the rank with the least
-memory decides.
+Memory is nearly affine in the microbatch size: a constant, and an amount per sample. One measured size is extrapolated
+proportionally, two or more along the steepest line between neighbors, or along a parabola if the slope increases. A
+size is tried only if it is predicted to fit on every rank: a rank that runs out of memory within a collective would
+leave the others waiting, and Linux kills a process instead of refusing an allocation. All ranks have the same numbers,
+so they agree without communication; the rank with the least memory decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MARGIN = 0.1
-"""Share of the free memory that stays free: batches of other shapes leave gaps between blocks."""
+"""Share of the free memory that stays free, since batches of other shapes fragment it."""
 
 MAX_GROWTH = 4
-"""The most by which a size that is tried next exceeds the largest that was measured, unless sizes lie further apart."""
+"""Maximum ratio of the next size to the largest measured one, unless sizes lie further apart."""
 
 Peaks = tuple[int, ...]
 """The peak of each kind of memory on each rank, always in the same order."""
@@ -24,14 +23,14 @@ Peaks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """The memory of all ranks: what any size takes at least (weights, gradients, states), and what may be used."""
+    """The memory of all ranks: used by weights, gradients and states, and the limits."""
 
     used: Peaks
     limits: Peaks
 
     @property
     def targets(self) -> Peaks:
-        """Return the limits less the margin."""
+        """Return the limits minus the margin."""
         return tuple(
             int(limit - MARGIN * max(0, limit - used)) for used, limit in zip(self.used, self.limits, strict=True)
         )
@@ -42,11 +41,11 @@ class MemoryLimits:
 
 
 Measured = Mapping[int, Peaks | None]
-"""By size that was tried: its peaks; None where it was out of memory."""
+"""The peaks by tried size; None if it ran out of memory."""
 
 
 def next_size(sizes: Sequence[int], measured: Measured, limits: MemoryLimits) -> int | None:
-    """Return which of the ascending sizes to try next; None where the largest that fits is known."""
+    """Return the next of the ascending sizes to try; None once the largest that fits is known."""
     if not measured:
         return sizes[0]
     top = largest_fitting(measured, limits)
@@ -67,10 +66,10 @@ def largest_fitting(measured: Measured, limits: MemoryLimits) -> int | None:
 def predict(size: int, measured: Measured, limits: MemoryLimits) -> Peaks:
     """Return the expected peaks of a size that is larger than the measured ones."""
     known = sorted((size, peaks) for size, peaks in measured.items() if peaks is not None)
-    of_each = zip(*(peaks for _, peaks in known), strict=True)
+    peaks_by_limit = zip(*(peaks for _, peaks in known), strict=True)
     sizes = [size for size, _ in known]
     return tuple(
-        _extrapolated(size, sizes, values, base=base) for values, base in zip(of_each, limits.used, strict=True)
+        _extrapolated(size, sizes, values, base=base) for values, base in zip(peaks_by_limit, limits.used, strict=True)
     )
 
 
@@ -80,10 +79,12 @@ def _extrapolated(size: int, sizes: Sequence[int], peaks: Sequence[int], *, base
     if steepest <= 0:
         return base + max(0, peaks[-1] - base) * size // sizes[-1]
     if len(slopes) > 1 and slopes[-1] > _CURVED * slopes[-2]:
-        quadratic = (size + sizes[-1]) / (sizes[-1] + sizes[-2])  # how much steeper the next piece of a parabola is
+        quadratic = (size + sizes[-1]) / (
+            sizes[-1] + sizes[-2]
+        )  # the slope of the next segment of a parabola, relative to this one
         steepest = max(steepest, slopes[-1] * quadratic)
     return int(peaks[-1] + steepest * (size - sizes[-1]))
 
 
 _CURVED = 1.2
-"""Slopes that differ by more are not those of a line: attention may need a square of the length."""
+"""Ratio of slopes above which memory is not linear: attention may be quadratic in the length."""

@@ -1,4 +1,4 @@
-"""The memory that a rank may use and its peak: of a GPU, or resident memory and data segment of a process."""
+"""The memory limits and peaks of a rank: of a GPU, or of resident memory and data segment of a process."""
 
 import ctypes
 import os
@@ -17,42 +17,42 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One kind of memory of this process."""
+    """A memory limit of this process."""
 
     name: str  # for messages
-    limit: int  # bytes that this process may take, what it has by now included
+    limit: int  # bytes of this process, including those in use
     used: Callable[[], int]
     start: Callable[[], Callable[[], int]]
-    """Begins a measurement and returns what returns its peak; bytes in all, not over what was there."""
+    """Starts a measurement and returns a function for its peak, in total bytes."""
 
 
 def memories(device: torch.device) -> tuple[MemoryLimit, ...]:
-    """Return the kinds of memory that this rank can run out of; none where the device has no counters."""
+    """Return the memory limits of this rank; none if the device has no counters."""
     if device.type == "cpu":
         return (*_resident(), *_data_segment())
-    return _of_device(device) if device.type == "cuda" else ()
+    return _device_memory(device) if device.type == "cuda" else ()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an allocator's, of a device or of the host."""
+    """Return whether the error comes from an allocator of a device or of the host."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in text for words in _REFUSALS)
+        isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY_TEXTS)
     )
 
 
-_REFUSALS = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory")
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory")
 
 
 def release_freed_memory() -> None:
-    """Have glibc return the memory that the start has freed to the system, so that it is not counted as used."""
+    """Make glibc return freed memory to the system, so that it does not count as used."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def _of_device(device: torch.device) -> tuple[MemoryLimit, ...]:
-    """Return the memory that torch may allocate on the GPU: what is free there, and what torch holds already."""
+def _device_memory(device: torch.device) -> tuple[MemoryLimit, ...]:
+    """Return the memory that torch may allocate on the GPU: free memory, and that already reserved by torch."""
     free, total = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
     limit = min(free + torch.cuda.memory_reserved(device), int(share * total))
@@ -62,7 +62,7 @@ def _of_device(device: torch.device) -> tuple[MemoryLimit, ...]:
 
 
 def _device_peak(device: torch.device) -> Callable[[], int]:
-    """Start at a peak of now: the caller has put the counter aside."""
+    """Reset the peak: the caller has saved the counter."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
 
@@ -74,15 +74,15 @@ def _device_peak(device: torch.device) -> Callable[[], int]:
 
 
 def _resident() -> tuple[MemoryLimit, ...]:
-    """Return the resident memory, of which the ranks of a machine have an equal share of what is free."""
+    """Return the resident memory; the ranks of a machine share the free memory equally."""
     free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return (MemoryLimit("memory", resident_bytes() + free, resident_bytes, _resident_peak),)
 
 
 def _resident_peak() -> Callable[[], int]:
-    """Where the process's own peak has not grown, what is resident now is the peak: malloc keeps what is freed.
+    """If the peak of the process has not grown, the current resident memory counts, since malloc keeps freed memory.
 
-    The kernel's counter is left as it is, because a run reports it.
+    The kernel's counter is not reset, because a run reports it.
     """
     before = _peak_resident()
 
@@ -98,7 +98,7 @@ def _peak_resident() -> int:
 
 
 def _data_segment() -> tuple[MemoryLimit, ...]:
-    """Return the data segment where it is limited (`ulimit -d`); malloc keeps what is freed, so its size is a peak."""
+    """Return the data segment if it is limited (`ulimit -d`); its size is a peak, since malloc keeps freed memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit == resource.RLIM_INFINITY or not _status("VmData"):
         return ()
@@ -107,10 +107,10 @@ def _data_segment() -> tuple[MemoryLimit, ...]:
 
 
 def _status(name: str) -> int:
-    """Return a number of this process's status in bytes; 0 where the system has none."""
+    """Return a value of /proc/self/status in bytes; 0 if it is missing."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
         return 0
-    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return 1024 * int(found[0]) if found else 0
+    values = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(values[0]) if values else 0

@@ -1,11 +1,11 @@
-"""One batch forward and backward, as in a step with optimizer state, after which everything is as it was.
+"""A trial: forward and backward pass of one batch, as in a step with optimizer state, without lasting effects.
 
-Where every rank has whole parameters (one process, DDP, ZeRO-1 and -2) the model inside the wrappers is run, with
-aliases in place of its trained parameters: gradients go to the aliases, so that neither DDP's buckets nor ZeRO's hooks
-see them, and what a task asks of other ranks is answered by this rank alone. Nothing is sent, hence nothing can wait.
+If every rank has whole parameters (one process, DDP, ZeRO-1 and -2), the unwrapped model runs with aliases of its
+trained parameters: gradients go to the aliases, so that neither DDP's buckets nor ZeRO's hooks see them, and
+collectives of a task are local. Without communication, no rank can block.
 
-Where parameters are sharded (FSDP, ZeRO-3) each layer is gathered, so the real model is run and its gradients are
-dropped. A rank that is out of memory there ends the run; `choose.py` explains why `auto` does not run into that.
+If parameters are sharded (FSDP, ZeRO-3), each layer is gathered, so the real model runs and its gradients are dropped.
+A rank that runs out of memory there ends the run; `choose.py` explains how `auto` avoids that.
 """
 
 import gc
@@ -37,9 +37,9 @@ from finetune.train.meters import keep_peak_memory
 from finetune.train.parts import StepTask
 
 LATER_BYTES = 128 << 20
-"""Threads that load and write; what Accelerate imports with the loader (`datasets`, 70 MB); gaps between blocks.
+"""Memory of loading and writing threads, imports of the loader (`datasets`, 70 MB) and fragmentation.
 
-A run of 10 steps with a checkpoint at each was seen to take 92 to 123 MiB of it, without `datasets`.
+A run of 10 steps with a checkpoint at each took 92 to 123 MiB of it, without `datasets`.
 """
 
 
@@ -48,7 +48,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 @dataclass(frozen=True)
 class Trial:
-    """A model that is ready to train, and what one batch forward and backward needs of its run."""
+    """A model that is ready to train, and the components of its run for a trial."""
 
     accelerator: Accelerator
     model: Any  # as Accelerate prepared it
@@ -59,20 +59,20 @@ class Trial:
     task: StepTask
     is_sharded: bool  # the parameters are
     frees_gradients: bool  # in the backward pass, as soon as each is computed
-    extra_bytes: int  # of a step, and not yet allocated: optimizer state, buffers of ZeRO
+    extra_bytes: int  # not yet allocated: optimizer state, buffers of ZeRO
 
     @property
     def gradient_bytes(self) -> int:
-        """Return what this rank's gradients take where they are accumulated over microbatches."""
+        """Return the bytes of this rank's accumulated gradients."""
         if self.frees_gradients or _is_engine(self.model):
             return 0
         return sum(local_tensor(weight).nbytes for weight in self.model.parameters() if weight.requires_grad)
 
     def peaks(self, batch: Batch, *, num_batches: int, memories: tuple[MemoryLimit, ...]) -> tuple[int, ...] | None:
-        """Return the peak of each kind of memory on this rank; None where it was out of memory.
+        """Return this rank's peak for each memory limit; None if it ran out of memory.
 
-        `num_batches` is the number of microbatches of a step, all of which the task may look at. Under a strategy that
-        shards parameters it is collective.
+        `num_batches` is the number of microbatches of a step, all of which the task may read. Collective under a
+        strategy that shards parameters.
         """
         model, device = self.unwrapped_model, self.accelerator.device
         try:
@@ -103,18 +103,20 @@ class Trial:
                 if self.frees_gradients:
                     alias.register_post_accumulate_grad_hook(_free)  # type: ignore[no-untyped-call]
                 elif num_batches > 1:
-                    alias.grad = torch.empty_like(alias).zero_()  # touched: calloc would give pages that are not there
+                    alias.grad = torch.empty_like(
+                        alias
+                    ).zero_()  # written to, since pages of calloc are not allocated before
             prepared = self.task.prepare_step(inner, [batch] * num_batches)
             self._loss(inner, prepared[-1]).backward()  # type: ignore[no-untyped-call]
 
     def _run_sharded(self, batch: Batch, num_batches: int) -> None:
-        """Run one microbatch, or two where gradients are accumulated, which ZeRO has buffers for. Collective."""
+        """Run one microbatch, or two if gradients are accumulated, for which ZeRO has buffers. Collective."""
         model, accelerator = self.model, self.accelerator
         is_zero, before = _is_engine(model), accelerator.sync_gradients
         batches = self.task.prepare_step(model, [batch] * num_batches)[-1 if is_zero else -2 :]
         try:
             for number, microbatch in enumerate(batches):
-                accelerator.sync_gradients = number == len(batches) - 1 and not is_zero  # DeepSpeed would step there
+                accelerator.sync_gradients = number == len(batches) - 1 and not is_zero  # DeepSpeed would take a step
                 syncs = nullcontext() if accelerator.sync_gradients else None
                 with syncs or accumulate_gradients(accelerator, model, reduces=self.reduces_every_microbatch):
                     accelerator.backward(self._loss(model, microbatch))
@@ -130,7 +132,7 @@ class Trial:
 
 @contextmanager
 def aliased_parameters(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Put another parameter over the same numbers in the place of each trained one, and back; tied ones stay tied."""
+    """Temporarily replace each trained parameter by another one with the same storage; tied ones stay tied."""
     aliases: dict[int, nn.Parameter] = {}
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for module in model.modules():
@@ -158,11 +160,13 @@ def _free(parameter: Tensor) -> None:
 
 
 def _drop_gradients(model: Any, optimizer: Any) -> None:
-    """Leave no gradient, as after a step; under ZeRO the next microbatch then replaces what its buffers hold."""
+    """Remove all gradients, as after a step; under ZeRO the next microbatch overwrites its buffers."""
     if _is_engine(model):
         zero = model.optimizer
         if not hasattr(zero, "micro_step_id"):
-            raise StrategyError("this DeepSpeed keeps gradients otherwise: set train.try_longest_batch: never")
+            raise StrategyError(
+                "this version of DeepSpeed stores gradients differently: set train.try_longest_batch: never"
+            )
         zero.zero_grad()
         return
     optimizer.zero_grad()
@@ -172,18 +176,18 @@ def _drop_gradients(model: Any, optimizer: Any) -> None:
 
 @contextmanager
 def _keep_all_random_state() -> Iterator[None]:
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with keep_random_state():
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Compile nothing meanwhile: for which shapes code is compiled depends on which comes first."""
+    """Disable compilation: the shapes of compiled code depend on which comes first."""
     with ExitStack() as stack:
         stance: Callable[[str], Any] | None = getattr(torch.compiler, "set_stance", None)
         if stance is not None:
@@ -192,7 +196,7 @@ def _eager() -> Iterator[None]:
 
 
 def _collect(device: torch.device) -> None:
-    """Free what an exception may still refer to, and hand unused blocks of a GPU back."""
+    """Free objects that an exception referred to, and release unused GPU blocks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -200,7 +204,7 @@ def _collect(device: torch.device) -> None:
 
 @contextmanager
 def keep_model_state(model: nn.Module) -> Iterator[None]:
-    """Leave buffers, plain attributes of modules and running statistics as they were.
+    """Restore buffers, plain attributes of modules and running statistics at the end.
 
     Rotary embeddings that grow with the length (`rope_type: dynamic`) replace their buffer and keep the length reached.
     """
@@ -240,7 +244,7 @@ def _real_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def missing_state_bytes(optimizer: Any, train: TrainSection) -> int:
-    """Return this rank's bytes of optimizer state that the first step will allocate; 0 where there is any."""
+    """Return this rank's bytes of optimizer state that the first step will allocate; 0 if it exists."""
     optimizer = _inner(optimizer)
     if any(isinstance(value, Tensor) and value.dim() for state in optimizer.state.values() for value in state.values()):
         return 0
@@ -248,7 +252,7 @@ def missing_state_bytes(optimizer: Any, train: TrainSection) -> int:
 
 
 def later_host_bytes(optimizer: Any, config: RunConfig, *, strategy: Strategy) -> int:
-    """Return the host memory that a run takes outside its steps: checkpoints that are written in the background."""
+    """Return the host memory of a run outside its steps, for checkpoints that are written in the background."""
     if not config.checkpoint.asynchronous:
         return LATER_BYTES
     optimizer = _inner(optimizer)

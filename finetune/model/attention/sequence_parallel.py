@@ -34,7 +34,7 @@ def attend_slices(qkv: QueryKeyValue, settings: AttentionSettings, attend: Atten
     group = sequence_group()
     require_divisible_heads(qkv.query.shape[1], group.size)
     if settings.sinks is not None:
-        settings = replace(settings, sinks=settings.sinks.chunk(group.size)[group.place])
+        settings = replace(settings, sinks=settings.sinks.chunk(group.size)[group.index])
     return _heads_to_tokens(attend(_tokens_to_heads(qkv, group), settings), group)
 
 

@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, read with bounds, checked by digests, or kept in object storage."""
+"""Files: written atomically, read with size limits, verified by digests, or kept in object storage."""

@@ -1,11 +1,11 @@
-"""Files and folders that appear whole or not at all, and folders that one process builds while the others wait.
+"""Files and folders that are written atomically, and folders that one process builds while the others wait.
 
 Everything is first written under a temporary name:
 
 .status.json.3fa2b1c0-12345-9f3c01ab.finetune-tmp
 
-It holds the host (a digest of its name), the process and a random part, so that a later process can tell whether the
-writer is still alive. Nothing under any other name is ever removed.
+It holds the host (a digest of its name), the process and a random part, so that a later process can check whether
+the writer is still alive. Nothing with any other name is ever removed.
 """
 
 import hashlib
@@ -32,17 +32,17 @@ from finetune.runtime.text.terminal import format_json
 
 UMASK = os.umask(0o077)
 os.umask(UMASK)
-"""Of this process at its start: it cannot be read without being set, which would race with threads later."""
+"""The umask of this process at its start: reading it requires setting it, which would race with threads later."""
 
 SUFFIX = ".finetune-tmp"
 REPLACED_SUFFIX = ".older"
 """The suffix of a folder while it is replaced, after the temporary name of the folder that replaces it."""
 
 STALE_SECONDS_LOCKED, STALE_SECONDS_SHARED = 3600.0, 86_400.0
-"""After so long without a change, what another host has left is abandoned: in a folder that we hold, and in others."""
+"""Age after which files of another host count as abandoned, in a folder that we lock and in others."""
 
-_LONGEST_BYTES = 150  # of 255 that a name may have
-_TICK_SECONDS = 2.0  # by which a file may seem older than the process that made it
+_LONGEST_BYTES = 150  # of the 255 of a file name
+_TICK_SECONDS = 2.0  # by which a file may appear older than its writer
 _MAX_FOLDERS = 1000
 _NAME = re.compile(
     rf"\.(?P<name>.+)\.(?P<host>[0-9a-f]{{8}})-(?P<pid>[0-9]{{1,10}})-[0-9a-f]{{8}}{re.escape(SUFFIX)}"
@@ -51,16 +51,16 @@ _NAME = re.compile(
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a name next to `path` under which a process writes its new content; never the same twice."""
+    """Return a unique name next to `path` for its new content."""
     name = path.name if len(os.fsencode(path.name)) <= _LONGEST_BYTES else "long"
     return path.with_name(f".{name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
 
 
 def remove_stale(folder: Path, *, seconds: float, below: bool = False) -> list[Path]:
-    """Remove what dead writers have left in the folder and return it; `below`: in its folders, too.
+    """Remove files of dead writers in the folder, with `below` also in its subfolders, and return them.
 
-    Writers on other hosts cannot be inspected: files unchanged for that many seconds count as abandoned. Where a
-    folder was being replaced and its writer was killed between the two renames, it gets its older content back.
+    Writers on other hosts cannot be inspected: their files count as abandoned after this time without a change. A
+    folder whose writer was killed between the two renames of a replacement gets its older content back.
     """
     cleared = []
     for parent in (folder, *(_folders(folder) if below else ())):
@@ -114,14 +114,14 @@ def _host() -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the file so that a reader sees all of it or what was there before; survives a power cut."""
+    """Write the file so that a reader sees either all of it or the old content; survives a power cut."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes, *, survives_power_cut: bool = True, is_private: bool = False) -> None:
-    """Write the file likewise; what can be made again need not survive a power cut, which is much faster.
+    """Write the file atomically; without surviving a power cut, this is much faster.
 
-    A private file can be read by its owner alone, from the beginning.
+    A private file can only ever be read by its owner.
     """
     with write_atomically(path, survives_power_cut=survives_power_cut, is_private=is_private) as file:
         file.write(content)
@@ -151,21 +151,20 @@ def write_atomically(path: Path, *, survives_power_cut: bool = True, is_private:
 def write_json(path: Path, value: Any, *, exact: bool = False) -> None:
     """Write `value` as indented JSON, whole or not at all, and without secrets.
 
-    `exact` is for what is read back and compared or counted on: nothing is looked for in it, so nobody may have written
-    a secret there.
+    `exact` is for values that are read back and compared: it does not remove secrets, so the value must not have any.
     """
     write_text(path, format_json(value if exact else redacted_config(value), indent=2) + "\n")
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the value of each line; one that was torn by a killed process, or is damaged, is left out."""
+    """Yield the value of each line, skipping damaged or incomplete ones."""
     for line in read_regular(path).decode("utf-8", errors="replace").splitlines():
         with suppress(ValueError):
             yield parse_json(line)
 
 
 def fsync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a power cut."""
+    """Sync a file's content, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -178,44 +177,44 @@ def build_once(
     build: Callable[[Path], None],
     *,
     log: Callable[[str], None],
-    goes_on: bool = False,
+    resumes: bool = False,
     while_waiting: Callable[[Path], None] = no_op,
 ) -> bool:
-    """Make `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
+    """Build `folder` by calling `build(staging)` in exactly one process; return whether this one built it.
 
     Others on the same file system wait for a lock file and log it; `while_waiting(staging)` is called every second.
-    When the builder dies, one of them takes over. What an unfinished build leaves in its staging folder is removed,
-    unless the build `resumes` from it. No collective: safe before process groups exist.
+    When the builder dies, one of them takes over. The staging folder of an unfinished build is removed, unless the
+    build `resumes` from it. Not collective: safe before process groups exist.
     """
     if folder.exists():
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.making")
-    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=lambda: while_waiting(staging)):
+    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, target=folder, wait=lambda: while_waiting(staging)):
         if folder.exists():
             return False
         if os.path.lexists(folder):
-            _rename_aside(folder)  # a link that leads nowhere
+            _rename_aside(folder)  # a broken link
         try:
-            if not goes_on or not _is_folder(staging):
+            if not resumes or not _is_folder(staging):
                 _remove_files(staging)
             staging.mkdir(exist_ok=True)
             build(staging)
             staging.replace(folder)
         finally:
-            if not goes_on:
+            if not resumes:
                 shutil.rmtree(staging, ignore_errors=True)
         fsync(folder.parent)
         return True
 
 
 def quarantine(folder: Path, is_damaged: Callable[[], bool], *, log: Callable[[str], None]) -> Path | None:
-    """Rename a damaged folder that `build_once` has made, and return what it is called now.
+    """Rename a damaged folder of `build_once`, and return its new path.
 
     It is checked again under the lock, while no other process builds or renames it; None if it is intact or missing.
-    Raises OSError where it cannot be renamed.
+    Raises OSError if it cannot be renamed.
     """
-    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, what=folder, wait=no_op):
+    with _locked(folder.with_name(f".{folder.name}.lock"), log=log, target=folder, wait=no_op):
         if not os.path.lexists(folder) or not is_damaged():
             return None
         return _rename_aside(folder)
@@ -241,13 +240,13 @@ def _remove_files(path: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, *, log: Callable[[str], None], what: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock, which the kernel takes from a process that dies; call `wait` every second until it is free."""
+def _locked(path: Path, *, log: Callable[[str], None], target: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock, which the kernel releases when its process dies; call `wait` every second until it is free."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log(f"waiting for another process that builds {what}")
+        log(f"waiting for another process that builds {target}")
         while not lock.is_locked:
             wait()
             with suppress(Timeout):
@@ -285,7 +284,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def _open_to_others(folder: Path) -> None:
-    """Give all files and folders the modes that the umask allows: libraries write some for their owner alone."""
+    """Set the modes of all files and folders by the umask: libraries make some readable only by their owner."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             path.chmod((0o777 if path.is_dir() else 0o666) & ~UMASK)

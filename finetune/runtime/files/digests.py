@@ -1,7 +1,7 @@
-"""Digests of files, JSON files that carry their own digest, and folders that carry one of each file.
+"""Digests of files, JSON files with their own digest, and folders with a digest of each file.
 
 Digests of large files are cached until the file system reports a change. Digests guard against damage (a flipped bit,
-a torn write, a lost file), not against an attacker who can write here: who changes a file can rewrite its digest.
+a torn write, a lost file), not against an attacker, who could also rewrite a digest.
 """
 
 import hashlib
@@ -22,57 +22,58 @@ from finetune.runtime.text.redact import redacted_config
 
 CACHE_FOLDER = "~/.cache/finetune/digests"
 LARGE_BYTES = 64 << 20
-_MIN_AGE_SECONDS = 2.0  # a file written so lately might be written again within one tick of the file system's clock
+_MIN_AGE_SECONDS = 2.0  # a newer file might be written again within one tick of the file system's clock
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of the file's content; a large file that was not written since is not read again.
+    """Return a digest of the file's content; the digest of a large, unchanged file is cached.
 
-    What is remembered counts only for the same inode, size and times, the time of the last change of its state
-    (ctime) among them, which no program can set back.
+    A cached digest is valid only for the same inode, size and times, including the time of the last status change
+    (ctime), which programs cannot set.
     """
     return _cached([path], partial(_read, path), name=str(path.resolve()))
 
 
 def sha256_digest(path: Path) -> str:
-    """Return what `sha256sum` prints of the file; remembered likewise."""
-    return _cached([path], partial(_sha256, path), name=f"sha256 {path.resolve()}")
+    """Return the SHA-256 digest of the file, cached likewise."""
+
+    def read() -> str:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    return _cached([path], read, name=f"sha256 {path.resolve()}")
 
 
 def files_digest(paths: Sequence[Path]) -> str:
-    """Return a digest of the files' contents in this order; what is large together is remembered likewise.
+    """Return a digest of the files' contents in this order; that of large files is cached likewise.
 
     Raises OSError for a file that cannot be read.
     """
-    return _cached(paths, partial(_of_all, paths), name="\n".join(map(str, paths)))
+
+    def read() -> str:
+        digests = "\n".join(map(_read, paths))
+        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
+
+    return _cached(paths, read, name="\n".join(map(str, paths)))
 
 
 def _cached(paths: Sequence[Path], read: Callable[[], str], *, name: str) -> str:
     states = [_state(path) for path in paths]
     if sum(state["size"] for state in states) < LARGE_BYTES:
         return read()
-    note = _cache_file(name)
+    cache_digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    cache_file = Path(CACHE_FOLDER).expanduser() / f"{cache_digest}.json"
     state = hashlib.blake2b(json.dumps(states).encode(), digest_size=16).hexdigest()
     with suppress(OSError, ValueError):
-        known = read_json(note)
+        known = read_json(cache_file)
         if isinstance(known, dict) and known.get("state") == state and isinstance(known.get("digest"), str):
             return str(known["digest"])
     digest = read()
     is_old_enough = time.time() - max(state["changed"] for state in states) / 1e9 > _MIN_AGE_SECONDS
     if is_old_enough and [_state(path) for path in paths] == states:
-        with suppress(OSError):  # remembering is a convenience
-            write_json(note, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
+        with suppress(OSError):  # the cache is optional
+            write_json(cache_file, {"path": str(paths[0]), "state": state, "digest": digest}, exact=True)
     return digest
-
-
-def _of_all(paths: Sequence[Path]) -> str:
-    digests = "\n".join(map(_read, paths))
-    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _state(path: Path) -> dict[str, int]:
@@ -84,11 +85,6 @@ def _state(path: Path) -> dict[str, int]:
         "written": facts.st_mtime_ns,
         "changed": facts.st_ctime_ns,
     }
-
-
-def _cache_file(name: str) -> Path:
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return Path(CACHE_FOLDER).expanduser() / f"{digest}.json"
 
 
 def _read(path: Path) -> str:
@@ -104,7 +100,7 @@ _DIGEST = "digest"
 
 
 class Damaged(ValueError):
-    """What is on disk is not what was written."""
+    """A file differs from what was written."""
 
 
 def with_digest(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,12 +109,12 @@ def with_digest(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_digest(value: Any) -> dict[str, Any]:
-    """Return the value that `with_digest` was given; raises Damaged where it has another digest."""
+    """Return the value without its digest; raises Damaged if the digest does not match."""
     if not isinstance(value, dict) or _DIGEST not in value:
-        raise Damaged("it has no digest of itself")
+        raise Damaged("it has no digest")
     content = {name: content_value for name, content_value in value.items() if name != _DIGEST}
     if value[_DIGEST] != _digest_of(content):
-        raise Damaged("it does not fit its own digest")
+        raise Damaged("it does not match its digest")
     return content
 
 
@@ -128,7 +124,7 @@ def write_json_with_digest(path: Path, value: Mapping[str, Any], *, exact: bool 
 
 
 def read_json_with_digest(path: Path) -> dict[str, Any]:
-    """Return what `write_json_with_digest` has written; raises Damaged for anything else."""
+    """Return the value of a file of `write_json_with_digest`; raises Damaged for anything else."""
     try:
         return check_digest(read_json(path))
     except (OSError, ValueError) as error:
@@ -136,7 +132,7 @@ def read_json_with_digest(path: Path) -> dict[str, Any]:
 
 
 def require_undamaged_file(path: Path) -> None:
-    """Raise Damaged unless the path is a file or leads to one: a pipe or a device would never end."""
+    """Raise Damaged unless the path is a regular file or a link to one: reading a pipe could block."""
     try:
         require_regular(path)
     except NotAFile as error:
@@ -144,19 +140,19 @@ def require_undamaged_file(path: Path) -> None:
 
 
 def write_folder_digests(folder: Path) -> None:
-    """Write a digest of every file in the folder into it."""
+    """Write the digests of all files of the folder into it."""
     (folder / _EARLIER_DIGESTS_FILE).unlink(missing_ok=True)
     write_json_with_digest(folder / DIGESTS_FILE, {"files": _digests(folder)})
 
 
 def digests_file(folder: Path) -> Path | None:
-    """Return the file that holds the folder's digests, also that of an earlier version; None without one."""
+    """Return the file with the folder's digests, also of an earlier version; None without one."""
     paths = (folder / DIGESTS_FILE, folder / _EARLIER_DIGESTS_FILE)
     return next((path for path in paths if path.is_file()), None)
 
 
 def find_folder_damage(folder: Path) -> str | None:
-    """Return the files that are not as their digests say, and why digests cannot be read; None where all is well."""
+    """Return a message with the damaged files of the folder; None if all match their digests."""
     digests = digests_file(folder) or folder / DIGESTS_FILE
     try:
         files = read_json_with_digest(digests).get("files")
@@ -165,8 +161,8 @@ def find_folder_damage(folder: Path) -> str | None:
         return str(error)
     if not isinstance(files, dict):
         return f"{digests.name} names no files"
-    other = sorted(name for name in {*files, *now} if files.get(name) != now.get(name))
-    return f"{', '.join(other)}: not as written" if other else None
+    damaged = sorted(name for name in {*files, *now} if files.get(name) != now.get(name))
+    return f"{', '.join(damaged)}: not as written" if damaged else None
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Files and JSON read from disk without surprises: regular files only, of a bounded size, validated by a schema.
+"""Reads files and JSON: only regular files of a bounded size, validated by a schema.
 
-A device or a FIFO under a file's name may block forever or never end.
+Reading a device or a FIFO may block forever.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from finetune.errors import NotAFile
 
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -24,16 +24,16 @@ _KINDS = {
 
 
 def require_regular(path: Path) -> os.stat_result:
-    """Return the state of the file that the path leads to; raises NotAFile for anything else, OSError for nothing."""
+    """Return the stat of the regular file at the path; raises NotAFile for anything else, OSError if it is missing."""
     return _regular(path.stat(), path)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading and wait for nothing; raises NotAFile for anything else."""
+    """Open a regular file for reading, without blocking; raises NotAFile for anything else."""
     require_regular(path)
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _regular(os.fstat(number), path)  # it may have become another one
+        _regular(os.fstat(number), path)  # it may have been replaced
         return os.fdopen(number, "rb")
     except BaseException:
         os.close(number)
@@ -42,7 +42,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _regular(state: os.stat_result, path: Path) -> os.stat_result:
     if not stat.S_ISREG(state.st_mode):
-        file_type = _KINDS.get(stat.S_IFMT(state.st_mode), "no file")
+        file_type = _FILE_TYPES.get(stat.S_IFMT(state.st_mode), "of an unknown type")
         raise NotAFile(0, f"it is {file_type}, not a regular file", str(path))
     return state
 
@@ -50,11 +50,11 @@ def _regular(state: os.stat_result, path: Path) -> os.stat_result:
 T = TypeVar("T")
 
 MAX_BYTES = 512 << 20
-"""Of a file that is read whole: the index of a checkpoint of a million tensors has half of it."""
+"""Size limit of a file that is read whole: twice that of the index of a checkpoint of a million tensors."""
 
 
 _MIN_READ_BYTES = 1 << 20
-"""For a file that is growing, or that has no size until it is read."""
+"""For a growing file, or one whose size is unknown until it is read."""
 
 
 def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
@@ -67,7 +67,7 @@ def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value; raises ValueError for anything but valid JSON, also where its nesting is too deep."""
+    """Return the value; raises ValueError for anything but valid JSON, or for too deep nesting."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -75,7 +75,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
-    """Return the file's value; raises OSError or ValueError, and nothing else."""
+    """Return the file's value; raises only OSError or ValueError."""
     return parse_json(read_regular(path, max_bytes=max_bytes))
 
 
@@ -88,7 +88,7 @@ def parse_as(schema: TypeAdapter[T], content: bytes) -> T:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first thing that is wrong, in one line, without the value itself."""
+    """Return the first problem in one line, without the value itself."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     key = ".".join(str(part)[:80] for part in first["loc"])
     return f"{key}: {first['msg']}" if key else str(first["msg"])

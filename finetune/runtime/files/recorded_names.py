@@ -1,4 +1,4 @@
-"""Names of classes and functions in files of earlier runs, whatever they are called and wherever they stand today."""
+"""Names of classes and functions in files of earlier runs, independent of their current names and modules."""
 
 import inspect
 from collections.abc import Callable
@@ -10,21 +10,21 @@ Definition = TypeVar("Definition")
 
 
 def recorded_as(name: str) -> Callable[[Definition], Definition]:
-    """Return a decorator that gives a class or a function the name under which digests know it.
+    """Return a decorator that sets the name of a class or function in digests.
 
-    Digests of prepared data and checkpoints depend on the name: it is never changed, even where the class moves or is
-    called otherwise. It is written without the package's name in front.
+    Digests of prepared data and checkpoints depend on it, so it never changes, even if the class is moved or renamed.
+    It does not include the package's name.
     """
 
-    def give(definition: Definition) -> Definition:
+    def record(definition: Definition) -> Definition:
         setattr(definition, _ATTRIBUTE, name)
         return definition
 
-    return give
+    return record
 
 
 def recorded_name(value: Any) -> str | None:
-    """Return the recorded name of a function, or of an instance's own class; None: it has none, nor do subclasses."""
+    """Return the recorded name of a function, or of an instance's own class; None without one."""
     owner = getattr(value, "__func__", value)
     own = vars(owner if inspect.isfunction(owner) else type(owner))
     name: str | None = own.get(_ATTRIBUTE)

@@ -15,14 +15,14 @@ STORAGE_PACKAGES: Mapping[str, tuple[str, str]] = {
     "abfs": ("adlfs", "azure"),
     "az": ("adlfs", "azure"),
 }
-"""The package that knows a kind of storage, and the extra that brings it."""
+"""The package for a storage scheme, and the extra that installs it."""
 
 
 class RemoteFolder:
-    """A folder at a URL. Methods raise whatever the storage's package raises; nothing is cached between calls."""
+    """A folder at a URL. Methods raise the errors of the storage's package; nothing is cached between calls."""
 
     def __init__(self, url: str) -> None:
-        """Raises MissingPackage where this kind of storage needs one that is not installed."""
+        """Raises MissingPackage if the package for this storage is not installed."""
         self.url = url.rstrip("/")
         scheme = url.partition("://")[0]
         if scheme in STORAGE_PACKAGES:
@@ -32,7 +32,7 @@ class RemoteFolder:
         self._storage, self._root = fsspec.core.url_to_fs(self.url)
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of every file in the folder and below it; empty where there is no such folder."""
+        """Return the size in bytes of every file in the folder, recursively; empty if the folder does not exist."""
         self._storage.invalidate_cache()
         try:
             files = self._storage.find(self._root, detail=True)
@@ -42,14 +42,14 @@ class RemoteFolder:
         return {path.strip("/")[start:]: int(facts["size"]) for path, facts in files.items()}
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's content, None where there is none."""
+        """Return a file's content; None if it does not exist."""
         try:
             return bytes(self._storage.cat_file(self._path(name)))
         except FileNotFoundError:
             return None
 
     def upload(self, path: Path, name: str) -> None:
-        """Put the file there, over what was there before; object storage shows it whole or not at all."""
+        """Upload the file, replacing an existing one; object storage does this atomically."""
         self._storage.put_file(str(path), self._path(name))
 
     def download(self, name: str, path: Path) -> None:
@@ -58,7 +58,7 @@ class RemoteFolder:
         self._storage.get_file(self._path(name), str(path))
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete the files; those that are gone already are passed over."""
+        """Delete the files; missing ones are skipped."""
         for name in names:
             try:
                 self._storage.rm_file(self._path(name))

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.runtime.gpus.specifications import require_gpu
-from finetune.runtime.gpus.table import read_table
+from finetune.runtime.gpus.specifications import read_table, require_gpu
 
 _OWN_TABLE = Path(__file__).with_name("prices.yaml")
 _SOURCES = "sources"
@@ -25,7 +24,7 @@ class Price:
     source: str
 
 
-def prices_of(kind: str, *, table: Path | None = None, gpu_table: Path | None = None) -> tuple[Price, ...]:
+def prices_of(gpu: str, *, table: Path | None = None, gpu_table: Path | None = None) -> tuple[Price, ...]:
     """Return the prices of a GPU model, lowest on-demand price first; the user's file replaces the package's prices.
 
     Raises UserError for a file that cannot be read, or that names an unknown GPU.
@@ -33,7 +32,7 @@ def prices_of(kind: str, *, table: Path | None = None, gpu_table: Path | None = 
     by_gpu = dict(_read(_OWN_TABLE, None))
     if table is not None:
         by_gpu |= _read(table, gpu_table)
-    prices = by_gpu.get(kind, ())
+    prices = by_gpu.get(gpu, ())
     return tuple(sorted(prices, key=lambda price: (price.on_demand is None, price.on_demand or 0.0)))
 
 

@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
 from finetune.errors import UserError
-from finetune.runtime.gpus.table import read_table
 
 _OWN_TABLE = Path(__file__).with_name("specifications.yaml")
 
@@ -18,7 +20,7 @@ _NUM_NAMES = 6
 
 
 @dataclass(frozen=True)
-class GpuKind:
+class GpuModel:
     """A GPU model. Bandwidths are in bytes per second; link bandwidths are per direction.
 
     `flops` maps "bf16", "fp16", "tf32" and "fp32" to the dense peak FLOP/s; data types that the device does not support
@@ -43,20 +45,20 @@ class GpuKind:
         return self.flops.get(dtype, self.flops["fp32"])
 
 
-def find_gpu(name: str, *, table: Path | None = None) -> GpuKind | None:
+def find_gpu(name: str, *, table: Path | None = None) -> GpuModel | None:
     """Return the GPU model for a name as used by torch, nvidia-smi or a user; None if it is not in the table.
 
     >>> find_gpu("NVIDIA H100 80GB HBM3").name, find_gpu("a100-40gb").name, find_gpu("RTX 4090 Laptop GPU")
     ('H100-80GB', 'A100-40GB', None)
     """
     normalized = _normalized(name)
-    for gpu in gpu_kinds(table):
+    for gpu in gpu_models(table):
         if normalized in {_normalized(alias) for alias in (gpu.name, *gpu.names)}:
             return gpu
     return None
 
 
-def require_gpu(name: str, *, table: Path | None = None, place: str = "--gpus") -> GpuKind:
+def require_gpu(name: str, *, table: Path | None = None, place: str = "--gpus") -> GpuModel:
     """Return the GPU model of this name, which is written at `place`; raises UserError with the nearest names."""
     gpu = find_gpu(name, table=table)
     if gpu is not None:
@@ -69,18 +71,18 @@ def require_gpu(name: str, *, table: Path | None = None, place: str = "--gpus") 
 
 def nearest_names(name: str, *, table: Path | None = None) -> list[str]:
     """Return the most similar names of the table, best match first; all names if none is similar."""
-    by_name = {_normalized(alias): gpu.name for gpu in gpu_kinds(table) for alias in (gpu.name, *gpu.names)}
+    by_name = {_normalized(alias): gpu.name for gpu in gpu_models(table) for alias in (gpu.name, *gpu.names)}
     close = get_close_matches(_normalized(name), list(by_name), n=_NUM_NAMES, cutoff=0.5)
-    return list(dict.fromkeys(by_name[match] for match in close)) or [gpu.name for gpu in gpu_kinds(table)]
+    return list(dict.fromkeys(by_name[match] for match in close)) or [gpu.name for gpu in gpu_models(table)]
 
 
-def gpu_kinds(table: Path | None = None) -> Sequence[GpuKind]:
+def gpu_models(table: Path | None = None) -> Sequence[GpuModel]:
     """Return all GPU models: those of the user's file first, then the package's. Raises UserError for invalid files."""
     return (*(_read(table) if table is not None else ()), *_read(_OWN_TABLE))
 
 
 @cache
-def _read(path: Path) -> tuple[GpuKind, ...]:
+def _read(path: Path) -> tuple[GpuModel, ...]:
     return tuple(_kind(name, values, path) for name, values in read_table(path).items())
 
 
@@ -99,11 +101,11 @@ _KEYS = (
 )
 
 
-def _kind(name: str, values: Any, path: Path) -> GpuKind:
+def _kind(name: str, values: Any, path: Path) -> GpuModel:
     if not isinstance(values, dict) or sorted(values) != sorted(_KEYS):
         raise UserError(f"{path}: the entry `{name}` must have exactly the keys {', '.join(_KEYS)}.")
     try:
-        return GpuKind(
+        return GpuModel(
             name=name,
             memory_bytes=round(float(values["memory_gib"]) * 2**30),
             flops={dtype: float(number) * 1e12 for dtype, number in {"fp32": None, **values["tflops"]}.items()},
@@ -126,3 +128,15 @@ def _kind(name: str, values: Any, path: Path) -> GpuKind:
 def _normalized(name: str) -> str:
     """Return the name without vendor, case and punctuation: `NVIDIA A100-SXM4-40GB` is `a100sxm440gb`."""
     return re.sub(r"[^a-z0-9]", "", _VENDOR_WORDS.sub("", name.lower()))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the entries of the file by name; raises UserError if it cannot be read or is not a mapping."""
+    try:
+        values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{path}: this table cannot be read: {first}.") from None
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"{path}: a table must be a mapping of names to entries.")
+    return {str(name): entry for name, entry in values.items()}

@@ -1,1 +1,1 @@
-"""Supervision of a run: its status, its heartbeat, signals and notices that stop it, and how its processes exit."""
+"""Supervision of a run: status, heartbeat, hang detection, signals, spot notices, and the exit of its processes."""

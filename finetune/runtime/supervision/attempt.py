@@ -1,8 +1,8 @@
-"""The attempt of which a process is, where supervisors launch a run again and again: an older one writes no more.
+"""The attempt of a process whose run is relaunched by supervisors: processes of older attempts stop writing.
 
-A host that was suspended believes on its return that it holds the run folder, and the lock of a network file system
-may have been taken from it meanwhile. So a supervisor marks an attempt before it starts its ranks, and ranks look for
-a mark of a newer one before they make a checkpoint visible or delete one, and every second.
+A host that resumes after a suspension assumes that it still holds the run folder, but may have lost its lock on a
+network file system. So a supervisor marks an attempt before it starts its ranks, and ranks look for a newer mark before
+they publish or delete a checkpoint, and every second.
 """
 
 import os
@@ -16,18 +16,18 @@ _MARK = "begun-"
 
 
 def mark_attempt(folder: Path, number: int) -> dict[str, str]:
-    """Have processes of earlier attempts write no more; return the environment of this one's. Raises OSError."""
+    """Stop writes of earlier attempts; return the environment of this attempt's processes. Raises OSError."""
     (folder / f"{_MARK}{number:06d}").touch()
     return {_FOLDER: str(folder), _NUMBER: str(number)}
 
 
 def own_attempt(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of the attempt of which this process is; 0 without a supervisor."""
+    """Return the attempt of this process; 0 without a supervisor."""
     return int(environment.get(_NUMBER, "0"))
 
 
 def newer_attempt(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of an attempt that has begun after this process's, if one has."""
+    """Return the newest attempt if it is newer than that of this process, else None."""
     if _FOLDER not in environment:
         return None
     names = (path.name.removeprefix(_MARK) for path in Path(environment[_FOLDER]).glob(f"{_MARK}*"))
@@ -36,7 +36,7 @@ def newer_attempt(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def require_newest_attempt() -> None:
-    """Raise LostContact where a newer attempt has begun, on other hosts: this process must write no more."""
+    """Raise LostContact if a newer attempt has begun on other hosts, so that this process writes no more."""
     if (newer := newer_attempt()) is not None:
         raise LostContact(format_newer(newer))
 

@@ -1,25 +1,25 @@
-"""How often to save when machines are taken away, and what that costs.
+"""The best interval between checkpoints under preemptions, and its cost.
 
 Young (1974), "A first order approximation to the optimum checkpoint interval", and Daly (2006), "A higher order
-estimate of the optimum checkpoint interval for restart dumps". Times in one unit, whichever.
+estimate of the optimum checkpoint interval for restart dumps". All times must have the same unit.
 """
 
 import math
 from dataclasses import dataclass
 
 MIN_INTERVAL_SECONDS = 300.0
-"""Between two checkpoints: more of them gain next to nothing, and each is a folder. Less where failures are frequent: a
-twentieth of the time between them."""
+"""Lower limit of the interval, since more checkpoints gain little. It is lower if failures are frequent: a twentieth of
+the time between them."""
 
 _CLOSE = 2.0
-"""By this factor the interval may be off the best one: the optimum is flat, and a quarter of the loss is added."""
+"""Factor by which the interval may differ from the best one: the optimum is flat, and the loss grows by a quarter."""
 
 _CHEAP = 0.005
-"""Of the steps' time: saving more often than necessary at less cost than this is not a loss."""
+"""Share of the steps' time below which the cost of frequent saves does not matter."""
 
 
 def young_interval(*, save: float, between_failures: float) -> float:
-    """Return the computation between two checkpoints that loses least: `sqrt(2 save x between_failures)`.
+    """Return the interval of computation with the smallest loss: `sqrt(2 save x between_failures)`.
 
     >>> round(young_interval(save=5, between_failures=1440))  # minutes: a day between failures, 5 to save
     120
@@ -28,7 +28,7 @@ def young_interval(*, save: float, between_failures: float) -> float:
 
 
 def daly_interval(*, save: float, between_failures: float) -> float:
-    """Return the same by Daly's equation 37, right also where saving takes a good part of the time between failures.
+    """Return the interval by Daly's equation 37, which also holds for saves that take long relative to the failures.
 
     >>> round(daly_interval(save=5, between_failures=1440), 1)
     116.7
@@ -43,7 +43,7 @@ def daly_interval(*, save: float, between_failures: float) -> float:
 
 
 def expected_time(work: float, *, interval: float, save: float, restart: float, between_failures: float) -> float:
-    """Return how long `work` takes with failures, by Daly's equation 20 (exponential times between them).
+    """Return the duration of `work` with failures, by Daly's equation 20 (exponential times between them).
 
     `restart` passes after each failure before the work continues; `interval` is the computation between checkpoints.
 
@@ -57,38 +57,40 @@ def expected_time(work: float, *, interval: float, save: float, restart: float, 
 
 
 def best_interval(*, save: float, write: float, between_failures: float) -> float:
-    """Return Daly's interval in seconds, unless writing in the background takes longer or it is pointlessly short."""
-    least = max(write, min(MIN_INTERVAL_SECONDS, between_failures / 20))  # the one before must be written by then
+    """Return Daly's interval in seconds, but at least the time of writing in the background and a lower limit."""
+    least = max(
+        write, min(MIN_INTERVAL_SECONDS, between_failures / 20)
+    )  # the previous checkpoint must be written by then
     return max(daly_interval(save=save, between_failures=between_failures), least)
 
 
 @dataclass(frozen=True)
 class IntervalAdvice:
-    """How often to save, from what a save and a step have taken; `every_steps` is what the job has, None only the end.
+    """The best interval, by the measured times of a save and a step; `every_steps` is the job's, None: only at the end.
 
     An interruption loses half of an interval on average.
     """
 
     save_seconds: float
     hours_between_interruptions: float
-    is_stated: bool  # by the user; else observed
+    is_stated: bool  # by the user; otherwise observed
     every_steps: int | None
     best_steps: int
     step_seconds: float
 
     @property
     def lost_seconds(self) -> float | None:
-        """Return what an interruption loses as the job is; None where it saves only at the end."""
+        """Return the loss of an interruption with the job's interval; None if it saves only at the end."""
         return None if self.every_steps is None else self.every_steps * self.step_seconds / 2
 
     @property
     def best_lost_seconds(self) -> float:
-        """Return what an interruption loses with the best interval."""
+        """Return the loss of an interruption with the best interval."""
         return self.best_steps * self.step_seconds / 2
 
     @property
     def save_share(self) -> float:
-        """Return the share of the steps' time that saving adds as the job is."""
+        """Return the time of saves with the job's interval, as a share of the steps' time."""
         return 0.0 if self.every_steps is None else self.save_seconds / (self.every_steps * self.step_seconds)
 
     @property
@@ -98,7 +100,7 @@ class IntervalAdvice:
 
     @property
     def is_right(self) -> bool:
-        """Return whether another interval would gain next to nothing."""
+        """Return whether another interval would gain little."""
         if self.every_steps is None:
             return False
         is_cheap = self.every_steps < self.best_steps and self.save_share < _CHEAP
@@ -114,7 +116,7 @@ def advise_interval(
     hours_between_interruptions: float,
     is_stated: bool,
 ) -> IntervalAdvice | None:
-    """Return the advice; None where something was not measured: a step or a time without a length."""
+    """Return the advice; None if a duration was not measured."""
     seconds = hours_between_interruptions * 3600
     if not (step_seconds > 0 and seconds > 0 and save_seconds >= 0 and math.isfinite(step_seconds + seconds)):
         return None

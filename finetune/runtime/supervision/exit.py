@@ -1,4 +1,4 @@
-"""How the processes of a run exit when one of them fails or disappears: the first error is shown, once."""
+"""The exit of a run's processes when one of them fails or disappears: the first error is printed once."""
 
 import ctypes
 import multiprocessing
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -27,7 +28,7 @@ def gather_peers() -> list[Peer]:
 
 
 def find_dead_peers(peers: Sequence[Peer]) -> list[Peer]:
-    """Return those of this host that are dead; processes of other hosts cannot be checked."""
+    """Return the dead processes of this host; those of other hosts cannot be checked."""
     return [peer for peer in peers if peer.host == platform.node() and not _is_alive(peer.pid)]
 
 
@@ -39,18 +40,18 @@ def _is_alive(pid: int) -> bool:
 
 
 _BROKEN = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "ncclRemoteError")
-"""What torch reports when a collective breaks because another process is gone."""
+"""Messages of torch when a collective fails because another process has exited."""
 
 _PATIENCE_SECONDS = 3.0
 
 _FIRST_RANK_SECONDS = 10.0
-"""Other ranks leave it to rank 0 for so long to print an error that all have met."""
+"""Time for rank 0 to print an error that all ranks have."""
 
 
 class ProcessExit:
-    """The exit of this process: whether its main thread or its watchdog comes first, the reason is printed once."""
+    """The exit of this process, from its main thread or its watchdog; the reason is printed once."""
 
-    ends_process = True  # also where not even a thread can run any more
+    ends_process = True  # even if no thread can run any more
     raises = False
 
     def __init__(self, status: StatusFile, *, rank: int, leave: Callable[[int], None] | None = None) -> None:
@@ -61,19 +62,19 @@ class ProcessExit:
         self.peers: Sequence[Peer] = ()
 
     def exit_after_error(self, error: BaseException) -> None:
-        """Print the error, or the one of another rank that came first, and exit."""
+        """Print the error, or an earlier one of another rank, and exit."""
         if is_broken_collective(error):
             error = self._lost_contact(error)
         own = exit_from_error(error, rank=self._rank)
         first = self._status.claim_exit(own)
         if first == own and own.state != STOPPED:
-            if self._rank > 0 and self._status.first() is None:  # the disk takes nothing, so nobody knows who was first
+            if self._rank > 0 and self._status.first() is None:  # the disk is full, so the first rank is unknown
                 _leave_it_to_rank_0()
             self._exit(own, message=format_first_error(error, rank=self._rank))
         self._exit(first, message=None)
 
     def after(self, ended: RankExit) -> None:
-        """Exit for this reason, unless another rank has exited before; print which."""
+        """Exit for this reason, or that of a rank that exited earlier, and print it."""
         self._exit(self._status.claim_exit(ended), message=None)
 
     def replaced(self, message: str) -> None:
@@ -90,7 +91,7 @@ class ProcessExit:
         self._leave(first.exit_code if first.rank == self._rank or first.state == STOPPED else 1)
 
     def _lost_contact(self, error: BaseException) -> BaseException:
-        """Return the error for a broken collective; the rank that broke it has a moment to report its own."""
+        """Return the error for a broken collective, after waiting briefly for the error of the rank that broke it."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline and self._status.first() is None:
             if lost := find_dead_peers(self.peers):
@@ -104,13 +105,13 @@ class _EndedByWatchdog(BaseException):
 
 
 _STUCK_SECONDS = 5.0
-"""How long a main thread may take to raise what ends the run; within a collective it may never."""
+"""Time for the main thread to raise the error that ends the run; within a collective it may never do so."""
 
 
 class RaisedExit(ProcessExit):
-    """The end of a run within a process that outlives it: an exception in the main thread instead of an exit.
+    """The end of a run in a process that outlives it: an exception in the main thread instead of an exit.
 
-    One of several processes whose main thread is stuck in a collective exits all the same: nothing can be raised there.
+    One of several processes still exits if its main thread is stuck in a collective, where nothing can be raised.
     """
 
     raises = True
@@ -122,7 +123,7 @@ class RaisedExit(ProcessExit):
         self._is_over = threading.Event()
 
     def exit_after_error(self, error: BaseException) -> None:
-        """Raise the error that ended the run where it is not this one: that of the watchdog or of another rank."""
+        """Raise the error of the watchdog or of another rank, if that ended the run."""
         self._is_over.set()
         if isinstance(error, KeyboardInterrupt):
             self._status.claim_exit(exit_from_error(error, rank=self._rank))
@@ -138,7 +139,7 @@ class RaisedExit(ProcessExit):
         raise (lost if first == own else error_of_exit(first, rank=self._rank)) from error
 
     def after(self, ended: RankExit) -> None:
-        """Have the main thread raise this end, unless it raises by itself, as it does after a signal."""
+        """Make the main thread raise this error, unless it raises one itself, as after a signal."""
         if self._pending is not None or ended.state == STOPPED:
             return
         self._pending = self._status.claim_exit(ended)
@@ -148,7 +149,7 @@ class RaisedExit(ProcessExit):
             self._exit(self._pending, message=None)
 
     def replaced(self, message: str) -> None:
-        """End as after a lost contact."""
+        """End the run like after a lost contact."""
         self.after(exit_from_error(LostContact(message), rank=self._rank))
 
 
@@ -159,7 +160,7 @@ def error_of_exit(ended: RankExit, *, rank: int) -> FinetuneError:
 
 
 def _leave_it_to_rank_0() -> None:
-    """Wait so long that rank 0 has printed its error and the launcher has ended this process."""
+    """Wait until rank 0 has printed its error and the launcher has ended this process."""
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -167,7 +168,7 @@ def _leave_it_to_rank_0() -> None:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Return whether the error, or what caused it, is that another process no longer responds."""
+    """Return whether the error or one of its causes is that another process no longer responds."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, dist.DistError):
@@ -188,26 +189,26 @@ def format_lost_peers(lost: Sequence[Peer]) -> str:
 
 
 def format_exit(first: RankExit, *, rank: int) -> str:
-    """Return the line that a rank prints when it exits; none for a user's mistake that another rank has printed."""
+    """Return the line that a rank prints when it exits; empty for a user error that another rank has printed."""
     if first.rank != rank:
         return "" if first.exit_code == UserError.exit_code else f"rank {rank} exits because {first}"
     return f"{first}; it ends now." if first.state == STOPPED else f"{_rank_prefix(rank)}error: {first.message}"
 
 
 def format_first_error(error: BaseException, *, rank: int) -> str:
-    """Return what is printed of the first error: a message, or a traceback for a bug of this package."""
+    """Return the text of the first error: a message, or a traceback for a bug of this package."""
     if isinstance(error, FinetuneError):
         return f"{_rank_prefix(rank)}error: {printable(str(error))}"
     return _rank_prefix(rank) + format_traceback(error)
 
 
 def kill_children(*, others: Collection[BaseProcess] = ()) -> None:
-    """Kill the processes that load data: they ignore signals, and would outlive this process by seconds.
+    """Kill data loading processes, which ignore signals and would outlive this process by seconds.
 
-    `others` are children that do not belong to the run. A caller's process outlives the run: its handler comes back.
+    `others` are children that do not belong to the run. In a caller's process the signal handler is restored.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    # torch's handler raises where a data loader's process dies
+    # torch's handler raises when a data loading process dies
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_main else None
     children = [child for child in multiprocessing.active_children() if child not in others]
     for child in children:

@@ -1,9 +1,9 @@
-"""Fault injection: an environment variable names a point of the run at which something goes wrong.
+"""Fault injection: an environment variable names a point of the run and a fault.
 
 FINETUNE_FAULTS="save.rename step=3 rank=1 do=kill; forward step=5 do=nan"
 
-Each fault has a point (one of POINTS) and `do=` one of ACTIONS; `step=`, `rank=` and `part=` narrow it down, and it
-is injected once. The tests show with it what a run survives; without the variable nothing happens.
+Each fault has a point (one of POINTS) and `do=` one of ACTIONS; `step=`, `rank=` and `part=` restrict it, and it is
+injected once. Tests use it to check recovery; without the variable nothing happens.
 """
 
 import errno
@@ -53,11 +53,10 @@ POINTS = (
     "export.write",
     "export.done",
 )
-"""Where a fault can strike, in the order in which preparing, a step, a save, a load and an export pass them."""
+"""Points for faults, in the order of preparation, a step, a save, a load and an export."""
 
 ACTIONS = ("kill", "terminate", "interrupt", "stop", "raise", "no_space", "sleep", "nan", "flip", "truncate")
-"""What can go wrong; `stop` is SIGSTOP, `sleep` takes `seconds=`, `flip` (of a byte) and `truncate` need a point that
-hands on a file."""
+"""The faults: `stop` is SIGSTOP, `sleep` takes `seconds=`, `flip` (a bit) and `truncate` need a point with a file."""
 
 _INJECTORS: Mapping[str, Callable[["Fault", Path | None], None]] = {
     "kill": lambda fault, path: os.kill(os.getpid(), signal.SIGKILL),
@@ -75,7 +74,7 @@ _INJECTORS: Mapping[str, Callable[["Fault", Path | None], None]] = {
 
 @dataclass
 class Fault:
-    """One thing that goes wrong, once."""
+    """A fault that is injected once."""
 
     point: str
     action: str
@@ -83,16 +82,18 @@ class Fault:
     rank: int | None = None
     part: str | None = None  # in the file's name
     seconds: float = 3600.0
-    has_struck: bool = field(default=False, compare=False)
+    was_injected: bool = field(default=False, compare=False)
 
     def is_due(self, point: str, *, step: int, rank: int, path: Path | None) -> bool:
-        """Return whether it is due here."""
-        is_here = point == self.point and self.step in (None, step) and self.rank in (None, rank)
-        return is_here and not self.has_struck and (self.part is None or (path is not None and self.part in path.name))
+        """Return whether the fault is due at this point."""
+        matches = point == self.point and self.step in (None, step) and self.rank in (None, rank)
+        return (
+            matches and not self.was_injected and (self.part is None or (path is not None and self.part in path.name))
+        )
 
     def inject(self, path: Path | None, tensor: Any = None) -> None:
         """Inject the fault into the process, the file at `path` or the tensor; printed to standard error first."""
-        self.has_struck = True
+        self.was_injected = True
         print(f"{INJECTED}: {self.action} at {self.point}", file=sys.stderr, flush=True)
         _INJECTORS[self.action](self, path)
         if self.action == "nan" and tensor is not None:
@@ -100,10 +101,10 @@ class Fault:
 
 
 def read_faults(written: str) -> list[Fault]:
-    """Return the faults that the variable asks for; raises UserError for one that does not exist.
+    """Return the faults of the variable; raises UserError for an invalid one.
 
     >>> read_faults("save.rename step=3 do=kill")
-    [Fault(point='save.rename', action='kill', step=3, rank=None, part=None, seconds=3600.0, has_struck=False)]
+    [Fault(point='save.rename', action='kill', step=3, rank=None, part=None, seconds=3600.0, was_injected=False)]
     """
     return [_read_fault(part.split()) for part in written.split(";") if part.strip()]
 
@@ -125,7 +126,7 @@ def _read_fault(words: list[str]) -> Fault:
 
 
 def _turn_into_nan(tensor: Any) -> None:
-    """Make the tensor's value NaN, and every gradient that goes back through it."""
+    """Make the tensor's value and its gradient NaN."""
     tensor.data.fill_(float("nan"))
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: gradient * float("nan"))
@@ -145,5 +146,5 @@ def _flip(path: Path | None) -> None:
 
 def _required(path: Path | None) -> Path:
     if path is None:
-        raise UserError(f"{VARIABLE}: no file is written at this point, so none can be damaged.")
+        raise UserError(f"{VARIABLE}: this point has no file to damage.")
     return path

@@ -1,7 +1,7 @@
-"""The report that every rank writes when the run hangs, and which ranks the others wait for.
+"""The report that every rank writes when the run hangs, and the ranks that the others wait for.
 
 hang/rank-00000.txt   the stacks of all its threads
-hang/rank-00000.json  the point that it passed last, and for how long it has passed none
+hang/rank-00000.json  its last heartbeat, and the time since then
 """
 
 import ast
@@ -28,7 +28,7 @@ from finetune.runtime.supervision.faults import POINTS
 
 _IN_A_STEP = ("data", "forward", "backward", "update.before", "update.after")
 _WAITING = ("torch/distributed/", "torch/autograd/graph.py", "deepspeed/comm/")
-"""Code in which a rank is while it waits for the others."""
+"""Code in which a rank waits for the others."""
 
 _WAIT = "wait"  # for a collective that was started before
 
@@ -36,12 +36,12 @@ _AT_DEVICE = ("torch/cuda/", "torch/accelerator/")
 _READS_DEVICE = frozenset(
     {"tolist", "item", "cpu", "to", "copy_", "numpy", "nonzero", "synchronize", "float", "int", "bool"}
 )
-"""What a rank has called while it waits for its device: a collective in the device's queue waits for the others."""
+"""Calls in which a rank waits for its device, whose queue may have a collective that waits for the others."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Where one rank is."""
+    """The state of one rank."""
 
     rank: int
     host: str
@@ -50,16 +50,16 @@ class HangReport:
     step: int
     silent_seconds: float
     where: str  # file, line and function of the main thread's innermost frame
-    called: str = ""  # what that frame has called, such as `tolist`, where it is code that no frame shows
+    called: str = ""  # the function without a frame, such as `tolist`, that it has called
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether it is in a collective, waiting for others, or waits for its device, where one may be."""
+        """Return whether the rank waits for others in a collective, or for its device, which may run one."""
         return self.waits_for_device or self._is_in_collective
 
     @property
     def waits_for_device(self) -> bool:
-        """Return whether it waits for what its device has been given, which may be a collective or a slow kernel."""
+        """Return whether the rank waits for its device, which may run a collective or a slow kernel."""
         is_torch_cuda = any(code in self.where for code in _AT_DEVICE)
         return is_torch_cuda or (self.called in _READS_DEVICE and not self._is_in_collective)
 
@@ -68,8 +68,8 @@ class HangReport:
         return self.called == _WAIT or any(code in self.where for code in _WAITING)
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Return how far it is: what belongs to a step comes after the saves and evaluations of the step before."""
+    def progress(self) -> tuple[int, int, int]:
+        """Return a sort key of the progress: a step follows the saves and evaluations after the previous one."""
         return (self.step, int(self.point in _IN_A_STEP), POINTS.index(self.point) if self.point in POINTS else -1)
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-    where, called = _main_thread_place()
+    where, called = _main_thread_position()
     report = HangReport(rank, platform.node(), os.getpid(), point, step, silent_seconds, where, called)
     atomic.write_json(path.with_suffix(".json"), asdict(report))
 
@@ -103,7 +103,7 @@ def read_reports(folder: Path) -> list[HangReport]:
 
 
 def keep_previous_reports(folder: Path) -> None:
-    """Rename the reports of an earlier launch to `hang-before`, in place of those of a still earlier one."""
+    """Rename the reports of the previous launch to `hang-before`, replacing older ones."""
     older = folder / f"{HANG_FOLDER}-before"
     if (folder / HANG_FOLDER).exists():
         shutil.rmtree(older, ignore_errors=True)
@@ -111,26 +111,26 @@ def keep_previous_reports(folder: Path) -> None:
 
 
 def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
-    """Return a sentence that names the ranks which the others wait for, as far as that can be determined.
+    """Return a sentence that names the ranks that the others wait for, if they can be determined.
 
-    Those without a report come first, then those that are at an earlier point, then those that are in no collective.
-    One that waits for its device is late because others are: it is not named.
+    These are the ranks without a report, else those at an earlier point, else those outside of collectives. A rank that
+    waits for its device is late because of others, so it is not named.
     """
     silent = sorted(set(range(world)) - {report.rank for report in reports})
     if silent:
         return f"No report from {', '.join(f'rank {rank}' for rank in silent)}."
     if world == 1:
         return f"Last seen: {reports[0]}."
-    furthest = max(report.place for report in reports)
-    late = [report for report in reports if report.place < furthest and not report.waits_for_device]
+    furthest = max(report.progress for report in reports)
+    late = [report for report in reports if report.progress < furthest and not report.waits_for_device]
     idle = [report for report in reports if not report.is_waiting]
     if named := late or (idle if len(idle) < world else []):
         return f"The others wait for {'; and '.join(map(str, named))}."
     return "It cannot be determined which rank the others wait for."
 
 
-def _main_thread_place() -> tuple[str, str]:
-    """Return where the main thread is, and the name of what it has called there."""
+def _main_thread_position() -> tuple[str, str]:
+    """Return the position of the main thread, and the name of the function that it has called there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "nowhere", ""
@@ -138,7 +138,7 @@ def _main_thread_place() -> tuple[str, str]:
 
 
 def _called(frame: FrameType) -> str:
-    """Return the name of the function that a frame's current instruction calls; empty where it calls none.
+    """Return the name of the function that a frame's current instruction calls; empty if it does not call one.
 
     Of `losses.sum().tolist()`, executed up to its second call, that is `tolist`.
     """

@@ -11,13 +11,13 @@ from typing import Any
 from finetune.runtime.optional import lazily
 from finetune.runtime.supervision.faults import POINTS, VARIABLE, Fault, read_faults
 
-with lazily():  # it imports torch, which commands that pass points (deleting checkpoints) need not wait for
+with lazily():  # imports torch, which some commands with heartbeats (deleting checkpoints) do not need
     from finetune.runtime import distributed
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A point that was passed, and when (monotonic seconds)."""
+    """A point that was passed, and the time (monotonic seconds)."""
 
     point: str
     step: int
@@ -25,11 +25,10 @@ class Heartbeat:
 
 
 def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any = None) -> None:
-    """Pass the point, at which a fault can be injected; without one this costs next to nothing.
+    """Record a heartbeat at this point, and inject a fault if one is due; without faults the cost is negligible.
 
-    `path` is a file that a fault may damage here, `tensor` a scalar that it may turn into NaN. Faults are injected in
-    any thread, and a point passed in any thread is a sign of life: the main one may be waiting for what is written in
-    the background.
+    `path` is a file that a fault may damage, `tensor` a scalar that it may turn into NaN. Faults are injected in any
+    thread, and heartbeats of any thread count, since the main thread may be waiting for a background write.
     """
     global _last_heartbeat, _last_heartbeat_at
     assert point in POINTS, f"{point} is not in faults.POINTS"
@@ -37,7 +36,7 @@ def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any 
     if threading.current_thread() is threading.main_thread():
         _last_heartbeat = Heartbeat(point, step, now)
     if VARIABLE not in os.environ:
-        _faults.cache_clear()  # faults that are set later are injected again
+        _faults.cache_clear()  # faults that are set again are injected again
         return
     faults = _faults(os.environ[VARIABLE])
     due = [fault for fault in faults if fault.is_due(point, step=step, rank=distributed.rank(), path=path)]
@@ -46,18 +45,18 @@ def fault_point(point: str, *, step: int, path: Path | None = None, tensor: Any 
 
 
 def keep_alive() -> None:
-    """Record that this process is alive though it passes no point: it waits for work in another process."""
+    """Record that this process is alive without a heartbeat, since it waits for another process."""
     global _last_heartbeat_at
     _last_heartbeat_at = time.monotonic()
 
 
 def last_heartbeat() -> Heartbeat:
-    """Return the point that the main thread passed last."""
+    """Return the last heartbeat of the main thread."""
     return _last_heartbeat
 
 
 def last_heartbeat_at() -> float:
-    """Return when any thread passed a point last (monotonic seconds)."""
+    """Return the time of the last heartbeat of any thread (monotonic seconds)."""
     return _last_heartbeat_at
 
 

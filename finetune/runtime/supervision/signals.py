@@ -1,4 +1,4 @@
-"""Signals are only recorded; the training loop reads them between two steps."""
+"""Records signals, which the training loop reads between two steps."""
 
 import os
 import signal
@@ -11,24 +11,24 @@ from finetune.runtime import distributed
 from finetune.runtime.processes import STOP_SIGNALS
 
 EXIT_CODES = {"signal SIGTERM": 143, "signal SIGINT": 130, "signal SIGHUP": 129}
-"""As a shell counts them."""
+"""Exit codes as in a shell."""
 
 _INTERRUPTED = b"\nCtrl-C: the run stops after this step and saves a checkpoint. Press Ctrl-C again to exit now.\n"
 
 
 class ReceivedSignals:
-    """Remembers what signals have asked of this process."""
+    """The signals that this process has received."""
 
     def __init__(self, *, interrupts_start: bool = False) -> None:
-        self.received: signal.Signals | None = None  # the first that asked to stop
+        self.received: signal.Signals | None = None  # the first stop signal
         self.wants_save = False
         self.interrupts_start = interrupts_start  # raise at once: there is nothing to save yet
         self._num_interrupts = 0
-        self._num_interrupts_heard = 0
-        self._heard: int | None = None
+        self._num_piped_interrupts = 0
+        self._wakeup_pipe: int | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Remember the signal; a second SIGINT means now."""
+        """Record the signal; a second SIGINT raises KeyboardInterrupt."""
         if number == signal.SIGUSR1:
             self.wants_save = True
             return
@@ -41,36 +41,35 @@ class ReceivedSignals:
             if self._num_interrupts > 1:
                 raise KeyboardInterrupt
             if distributed.is_main():
-                os.write(2, _INTERRUPTED)  # `print` may be interrupted in the middle of printing
+                os.write(2, _INTERRUPTED)  # the signal may have interrupted a `print`
 
     def set_wakeup_pipe(self, descriptor: int | None) -> None:
-        """Learn of signals also from this pipe, into which the interpreter writes their numbers."""
-        self._heard = descriptor
+        """Also read signals from this pipe, to which the interpreter writes their numbers."""
+        self._wakeup_pipe = descriptor
 
-    def hear(self) -> None:
-        """Take note of signals that came while the main thread can handle none, as it is stuck in a collective."""
-        if self._heard is None:
+    def read_wakeup_pipe(self) -> None:
+        """Record signals that the main thread cannot handle because it is stuck in a collective."""
+        if self._wakeup_pipe is None:
             return
         with suppress(BlockingIOError):
-            numbers = os.read(self._heard, 1024)
-            self._num_interrupts_heard += numbers.count(signal.SIGINT)
+            numbers = os.read(self._wakeup_pipe, 1024)
+            self._num_piped_interrupts += numbers.count(signal.SIGINT)
             stopping = [number for number in numbers if number in STOP_SIGNALS]
             if stopping:
                 self.received = self.received or signal.Signals(stopping[0])
 
     @property
     def wants_immediate_exit(self) -> bool:
-        """Return whether a second SIGINT has been received; where the main thread can, it has ended the run by then."""
-        return self._num_interrupts_heard > 1
+        """Return whether a second SIGINT was received that the main thread could not handle."""
+        return self._num_piped_interrupts > 1
 
 
 @contextmanager
 def record_signals(*, is_callers_process: bool = False) -> Iterator[ReceivedSignals]:
-    """Turn signals into notes while the context lasts; outside the main thread raises FinetuneError.
+    """Record signals in this context; outside the main thread raises FinetuneError.
 
-    A SIGHUP that is ignored stays ignored: a run started with `nohup` is meant to outlive its terminal. In a
-    caller's process a signal raises KeyboardInterrupt until `interrupts_start` is cleared, and is handed out by
-    `take_received` afterwards.
+    An ignored SIGHUP stays ignored: a run under `nohup` outlives its terminal. In a caller's process a signal raises
+    KeyboardInterrupt until `interrupts_start` is cleared; later ones are returned by `take_received`.
     """
     note = ReceivedSignals(interrupts_start=is_callers_process)
     numbers = [*STOP_SIGNALS, signal.SIGUSR1]
@@ -79,7 +78,7 @@ def record_signals(*, is_callers_process: bool = False) -> Iterator[ReceivedSign
     try:
         before = {number: signal.signal(number, note.note) for number in numbers}
     except ValueError as error:
-        raise FinetuneError("training must run in the main thread: only there can signals be handled") from error
+        raise FinetuneError("training must run in the main thread, which alone can handle signals") from error
     reading, writing = os.pipe()
     for end in (reading, writing):
         os.set_blocking(end, False)

@@ -1,10 +1,10 @@
-"""The notice that a cloud gives before it takes a spot machine away, asked of its metadata service.
+"""The notice before the preemption of a spot machine, from the cloud's metadata service.
 
-aws    IMDSv2: spot/instance-action holds a document once the machine is to be stopped, 404 before; 2 minutes' notice
+aws    IMDSv2: spot/instance-action has a document before the machine is stopped, otherwise 404; 2 minutes' notice
        (docs.aws.amazon.com, "Spot Instance interruption notices")
-gcp    instance/preempted says TRUE once it is; 30 seconds (cloud.google.com, "Create and use Spot VMs")
-azure  scheduledevents holds an event `Preempt` that names this machine; 30 seconds at least (learn.microsoft.com,
-       "Scheduled Events"). The first answer may take minutes: the first question switches the service on.
+gcp    instance/preempted is TRUE; 30 seconds (cloud.google.com, "Create and use Spot VMs")
+azure  scheduledevents has an event `Preempt` for this machine; at least 30 seconds (learn.microsoft.com, "Scheduled
+       Events"). The first response may take minutes, since the first request activates the service.
 """
 
 import json
@@ -19,7 +19,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 Cloud = Literal["aws", "gcp", "azure"]
 
 BASE_VARIABLE = "FINETUNE_METADATA_URL"
-"""Environment variable that puts another service in the place of the cloud's."""
+"""Environment variable that replaces the URL of the cloud's service."""
 
 BASES: Mapping[Cloud, str] = {
     "aws": "http://169.254.169.254",
@@ -32,10 +32,10 @@ _TIMEOUT_SECONDS = 2.0
 
 
 class SpotNotice:
-    """Whether the cloud has given notice; asked in a thread of its own."""
+    """Polls the cloud for a notice in its own thread."""
 
     def __init__(self, cloud: Cloud, *, log: Callable[[str], None]) -> None:
-        self._ask = _ASKING[cloud]
+        self._poll_cloud = _POLL_FUNCTIONS[cloud]
         self._cloud = cloud
         self._base = os.environ.get(BASE_VARIABLE, BASES[cloud])
         self._log = log
@@ -43,18 +43,18 @@ class SpotNotice:
         self._has_warned = False
 
     def __call__(self) -> bool:
-        """Return whether notice has been given."""
+        """Return whether a notice was given."""
         return self._is_given
 
     def start(self) -> "SpotNotice":
-        """Begin to ask, until notice is given or the process ends."""
+        """Start polling, until a notice is given or the process ends."""
         threading.Thread(target=self._watch, name="spot notice", daemon=True).start()
         return self
 
-    def look(self) -> bool:
-        """Ask once; a service that does not respond is logged once, and asked again."""
+    def poll(self) -> bool:
+        """Poll once; a service that does not respond is logged once and polled again."""
         try:
-            self._is_given = self._ask(self._base)
+            self._is_given = self._poll_cloud(self._base)
         except (OSError, ValueError) as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -62,7 +62,7 @@ class SpotNotice:
         return self._is_given
 
     def _watch(self) -> None:
-        while not self.look():
+        while not self.poll():
             time.sleep(_EVERY_SECONDS)
 
 
@@ -92,10 +92,10 @@ def _azure(base: str) -> bool:
 
 
 def _get(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
-    """Return what the service answers; proxies are for the world outside."""
+    """Return the response of the service, bypassing proxies."""
     request = Request(url, headers=dict(headers), method=method)
     with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT_SECONDS) as answer:
         return str(answer.read().decode("utf-8"))
 
 
-_ASKING: Mapping[Cloud, Callable[[str], bool]] = {"aws": _aws, "gcp": _gcp, "azure": _azure}
+_POLL_FUNCTIONS: Mapping[Cloud, Callable[[str], bool]] = {"aws": _aws, "gcp": _gcp, "azure": _azure}

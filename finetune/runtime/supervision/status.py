@@ -1,15 +1,15 @@
-"""status.json: the state of a run, for monitoring; launchers flatten exit codes, so they are in here too.
+"""status.json: the state of a run for monitoring, with its exit code, which launchers do not preserve.
 
 state       starting, running, finished, stopped or failed
 step        steps taken, of `num_steps`
-checkpoint  the newest that is complete on disk
-reason      why it stopped: `signal SIGTERM`, `time limit`, `STOP file`, `spot notice`, `interrupted`, ...
+checkpoint  the newest complete one
+reason      of a stop: `signal SIGTERM`, `time limit`, `STOP file`, `spot notice`, `interrupted`, ...
 error       the first error: its rank, type and message; null unless it failed
-ended_by    the rank that ended the run on its own; null where all agreed
+ended_by    the rank that ended the run alone; null if all agreed
 exit_code   0 finished or stopped by a limit, 129, 130 and 143 by a signal, 143 by a spot notice, 1 an error,
-            2 something that the user can fix
-previous    how the start before it ended: state, reason, step and time; null at the first
-restarts    what restarts have cost, checkpoint_interval  how often to save: see docs/interruptions.md
+            2 a user error
+previous    the end of the previous start: state, reason, step and time; null at the first
+restarts    the cost of restarts, checkpoint_interval  advice on saving: see docs/interruptions.md
 """
 
 import errno
@@ -61,7 +61,7 @@ _BLOCK_BYTES, _SPARE_BYTES, _MAX_MESSAGE_CHARACTERS = 4096, 2048, 500
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended the run on its own, while the others knew nothing of it."""
+    """The end of the run by one rank alone, without agreement of the others."""
 
     state: str  # STOPPED or FAILED
     rank: int
@@ -76,7 +76,7 @@ class RankExit:
 
 
 def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
-    """Return how a rank ends that raised this."""
+    """Return the exit of a rank that raised this error."""
     if isinstance(error, KeyboardInterrupt):
         return RankExit(STOPPED, rank, type(error).__name__, INTERRUPTED, 130)
     code = error.exit_code if isinstance(error, FinetuneError) else 1
@@ -87,10 +87,10 @@ def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
 
 
 class StatusFile:
-    """The status file of one launch. Rank 0 keeps it; any rank may end the run, and the first that does stays in it.
+    """The status file of one launch. Rank 0 writes it; the first rank that ends the run alone is recorded in it.
 
-    Watching must not stop a run: a status that cannot be written is dropped. On a full disk it is written into the
-    room that the file has already, so that it never shows `running` for a run that has ended.
+    Monitoring must not stop a run: a status that cannot be written is dropped. On a full disk it overwrites the
+    existing file, so that it never shows `running` for a run that has ended.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StatusFile:
         self._folder = folder
         self._rank = rank
         self._launch = launch
-        self._since = since  # what was written before is an earlier launch's
+        self._since = since  # earlier content belongs to a previous launch
         self._clock = clock
         self._progress: Progress | None = None
         self._refreshed = 0.0
@@ -120,11 +120,11 @@ class StatusFile:
 
     @property
     def launch(self) -> str:
-        """Return the name that all processes of this launch share."""
+        """Return the identifier of this launch, which all its processes share."""
         return self._launch
 
     def start(self) -> None:
-        """Write a new file in place of that of the last launch."""
+        """Replace the file of the previous launch."""
         if self._rank == 0:
             with suppress(OSError), self._alone():
                 self._facts["previous"] = previous_end(self._read())
@@ -132,11 +132,11 @@ class StatusFile:
 
     @property
     def previous(self) -> dict[str, Any]:
-        """Return how the start before this one ended; empty at the first."""
+        """Return the end of the previous start; empty at the first."""
         return self._facts["previous"] or {}
 
     def add(self, facts: Mapping[str, Any]) -> None:
-        """Write down what else is known of the run, also when it has ended."""
+        """Add facts, also after the end of the run."""
         self._facts |= facts
         if self._rank == 0:
             with suppress(OSError), self._alone():
@@ -144,7 +144,7 @@ class StatusFile:
                 self._write(self._facts | self._step() if is_ours else self._read() | dict(facts))
 
     def met(self, peers: Sequence[Peer]) -> None:
-        """Name all processes of the run."""
+        """Record all processes of the run."""
         self._facts["ranks"] = [asdict(peer) for peer in peers]
 
     def run(self, progress: Progress, *, num_steps: int) -> None:
@@ -154,34 +154,36 @@ class StatusFile:
         self._keep()
 
     def checkpoint(self, path: str) -> None:
-        """Remember the newest checkpoint that is whole on disk."""
+        """Record the newest complete checkpoint."""
         self._facts["checkpoint"] = path
         self._keep()
 
     def refresh(self) -> None:
-        """Write down how far the run is, every few seconds at most."""
+        """Write the current step, at most every few seconds."""
         if self._clock() - self._refreshed >= _REFRESH_SECONDS:
             self._keep()
 
     def end(self, state: str, *, reason: str, exit_code: int) -> None:
-        """Write down how the run ended as all ranks agreed."""
+        """Record the end of the run that all ranks agreed on."""
         self._facts |= {"state": state, "reason": reason, "exit_code": exit_code}
         self._keep()
 
     def claim_exit(self, ended: RankExit) -> RankExit:
-        """Write down that this rank ends the run, unless another has done so before; return the first that did."""
+        """Record that this rank ends the run, unless another did so before; return the first such exit."""
         try:
             with self._alone():
                 first = self.first()
                 facts = self._read()
-                if first is None and facts.get("launch") == self._launch:  # else it is not ours to write
+                if (
+                    first is None and facts.get("launch") == self._launch
+                ):  # otherwise the file belongs to another launch
                     self._write(facts | (self._facts if self._rank == 0 else {}) | self._step() | _fields(ended))
                 return first or ended
         except OSError:
             return ended
 
     def first(self) -> RankExit | None:
-        """Return how the run was ended by one rank alone, if it was."""
+        """Return the exit of the rank that ended the run alone, if any."""
         facts = self._read()
         try:
             if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
@@ -193,7 +195,7 @@ class StatusFile:
             return None
 
     def refreshed_at(self) -> float | None:
-        """Return when rank 0 wrote the file last, by its clock (unix seconds); None where that cannot be read."""
+        """Return when rank 0 last wrote the file, by its clock (unix seconds); None if that cannot be read."""
         facts = self._read()
         return facts["time"] if facts.get("launch") == self._launch and isinstance(facts.get("time"), float) else None
 
@@ -233,7 +235,7 @@ class StatusFile:
             Timeout,
             NotImplementedError,
             OSError,
-        ):  # no locks: two ranks that fail at once may overwrite each other
+        ):  # without locks, two ranks that fail at the same time may overwrite each other
             yield
             return
         try:
@@ -243,30 +245,30 @@ class StatusFile:
 
 
 def _padded(facts: Mapping[str, Any]) -> bytes:
-    """Return the facts as indented JSON padded with blanks: room for the final state, also on a full disk."""
+    """Return the facts as indented JSON padded with blanks, to have space for the final state on a full disk."""
     content = format_json(facts, indent=2).encode(errors="backslashreplace")
     size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
     return content + b" " * (size - len(content) - 1) + b"\n"
 
 
 def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write the facts into the room that the file has already; raises OSError where they do not fit."""
+    """Overwrite the existing file with the facts; raises OSError if they do not fit."""
     with path.open("r+b") as file:
-        room = os.fstat(file.fileno()).st_size - 1
+        available = os.fstat(file.fileno()).st_size - 1
         error = facts["error"] and {**facts["error"], "message": facts["error"]["message"][:_MAX_MESSAGE_CHARACTERS]}
         shorter = {**facts, "error": error, "reason": facts["reason"] and facts["reason"][:_MAX_MESSAGE_CHARACTERS]}
         for candidate in (facts, shorter, {**shorter, "ranks": []}):
             content = format_json(candidate).encode(errors="backslashreplace")
-            if len(content) <= room:
-                file.write(content + b" " * (room - len(content)) + b"\n")
+            if len(content) <= available:
+                file.write(content + b" " * (available - len(content)) + b"\n")
                 return
-    raise OSError(errno.ENOSPC, "there is no space left for the final state of the run", str(path))
+    raise OSError(errno.ENOSPC, "no space left for the final state of the run", str(path))
 
 
 def previous_end(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return how the launch ended that left these facts; one that never trained has only what came before it.
+    """Return the end of the launch with these facts; if it never trained, that of the launch before it.
 
-    One that shows no end was killed.
+    A launch without an end was killed.
     """
     if facts.get("num_steps") is None:
         before = facts.get("previous")
@@ -301,7 +303,7 @@ def open_status_file(folder: Path, *, rank: int) -> StatusFile:
 
 
 def record_finished(status: StatusFile, progress: Progress, checkpoint: str, reason: str, *, num_steps: int) -> int:
-    """Write down that there was nothing left to do, and return the exit code of a success."""
+    """Record that there was nothing left to do, and return the exit code of success."""
     status.checkpoint(checkpoint)
     status.run(progress, num_steps=num_steps)
     status.end(FINISHED, reason=reason, exit_code=0)

@@ -1,6 +1,6 @@
-"""The watchdog thread ends this process when another rank has ended, when the run hangs, or when it must stop.
+"""The watchdog thread, which ends this process when another rank has ended, or when the run hangs or must stop.
 
-It looks every second. The main thread may be blocked in a collective forever; this one still ends the process.
+It checks every second, and ends the process even if the main thread is blocked in a collective forever.
 """
 
 import faulthandler
@@ -22,12 +22,12 @@ from finetune.runtime.supervision.signals import EXIT_CODES, ReceivedSignals
 from finetune.runtime.supervision.status import STOPPED, RankExit, StatusFile, exit_from_error
 
 _TICK_SECONDS = 1.0
-_QUIET_SECONDS = 3.0  # without progress for so long, the other ranks are checked
-_LAST_WORDS_SECONDS = 8.0  # for the main thread to end by itself after an error
+_QUIET_SECONDS = 3.0  # without progress, after which the other ranks are checked
+_OWN_EXIT_SECONDS = 8.0  # for the main thread to end by itself after an error
 _REPORT_SECONDS = 6.0  # for the other ranks to write their reports
-_PAUSE_SECONDS = 30.0  # between two looks
+_PAUSE_SECONDS = 30.0  # between two checks: then this process was suspended
 _MAX_FAILURES = 60  # failed checks in a row, after which the run counts as unwatched
-_BACKSTOP_SECONDS = 120.0  # after the limit, where not even this thread can run
+_BACKSTOP_SECONDS = 120.0  # after the limit, if not even this thread can run
 
 
 class Watchdog:
@@ -46,35 +46,35 @@ class Watchdog:
         self._limit: float | None = None
         self._watched_since = 0.0
         self._armed_at = float("-inf")
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._is_training = False
         self._rank_0: Activity = OwnActivity() if rank == 0 else OthersActivity(status)
         self._is_over = threading.Event()
 
     def detect_hangs(self, limit_seconds: float | None) -> None:
-        """From now on, end the run after this many seconds without progress; None never does."""
+        """From now on, end the run after this time without progress; None: never."""
         self._watched_since = time.monotonic()
         self._limit = limit_seconds
 
     def begin_training(self) -> None:
-        """Leave it to the loop from now on to stop when a signal asks for it; before, there is nothing to save."""
+        """Leave stop signals to the loop from now on; before, there is nothing to save."""
         self._is_training = True
 
     def stop_before_training(self) -> RankExit | None:
-        """Return the end that a signal asks for before training has begun."""
+        """Return the exit for a stop signal before the start of training."""
         if self._note.received is None or self._is_training:
             return None
         reason = f"signal {self._note.received.name}"
         return RankExit(STOPPED, self._rank, "Stopped", reason, EXIT_CODES[reason])
 
     def run(self) -> None:
-        """Look, until the run is over."""
+        """Check until the run is over."""
         num_failures = 0
         while not self._is_over.wait(_TICK_SECONDS):
             try:
-                self.look()
+                self.check()
                 num_failures = 0
-            except Exception as error:  # whatever it is, the run must not continue unsupervised
+            except Exception as error:  # after any error the run must not continue unsupervised
                 num_failures += 1
                 self._report_failure(error, num_failures=num_failures)
 
@@ -90,39 +90,39 @@ class Watchdog:
             self._ending.after(exit_from_error(error, rank=self._rank))
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._is_over.set()
         faulthandler.cancel_dump_traceback_later()
 
-    def look(self) -> None:
-        """Look once."""
+    def check(self) -> None:
+        """Check the run once."""
         now = time.monotonic()
-        if now - self._looked_at > _PAUSE_SECONDS:  # this process itself was suspended: that is not a hang
+        if now - self._checked_at > _PAUSE_SECONDS:  # this process was suspended: not a hang
             self._watched_since = now
-        self._looked_at = now
-        self._note.hear()
+        self._checked_at = now
+        self._note.read_wakeup_pipe()
         if self._rank == 0 and (newer := newer_attempt()) is not None:
             self._ending.replaced(format_newer(newer))
         self._status.refresh()
-        if distributed.is_rank_0_alone() and self._rank_0.has_moved():
+        if distributed.is_rank_0_alone() and self._rank_0.has_progressed():
             heartbeat.keep_alive()
         silent = now - max(heartbeat.last_heartbeat_at(), self._watched_since)
         if silent > _QUIET_SECONDS or self._note.received:
-            self._look_after_others()
+            self._check_others()
         if self._limit is not None:
             if self._ending.ends_process:
                 self._arm(self._limit)
             if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
 
-    def _look_after_others(self) -> None:
-        """End this process where another has ended the run, is gone, or where a stop is requested before the start.
+    def _check_others(self) -> None:
+        """End this process if another has ended the run or died, or on a stop signal before the start of training.
 
-        The main thread has a few seconds to exit by itself: its error has more details.
+        The main thread has a few seconds to exit by itself, since its error has more details.
         """
         first, patience = self._status.first(), _QUIET_SECONDS
         if first is not None and first.rank == self._rank:
-            patience = _LAST_WORDS_SECONDS
+            patience = _OWN_EXIT_SECONDS
         elif first is None and (lost := find_dead_peers(self._ending.peers)):
             first = exit_from_error(LostContact(format_lost_peers(lost)), rank=self._rank)
         if stop := self.stop_before_training():
@@ -150,16 +150,16 @@ class Watchdog:
         self._ending.after(exit_from_error(error, rank=self._rank))
 
     def _arm(self, limit: float) -> None:
-        """Have the interpreter end the process where not even a thread can run, because something keeps its lock."""
+        """Make the interpreter end the process if even this thread cannot run, because its lock is never released."""
         if time.monotonic() - self._armed_at > min(limit, _BACKSTOP_SECONDS) / 2:
             self._armed_at = time.monotonic()
-            with suppress(ValueError, OSError, OverflowError):  # standard error may be no file
+            with suppress(ValueError, OSError, OverflowError):  # standard error may not be a file
                 faulthandler.dump_traceback_later(limit + _BACKSTOP_SECONDS, exit=True)
 
 
 @contextmanager
 def running_watchdog(watchdog: Watchdog) -> Iterator[Watchdog]:
-    """Have the watchdog look while the context lasts."""
+    """Run the watchdog in this context."""
     thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
     thread.start()
     try:

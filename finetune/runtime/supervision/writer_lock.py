@@ -1,6 +1,6 @@
-"""The lock of a run folder: one writer at a time.
+"""The lock of a run folder, for one writer at a time.
 
-Before, it is checked that nothing else has the names of its files.
+It is taken after a check that the names of the run's files are free.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ FILES = (
     "final.json",
 )
 
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFREG: "a file",
     stat.S_IFIFO: "a named pipe",
@@ -42,7 +42,7 @@ _KINDS = {
 
 
 def require_free_names(folder: Path) -> None:
-    """Raise UserError where one of a run's own names is taken by something else than the run puts there."""
+    """Raise UserError if a name of a run's files or folders is taken by something of another type."""
     problems = [
         problem
         for names, file_type in ((FILES, stat.S_IFREG), (FOLDERS, stat.S_IFDIR))
@@ -63,7 +63,7 @@ def _problem(path: Path, expected_type: int) -> str | None:
     return (
         None
         if file_type == expected_type
-        else f"{path} is {_KINDS.get(file_type, 'something else')} and not {_KINDS[expected_type]}"
+        else f"{path} is {_FILE_TYPES.get(file_type, 'of another type')}, not {_FILE_TYPES[expected_type]}"
     )
 
 
@@ -72,12 +72,12 @@ LOCK = ".writer.lock"
 
 @contextmanager
 def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[None]:
-    """Hold the folder, which is made, while the context lasts; raises UserError that names who holds it.
+    """Create and lock the folder in this context; raises UserError that names the holder of the lock.
 
-    Also raises UserError where it cannot be made or written, or where something else has the name of one of its files.
+    Also raises UserError if it cannot be created or written, or if names of its files are taken.
 
-    The lock is the kernel's: it goes with the process that holds it, however that ends, and is not inherited by the
-    processes it starts (hence `lockf`; `flock` is). A file system without locks is logged.
+    The kernel releases the lock when the process ends in any way, and child processes do not inherit it (unlike that of
+    `flock`). A file system without locks is logged.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def lock_run_folder(folder: Path, *, log: Callable[[str], None]) -> Iterator[Non
         _lock(descriptor, folder, log=log)
         yield
     finally:
-        os.close(descriptor)  # lets go of the lock
+        os.close(descriptor)  # releases the lock
 
 
 def is_locked(folder: Path) -> bool:
@@ -104,7 +104,7 @@ def is_locked(folder: Path) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
-    except OSError:  # no locks here
+    except OSError:  # without locks
         return False
     finally:
         os.close(descriptor)
@@ -123,7 +123,7 @@ def _lock(descriptor: int, folder: Path, *, log: Callable[[str], None]) -> None:
         )
         return
     me = {"host": platform.node(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
-    with suppress(OSError):  # on a full disk the name of the holder is missing, and the lock holds all the same
+    with suppress(OSError):  # on a full disk the lock works without the name of its holder
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(me).encode(), 0)
 
@@ -139,7 +139,7 @@ def _format_held_lock(descriptor: int, folder: Path) -> str:
     try:
         holder: dict[str, Any] = parse_json(os.pread(descriptor, 1000, 0))
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
-    except (ValueError, KeyError, TypeError):  # it has not written its name yet
+    except (ValueError, KeyError, TypeError):  # the holder has not written its name yet
         who = "another process"
     return (
         f"run.folder: {folder} is being written by {who}. Wait until that run ends, end it with `touch {folder}/STOP`, "

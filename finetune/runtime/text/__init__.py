@@ -1,1 +1,1 @@
-"""Text that is printed or written down: without secrets, and without characters that act on a terminal."""
+"""Printed and written text: without secrets and without control characters for terminals."""

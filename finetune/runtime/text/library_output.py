@@ -1,4 +1,4 @@
-"""Logging, warnings and progress bars of libraries: shown once per run instead of once per process."""
+"""Limits logging, warnings and progress bars of libraries to one process per run."""
 
 import logging
 import os
@@ -17,26 +17,26 @@ QUIETED_LIBRARIES = (
 )
 
 HARMLESS_WARNINGS = ("Setting accelerator to CPU",)
-"""Prefixes of warnings that are of no use: every run without a GPU would show them."""
+"""Prefixes of useless warnings, which every run without a GPU would print."""
 
 DEPRECATION_WARNINGS = (
     r"`is_gradient_checkpointing` is deprecated",  # peft 0.21 of transformers 5.23
     r"`torch\.distributed\.\w+` is deprecated",  # DeepSpeed 0.19 of torch 2.13, in every step
 )
-"""Patterns of warnings that libraries cause with one another; a user can do nothing about them."""
+"""Patterns of warnings that one library causes in another, and that users cannot fix."""
 
 
 def quiet_libraries(*, is_main: bool) -> None:
     """Keep the libraries' warnings on the main rank and only errors on the others; progress bars only at a terminal.
 
-    Covers libraries that are imported already and those that will be. Nothing that this package prints is hidden.
+    Also affects libraries that are imported later, but not the output of this package.
     """
     level = logging.WARNING if is_main else logging.ERROR
     for library in QUIETED_LIBRARIES:
         logging.getLogger(library).setLevel(level)
     for message in DEPRECATION_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
-    # DeepSpeed resets its level when it is imported; a filter stays
+    # DeepSpeed resets its level when it is imported, but keeps filters
     logging.getLogger("DeepSpeed").addFilter(
         lambda record: record.levelno >= level and not record.getMessage().startswith(HARMLESS_WARNINGS)
     )

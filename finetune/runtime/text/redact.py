@@ -1,6 +1,6 @@
-"""Removes secrets from everything that is written down or printed: the one place that knows what a secret looks like.
+"""Removes secrets from all output: the one module that recognizes them.
 
-A value is a secret by the name of its key, by its shape, by its place in a URL, or because it is known: the values of
+A value is a secret because of the name of its key, its shape, its position in a URL, or because it is known: values of
 environment variables and job keys with secret names are removed wherever they appear. Imports no torch.
 """
 
@@ -17,7 +17,7 @@ from finetune.runtime.text.secret_names import NO_VALUE, SECRET_WORD, is_secret_
 from finetune.runtime.text.secret_urls import REDACTED, redacted_urls, secrets_in_urls, unsigned_urls
 
 MIN_KNOWN_LENGTH = 8
-"""The length from which a known value is searched for in any text: shorter ones occur in ordinary words."""
+"""Minimum length of a known value that is searched for in texts: shorter ones occur in ordinary words."""
 
 _MIN_LENGTH = len("sig=x")
 
@@ -27,15 +27,15 @@ SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET_VARIABLE = re.compile(r"^(OLD)?PWD$|_(PATH|FILE|DIR|FOLDER|SOCK|HOME|URL|ENDPOINT|NAME|TYPE|TTL)$", re.I)
-"""Names that mention a secret but hold its location; their values are not searched for elsewhere."""
+"""Names of variables with the location of a secret; their values are not searched for elsewhere."""
 
 _ESCAPE = re.compile("%[0-9A-F]{2}")
 _ORDINARY = re.compile(r"\d{1,15}|(?=.{1,24}$)[a-z]+(?:[_ -][a-z]+)*")
-"""Values found in texts that do not speak of them; under a secret name they are left out all the same."""
+"""Values that also occur in ordinary texts; they are redacted only under a secret name."""
 
 
 class KnownSecrets:
-    """Values that are secrets, with the forms in which they appear in texts."""
+    """Known secret values, with the forms in which they appear in texts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,14 +43,14 @@ class KnownSecrets:
         self._others: frozenset[str] = frozenset()
         self.forms: tuple[str, ...] = ()
 
-    def look(self) -> None:
-        """Take the values of the environment as it is now, in place of those before."""
+    def read_environment(self) -> None:
+        """Replace the values of environment variables by the current ones."""
         with self._lock:
             self._of_variables = frozenset(_secret_variables(os.environ))
             self._make_forms()
 
     def add(self, values: Iterable[str]) -> None:
-        """Remember further values until this process ends."""
+        """Add values, until this process ends."""
         more = frozenset(value for value in values if _is_searched_for(value))
         if not more <= self._others:
             with self._lock:
@@ -60,7 +60,7 @@ class KnownSecrets:
     def redact(self, text: str) -> str:
         """Return the text without any of them."""
         if self._of_variables is None:
-            self.look()
+            self.read_environment()
         for form in self.forms:
             if form in text:
                 text = text.replace(form, REDACTED)
@@ -69,11 +69,11 @@ class KnownSecrets:
     def _make_forms(self) -> None:
         values = (self._of_variables or frozenset()) | self._others
         forms = {form for value in values for form in _forms(value)}
-        self.forms = tuple(sorted(forms, key=lambda form: (-len(form), form)))  # a longer one may hold a shorter one
+        self.forms = tuple(sorted(forms, key=lambda form: (-len(form), form)))  # a longer one may contain a shorter one
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Return whether the environment variable holds a secret; the place of one, or a number of tokens, is none."""
+    """Return whether the environment variable has a secret, not just its location or a number of tokens."""
     is_number = name.upper().endswith("S") and value.isdecimal()
     is_named = SECRET_VARIABLE.search(name) and not _NO_SECRET_VARIABLE.search(name)
     return bool(is_named) and not is_number and not NO_VALUE.fullmatch(value)
@@ -109,7 +109,7 @@ def _forms(value: str) -> Iterator[str]:
         }:
             yield from (quoted, _ESCAPE.sub(lambda escape: escape[0].lower(), quoted))
         yield repr(value)[1:-1]
-        yield value.replace("\\", "\\\\").replace('"', '\\"')  # as JSON has it
+        yield value.replace("\\", "\\\\").replace('"', '\\"')  # as in JSON
         yield from (line for line in value.splitlines() if _is_searched_for(line) and line != value)
 
 
@@ -164,32 +164,32 @@ _BEGINNINGS = (
     "eyJ",
     "PRIVATE KEY",
 )
-"""One of them is in every such shape: most texts have none, and are not searched further."""
+"""Prefixes of these shapes: texts without any of them are not searched further."""
 
 _HEADER = re.compile(
     r"\b(?P<scheme>Bearer|Basic)(?P<between>\s{1,4}|%20)(?=\S*(?:[\d=]|[a-z][A-Z]))(?P<value>[A-Za-z0-9._~+/=-]{12,})"
 )
 _OPAQUE = re.compile(r"(?<![\w/.+-])(?=[\w+-]*[a-z])(?=[\w+-]*[A-Z])(?=[\w+-]*\d)[\w+-]{24,}={0,2}(?![\w/.])")
-"""A word that is unlikely to be written by hand; only environment variables are searched for it."""
+"""A word that looks random; only values of environment variables are searched for such words."""
 
 
 _known = KnownSecrets()
 
 
 def collect_environment_secrets() -> None:
-    """Learn the secrets that the environment variables hold now."""
-    _known.look()
+    """Collect the secrets of the current environment variables."""
+    _known.read_environment()
 
 
 def register_secrets(values: Any) -> None:
-    """Remember the texts under secret names, and in URLs, of nested plain values such as a job file's."""
+    """Register the secrets of nested plain values, such as those of a job file."""
     _known.add(_secret_texts(values, name=""))
 
 
 def redacted_text(text: str) -> str:
-    """Return the text without known secrets, what has the shape of a token, and what is secret in a URL or `name=`.
+    """Return the text without known secrets, tokens by their shape, and secrets in URLs or after `name=`.
 
-    What it has returned stays the same when it is redacted again, also as part of JSON.
+    The function is idempotent, also on its result within JSON.
     """
     if len(text) < _MIN_LENGTH:
         return text
@@ -203,15 +203,15 @@ def redacted_text(text: str) -> str:
 
 
 def comparable_text(text: str) -> str:
-    """Return the text without tokens, named secrets and what signs URLs, whatever the environment holds.
+    """Return the text without tokens, named secrets and signatures of URLs, regardless of the environment.
 
-    It stays the same when a URL is signed again, so that it can be compared with what an earlier start has written.
+    A new signature of a URL does not change it, so that it can be compared with that of an earlier start.
     """
     return without_named(_without_shapes(unsigned_urls(text) if "://" in text else text))
 
 
 def redacted_yaml(text: str) -> str:
-    """Return the text of a YAML file with the values of secret names left out, too; its lines stay where they are."""
+    """Return the text of a YAML file, also without values of secret names; the line numbers do not change."""
     lines: list[str] = []
     secret_column: int | None = None
     key_number = 0  # a value continues as long as lines are indented more than its key
@@ -231,17 +231,20 @@ def redacted_yaml(text: str) -> str:
 
 
 def redacted_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without those values whose names speak of a secret, and without opaque words."""
-    return {name: _redacted_variable(name, value) for name, value in variables.items()}
+    """Return environment variables without values of secret names and random-looking words."""
+    return {
+        name: REDACTED if SECRET_VARIABLE.search(name) else _OPAQUE.sub(REDACTED, redacted_text(value))
+        for name, value in variables.items()
+    }
 
 
 def redacted_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values with what is under secret names left out; `pad_token` and `tokens: 1000` are none."""
-    return _cleaned(value, name=name, clean=redacted_text, clean_key=_redacted_key)
+    """Return nested plain values without those of secret names; `pad_token` and `tokens: 1000` are not secret."""
+    return _cleaned(value, name=name, clean=redacted_text, clean_key=lambda key: _redacted_key(key, _known.forms))
 
 
 def comparable_config(value: Any, *, name: str = "") -> Any:
-    """Return nested plain values, redacted as by `comparable_text`, to be compared with those of an earlier start."""
+    """Return nested plain values, redacted as by `comparable_text`, for comparison with those of an earlier start."""
     return _cleaned(value, name=name, clean=comparable_text, clean_key=str)
 
 
@@ -261,9 +264,10 @@ _NAMES_OF_NUMBERS = frozenset({"token", "bearer", "sig", "signature"})
 
 
 def _named(values: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield each item with its key and the name that decides whether it is secret: one around it may, too.
+    """Yield each item with its key and the name that decides whether it is secret, which may be that of its parent.
 
-    In a list, what follows an option `--password` has its name; so has the value of `{name: PASSWORD, value: X}`.
+    In a list, the item after an option `--password` gets its name, and so does the value of `{name: PASSWORD, value:
+    X}`.
     """
     if isinstance(values, Mapping):
         variable = values.get("name")
@@ -278,25 +282,21 @@ def _named(values: Mapping[Any, Any] | Sequence[Any], name: str) -> Iterator[tup
 
 
 def redacted_command(words: Sequence[str]) -> list[str]:
-    """Return a command line with the values of secret options left out: `--hub-token X`, `--set a.password=X`."""
+    """Return a command line without the values of secret options: `--hub-token X`, `--set a.password=X`."""
     return [REDACTED if is_secret_name(name) else _redacted_word(word) for _, word, name in _named(words, "")]
 
 
 def register_command(words: Sequence[str]) -> None:
-    """Remember the secrets of a command line of ours, whose `--secret` is the name of one."""
+    """Register the secrets of our own command line, in which `--secret` only names one."""
     for before, (_, word, name) in zip(["", *words], _named(words, ""), strict=False):
         key, _, value = word.rpartition("=")
         if "--secret" not in (before, key):
             _known.add(_secret_texts(value, name=key) if is_secret_name(key) else _secret_texts(word, name=name))
 
 
-def _redacted_key(key: str) -> str:
-    return _remembered_key(key, _known.forms)
-
-
 @functools.lru_cache(maxsize=1024)
-def _remembered_key(key: str, forms: tuple[str, ...]) -> str:
-    """Return the name without secrets; asked for at every step, it is remembered for as long as `forms` is the same."""
+def _redacted_key(key: str, forms: tuple[str, ...]) -> str:
+    """Return the name without secrets, cached for the same `forms` since it is needed at every step."""
     return redacted_text(key)
 
 
@@ -310,17 +310,13 @@ def _in_yaml(match: re.Match[str]) -> str:
 
 def _redacted_word(word: str) -> str:
     first = re.match(r"-{0,2}[\w.-]{1,128}(?=\s)", word)
-    if first is not None and is_secret_name(first[0]):  # `password X`, where a `=` was forgotten
+    if first is not None and is_secret_name(first[0]):  # `password X`, without the `=`
         return f"{first[0]} {REDACTED}"
     *names, value = word.split("=")  # `--set=a.password=X` has two names
     for index, name in enumerate(names, start=1):
         if any(map(is_secret_name, name.split("."))) and not (index == len(names) and NO_VALUE.fullmatch(value)):
             return f"{redacted_text('='.join(names[:index]))}={REDACTED}"
     return redacted_yaml(word) if ":" in word else redacted_text(word)
-
-
-def _redacted_variable(name: str, value: str) -> str:
-    return REDACTED if SECRET_VARIABLE.search(name) else _OPAQUE.sub(REDACTED, redacted_text(value))
 
 
 def _secret_texts(value: Any, *, name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Tables, colors and progress bars: the one place that creates rich consoles. Foreign text in them is plain text."""
+"""Tables, colors and progress bars: the one module that creates rich consoles. Foreign text is shown as plain text."""
 
 from collections.abc import Iterable
 from typing import IO, Any, TextIO, cast
@@ -12,14 +12,14 @@ from finetune.runtime.text.terminal import GuardedStream, escape_controls, guard
 
 
 class SafeConsole(Console):
-    """A console that draws with escapes of its own and shows those of others; no text is markup, a link or an emoji."""
+    """A console that makes escapes in texts visible; texts are never markup, links or emoji."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     @property
     def file(self) -> IO[str]:
-        """Return where it writes: what is written was made neutral, and loses its secrets there."""
+        """Return the output stream, which removes secrets."""
         return styled_stream(cast(TextIO, super().file))
 
     @file.setter
@@ -27,22 +27,22 @@ class SafeConsole(Console):
         self._file = new_file
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Return the text as it is drawn and measured, in a table's cell, too: readable."""
+        """Return the text with visible escapes, also for cells of tables."""
         return super().render_str(printable(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the pieces of what is drawn, their text neutral."""
+        """Yield the segments, with visible escapes in their text."""
         for piece in super().render(renderable, options):
             yield piece if piece.control else Segment(escape_controls(piece.text), piece.style)
 
 
 class SafeProgress(Progress):
-    """Progress bars above which whatever is printed scrolls, readable."""
+    """Progress bars; printed text scrolls above them with visible escapes."""
 
     def start(self) -> None:
         """Show the bars."""
         super().start()
-        guard_streams()  # rich has put itself in their place, and would obey escapes
+        guard_streams()  # rich has replaced them by its own, which would pass on escapes
 
 
 class SafeTextColumn(ProgressColumn):
@@ -58,6 +58,6 @@ class SafeTextColumn(ProgressColumn):
 
 
 def styled_stream(stream: TextIO) -> IO[str]:
-    """Return the stream for what is drawn: it keeps escapes, and leaves secrets out."""
+    """Return the stream for styled output, which keeps escapes but removes secrets."""
     inner = stream.stream if isinstance(stream, GuardedStream) else stream
     return cast(IO[str], GuardedStream(inner, keeps_escapes=True))

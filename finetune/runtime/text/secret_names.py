@@ -16,9 +16,9 @@ SECRET_WORD = (
 )
 _SECRET_NAME = re.compile(rf"^(?:{SECRET_WORD})$", re.IGNORECASE)
 _WORDS = re.compile(r"pass|secret|credential|jwt|key|token|auth|bearer|sig|(?-i:PWD|_PAT|_SAS|COOKIE)", re.IGNORECASE)
-"""One of them is in every name of a secret."""
+"""Every secret name contains one of them."""
 
-_QUOTE = r"\\{0,8}[\"'`]"  # of texts within texts, too
+_QUOTE = r"\\{0,8}[\"'`]"  # also of texts within texts
 _QUOTES = r"(?:\\{0,8}[\"']){1,8}"
 _NAMED = re.compile(
     r"(?<![A-Za-z0-9])(?P<name>[A-Za-z][\w-]{1,63}+)(?:"
@@ -30,41 +30,41 @@ _NAMED = re.compile(
     rf"|(?<=-)(?P<option>[A-Za-z][\w-]{{1,63}}+)(?:{_QUOTES}[ \t]{{0,4}},\s{{0,40}}|(?:[ \t]|\\\n){{1,8}})",
     re.IGNORECASE,
 )
-"""A name, and all between it and its value; whether it is that of a secret is decided afterwards."""
+"""A name and the text between it and its value; whether the name is secret is decided afterwards."""
 
 _INSIDE = re.compile(
     r"(?:\\{0,8}[\"'])?(?:[\[{,]\s{0,40}|(?:\\{0,8}[\"'])?[\w.-]{1,64}(?:\\{0,8}[\"']\s?:\s{0,8}|:\s))*+"
 )
-"""What stands before the next value of a list or mapping."""
+"""The text before the next value of a list or mapping."""
 
 _OPENING = re.compile(
     rf"(?>(?P<first>{_QUOTE})(?P<more>{_QUOTE}){{0,15}})(?!\s|\Z)(?(more)(?![,;:&)\]}}])|(?![,;:&)\]}}](?!\w)))"
 )
-"""Quotes before a value; those around nothing, or that end what is around it, are none."""
+"""Quotes before a value, except those around nothing and closing ones."""
 
 _BARE = re.compile(r"(?:[^\s,;&\"'`)\]}\\]|\\(?![\\\"'`])|[,;&](?![\s\"'\\`]|\Z|[\w.-]{1,64}=)|[)\]}](?=\w))+")
 _CONTINUED = re.compile(r"[\w\\\"'`$]")
 _MAX_QUOTED = 2000
-"""Characters of a value in quotes; one that is not closed by then ends with its line."""
+"""Maximum length of a value in quotes; a longer one ends with its line."""
 
 NO_VALUE = re.compile(
     r"|none|null|true|false|[01]|\.\.\.|\[redacted.*|<[^<>]*>|(?-i:\$\{?[A-Z_][A-Z0-9_]*\}?)",
     re.IGNORECASE | re.DOTALL,
 )
 _SENTENCE = re.compile(r"[A-Za-z'.-]*[,.:;!?]*|[\d.,:]+|[\[{(<*&|>].*", re.DOTALL)
-"""What follows `name:` in messages and does not look like a secret."""
+"""Text after `name:` in messages that does not look like a secret."""
 
 _OPTION_TEXT = re.compile(
     r"-.*|(?:[A-Z]+_)*(?:TEXT|NAME|VALUE|VARIABLE|TOKEN|PASSWORD|SECRET|KEY|FILE|PATH|STRING)(?:[=:][A-Z:]*)?"
     r"|(?:and|are|as|by|can|cannot|for|from|has|in|instead|is|must|needs|not|of|on|option|or|takes|that|the|to|was|with)"
     r"[,.:;]?"
 )
-"""What follows `--name` in help and messages and is not its value."""
+"""Text after `--name` in help and messages that is not its value."""
 
 
 @functools.lru_cache(maxsize=1024)
 def is_secret_name(name: str) -> bool:
-    """Return whether a key or option of this name holds a secret; of a dotted key, the last part decides."""
+    """Return whether the value of a key or option with this name is secret; the last part of a dotted key decides."""
     return bool(_SECRET_NAME.search(name[-128:].lstrip("-").rpartition(".")[2].strip()))
 
 
@@ -78,7 +78,7 @@ def without_named(text: str) -> str:
 
 
 def named_values(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where each value of a secret name begins and ends; what else has a name is searched for more names."""
+    """Yield the start and end of each value of a secret name; other values are searched for more names."""
     if not _WORDS.search(text):
         return
     match = _NAMED.search(text)
@@ -98,7 +98,7 @@ def named_values(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _value_at(text: str, start: int) -> tuple[int, int]:
-    """Return where the value begins and ends: in its quotes, or as a word that may be quoted in parts."""
+    """Return the start and end of the value: within quotes, or of a word that may be quoted in parts."""
     position, first = start, None
     while position < len(text) and (first is None or _CONTINUED.match(text, position)):
         opening, bare = _OPENING.match(text, position), _BARE.match(text, position)
@@ -106,7 +106,8 @@ def _value_at(text: str, start: int) -> tuple[int, int]:
             position = opening.end()
             quote = re.escape(opening["more"] or opening["first"])
             closing = re.compile(rf"(?<!\\){quote}").search(text, position, position + _MAX_QUOTED)
-            end = _end_of_line(text, position) if closing is None else closing.start()
+            line_end = text.find("\n", position)
+            end = closing.start() if closing is not None else line_end if line_end >= 0 else len(text)
             inside, position = (position, end), end if closing is None else closing.end()
         elif bare is not None:
             position = bare.end()
@@ -115,8 +116,3 @@ def _value_at(text: str, start: int) -> tuple[int, int]:
             break
         first = inside if first is None else (start, position)
     return first or (start, start)
-
-
-def _end_of_line(text: str, start: int) -> int:
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end

@@ -54,7 +54,7 @@ def test_the_best_by_the_larger_value(five):
 def test_a_best_one_that_does_not_verify_gives_its_place_to_the_next(five, capsys):
     damage(five / "checkpoints" / "step-000004")
     assert pruned(five, keep_last=1, keep_best="loss") == [4, 6, 10]
-    assert "kept: bad, left alone" in capsys.readouterr().out
+    assert "kept: bad, not deleted" in capsys.readouterr().out
 
 
 def test_prune_removes_partially_deleted_checkpoints(five):
@@ -84,7 +84,7 @@ def test_the_newest_good_one_stays_though_newer_bad_ones_count_as_last(five, cap
     (five / "checkpoints" / "step-000008" / "manifest.json").unlink()
     assert pruned(five, keep_last=1) == [6, 8, 10]
     said = capsys.readouterr().out
-    assert said.count("kept: bad, left alone") == 2
+    assert said.count("kept: bad, not deleted") == 2
     assert "kept: newest good" in said
 
 

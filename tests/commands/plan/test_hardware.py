@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from finetune.commands.plan.hardware import USUAL_HARDWARE, own_hardware, parse_hardware
+from finetune.commands.plan.hardware import COMMON_HARDWARE, own_hardware, parse_hardware
 from finetune.commands.plan.plan import PlanOptions, _hardware
 from finetune.errors import UserError
 
@@ -22,7 +22,7 @@ from finetune.errors import UserError
 )
 def test_a_text_names_hardware(text: str, nodes: int | None, name: str, per_node: int, num_nodes: int):
     found = parse_hardware(text, num_nodes=nodes)
-    assert (found.kind.name, found.gpus_per_node, found.num_nodes) == (name, per_node, num_nodes)
+    assert (found.gpu.name, found.gpus_per_node, found.num_nodes) == (name, per_node, num_nodes)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_text_names_hardware(text: str, nodes: int | None, name: str, per_node
         ("0xT4", "is not of the form NxGPU"),
         ("", "is not of the form NxGPU"),
         ("99999999999xT4", "is not of the form NxGPU with 1 to 65,536 GPUs"),
-        ("12xH100", "12 GPUs are not on machines with 8 each"),
+        ("12xH100", "12 GPUs cannot be divided among machines with 8 each"),
         ("8xH100-82GB", "there is no GPU `H100-82GB` in the table. Nearest: H100-80GB"),
     ],
 )
@@ -42,8 +42,8 @@ def test_a_text_that_is_not_a_machine_is_refused_with_one_message(text: str, mes
 
 def test_the_network_bandwidth_comes_from_the_option_or_the_table():
     """8 GPUs share 100 Gbit/s: 1.5625 GB/s each."""
-    assert parse_hardware("8xH100", num_nodes=2).kind.network_bandwidth == 50e9
-    assert parse_hardware("8xH100", num_nodes=2, network_gbit=100).kind.network_bandwidth == 100e9 / 8 / 8
+    assert parse_hardware("8xH100", num_nodes=2).gpu.network_bandwidth == 50e9
+    assert parse_hardware("8xH100", num_nodes=2, network_gbit=100).gpu.network_bandwidth == 100e9 / 8 / 8
 
 
 def test_more_gpus_of_a_kind_are_on_whole_machines():
@@ -57,7 +57,7 @@ def test_the_gpus_of_this_machine_are_taken_with_their_own_memory(gpus: Callable
     gpus("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", memory=79 << 30)
     found = own_hardware(num_nodes=None, gpu_table=None)
     assert found is not None
-    assert (found.kind.name, found.gpus_per_node, found.kind.memory_bytes) == ("A100-80GB", 2, 79 << 30)
+    assert (found.gpu.name, found.gpus_per_node, found.gpu.memory_bytes) == ("A100-80GB", 2, 79 << 30)
 
 
 def test_gpus_that_are_in_no_table_or_of_several_kinds_are_refused(gpus: Callable[..., None]):
@@ -65,12 +65,12 @@ def test_gpus_that_are_in_no_table_or_of_several_kinds_are_refused(gpus: Callabl
     with pytest.raises(UserError, match=r"GT 710, is not in the table. Write --gpus"):
         own_hardware(num_nodes=None, gpu_table=None)
     gpus("Tesla T4", "NVIDIA L4")
-    with pytest.raises(UserError, match="several kinds"):
+    with pytest.raises(UserError, match="several models"):
         own_hardware(num_nodes=None, gpu_table=None)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_plan_without_a_gpu_uses_common_hardware_and_reports_it():
     found, sentences = _hardware(PlanOptions())
-    assert [f"{each.gpus_per_node}x{each.kind.name}" for each in found] == list(USUAL_HARDWARE)
+    assert [f"{each.gpus_per_node}x{each.gpu.name}" for each in found] == list(COMMON_HARDWARE)
     assert "has no GPU" in sentences[0] and "--gpus" in sentences[0]

@@ -53,7 +53,7 @@ def test_plan_without_a_number_of_steps_prices_only_tokens(planned: Planned):
     outlook = plan.machines[0].outlook
     assert outlook is not None and outlook.hours is None
     assert all(each.usd is None and each.usd_per_million_tokens > 0 for each in outlook.offers)
-    assert any("is not known before `finetune prepare`" in sentence for sentence in plan.assumptions)
+    assert any("is unknown until `finetune prepare`" in sentence for sentence in plan.assumptions)
 
 
 def test_a_budget_in_tokens_gives_steps(planned: Planned):

@@ -36,7 +36,7 @@ def test_a_run_is_read_without_its_first_steps_and_without_waiting_for_data(tmp_
     write_run(tmp_path / "run", rate=40_000.0)
     found = read_measured_run(tmp_path / "run")
     assert found is not None
-    assert (found.kind.name, found.num_gpus, found.strategy, found.num_steps) == ("H100-80GB", 8, "fsdp2", 7)
+    assert (found.gpu.name, found.num_gpus, found.strategy, found.num_steps) == ("H100-80GB", 8, "fsdp2", 7)
     assert found.tokens_per_second == pytest.approx(40_000.0)
 
 

@@ -31,7 +31,7 @@ def launched(job, *words, **environment):
     [
         ("train.learning_rat=1", "job", "--set train.learning_rat=1, train.learning_rat: there is no such key"),
         ("train.global_batch_size=24", "job", "24 cannot be shared by 16 processes x 4 per microbatch"),
-        ("model.lora.layers=[32]", "model", "there is no layer 32 in the real model, which has 32"),
+        ("model.lora.layers=[32]", "model", "layer 32 does not exist in the real model, which has 32"),
         ("model.lora.target_modules=[q_prj]", "model", "no module is named `q_prj`. Did you mean `q_proj`"),
         ("data.train.path=missing.jsonl", "job", "missing.jsonl"),
     ],
@@ -71,7 +71,7 @@ def test_a_row_that_is_too_long_is_found_even_if_it_is_the_last(tmp_path, capsys
 def test_a_folder_to_keep_is_never_overwritten(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
-    with pytest.raises(Exception, match="already exists and is not empty"):
+    with pytest.raises(Exception, match="the folder is not empty"):
         rehearse(
             Request(write_job(tmp_path), (), tmp_path / "accelerate.yaml", 2, 4, tmp_path / "kept", 1.0), is_json=False
         )

@@ -108,7 +108,7 @@ def test_changed_values_are_found_in_nested_configs():
 
 
 def test_a_model_that_cannot_be_made_small_is_refused_with_the_reason():
-    with pytest.raises(ModelError, match=r"cannot be made small here .*--set model\.name=FOLDER"):
+    with pytest.raises(ModelError, match=r"cannot be reduced .*--set model\.name=FOLDER"):
         small("zamba2")
 
 

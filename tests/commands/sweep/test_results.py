@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.sweep.outcome import FAILED, FINISHED, STOPPED, Outcome
 from finetune.commands.sweep.results import (
     TRAIN_LOSS,
     Objective,
@@ -21,6 +20,7 @@ from finetune.commands.sweep.results import (
     step_seconds,
     tokens_per_second,
 )
+from finetune.commands.sweep.runs import FAILED, FINISHED, STOPPED, Outcome
 from finetune.config.load import load_config
 from finetune.errors import UserError
 

@@ -5,7 +5,21 @@ from pathlib import Path
 import pytest
 
 from finetune.commands.sweep.axes import parse_axes
-from finetune.commands.sweep.runs import check_runs, data_facts, grid_points, job_facts, name_runs
+from finetune.commands.sweep.runs import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    PRUNED,
+    STOPPED,
+    WAITING,
+    RecordedRun,
+    check_runs,
+    data_facts,
+    grid_points,
+    job_facts,
+    name_runs,
+    outcome_of,
+)
 from finetune.errors import ConfigError, UserError
 
 
@@ -63,3 +77,41 @@ def test_runs_share_tokenized_data_unless_a_swept_key_changes_the_data(job):
 def test_a_command_at_the_end_of_a_run_is_refused(job):
     with pytest.raises(ConfigError, match=r"run.on_end: it would run after each run of the sweep"):
         check_runs(job, runs_of("train.learning_rate=1e-4,2e-4", "run.on_end=reboot"), num_processes=1)
+
+
+STARTED = 100.0
+
+
+def status(state, *, time=110.0, error_type=None):
+    error = {"type": error_type, "message": "it broke"} if error_type else None
+    return {"state": state, "time": time, "error": error, "reason": "signal SIGTERM", "step": 4, "num_steps": 8}
+
+
+@pytest.mark.parametrize(
+    ("written", "code", "state", "message"),
+    [
+        ({}, None, WAITING, ""),
+        (status("finished"), 0, FINISHED, ""),
+        (status("finished"), None, FINISHED, ""),  # the sweep was killed before it recorded the end
+        (status("stopped"), 143, STOPPED, "signal SIGTERM"),
+        (status("failed", error_type="NonFiniteError"), 1, FAILED, "it broke"),
+        (status("failed", error_type="LostContact"), 1, INTERRUPTED, "it broke"),
+        (status("failed", error_type="DiskError"), 1, INTERRUPTED, "it broke"),
+        (status("running"), -9, INTERRUPTED, "killed by signal 9"),
+        (status("running"), None, INTERRUPTED, "its process was killed with the sweep"),
+        (status("running"), 1, INTERRUPTED, "exited unexpectedly with exit code 1"),
+        ({}, 2, FAILED, "a bad key"),
+        (status("stopped", time=90.0), 2, FAILED, "a bad key"),  # the status is of an earlier start
+        (status("stopped", time=90.0), -9, STOPPED, "signal SIGTERM"),
+        ({"state": 7, "time": "x", "error": 3, "step": -1}, 1, FAILED, "a bad key"),
+    ],
+)
+def test_the_outcome_follows_the_status_file_and_the_exit_code(written, code, state, message):
+    message_of_log = "a bad key" if code == 2 or 7 in written.values() else None
+    record = RecordedRun("a", {}, STARTED if code is not None else None, code, message_of_log)
+    outcome = outcome_of(written, record)
+    assert (outcome.state, outcome.message) == (state, message)
+
+
+def test_a_pruned_run_stays_pruned_after_it_stopped():
+    assert outcome_of(status("stopped"), RecordedRun("a", {}, STARTED, 0, None, True)).state == PRUNED

@@ -8,13 +8,13 @@ import time
 import pytest
 
 from finetune.commands.sweep import schedule
+from finetune.commands.sweep.axes import Choices
 from finetune.commands.sweep.journal import SweepJournal
 from finetune.commands.sweep.launch import LaunchPlan
 from finetune.commands.sweep.results import Objective
 from finetune.commands.sweep.runs import SweepRun
 from finetune.commands.sweep.schedule import Scheduler, StopSignals
 from finetune.commands.sweep.screen import SweepScreen
-from finetune.commands.sweep.space import Choices
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import load_config
 from finetune.errors import UserError

@@ -8,11 +8,10 @@ from pathlib import Path
 import optuna
 import pytest
 
+from finetune.commands.sweep.axes import Choices, Range
 from finetune.commands.sweep.journal import lock_sweep
-from finetune.commands.sweep.outcome import FAILED, FINISHED, INTERRUPTED, WAITING
 from finetune.commands.sweep.results import Objective, history_so_far
-from finetune.commands.sweep.runs import SweepRun
-from finetune.commands.sweep.space import Choices, Range
+from finetune.commands.sweep.runs import FAILED, FINISHED, INTERRUPTED, WAITING, SweepRun
 from finetune.commands.sweep.study import SweepStudy, trial_name
 from finetune.config.load import load_config
 from finetune.errors import UserError

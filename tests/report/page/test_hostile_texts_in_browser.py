@@ -7,8 +7,8 @@ import pytest
 
 from finetune.commands.compare.compare import write_comparison
 from finetune.commands.preview.preview import preview
-from finetune.commands.sweep.outcome import FINISHED, Outcome
 from finetune.commands.sweep.results import RunResult, write_page
+from finetune.commands.sweep.runs import FINISHED, Outcome
 from tests.browser import Browser
 from tests.commands.preview.test_classes import JOB
 from tests.report.page.events import answered, ended, evaluated, started, taken, write_run

@@ -124,9 +124,9 @@ def test_a_failed_build_leaves_no_staging_folder(tmp_path):
 
 def test_a_resumed_build_finds_its_staged_files(tmp_path):
     with pytest.raises(OSError, match="no room"):
-        make(tmp_path / "folder", fail, goes_on=True)
+        make(tmp_path / "folder", fail, resumes=True)
     assert not (tmp_path / "folder").exists()
-    make(tmp_path / "folder", lambda staging: (staging / "rest").write_text("rest"), goes_on=True)
+    make(tmp_path / "folder", lambda staging: (staging / "rest").write_text("rest"), resumes=True)
     assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["half", "rest"]
 
 

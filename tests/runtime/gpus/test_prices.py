@@ -6,11 +6,11 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.runtime.gpus.prices import lowest, prices_of
-from finetune.runtime.gpus.specifications import gpu_kinds
+from finetune.runtime.gpus.specifications import gpu_models
 
 
 def test_prices_are_of_kinds_that_exist_and_name_their_source():
-    found = {kind.name: prices_of(kind.name) for kind in gpu_kinds()}
+    found = {kind.name: prices_of(kind.name) for kind in gpu_models()}
     priced = [price for prices in found.values() for price in prices]
     assert len(priced) >= 40
     for price in priced:

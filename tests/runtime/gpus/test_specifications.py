@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import UserError
-from finetune.runtime.gpus.specifications import find_gpu, gpu_kinds, nearest_names, require_gpu
+from finetune.runtime.gpus.specifications import find_gpu, gpu_models, nearest_names, require_gpu
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_figures_are_those_of_the_datasheets():
 
 def test_every_entry_is_plausible_and_every_name_is_of_one_kind():
     names: dict[str, str] = {}
-    assert len(gpu_kinds()) >= 35
-    for kind in gpu_kinds():
+    assert len(gpu_models()) >= 35
+    for kind in gpu_models():
         assert 8 < kind.memory_bytes / 2**30 < 300, kind.name
         assert kind.flops["fp32"] <= kind.peak_flops("tf32") <= kind.peak_flops("fp16") < 3e15, kind.name
         assert 2e11 < kind.memory_bandwidth < 1e13, kind.name

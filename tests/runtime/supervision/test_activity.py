@@ -20,9 +20,9 @@ def work(seconds: float) -> None:
 def test_rank_0_moves_while_its_main_thread_works():
     activity = OwnActivity()
     work(0.05)
-    assert activity.has_moved()
+    assert activity.has_progressed()
     time.sleep(0.05)
-    assert not activity.has_moved()
+    assert not activity.has_progressed()
 
 
 def test_the_others_see_rank_0_in_the_status_file(tmp_path):
@@ -33,12 +33,12 @@ def test_the_others_see_rank_0_in_the_status_file(tmp_path):
     ]
     files[0].start()
     activity = OthersActivity(files[1])
-    assert activity.has_moved()
-    assert not activity.has_moved()
+    assert activity.has_progressed()
+    assert not activity.has_progressed()
     now[0] += 4.0
     files[0].refresh()
-    assert activity.has_moved()
-    assert not activity.has_moved()
+    assert activity.has_progressed()
+    assert not activity.has_progressed()
 
 
 def test_long_work_of_rank_0_is_not_a_hang_unless_it_stalls(tmp_path):
@@ -53,10 +53,10 @@ def test_long_work_of_rank_0_is_not_a_hang_unless_it_stalls(tmp_path):
         with distributed.rank_0_works_alone():
             for _ in range(3):
                 work(0.2)
-                dog.look()
+                dog.check()
             assert ended == [], "0.6 s passed no point, and something was done all the time"
             time.sleep(0.4)
-            dog.look()
+            dog.check()
         assert ended == [1]
     finally:
         dog.stop()

@@ -66,6 +66,6 @@ def test_a_signal_is_recorded_even_if_the_main_thread_cannot_handle_it():
     with record_signals() as note:
         signal.raise_signal(signal.SIGTERM)
         note.received = None  # as if the handler had not run yet
-        note.hear()
+        note.read_wakeup_pipe()
         assert note.received is signal.SIGTERM
-        note.hear()  # nothing new
+        note.read_wakeup_pipe()  # nothing new

@@ -47,9 +47,9 @@ def test_aws_answers_404_until_the_machine_is_to_be_taken(service):
     said: list[str] = []
     notice = SpotNotice("aws", log=said.append)
     service.answers["PUT", "/latest/api/token"] = "a token"
-    assert not notice.look()
+    assert not notice.poll()
     service.answers["GET", "/latest/meta-data/spot/instance-action"] = '{"action": "terminate", "time": "..."}'
-    assert notice.look()
+    assert notice.poll()
     assert notice()
     assert service.headers[0]["x-aws-ec2-metadata-token-ttl-seconds"] == "300"
     assert service.headers[-1]["x-aws-ec2-metadata-token"] == "a token"
@@ -60,7 +60,7 @@ def test_a_gcp_preemption_is_recognized_by_its_answer(service):
     notice = SpotNotice("gcp", log=print)
     for answer, expected in (("FALSE", False), ("TRUE", True)):
         service.answers["GET", "/computeMetadata/v1/instance/preempted"] = answer
-        assert notice.look() is expected
+        assert notice.poll() is expected
     assert service.headers[-1]["metadata-flavor"] == "Google"
 
 
@@ -75,7 +75,7 @@ def test_azure_names_the_machines_of_an_event_and_only_ours_counts(service):
         ('{"Events": [{"EventType": "Preempt", "Resources": ["other_1", "mine_0"]}]}', True),
     ):
         service.answers["GET", events] = written
-        assert notice.look() is expected
+        assert notice.poll() is expected
     assert service.headers[-1]["metadata"] == "true"
 
 
@@ -83,6 +83,6 @@ def test_a_service_that_does_not_answer_is_one_warning(monkeypatch):
     monkeypatch.setenv(BASE_VARIABLE, "http://127.0.0.1:9")
     said: list[str] = []
     notice = SpotNotice("gcp", log=said.append)
-    assert [notice.look(), notice.look()] == [False, False]
+    assert [notice.poll(), notice.poll()] == [False, False]
     assert len(said) == 1
     assert "the metadata service of gcp does not respond" in said[0]

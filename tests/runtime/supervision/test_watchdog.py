@@ -37,7 +37,7 @@ class Watched:
 
     def code(self) -> int:
         with pytest.raises(Left) as left:
-            self.dog.look()
+            self.dog.check()
         return left.value.args[0]
 
 
@@ -52,10 +52,10 @@ def watched(tmp_path, monkeypatch) -> Iterator[Watched]:
 
 def test_while_all_is_well_nothing_happens(watched):
     watched.dog.detect_hangs(1000.0)
-    watched.dog.look()
+    watched.dog.check()
     watched.dog.begin_training()
     watched.note.note(signal.SIGTERM, None)  # for the loop, from now on
-    watched.dog.look()
+    watched.dog.check()
 
 
 def test_a_signal_before_training_ends_the_run_with_its_exit_code(watched, tmp_path):
@@ -84,7 +84,7 @@ def test_a_process_that_a_newer_attempt_has_replaced_ends_and_leaves_the_status_
 ):
     for name, value in mark_attempt(tmp_path, 3).items():
         monkeypatch.setenv(name, value)
-    watched.dog.look()
+    watched.dog.check()
     before = (tmp_path / "status.json").read_bytes()
     mark_attempt(tmp_path, 4)
     assert watched.code() == 1

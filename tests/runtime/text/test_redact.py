@@ -28,7 +28,7 @@ def known(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         secrets = KnownSecrets()
-        secrets.look()
+        secrets.read_environment()
         return secrets
 
     return make
@@ -72,7 +72,7 @@ def test_a_longer_secret_is_taken_out_whole(known):
 def test_added_secrets_survive_a_reread_of_the_environment(known):
     secrets = known()
     secrets.add(["c0ffee-of-a-job-1"])
-    secrets.look()
+    secrets.read_environment()
     assert secrets.redact("c0ffee-of-a-job-1") == "[redacted]"
 
 

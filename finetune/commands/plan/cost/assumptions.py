@@ -1,4 +1,4 @@
-"""The assumptions of the cost model and of the outlook: figures with their units and sources, nothing else.
+"""The assumptions of the cost model and of the outlook, with units and sources.
 
 Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpus/specifications.yaml`.
 """
@@ -6,8 +6,8 @@ Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpus/specific
 # Computation
 
 TRAINING_SHARE = 0.77
-"""Share of the largest matrix products' pace that all products of a model reach, attention among them. Chosen so that
-the errors against published throughputs (docs/planning.md) are centered on 0."""
+"""Share of the speed of the largest matrix products that all products of a model, including attention, reach. Chosen so
+that the errors against published throughputs (docs/planning.md) are centered on 0."""
 
 MEMORY_SHARE = 0.8
 """Share of the memory's bandwidth that element-wise kernels reach."""
@@ -24,13 +24,13 @@ ADAPTED_TRAFFIC_PER_HIDDEN = 250.0
 """The traffic of adapters: seven modules of a layer, each with a float32 copy of its input and a sum at its output."""
 
 HOST_SECONDS_PER_LAYER = 1.2e-3
-"""To launch the kernels of a layer's forward and backward pass from Python, without torch.compile."""
+"""Time to launch the kernels of a layer's forward and backward pass from Python, without torch.compile."""
 
 HOOK_SECONDS_PER_LAYER = {"fsdp2": 0.4e-3, "hsdp": 0.4e-3, "zero3": 1e-3, "zero3_offload": 1e-3}
-"""Of the host, to gather and free a layer's weights."""
+"""Host time to gather and free a layer's weights."""
 
 UPDATE_BYTES = 36.0
-"""Read and written per parameter by clipping and AdamW in float32: weight, gradient and two moments."""
+"""Bytes read and written per parameter by clipping and AdamW in float32: weight, gradient and two moments."""
 
 HOST_UPDATE_BYTES = 30.0
 """The same on the host, by DeepSpeedCPUAdam."""
@@ -40,7 +40,7 @@ STRAGGLER_NOISE = 0.036
 The one number fitted to published scaling; `python benchmarks/scaling.py --fit` repeats the fit without each source."""
 
 STRAGGLER_FREE_RANKS = 8
-"""Ranks of the runs that TRAINING_SHARE was chosen by, at most: it includes their stragglers."""
+"""The largest number of ranks of the runs that determined TRAINING_SHARE, which includes their stragglers."""
 
 # Communication
 
@@ -52,13 +52,13 @@ NETWORK_SHARE = 0.8
 """Share of the network's bandwidth."""
 
 LAUNCH_SECONDS = 12e-6
-"""To start a collective: its kernel, and NCCL's assumption for the algorithm itself (8.4 us)."""
+"""Time to start a collective: its kernel, and NCCL's assumption for the algorithm itself (8.4 us)."""
 
 HOP_SECONDS = {"NVLink": 3.4e-6, "Infinity Fabric": 3.4e-6, "PCIe": 5.7e-6}
-"""Between two GPUs of one machine, for large messages (NCCL 2.19 to 2.28, `hwLatencies`, ring, protocol Simple)."""
+"""Latency between GPUs of one machine, for large messages (NCCL 2.19 to 2.28, `hwLatencies`, ring, protocol Simple)."""
 
 NETWORK_HOP_SECONDS = 14e-6
-"""Between two machines (ditto)."""
+"""Latency between two machines (ditto)."""
 
 OVERLAP_SHARE = 0.9
 """Share of the computation that can hide communication: dependencies leave gaps at both ends."""
@@ -68,31 +68,31 @@ CONTENTION_SHARE = 1 - 1 / 1.189
 computation is 18.9% slower on average (Lee et al., 2025, arXiv:2507.03114, abstract)."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Of gradients that DDP reduces at a time (torch's `bucket_cap_mb`); ZeRO's buckets are not smaller here."""
+"""Bytes of gradients that DDP reduces at a time (torch's `bucket_cap_mb`); ZeRO's buckets are not smaller here."""
 
 ZERO_GATHER_BYTES = 1e9
-"""Of updated weights that ZeRO-1 and -2 gather at a time: DeepSpeed's `allgather_bucket_size`, 5e8 numbers."""
+"""Bytes of updated weights that ZeRO-1 and -2 gather at a time: DeepSpeed's `allgather_bucket_size`, 5e8 elements."""
 
 # Machines and their failures
 
 GPUS_PER_NODE = 8
-"""Of the machines that clouds rent."""
+"""GPUs of the machines that clouds rent."""
 
 USABLE_SHARE = 0.95
-"""Share of the device's memory; the rest is lost to fragments of torch's allocator."""
+"""Share of the device's memory; the rest is lost to fragmentation in torch's allocator."""
 
 SPOT_HOURS_PER_MACHINE = 24.0
-"""Between two preemptions of a spot machine; differs by cloud, zone, kind and hour."""
+"""Time between two preemptions of a spot machine; differs by cloud, zone, model and hour."""
 
 FAILURE_GPU_HOURS = 50_000.0
-"""Between two failures of GPUs that are not preempted: 419 in 54 days on 16,384 GPUs (Llama Team, 2024, "The Llama 3
+"""GPU time between two failures without preemptions: 419 in 54 days on 16,384 GPUs (Llama Team, 2024, "The Llama 3
 herd of models", table 5) are one in 50,700 GPU-hours."""
 
 DISK_BANDWIDTH = 1e9
 """Bytes per second at which a checkpoint is written."""
 
 RESTART_SECONDS = 600.0
-"""Until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
+"""Time until a run that lost a machine trains again: a new machine, the weights, the checkpoint."""
 
 MIN_EFFICIENCY = 0.75
-"""A number of GPUs pays if each does at least this share of what each does at the most efficient number."""
+"""A number of GPUs pays if each has at least this share of the throughput at the most efficient number."""

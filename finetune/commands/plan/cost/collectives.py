@@ -1,8 +1,8 @@
-"""How long collectives take over the links within a machine and the network between machines.
+"""The time of collectives over the links within a machine and the network between machines.
 
 Bandwidth: every rank sends `(n - 1) / n` of the bytes in an all-gather or reduce-scatter and twice that in an
 all-reduce (Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms"; NCCL's `busbw`). A ring goes through all
-ranks of a machine and then to the next one, so that as much crosses the network, shared by the paths of all ranks of
+ranks of a machine and then to the next one, so the same bytes cross the network, shared by the paths of all ranks of
 the machine (each has its own network card, or a part of one); the slower of the two counts.
 Latency: as NCCL estimates it to choose an algorithm (`src/graph/tuning.cc`). A ring has `n - 1` hops, of which one per
 machine but the first crosses the network; an all-reduce goes there and back, by a ring or by a tree over the machines,
@@ -18,7 +18,7 @@ from finetune.commands.plan.cost.assumptions import HOP_SECONDS, LAUNCH_SECONDS,
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on machines; bandwidths in bytes per second of one rank in one direction, as they are reached."""
+    """Ranks on machines; bandwidths in effective bytes per second of one rank in one direction."""
 
     num_ranks: int
     ranks_per_node: int
@@ -54,11 +54,11 @@ def all_gather_seconds(size_bytes: float, cluster: Cluster) -> float:
 
 
 reduce_scatter_seconds = all_gather_seconds
-"""The same bytes over the same ring, the other way round."""
+"""The same bytes over the same ring in the opposite direction."""
 
 
 def all_reduce_seconds(size_bytes: float, cluster: Cluster) -> float:
-    """Return how long it takes until every rank has the sum of all ranks' `size_bytes`.
+    """Return the time until every rank has the sum of all ranks' `size_bytes`.
 
     >>> round(all_reduce_seconds(32e9, Cluster(8, 8, 350e9, 40e9)), 3)  # 2 x 32 GB x 7/8 / 350 GB/s
     0.16

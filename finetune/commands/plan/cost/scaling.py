@@ -1,4 +1,4 @@
-"""How many GPUs pay: what each number of them does per second and per dollar, against one less doubling."""
+"""The throughput per second and per dollar of numbers of GPUs, and the largest number that pays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from finetune.commands.plan.cost.assumptions import MIN_EFFICIENCY
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """Throughput and price with this number of GPUs. `usd_per_gpu_hour` is None where no price is known."""
+    """Throughput and price with this number of GPUs. `usd_per_gpu_hour` is None if no price is known."""
 
     num_gpus: int
     tokens_per_second: float
@@ -29,9 +29,9 @@ class ScalePoint:
 
 
 def efficiency(points: Sequence[ScalePoint]) -> list[float]:
-    """Return for each point what a GPU does there, as a share of what one does where each does most.
+    """Return the throughput per GPU of each point, as a share of that of the most efficient point.
 
-    That is where there are fewest, unless they have to make do with a slower strategy.
+    That is the point with the fewest GPUs, unless these need a slower strategy.
 
     >>> efficiency([ScalePoint(1, 100.0), ScalePoint(2, 180.0), ScalePoint(4, 300.0)])
     [1.0, 0.9, 0.75]
@@ -51,7 +51,7 @@ def most_that_pay(points: Sequence[ScalePoint], *, least: float = MIN_EFFICIENCY
 
 
 def amdahl_share(points: Sequence[ScalePoint]) -> float | None:
-    """Return the part of a step that does not get shorter with more GPUs, fitted to the most and the fewest of them.
+    """Return the part of a step that does not get shorter with more GPUs, fitted to the first and the last point.
 
     Amdahl (1967): with a serial share s, n GPUs are 1 / (s + (1 - s) / n) times as fast as one. None for one point.
 

@@ -1,9 +1,9 @@
-"""How long one optimizer step takes: a roofline of the device, and what the strategy sends that is not hidden.
+"""The time of one optimizer step: a roofline of the device, and communication that does not overlap.
 
 The roofline (Williams et al., 2009, "Roofline: an insightful visual performance model"): matrix products at a share of
 the peak, everything between them at a share of the memory's bandwidth, the update likewise, and never faster than the
-host can launch kernels. Communication overlaps with computation and slows it; what does not fit next to it, and the
-first or last piece of it, is waited for. All ranks wait for the slowest.
+host can launch kernels. Communication overlaps with computation and slows it down; the excess, and at least the first
+or last piece, is exposed. All ranks wait for the slowest.
 """
 
 import math
@@ -34,7 +34,7 @@ from finetune.commands.plan.cost.collectives import (
 
 @dataclass(frozen=True)
 class Device:
-    """What a device reaches: FLOP/s of matrix products, and bytes per second."""
+    """The effective speed of a device: FLOP/s of matrix products, and bytes per second."""
 
     flops: float
     memory_bandwidth: float
@@ -44,10 +44,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes in a step, and what the model consists of. Counts are of whole numbers of bytes or FLOPs.
+    """The computation of one rank in a step, and the sizes of the model, in bytes and FLOPs.
 
-    `weight_bytes` are those of all weights as they are computed with (and gathered), `gradient_bytes` those of the
-    gradients as they are reduced, `trained_weight_bytes` those of trained weights as they are gathered after an update.
+    `weight_bytes` are those of all weights in the data type of the computation (in which they are gathered),
+    `gradient_bytes` those of the reduced gradients, `trained_weight_bytes` those of trained weights that are gathered
+    after an update.
     """
 
     num_tokens: float  # of one microbatch, padding included
@@ -61,8 +62,8 @@ class Work:
     weight_bytes: float
     gradient_bytes: float
     trained_weight_bytes: float
-    num_casts: int = 0  # float32 weights are rounded that often per microbatch (autocast)
-    dequantized_bytes: float = 0.0  # written per microbatch where weights are stored in 4 or 8 bits
+    num_casts: int = 0  # of float32 weights per microbatch (autocast)
+    dequantized_bytes: float = 0.0  # written per microbatch if weights have 4 or 8 bits
     num_collective_layers: int = 0  # gathered one by one; 0: num_layers
 
     @property
@@ -73,7 +74,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they go to; `hidden` communication is not part of the total."""
+    """Seconds of a step by cause; `hidden` communication is not part of the total."""
 
     parts: Mapping[str, float] = field(default_factory=dict)
     hidden_seconds: float = 0.0
@@ -116,7 +117,7 @@ def step_time(
 
 
 def num_shards(strategy: str, cluster: Cluster, *, hsdp_shards: int | None = None) -> int:
-    """Return over how many ranks a strategy splits what it splits; 1 for those that split nothing."""
+    """Return the number of shards of the strategy; 1 if it does not shard."""
     if strategy in ("single", "ddp"):
         return 1
     if strategy != "hsdp":
@@ -125,12 +126,12 @@ def num_shards(strategy: str, cluster: Cluster, *, hsdp_shards: int | None = Non
 
 
 def straggler_share(num_ranks: int) -> float:
-    """Return how much longer than on a machine of 8 ranks the slowest of these ranks computes, as a share of the mean.
+    """Return the extra time of the slowest rank, compared with that of 8 ranks, as a share of the mean.
 
     The expected largest of n normal numbers (Blom, 1958, "Statistical estimates and transformed beta-variables") grows
     like the square root of log n.
 
-    >>> [round(straggler_share(each), 3) for each in (8, 64, 512, 4096)]
+    >>> [round(straggler_share(ranks), 3) for ranks in (8, 64, 512, 4096)]
     [0.0, 0.032, 0.057, 0.078]
     """
     return STRAGGLER_NOISE * max(0.0, _expected_largest(num_ranks) - _expected_largest(STRAGGLER_FREE_RANKS))
@@ -141,7 +142,7 @@ def _expected_largest(count: int) -> float:
 
 
 def _pass_seconds(strategy: str, work: Work, *, device: Device) -> _Pass:
-    """Return the time of a microbatch: a third of the FLOPs forward, the rest and what is recomputed backward."""
+    """Return the time of a microbatch: a third of the FLOPs forward, the rest and recomputation backward."""
     memory = device.memory_bandwidth * MEMORY_SHARE
     total = work.flops_per_token + work.recomputed_flops_per_token
     recomputed = work.recomputed_flops_per_token / max(total, 1.0)
@@ -157,7 +158,7 @@ def _pass_seconds(strategy: str, work: Work, *, device: Device) -> _Pass:
 
 
 def _communication(strategy: str, work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> tuple[float, float]:
-    """Return the seconds of a step in which communication is waited for, and those in which it is hidden."""
+    """Return the seconds of exposed and of hidden communication in a step."""
     if cluster.num_ranks == 1:
         return 0.0, 0.0
     name = strategy.removesuffix("_offload")
@@ -169,7 +170,7 @@ def _communication(strategy: str, work: Work, *, computed: _Pass, cluster: Clust
 
 
 def _reduced_in_buckets(work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
-    """Return what is waited for and hidden of reducing all gradients once during a backward pass."""
+    """Return the exposed and hidden seconds of reducing all gradients once during a backward pass."""
     buckets = max(1, math.ceil(work.gradient_bytes / BUCKET_BYTES))
     seconds = buckets * all_reduce_seconds(work.gradient_bytes / buckets, cluster)
     return _overlapped(seconds, computed.backward, pieces=buckets)
@@ -178,7 +179,7 @@ def _reduced_in_buckets(work: Work, *, computed: _Pass, cluster: Cluster) -> tup
 def _partitioned(name: str, work: Work, *, computed: _Pass, cluster: Cluster) -> tuple[float, float]:
     """ZeRO-1 reduces gradients once a step, ZeRO-2 after each microbatch; both gather updated weights afterwards.
 
-    DeepSpeed (0.19) all-reduces whole buckets although a rank needs its share alone.
+    DeepSpeed (0.19) all-reduces whole buckets although a rank needs only its share.
     """
     times = work.num_microbatches if name == "zero2" else 1
     exposed, hidden = _reduced_in_buckets(work, computed=computed, cluster=cluster)
@@ -198,14 +199,14 @@ def _sharded(work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> t
     exposed, hidden = (work.num_microbatches * (one + other) for one, other in zip(forward, backward, strict=True))
     if shards < cluster.num_ranks:
         across = pieces * all_reduce_seconds(work.gradient_bytes / shards / pieces, cluster.replica_group(shards))
-        room = max(0.0, computed.backward - backward[1] / OVERLAP_SHARE)  # what the last backward pass still can hide
-        last = _overlapped(across, room, pieces=pieces)
+        free = max(0.0, computed.backward - backward[1] / OVERLAP_SHARE)  # left to overlap in the last backward pass
+        last = _overlapped(across, free, pieces=pieces)
         exposed, hidden = exposed + last[0], hidden + last[1]
     return exposed, hidden
 
 
 def _overlapped(seconds: float, computation_seconds: float, *, pieces: int) -> tuple[float, float]:
-    """Return what is waited for, at least one piece, and what is hidden behind the computation."""
+    """Return the exposed seconds, at least one piece, and those that overlap with the computation."""
     exposed = max(seconds / pieces, seconds - OVERLAP_SHARE * computation_seconds)
     return exposed, seconds - exposed
 

@@ -1,5 +1,5 @@
-"""`run.on_end`: a small process outlives the run's own, reads how the run has ended, and runs the user's command.
+"""`run.on_end`: a small process that outlives the run, determines how it ended, and runs the user's command.
 
-No process of the run can do that: one that is killed runs nothing. The sentinel is started by the first rank of each
-host, belongs to no launcher, session or group of the run, and imports no torch.
+No process of the run could do this, since it might be killed. The first rank of each host starts the sentinel, which is
+not part of the run's launcher, session or process group, and does not import torch.
 """

@@ -1,4 +1,4 @@
-"""How a run has ended on this machine, and whether its command is due: pure decisions."""
+"""Pure decisions: how a run has ended on this machine, and whether its command is due."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ WAIT, LEAVE = "wait", "leave"
 _MAX_REASON_LENGTH = 100
 
 Process = Sequence[float]
-"""A process by its number and when it was created (unix seconds): numbers are used again."""
+"""The pid and creation time (unix seconds) of a process, since pids are reused."""
 
 
 @dataclass(frozen=True)
 class EndHook:
-    """What to run at the end of which run: plain values, which are sent as JSON. Durations in seconds."""
+    """The command and the run that it belongs to, as plain values that are sent as JSON. Durations in seconds."""
 
     command: str
     when: Sequence[str]
@@ -28,15 +28,15 @@ class EndHook:
     log: str  # file for the command's output
     host: str
     launch: str  # as in status.json
-    url: str = ""  # where the run is uploaded to
+    url: str = ""  # to which the run is uploaded
     processes: Sequence[Process] = ()  # ranks of this host
     launchers: Sequence[Process] = ()  # that may start the run again
-    has_trained: bool = False  # this start, or one that it replaces
+    has_trained: bool = False  # in this start, or one that it replaces
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the run has ended here."""
+    """The end of the run on this machine."""
 
     outcome: str
     reason: str
@@ -47,7 +47,7 @@ class RunEnd:
 def next_action(
     end: RunEnd, hook: EndHook, *, is_alive: bool, quiet_seconds: float, ended_seconds: float = 0.0
 ) -> str | RunEnd:
-    """Return WAIT, LEAVE where there is nothing to do any more, or the end for which the command is due now.
+    """Return WAIT, LEAVE if there is nothing left to do, or the end for which the command is due now.
 
     `is_alive`: a process of the run, or a launcher that may start it again, exists on this machine. `quiet_seconds` is
     the time since the last sign of progress, `ended_seconds` the time since no process has been alive.
@@ -61,9 +61,9 @@ def next_action(
 
 
 def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *, hook: EndHook) -> RunEnd:
-    """Return how the run has ended: as its process has announced at its very end, else as status.json says.
+    """Return the end of the run that its process announced last, else that of status.json.
 
-    The status of another launch is ignored. One that shows no end was left by a killed run.
+    The status of another launch is ignored. A status without an end belongs to a killed run.
     """
     facts = status if status.get("launch") == hook.launch else {}
     step = _whole(facts.get("step"), 0)
@@ -75,8 +75,8 @@ def end_of_run(announced: Mapping[str, Any] | None, status: Mapping[str, Any], *
             return RunEnd("finished", reason, 0, step)
         return RunEnd("failed", "not everything was uploaded", code, step)
     if state == "stopped" and code != 1:
-        is_by_a_person = reason in ("signal SIGINT", "interrupted")
-        return RunEnd("interrupted" if is_by_a_person else "stopped", reason, code, step)
+        is_by_user = reason in ("signal SIGINT", "interrupted")
+        return RunEnd("interrupted" if is_by_user else "stopped", reason, code, step)
     if state in ("stopped", "failed"):
         error = facts.get("error")
         error_type = _plain_words(error.get("type")) if isinstance(error, Mapping) else ""
@@ -102,7 +102,7 @@ def _whole(value: Any, default: int) -> int:
 
 
 def _plain_words(value: Any) -> str:
-    """Return a reason without special characters: it may be the name of anybody's exception.
+    """Return a reason without special characters, since it may be the name of any exception.
 
     >>> _plain_words("signal SIGTERM"), _plain_words("$(reboot)")
     ('signal SIGTERM', 'reboot')

@@ -1,35 +1,123 @@
-"""The process that outlives a run. It reads messages on standard input, each line a JSON object.
+"""The process that outlives a run. It reads messages on standard input, one JSON object per line.
 
-The `hook` comes first, then `beat` for progress, `processes` once all ranks are known, `has_trained`, `end` with how
-the run has ended, and `call_off`. SIGTERM calls it off, too.
+The `hook` comes first, then `beat` for progress, `processes` once all ranks are known, `has_trained`, `end` with the
+end of the run, and `call_off`. SIGTERM also calls it off.
 """
 
 import json
 import os
 import select
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import psutil
 
 from finetune.runtime.optional import no_op
-from finetune.runtime.supervision.on_end.command import TIMED_OUT, EndLog, command_environment, run_command
 from finetune.runtime.supervision.on_end.outcome import WAIT, EndHook, RunEnd, describe_end, end_of_run, next_action
 from finetune.runtime.text.terminal import format_json, printable
+
+TIMED_OUT = 124
+
+_MAX_BYTES = 1 << 20
+_MAX_LINE = 1 << 16
+_DRAIN_SECONDS = 0.2
+"""Time to log the last lines; a background process of the command may keep the output open."""
+
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+)
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "ROLE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCH_NCCL_")
+
+
+class EndLog:
+    """A log file in the run folder; errors, as of a full disk, are ignored."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, text: str) -> None:
+        """Append the lines."""
+        with suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with os.fdopen(os.open(self._path, flags, 0o644), "a", encoding="utf-8", errors="replace") as file:
+                file.write(text.rstrip("\n") + "\n")
+
+
+def command_environment(variables: Mapping[str, str], facts: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the command: that of the run without variables of launchers, and the facts."""
+    plain = {
+        name: value
+        for name, value in variables.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    return plain | dict(facts)
+
+
+def run_command(
+    command: str, *, environment: Mapping[str, str], log: Callable[[str], None], timeout_seconds: float
+) -> int:
+    """Run the command by `/bin/sh`; return its exit code, 124 after a timeout, 127 if it cannot be run."""
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        log(printable(f"{type(error).__name__}: {error}"))
+        return 127
+    assert process.stdout is not None
+    output = threading.Thread(target=_log_output, args=(process.stdout, log), daemon=True)
+    output.start()
+    try:
+        code = process.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        code = TIMED_OUT
+    output.join(_DRAIN_SECONDS)
+    return code
+
+
+def _log_output(stream: IO[bytes], log: Callable[[str], None]) -> None:
+    """Log each line immediately, up to a limit, and the number of omitted bytes."""
+    num_bytes = 0
+    while line := stream.readline(_MAX_LINE):
+        if num_bytes < _MAX_BYTES:
+            log(printable(line.rstrip(b"\n").decode("utf-8", errors="replace")))
+        num_bytes += len(line)
+    if num_bytes > _MAX_BYTES:
+        log(f"(truncated after {_MAX_BYTES:,} of {num_bytes:,} bytes)")
+
 
 REPLACED = signal.SIGUSR1
 """Sent to the sentinel of an earlier start by that of a new one."""
 
 _TICK_SECONDS = 1.0
-_SUSPENDED_SECONDS = 30.0  # between two ticks: the machine or this process slept, and nobody was idle
-_EXIT_SECONDS = 60.0  # after a process has announced its end; one that is still there then does not count
+_SUSPENDED_SECONDS = 30.0  # between two ticks: the machine or this process was suspended, so the run was not idle
+_EXIT_SECONDS = 60.0  # after a process has announced its end; one that exists longer is ignored
 _MAX_STATUS_BYTES = 4 << 20
 
 
@@ -47,12 +135,12 @@ class Sentinel:
         self._is_over = False  # called off, or replaced
         while self._hook is None:
             if self._source is None:
-                raise EOFError("the run has ended before it sent its hook")
+                raise EOFError("the run ended before it sent its hook")
             self._read(self._source)
 
     @property
     def hook(self) -> EndHook:
-        """Return what to run, with what the run has reported meanwhile."""
+        """Return the hook, updated by the messages of the run."""
         assert self._hook is not None
         return self._hook
 
@@ -61,7 +149,7 @@ class Sentinel:
         return Path(self.hook.run_folder) / f".on_end-{self.hook.host}.json"
 
     def claim(self) -> None:
-        """Take over from the sentinel of an earlier start on this machine, which ends if it still exists."""
+        """Take over from the sentinel of an earlier start on this machine, and end it."""
         signal.signal(signal.SIGTERM, self._call_off)
         signal.signal(REPLACED, self._give_way)
         earlier = _read_object(self._claim)
@@ -72,7 +160,7 @@ class Sentinel:
         self._write_claim()
 
     def wait(self) -> RunEnd | None:
-        """Return the end for which the command is due; None where there is nothing to do."""
+        """Return the end for which the command is due; None if there is nothing to do."""
         while not self._is_over:
             if self._source is None:
                 time.sleep(_TICK_SECONDS)
@@ -86,7 +174,7 @@ class Sentinel:
     def run(self, end: RunEnd) -> None:
         """Run the command, once, and log the result."""
         for number in (signal.SIGTERM, REPLACED):
-            signal.signal(number, no_op)  # ignored ones would be for the command, too: it may end the machine
+            signal.signal(number, no_op)  # the command would inherit ignored signals
         facts = f"{end.outcome} ({end.reason}, step {end.step}, exit code {end.exit_code})"
         self._log(f"{facts}; runs {printable(self.hook.command)}")
         started = time.monotonic()
@@ -172,7 +260,7 @@ class Sentinel:
 
 
 def main() -> NoReturn:
-    """Leave the process that has started this one, and wait for the end of the run."""
+    """Detach from the parent process, and wait for the end of the run."""
     if os.fork() > 0:
         os._exit(0)
     code = 1
@@ -201,7 +289,7 @@ def _is_running(process: Any) -> bool:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one where there is none."""
+    """Return the JSON object in a file; an empty one if there is none."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             value = json.loads(file.read(_MAX_STATUS_BYTES) or b"null")

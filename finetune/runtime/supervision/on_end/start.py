@@ -28,12 +28,12 @@ _PROGRAM = f"import sys; sys.path.append(sys.argv[1]); from {_MODULE} import mai
 _PACKAGE_PARENT = str(Path(finetune.__file__).parents[1])
 _BEAT_SECONDS = 5.0
 _READY_SECONDS = 60.0
-_MIN_CPU_SECONDS = 0.02  # of work between two beats: an upload; waiting for one takes less
+_MIN_CPU_SECONDS = 0.02  # between two beats: more than waiting takes, less than an upload
 _PREPARING, _TRAINING, _ENDING = "preparing", "training", "ending"
 
 
 class RunSentinel:
-    """The sentinel of this machine; without a hook, or before it is started, everything does nothing."""
+    """The sentinel of this machine; without a hook, or before the start, its methods do nothing."""
 
     def __init__(self, hook: EndHook | None) -> None:
         self._hook = hook
@@ -45,7 +45,7 @@ class RunSentinel:
         self._last_heartbeat_at = self._last_cpu_seconds = 0.0
 
     def start(self) -> int | None:
-        """Start it, unless that is done; return its process number. Raises UserError where that is impossible."""
+        """Start the sentinel unless it was started; return its pid. Raises UserError if that fails."""
         if self._hook is None or self._pipe is not None:
             return None
         own = psutil.Process()
@@ -71,22 +71,22 @@ class RunSentinel:
             self._send({"processes": processes})
 
     def begin_training(self) -> None:
-        """From now on, only the points that the hang watchdog knows are progress."""
+        """Count only heartbeats as progress from now on."""
         self._phase = _TRAINING
         self._send({"has_trained": True})
 
     def end_training(self, state: str, *, reason: str) -> None:
-        """Remember how the run ends. From now on, work of any kind is progress: an upload may take long."""
+        """Record how the run ends. From now on any CPU time counts as progress, since an upload may take long."""
         self._phase, self._end = _ENDING, {"state": state, "reason": reason}
 
     def exit(self, code: int) -> int:
-        """Announce the end of the run, when nothing is left to do but to exit with this code; return the code."""
+        """Announce the end of the run just before the exit with this code; return the code."""
         if self._end:
             self._send({"end": {**self._end, "exit_code": code}})
         return code
 
     def call_off(self) -> None:
-        """Have it end without running the command."""
+        """End the sentinel without running the command."""
         self._send({"call_off": True})
 
     def _send_beats(self) -> None:
@@ -96,26 +96,26 @@ class RunSentinel:
             time.sleep(_BEAT_SECONDS)
 
     def _has_progressed(self) -> bool:
-        """Return whether a point was passed or, outside training, work was done since the last call."""
+        """Return whether there was a heartbeat or, outside training, CPU time since the last call."""
         heartbeat_at, cpu_seconds = heartbeat.last_heartbeat_at(), time.process_time()
         has_passed_point = heartbeat_at != self._last_heartbeat_at
         has_worked = cpu_seconds - self._last_cpu_seconds > _MIN_CPU_SECONDS
         self._last_heartbeat_at, self._last_cpu_seconds = heartbeat_at, cpu_seconds
         if has_passed_point or self._phase == _TRAINING:
             return has_passed_point
-        # While preparing, only the main thread counts: that of the watchdog works in any case.
-        return self._main_thread.has_moved() if self._phase == _PREPARING else has_worked
+        # During preparation only the main thread counts, since the watchdog's thread always works.
+        return self._main_thread.has_progressed() if self._phase == _PREPARING else has_worked
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._lock, suppress(OSError):  # it was killed, or is suspended: the run continues
+        with self._lock, suppress(OSError):  # the sentinel was killed or is suspended: the run continues
             if self._pipe is not None:
                 os.write(self._pipe, format_json(message).encode() + b"\n")
 
 
 def find_launchers(process: psutil.Process) -> list[psutil.Process]:
-    """Return the launchers above the process that may start the run again, the nearest first.
+    """Return the ancestors of the process that may restart the run, the nearest first.
 
-    `accelerate launch` and `torchrun`, and the supervisor of `finetune launch torchrun --supervise` above them.
+    These are `accelerate launch`, `torchrun` and the supervisor of `finetune launch torchrun --supervise`.
     """
     launchers: list[psutil.Process] = []
     with suppress(psutil.Error):
@@ -142,7 +142,7 @@ def _identity(process: psutil.Process) -> Process:
 
 
 def _start_process(hook: EndHook) -> tuple[int, int]:
-    """Return the sentinel's process number and the pipe to it; raises OSError or ValueError."""
+    """Return the sentinel's pid and the pipe to it; raises OSError or ValueError."""
     reading, writing = os.pipe()
     try:
         with subprocess.Popen(
@@ -158,7 +158,7 @@ def _start_process(hook: EndHook) -> tuple[int, int]:
                 raise ValueError(f"it did not answer within {_READY_SECONDS:g} s")
             answer = process.stdout.readline()
         if not answer.strip().isdigit():
-            raise ValueError("it exited at once")
+            raise ValueError("it exited immediately")
     except BaseException:
         os.close(writing)
         raise

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from finetune.commands.compare.agreement import compare_losses, first_different_window
+from finetune.commands.compare.comparison import compare_losses, first_different_window
 from finetune.report.history import Steps
 
 COUNT = 600
