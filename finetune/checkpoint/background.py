@@ -25,7 +25,7 @@ def run_now(work: Callable[[], T]) -> "Future[T]":
 def _run_into(work: Callable[[], T], future: "Future[T]") -> None:
     try:
         value = work()
-    except Exception as error:  # raised where the result is asked for
+    except Exception as error:  # raised when the result is read
         future.set_exception(error)
     else:
         future.set_result(value)

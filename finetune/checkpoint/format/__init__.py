@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: names of folders and files, the manifest, the JSON metadata, the tensor files."""
+"""The format of a checkpoint on disk: names of folders and files, manifest, JSON metadata and tensor files."""

@@ -1,11 +1,11 @@
-"""Names on disk: what a checkpoint's folder is called, which folders are checkpoints, and renaming one aside. No torch.
+"""Names on disk: checkpoint folders, hidden folders, and renaming of damaged checkpoints. No torch.
 
     checkpoints/step-000400/  manifest.json index.json progress.json scalars.json model/ optimizer/
 
-A link in place of a checkpoint's folder is followed when it is read; renaming and deleting act on the link alone.
+A link instead of a checkpoint folder is followed for reading; renaming and deleting affect only the link.
 
-There is no folder for random states or the schedule: seeds are derived from (seed, step, rank) again in every step and
-the learning rate is a function of the step, so the step is all that either needs.
+Random states and the schedule are not stored: seeds are derived from (seed, step, rank) in every step, and the learning
+rate is a function of the step, so both depend only on the step.
 """
 
 import os
@@ -21,7 +21,7 @@ INDEX = "index.json"
 PROGRESS = "progress.json"
 SCALARS = "scalars.json"
 METADATA_FILES = (INDEX, SCALARS, PROGRESS)
-"""The files of every checkpoint besides its manifest and its tensors."""
+"""The files of every checkpoint in addition to its manifest and tensors."""
 
 _STEP = re.compile(r"step-([0-9]{6,10})")
 _STAGING = ".staging-"
@@ -35,19 +35,19 @@ def step_folder(folder: Path, step: int) -> Path:
 def staging_folder(folder: Path, step: int) -> Path:
     """Return the hidden folder in which a step's checkpoint is written; on the same file system.
 
-    Each attempt of a supervised run has its own, so that ranks of an older one that are not dead write elsewhere.
+    Each attempt of a supervised run has its own, so that live ranks of an older attempt write elsewhere.
     """
     attempt = f"-attempt-{own_attempt()}" if own_attempt() else ""
     return folder / f"{_STAGING}step-{step:06d}{attempt}"
 
 
 def rehearsal_folder(folder: Path, token: str) -> Path:
-    """Return the folder of a rehearsal; the next save removes what a killed one left, as it does for a save."""
+    """Return the folder of a preflight; the next save removes leftovers of a killed one."""
     return folder / f"{_STAGING}rehearsal-{token}"
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in the folder's name; None unless it is exactly the name that `step_folder` gives.
+    """Return the step in the folder's name; None unless it is exactly the name of `step_folder`.
 
     >>> [step_of(Path(name)) for name in ("step-000010", "step-0000010", "step-1e5", "step-000010 (copy)")]
     [10, None, None, None]
@@ -68,7 +68,7 @@ def steps(folder: Path) -> dict[int, Path]:
 
 
 def misnamed_checkpoints(folder: Path) -> list[Path]:
-    """Return what is named almost like a checkpoint but is none: the name of a copy, a broken link, a file."""
+    """Return paths that are named like checkpoints but are not: copies, broken links, files."""
     return [path for path in sorted(folder.glob("step-*")) if step_of(path) is None or not path.is_dir()]
 
 
@@ -84,12 +84,12 @@ def bad_checkpoints(folder: Path) -> list[Path]:
 
 def deleted_checkpoints(folder: Path) -> dict[Path, int]:
     """Return the checkpoints that are being deleted, or whose deletion was interrupted, with their steps."""
-    found = {path: _STEP.search(path.name) for path in sorted(folder.glob(".deleted-step-*"))}
-    return {path: int(match[1]) for path, match in found.items() if match is not None}
+    matches = {path: _STEP.search(path.name) for path in sorted(folder.glob(".deleted-step-*"))}
+    return {path: int(match[1]) for path, match in matches.items() if match is not None}
 
 
 def remove_staging(folder: Path) -> None:
-    """Remove what killed saves left behind; no other process may be saving into this folder."""
+    """Remove leftovers of killed saves; no other process may be saving to this folder."""
     for path in folder.glob(f"{_STAGING}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -97,7 +97,7 @@ def remove_staging(folder: Path) -> None:
 def rename_aside(path: Path, prefix: str) -> Path:
     """Rename the folder to `.prefix-NAME` and return the new path; nothing is deleted or overwritten.
 
-    Of a link, the link itself is renamed.
+    A link itself is renamed, not its target.
     """
     aside = path.with_name(f".{prefix}-{path.name}")
     count = 1

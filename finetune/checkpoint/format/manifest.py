@@ -1,4 +1,4 @@
-"""The manifest: the last file of a checkpoint to be written; it holds size and digest of every other one. No torch."""
+"""The manifest, the last file of a checkpoint that is written, with size and digest of all others. No torch."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ from finetune.runtime.progress import MAX_STEPS
 
 @dataclass(frozen=True)
 class RunFingerprint:
-    """What a checkpoint records about the run that wrote it, as text that messages can show."""
+    """The settings of the run that wrote a checkpoint, as text for messages."""
 
-    identity: Mapping[str, str]  # what changes the training result: a resumed run must have the same
-    settings: Mapping[str, str]  # the rest of the config: may differ, and differences are listed
-    origin: Mapping[str, str]  # `strategy` and `processes` of the run: any other may resume
+    identity: Mapping[str, str]  # settings that change the training result: a resumed run must have the same
+    settings: Mapping[str, str]  # other settings: they may differ, and differences are logged
+    origin: Mapping[str, str]  # `strategy` and `processes` of the run: a resumed run may have others
 
 
 FORMAT_VERSION = 2
@@ -57,12 +57,12 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, with the checksum of every other file in it."""
+    """The content of a checkpoint, with the checksums of all other files."""
 
     step: int
     run: RunFingerprint
     metrics: Mapping[str, float]  # of an evaluation at exactly this step; empty without one
-    state_sha256: str  # of parameters, optimizer state, step and samples, however they are split into files
+    state_sha256: str  # of parameters, optimizer state, step and samples, independent of files
     created: float  # unix seconds
     versions: Mapping[str, str]
     files: Mapping[str, FileChecksum]  # by relative path, with forward slashes
@@ -111,16 +111,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def manifest_digest(value: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the manifest's JSON without its own digest: keys sorted, no whitespace between tokens.
 
-    It is computed alike in every format version, so that damage is distinguished from an unknown version.
+    It is the same in every format version, so that damage is distinguished from an unknown version.
     """
-    rest = {name: each for name, each in value.items() if name != MANIFEST_DIGEST_KEY}
+    rest = {name: item for name, item in value.items() if name != MANIFEST_DIGEST_KEY}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the checkpoint's manifest; raises CheckpointError saying what is wrong with it.
+    """Return the checkpoint's manifest; raises CheckpointError with its problem.
 
-    Its subclass OtherFormatError means that the manifest is intact but of another format version: leave it alone.
+    The subclass OtherFormatError means that the manifest is intact but has another format version: do not change it.
     """
     path = folder / MANIFEST
     try:
@@ -148,9 +148,9 @@ def parse_manifest(content: bytes, *, path: Path) -> Manifest:
         if not isinstance(value, dict):
             raise ValueError("it is not a JSON object")
         if MANIFEST_DIGEST_KEY in value and value[MANIFEST_DIGEST_KEY] != manifest_digest(value):
-            raise CheckpointError(f"{path}: does not have the digest it was written with")
+            raise CheckpointError(f"{path}: does not match its digest")
         _refuse_other_format(path, value)
-        stored = _SCHEMA.validate_python({name: each for name, each in value.items() if name != MANIFEST_DIGEST_KEY})
+        stored = _SCHEMA.validate_python({name: item for name, item in value.items() if name != MANIFEST_DIGEST_KEY})
     except ValidationError as error:
         raise CheckpointError(f"{path}: cannot be read: {json_problem(error)}") from None
     except (ValueError, RecursionError) as error:
@@ -183,7 +183,7 @@ def first_file_problem(
     *,
     checksum_of: Callable[[Path], FileChecksum] = file_checksum,
 ) -> str | None:
-    """Return what is wrong with the first bad one of the named files; None if all match the manifest."""
+    """Return the problem of the first bad file; None if all match the manifest."""
     for name in names:
         path = folder / name
         if path.is_symlink() or not path.is_file():
@@ -192,7 +192,7 @@ def first_file_problem(
         if size != expected[name].size_bytes:
             return f"{name} has {size} bytes instead of {expected[name].size_bytes}"
         if checksum_of(path) != expected[name]:
-            return f"{name} does not have the digest it was written with"
+            return f"{name} does not match its digest"
     return None
 
 
@@ -218,7 +218,7 @@ def _manifest(stored: Mapping[str, Any]) -> Manifest:
 
 
 def _refuse_unsafe_name(path: Path, name: str) -> None:
-    """Refuse a file outside the folder: a manifest may come from an untrusted source."""
+    """Refuse a file outside of the folder: a manifest may come from an untrusted source."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or "\\" in name or ".." in parts or name == MANIFEST:
         raise CheckpointError(

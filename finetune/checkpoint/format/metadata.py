@@ -19,8 +19,16 @@ from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.progress import UnsupportedVersion, parse_progress
 
 DTYPE_BYTES = {
-    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2},
-    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
 }
 """Bytes of an element, by the safetensors name of its dtype."""
 
@@ -60,14 +68,14 @@ class Metadata:
 
     index: Mapping[str, Mapping[str, Any]]  # by the stored name of a tensor
     scalars: Mapping[str, Any]
-    progress: Mapping[str, Any]  # as `Progress.state_dict` gives it
+    progress: Mapping[str, Any]  # as of `Progress.state_dict`
 
 
 def read_metadata(path: Path, manifest: Manifest) -> Metadata:
-    """Return index, scalars and progress, whose checksums the caller has compared.
+    """Return index, scalars and progress, after the caller has verified their checksums.
 
-    Raises CheckpointError if they do not fit a checkpoint with this manifest, OtherFormatError if this program does not
-    know the version of the progress.
+    Raises CheckpointError if they do not fit a checkpoint with this manifest, OtherFormatError for an unknown version
+    of the progress.
     """
     if missing := [name for name in layout.METADATA_FILES if name not in manifest.files]:
         raise CheckpointError(f"{path}: {layout.MANIFEST} does not list {missing[0]}, which every checkpoint has")
@@ -89,33 +97,33 @@ def read_index(path: Path, manifest: Manifest) -> Mapping[str, Mapping[str, Any]
     index: Mapping[str, Mapping[str, Any]] = _parse(path, layout.INDEX, _INDEX)
     for stored, entry in index.items():
         if entry["file"] not in manifest.files or entry["file"] in layout.METADATA_FILES:
-            wrong = f"lists the file {entry['file'][:80]!r}, which is not in the manifest"
+            problem = f"lists the file {entry['file'][:80]!r}, which is not in the manifest"
         elif stored != _stored_name(entry):
-            wrong = f"stores a tensor of {entry['name'][:80]!r} under the name {stored[:80]!r}"
+            problem = f"stores a tensor of {entry['name'][:80]!r} under the name {stored[:80]!r}"
         elif _size_bytes(entry) > manifest.files[entry["file"]].size_bytes:
-            wrong = f"gives {stored[:80]!r} more elements than fit into {entry['file']}"
+            problem = f"gives {stored[:80]!r} more elements than fit into {entry['file']}"
         else:
             continue
-        raise CheckpointError(f"{path}: {layout.INDEX} {wrong}")
+        raise CheckpointError(f"{path}: {layout.INDEX} {problem}")
     return index
 
 
 def header_problem(path: Path, name: str, index: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return what is wrong with the header of a tensor file, as a sentence; None if it matches the index."""
-    wanted = {stored: entry for stored, entry in index.items() if entry["file"] == name}
-    if not wanted:
+    """Return the problem of a tensor file's header, as a sentence; None if it matches the index."""
+    expected = {stored: entry for stored, entry in index.items() if entry["file"] == name}
+    if not expected:
         return None
     try:
         with safe_open(path / name, framework="np") as file:
             slices = {stored: file.get_slice(stored) for stored in file.keys()}  # noqa: SIM118  # not a mapping
-            found = {stored: (each.get_dtype(), each.get_shape()) for stored, each in slices.items()}
+            headers = {stored: (view.get_dtype(), view.get_shape()) for stored, view in slices.items()}
     except (OSError, SafetensorError) as error:
         return f"{name} is not a safetensors file: {error}"
-    if found.keys() != wanted.keys():
-        return f"{name} does not hold the tensors listed in {layout.INDEX}"
-    for stored, entry in wanted.items():
-        if found[stored] != (entry["dtype"], entry["shape"]):
-            return f"{name} holds {stored[:80]!r} with another shape or dtype than {layout.INDEX} says"
+    if headers.keys() != expected.keys():
+        return f"{name} does not contain the tensors listed in {layout.INDEX}"
+    for stored, entry in expected.items():
+        if headers[stored] != (entry["dtype"], entry["shape"]):
+            return f"{name} has {stored[:80]!r} with another shape or dtype than in {layout.INDEX}"
     return None
 
 
@@ -154,11 +162,11 @@ def _size_bytes(entry: Mapping[str, Any]) -> int:
 def state_digest(
     index: Mapping[str, Mapping[str, Any]], *, scalars: Mapping[str, Mapping[str, Any]], step: int, samples: str
 ) -> str:
-    """Return the SHA-256 of a training state; ranks, strategy, files and their order make no difference.
+    """Return the SHA-256 of a training state; independent of ranks, strategy, files and their order.
 
-    Equal for two checkpoints from which training continues identically. `index` and `scalars` are the content of the
-    files of these names, `samples` is the `samples_sha256` of the progress. Digested are the lines `name dtype shape
-    sha256` of each tensor, by name; then `step` and every number of optimizer and loss scale.
+    It is equal for two checkpoints from which training continues identically. `index` and `scalars` are the content of
+    the files of these names, `samples` is the `samples_sha256` of the progress. The digest covers the lines `name dtype
+    shape sha256` of all tensors, by name, then `step` and all numbers of optimizer and loss scale.
     """
     lines = [
         f"{name} {entry['dtype']} {list(entry['shape'])} {entry['sha256']}" for name, entry in sorted(index.items())

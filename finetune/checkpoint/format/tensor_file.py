@@ -78,7 +78,7 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 class TensorFile:
-    """A safetensors file being written: the records are known from the start, and values arrive in their order.
+    """Writes a safetensors file: the records are known at the start, and values are added in their order.
 
     Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the values in sequence).
     """
@@ -100,7 +100,7 @@ class TensorFile:
         return hashlib.sha256(values).hexdigest()
 
     def close(self) -> FileChecksum:
-        """Fsync the file and return size and SHA-256 of what was passed to be written."""
+        """Fsync the file and return size and SHA-256 of the written data."""
         assert not self._missing, f"{len(self._missing)} tensors were not written"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -108,7 +108,7 @@ class TensorFile:
         return FileChecksum(self._size_bytes, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Close the file as it is, also if the disk is too full to flush it."""
+        """Close the incomplete file, ignoring errors of a full disk."""
         with suppress(OSError):
             self._file.close()
 

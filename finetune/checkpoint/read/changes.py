@@ -1,4 +1,4 @@
-"""What changed since the run that wrote a checkpoint, and which changes a resumed run refuses. No torch."""
+"""Changes since the run that wrote a checkpoint, and the refusal of those that affect the result. No torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,23 +13,31 @@ _MAX_LENGTH = 80
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "training data": (
-        *("data.train.", "data.max_length", "data.over_length", "data.truncate_side", "data.no_target"),
-        *("data.system_prompt", "data.train_on", "data.batching."),
-        *("data.validation.fraction", "data.validation.hash_fraction", "data.validation.exclude_from_train"),
+        "data.train.",
+        "data.max_length",
+        "data.over_length",
+        "data.truncate_side",
+        "data.no_target",
+        "data.system_prompt",
+        "data.train_on",
+        "data.batching.",
+        "data.validation.fraction",
+        "data.validation.hash_fraction",
+        "data.validation.exclude_from_train",
     ),
     "tokenizer": ("model.tokenizer", "data.chat_template"),
 }
 """Settings that may explain why a digest differs, by the prefixes of their names."""
 
 
-def check_changes(path: Path, saved: RunFingerprint, *, wanted: RunFingerprint, allowed: Sequence[str]) -> list[str]:
+def check_changes(path: Path, saved: RunFingerprint, *, current: RunFingerprint, allowed: Sequence[str]) -> list[str]:
     """Return messages about what changed since the checkpoint; raises CheckpointError for a change that is not allowed.
 
-    A change of `identity`, which alters the training result, must be in `allowed`. A name in `allowed` that did not
-    change is reported, too.
+    A change of `identity`, which alters the training result, must be in `allowed`. Names in `allowed` without a change
+    are also reported.
     """
-    identity = differences(comparable_config(saved.identity), wanted.identity)
-    settings = differences(comparable_config(saved.settings), wanted.settings)
+    identity = differences(comparable_config(saved.identity), current.identity)
+    settings = differences(comparable_config(saved.settings), current.settings)
     refused = {name: pair for name, pair in identity.items() if name not in allowed or name in NEVER_ALLOWED}
     if refused:
         already_allowed = [name for name in identity if name in allowed]
@@ -54,15 +62,15 @@ def refuse_existing_checkpoint(newest: Path | None) -> None:
         )
 
 
-def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what differs, with the saved and the wanted value; of a section added or removed, only its own name.
+def differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the saved and current values that differ; for an added or removed section, only its own name.
 
     >>> differences({"lora": "written", "lora.rank": "8"}, {"lora": "null"})
     {'lora': ('written', 'null')}
     """
-    names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return {name: (saved.get(name, ABSENT), wanted.get(name, ABSENT)) for name in outermost}
+    return {name: (saved.get(name, ABSENT), current.get(name, ABSENT)) for name in outermost}
 
 
 def _refusal(
@@ -89,12 +97,12 @@ def _refusal(
 
 
 def _difference(name: str, values: tuple[str, str]) -> str:
-    saved, wanted = values
-    return f"{name}: {_shorten(saved)} in the checkpoint, {_shorten(wanted)} in this run"
+    saved, current = values
+    return f"{name}: {_shorten(saved)} in the checkpoint, {_shorten(current)} in this run"
 
 
 def _arrows(changes: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{name} {_shorten(saved)} -> {_shorten(wanted)}" for name, (saved, wanted) in changes.items())
+    return ", ".join(f"{name} {_shorten(saved)} -> {_shorten(current)}" for name, (saved, current) in changes.items())
 
 
 def _shorten(text: str) -> str:

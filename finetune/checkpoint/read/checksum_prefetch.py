@@ -28,7 +28,7 @@ _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "accel*", "davinci[0-9]*", "dri/render*"
 class _ReadFile:
     """A file that was read; `content` is all of it if it is cached."""
 
-    stamp: object  # by which the file system shows whether the file was written since
+    stamp: object  # of the file system, which changes with the file
     checksum: FileChecksum
     content: np.ndarray | None = None
 
@@ -36,7 +36,7 @@ class _ReadFile:
 class ChecksumPrefetch:
     """Checksums of files, computed before they are needed; each is returned once, and only if the file did not change.
 
-    Files for whose path `caches` is true stay in memory until `clear`, so that they are read once and not twice.
+    Files for which `caches` returns True stay in memory until `clear`, so that they are read only once.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ChecksumPrefetch:
 
     def clear(self) -> None:
         """Drop all cached files and start no further reads."""
-        for each in (self._queue, self._futures, self._cached):
-            each.clear()
+        for container in (self._queue, self._futures, self._cached):
+            container.clear()
 
     def _work(self) -> None:
         while self._queue:
@@ -79,7 +79,7 @@ class ChecksumPrefetch:
                 stamp = _file_stamp(path)
                 read = _read_whole(path) if self._caches(path) else (file_checksum(path), None)
                 future.set_result(_ReadFile(stamp, *read))
-            except Exception:  # the caller reads the file again and meets the error
+            except Exception:  # the caller reads the file again and gets the error
                 future.set_result(_ReadFile(None, FileChecksum(0, "")))
 
 
@@ -97,17 +97,13 @@ def start_checksum_prefetch(folder: Path, *, resume: str | Path) -> ChecksumPref
         names = files_to_verify(read_manifest(checkpoint), rank=int(os.environ.get("RANK", "0")), world=world)
     except CheckpointError:  # reported when the checkpoint is verified
         return ChecksumPrefetch()
-    is_alone = world == 1 and not _may_have_device()
+    has_device = sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
+    is_single = world == 1 and not has_device
     return ChecksumPrefetch(
         [checkpoint / name for name in names],
         num_threads=min(MAX_THREADS, usable_cores()),
-        caches=lambda path: is_alone and path.parent.name == "optimizer",
+        caches=lambda path: is_single and path.parent.name == "optimizer",
     )
-
-
-def _may_have_device() -> bool:
-    """Return whether there may be an accelerator, as far as is known without torch."""
-    return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
 
 
 def _read_whole(path: Path) -> tuple[FileChecksum, np.ndarray]:
@@ -122,5 +118,5 @@ def _read_whole(path: Path) -> tuple[FileChecksum, np.ndarray]:
 
 
 def _file_stamp(path: Path) -> tuple[int, ...]:
-    found = path.stat(follow_symlinks=False)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    stat = path.stat(follow_symlinks=False)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: rank 0 chooses it, all ranks verify it and agree on the outcome."""
+"""Finds the checkpoint that a run resumes from: rank 0 chooses it, all ranks verify it and agree."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ class VerifiedCheckpoint:
 def find_checkpoint(
     folder: Path, *, resume: str | Path, log: Callable[[str], None], checksum_of: ChecksumOf = file_checksum
 ) -> VerifiedCheckpoint | None:
-    """Return the checkpoint that `checkpoint.resume` asks for, verified; None to start from scratch. Collective.
+    """Return the verified checkpoint of `checkpoint.resume`; None to start from scratch. Collective.
 
-    Raises CheckpointError if the given path holds no valid checkpoint, and if `never` meets a folder that has some.
+    Raises CheckpointError if the given path is not a valid checkpoint, or for `never` if the folder has checkpoints.
     """
     if resume == "never":
         refuse_existing_checkpoint(run_on_rank_0(lambda: layout.newest_checkpoint(folder)))
@@ -58,25 +58,32 @@ def find_checkpoint(
 def verify_checkpoint(
     path: Path, *, group: Group = Group.HOST, checksum_of: ChecksumOf = file_checksum
 ) -> VerifiedCheckpoint:
-    """Return the checkpoint if every file has the size and digest it was written with, and its metadata is consistent.
+    """Return the checkpoint if all files match their sizes and digests, and its metadata is consistent.
 
     Raises CheckpointError; its subclass OtherFormatError if the checkpoint is intact but of another format version. The
     files are divided among the ranks; `checksum_of` may have computed some checksums already. Collective.
     """
     manifest = _read_on_rank_0(lambda: read_manifest_of_step(path), group=group)
-    mine = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
-    _raise_first_problem(path, run_on_all_ranks(lambda: _first_problem(path, manifest, mine, checksum_of), group=group))
+    own_files = files_to_verify(manifest, rank=distributed.rank(), world=distributed.world())
+    _raise_first_problem(
+        path, run_on_all_ranks(lambda: _first_problem(path, manifest, own_files, checksum_of), group=group)
+    )
     metadata = _read_on_rank_0(lambda: read_metadata(path, manifest), group=group)
-    _raise_first_problem(path, run_on_all_ranks(lambda: _first_bad_header(path, mine, metadata), group=group))
+
+    def first_bad_header() -> str | None:
+        problems = (header_problem(path, name, metadata.index) for name in own_files)
+        return next((problem for problem in problems if problem), None)
+
+    _raise_first_problem(path, run_on_all_ranks(first_bad_header, group=group))
     return VerifiedCheckpoint(path, manifest, metadata)
 
 
 def _find_newest(folder: Path, *, log: Callable[[str], None], checksum_of: ChecksumOf) -> VerifiedCheckpoint | None:
     """Return the newest checkpoint that passes verification, or None in a folder without any. Collective.
 
-    Newer bad ones are renamed to `.bad-...`, and their problems are logged; if all are bad, that is an error and not a
-    fresh start. One of another format version is an error, too, and is left alone: resuming from an older one
-    would lose what was trained since.
+    Newer bad ones are renamed to `.bad-...`, and their problems are logged; if all are bad, that is an error, not a
+    fresh start. One of another format version is also an error and is not changed: resuming from an older one would
+    lose its training.
     """
     while path := run_on_rank_0(lambda: layout.newest_checkpoint(folder)):
         try:
@@ -100,8 +107,8 @@ def _find_newest(folder: Path, *, log: Callable[[str], None], checksum_of: Check
 def _find_at_path(path: Path, *, folder: Path, checksum_of: ChecksumOf) -> VerifiedCheckpoint:
     """Return the checkpoint at this path; raises CheckpointError if it fails verification. Collective.
 
-    If `folder` holds the path, its newer checkpoints, which would collide with those still to be saved, are renamed. If
-    the path belongs to another run and `folder` has checkpoints, raises CheckpointError.
+    If the path is in `folder`, newer checkpoints, which would collide with future ones, are renamed. If it belongs to
+    another run and `folder` has checkpoints, raises CheckpointError.
     """
     inner = run_on_rank_0(lambda: [checkpoint.name for checkpoint in layout.steps(path).values()])
     if inner and not (path / layout.MANIFEST).exists():
@@ -140,13 +147,11 @@ def _raise_first_problem(path: Path, problems: Iterable[str | None]) -> None:
             raise CheckpointError(f"{path}: {problem}")
 
 
-def _first_bad_header(path: Path, names: list[str], metadata: Metadata) -> str | None:
-    return next((problem for name in names if (problem := header_problem(path, name, metadata.index))), None)
-
-
 def _first_problem(path: Path, manifest: Manifest, names: list[str], checksum_of: ChecksumOf) -> str | None:
     for name in names:
-        fault_point("load.verify", step=manifest.step, path=path / name)  # so that a large file is not taken for a hang
+        fault_point(
+            "load.verify", step=manifest.step, path=path / name
+        )  # a heartbeat, so that a large file does not count as a hang
         problem = first_file_problem(path, manifest.files, [name], checksum_of=checksum_of)
         if problem is not None:
             return problem
@@ -158,7 +163,7 @@ def _rename_newer_aside(checkpoint: VerifiedCheckpoint, *, folder: Path) -> None
     is_own = any(path.resolve() == checkpoint.path.resolve() for path in own.values())
     if own and not is_own:
         raise CheckpointError(
-            f"checkpoint.resume: {checkpoint.path} belongs to another run, but {folder} has checkpoints of its own, "
+            f"checkpoint.resume: {checkpoint.path} belongs to another run, but {folder} has its own checkpoints, "
             f"such as {layout.newest_checkpoint(folder)}. Write `auto` to resume from that one, or another run.folder."
         )
     for step, path in own.items():

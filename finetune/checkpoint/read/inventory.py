@@ -1,4 +1,4 @@
-"""Lists a run's checkpoints and what is wrong with each, down to the damaged tensor. Needs neither torch nor ranks."""
+"""Lists a run's checkpoints and their problems, down to damaged tensors. Needs neither torch nor ranks."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
 
 
 def damaged_tensors(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the tensors whose values are not those that were saved.
+    """Return the names of the tensors whose values differ from the saved ones.
 
     `entries` are the index entries of the tensors in the file. All count as damaged if the file cannot be read as
     safetensors, none if only the text of the header differs.
@@ -55,9 +55,9 @@ LEFTOVERS = {
     ".staging-": "is being written, or its writer was killed",
     ".fetched-": "is being downloaded from the run's URL, or its download was killed",
 }
-"""What a hidden folder next to the checkpoints is, by the prefix of its name."""
+"""The meaning of a hidden folder next to the checkpoints, by the prefix of its name."""
 
-NOT_A_CHECKPOINT_NAME = "is not a checkpoint: those are named step- and at least six digits, such as step-000400"
+NOT_A_CHECKPOINT_NAME = "is not a checkpoint: their names are `step-` and at least six digits, such as step-000400"
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class BadFile:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint on disk, valid or not: its manifest, or why it has no valid one."""
+    """One checkpoint on disk, valid or not: its manifest, or the problem of it."""
 
     path: Path
     manifest: Manifest | None
-    problem: str | None  # what is wrong with the manifest
+    problem: str | None  # of the manifest
 
     @property
     def step(self) -> int:
@@ -115,11 +115,11 @@ class CheckpointEntry:
         """
         if self.manifest is None:
             return ()
-        found = {name: self._problem(name, read_all=read_all) for name in sorted(self.manifest.files)}
-        return tuple(BadFile(name, problem, self._damaged_in(name)) for name, problem in found.items() if problem)
+        problems = {name: self._problem(name, read_all=read_all) for name in sorted(self.manifest.files)}
+        return tuple(BadFile(name, problem, self._damaged_in(name)) for name, problem in problems.items() if problem)
 
     def metadata_problem(self, *, read_all: bool) -> str | None:
-        """Return what is invalid in index, scalars, progress or, with `read_all`, in the header of a tensor file.
+        """Return the problem of index, scalars, progress or, with `read_all`, of a tensor file's header.
 
         For a checkpoint without bad files.
         """
@@ -159,7 +159,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class TensorCount:
-    """The number of tensors of one kind in a checkpoint, and of their elements."""
+    """The number of tensors with the same key in a checkpoint, and of their elements."""
 
     kind: str  # `parameter`, `buffer` or the key in the optimizer's state
     num_tensors: int
@@ -179,27 +179,27 @@ def locate_run(given: Path) -> RunLocation:
     if path.name == CHECKPOINTS_FOLDER or layout.steps(path):
         return RunLocation(path.parent, path, None)
     raise UserError(
-        f"{given}: not a run with checkpoints: it holds neither `checkpoints/` nor step folders. "
+        f"{given}: not a run with checkpoints: it has neither `checkpoints/` nor step folders. "
         "Give a run's folder (`run.folder` in its job file)."
     )
 
 
 def select_checkpoint(location: RunLocation, *, step: int | None) -> Path:
-    """Return one checkpoint: the folder that was given, that of the step, or the newest."""
+    """Return one checkpoint: the given folder, that of the step, or the newest."""
     if location.chosen is not None:
         if step is not None and layout.step_of(location.chosen) != step:
             raise UserError(
                 f"{location.chosen} is a single checkpoint: leave out --step {step}, or give the run's folder."
             )
         return location.chosen
-    found = layout.steps(location.checkpoints)
-    if not found:
+    folders = layout.steps(location.checkpoints)
+    if not folders:
         raise CheckpointError(f"{location.checkpoints}: has no checkpoints.")
-    if step is not None and step not in found:
+    if step is not None and step not in folders:
         raise CheckpointError(
-            f"{location.checkpoints}: has no checkpoint of step {step}. Available: {', '.join(map(str, found))}."
+            f"{location.checkpoints}: has no checkpoint of step {step}. Available: {', '.join(map(str, folders))}."
         )
-    return found[step if step is not None else max(found)]
+    return folders[step if step is not None else max(folders)]
 
 
 def read_entry(path: Path) -> CheckpointEntry:
@@ -222,10 +222,10 @@ def find_problems(entry: CheckpointEntry, *, read_all: bool) -> tuple[tuple[str,
     Reads every file with `read_all`, else only the JSON files.
     """
     bad = entry.bad_files(read_all=read_all)
-    found = [entry.problem, *(file.problem for file in bad)]
-    if not any(found):
-        found.append(entry.metadata_problem(read_all=read_all))
-    return tuple(each for each in found if each), bad
+    problems = [entry.problem, *(file.problem for file in bad)]
+    if not any(problems):
+        problems.append(entry.metadata_problem(read_all=read_all))
+    return tuple(problem for problem in problems if problem), bad
 
 
 def read_entries(checkpoints: Path) -> list[CheckpointEntry]:
@@ -234,7 +234,7 @@ def read_entries(checkpoints: Path) -> list[CheckpointEntry]:
 
 
 def find_leftovers(checkpoints: Path) -> list[Leftover]:
-    """Return the hidden folders that saving, resuming and pruning left behind, by name."""
+    """Return the hidden leftover folders of saving, resuming and pruning, by name."""
     hidden = [
         Leftover(path, _size_bytes(path), meaning)
         for path in sorted(checkpoints.iterdir())
@@ -247,23 +247,23 @@ def find_leftovers(checkpoints: Path) -> list[Leftover]:
 
 
 def count_tensors(entry: CheckpointEntry) -> list[TensorCount]:
-    """Return the checkpoint's tensors counted by kind, in the order in which they first appear."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for each in entry.index.values():
-        kinds.setdefault(str(each["key"]), []).append(each)
+    """Return the checkpoint's tensors counted by key, in the order of their first appearance."""
+    by_key: dict[str, list[Mapping[str, Any]]] = {}
+    for tensor in entry.index.values():
+        by_key.setdefault(str(tensor["key"]), []).append(tensor)
     return [
         TensorCount(
-            kind,
-            num_tensors=len(found),
-            num_elements=sum(prod(each["shape"]) for each in found),
-            dtypes=tuple(sorted({str(each["dtype"]) for each in found})),
+            key,
+            num_tensors=len(tensors),
+            num_elements=sum(prod(tensor["shape"]) for tensor in tensors),
+            dtypes=tuple(sorted({str(tensor["dtype"]) for tensor in tensors})),
         )
-        for kind, found in kinds.items()
+        for key, tensors in by_key.items()
     ]
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the size of all files; those that a running save removes meanwhile are not counted."""
+    """Return the size of all files; those that a running save removes are not counted."""
     return sum(_file_bytes(folder))
 
 

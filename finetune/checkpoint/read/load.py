@@ -33,7 +33,7 @@ _MAX_LISTED = 8
 _MAX_THREADS = 4
 
 CachedBytes = Callable[[Path], np.ndarray | None]
-"""Returns the content of a file that is in memory already; None for any other."""
+"""Returns the content of a file that is already in memory; None for any other."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ def resume_checkpoint(
 ) -> dict[str, Any]:
     """Load the checkpoint into model and optimizer of this run and return its progress. Collective.
 
-    Logs what changed since it was saved; raises CheckpointError for a change that `allow_changes` does not allow.
+    Logs changes since the save; raises CheckpointError for a change that `allow_changes` does not allow.
     """
     saved = checkpoint.manifest.run
-    check = partial(check_changes, checkpoint.path, saved, wanted=run, allowed=allow_changes)
+    check = partial(check_changes, checkpoint.path, saved, current=run, allowed=allow_changes)
     for message in run_on_rank_0(check):
         log(message)
     progress = load_checkpoint(checkpoint, access=access, cached_bytes=checksums.cached_bytes)
@@ -114,15 +114,17 @@ def resume_checkpoint(
 def load_checkpoint(
     found: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
 ) -> dict[str, Any]:
-    """Load the verified checkpoint and return its progress; raises CheckpointError listing what differs. Collective."""
+    """Load the verified checkpoint and return its progress; raises CheckpointError for differences. Collective."""
     path = found.path
     fault_point("load.begin", step=found.step)
     saved, scalars = tensor_locations(found), found.metadata.scalars
     run_on_all_ranks(access.begin_writing)  # not collective: the optimizer creates its state
-    wanted = agree_on_records(access)
-    without_state = _parameters_without_state([record for _, record in saved.values()])
+    expected = agree_on_records(access)
+    records = [record for _, record in saved.values()]
+    updated = {record.name for record in records if record.part == "optimizer"}
+    without_state = {record.name for record in records if record.key == PARAMETER} - updated
     _refuse_differences(
-        path, saved, [record for record in wanted if record.key in MODEL_KEYS or record.name not in without_state]
+        path, saved, [record for record in expected if record.key in MODEL_KEYS or record.name not in without_state]
     )
     # `finish_writing` is collective: no rank may enter it before all have read their shards without an error.
     run_on_all_ranks(
@@ -133,12 +135,6 @@ def load_checkpoint(
     access.finish_writing()
     fault_point("load.done", step=found.step)
     return dict(found.metadata.progress)
-
-
-def _parameters_without_state(records: Sequence[TensorRecord]) -> set[str]:
-    """Return the parameters that had not been updated when the checkpoint was saved."""
-    updated = {record.name for record in records if record.part == "optimizer"}
-    return {record.name for record in records if record.key == PARAMETER} - updated
 
 
 def _refuse_differences(
@@ -153,8 +149,9 @@ def _refuse_differences(
         if name in saved and saved[name][1].shape != record.shape
     ]
     lines = [
-        f"  {what}: {_first_names(names)}"
-        for what, names in (
+        f"  {problem}: {', '.join(names[:_MAX_LISTED])}"
+        + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
+        for problem, names in (
             ("missing from the checkpoint", missing),
             ("only in the checkpoint", extra),
             ("different shape", reshaped),
@@ -167,11 +164,6 @@ def _refuse_differences(
             "Restore the settings of model, adapter, freezing and optimizer, or write another run.folder to start from "
             "scratch."
         )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _load_tensors(
@@ -210,7 +202,7 @@ def _load_tensors(
 
 
 def _num_threads(access: StateAccess) -> int:
-    """Return the number of threads that read: their page faults, which allocate the state's memory, then overlap."""
+    """Return the number of reading threads, whose page faults, which allocate the state's memory, overlap."""
     return min(_MAX_THREADS, usable_cores()) if access.device.type == "cpu" else 1
 
 

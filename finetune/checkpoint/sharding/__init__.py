@@ -1,1 +1,1 @@
-"""Which rank holds which elements of the training state under each strategy, and gathering whole tensors from them."""
+"""The sharding of the training state under each strategy, and gathering of whole tensors."""

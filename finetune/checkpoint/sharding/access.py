@@ -1,4 +1,4 @@
-"""Access to the training state that `Accelerator.prepare` returned; the types of its objects decide on the layout."""
+"""Access to the training state of `Accelerator.prepare`; the types of its objects determine the layout."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ from finetune.registry.optimizers import state_of_class
 def build_access(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> StateAccess:
     """Return access to the state of the prepared model and optimizer.
 
-    Raises CheckpointError if this combination cannot be saved, so that a run fails at its start, not at its first save.
+    Raises CheckpointError if this combination cannot be saved, so that a run fails at its start, not at a save.
     """
     layout = state_layout(model)
     zero = getattr(model, "optimizer", None) if _zero_stage(model) else None
@@ -71,7 +71,7 @@ def _zero_stage(model: Any) -> int:
 
 
 def _refuse_zero_stage_0(model: Any) -> None:
-    """Refuse DeepSpeed stage 0 in half precision, which keeps its fp32 master weights in yet another layout."""
+    """Refuse DeepSpeed stage 0 in half precision, which has another layout of fp32 master weights."""
     wrapper = getattr(model, "optimizer", None)
     if wrapper is not None and not isinstance(wrapper, torch.optim.Optimizer):
         raise CheckpointError(f"DeepSpeed stage 0 with {type(wrapper).__name__} cannot be saved. Write stage 1.")
@@ -95,13 +95,14 @@ class NamedState:
 
     def records(self) -> list[TensorRecord]:
         """Return parameters, their optimizer state and buffers, in the model's order."""
-        found: list[TensorRecord] = []
+        records: list[TensorRecord] = []
         for name, shard in self._shards.items():
-            found.append(_record(name, PARAMETER, shard.shape, shard.tensor))
+            records.append(_record(name, PARAMETER, shard.shape, shard.tensor))
             for key, tensor in sorted(self._tensors(shard).items()):
-                found.append(_record(name, key, _full_shape(name, key, tensor=tensor, shard=shard), tensor))
-        found.extend(_record(name, BUFFER, tuple(each.shape), each) for name, each in self._layout.buffers.items())
-        return found
+                records.append(_record(name, key, _full_shape(name, key, tensor=tensor, shard=shard), tensor))
+        buffers = self._layout.buffers.items()
+        records.extend(_record(name, BUFFER, tuple(buffer.shape), buffer) for name, buffer in buffers)
+        return records
 
     def expected_state_keys(self) -> tuple[str, ...]:
         """Return the keys of the state that the optimizer will keep per element of a parameter; empty if unknown."""
@@ -145,7 +146,7 @@ class NamedState:
             self._shards[record.name].local_view(target).copy_(values)
 
     def adopt(self, record: TensorRecord, values: Tensor) -> bool:
-        """Use the values as the optimizer's state if dtype, device and layout are those of its own."""
+        """Use the values as the optimizer's state if dtype, device and layout match."""
         if record.part != "optimizer" or not self.is_replicated(record):
             return False
         target = self._tensor(record)
@@ -156,9 +157,9 @@ class NamedState:
         return False
 
     def read_scalars(self) -> Scalars:
-        """Return the numbers in the optimizer's state of parameters that this rank has elements of.
+        """Return the numbers in the optimizer's state of parameters of which this rank has elements.
 
-        Under FSDP1, those without have no gradient: what loading wrote for them is never counted on.
+        Under FSDP1, parameters without local elements have no gradient, so their numbers are never updated.
         """
         return {
             name: numbers
@@ -181,7 +182,7 @@ class NamedState:
 
     @torch.no_grad()
     def discard_state(self, names: Iterable[str]) -> None:
-        """Remove the state; if it is shared with parameters that were updated, set the part of these to zero."""
+        """Remove the state; if it is shared with updated parameters, set their part to zero."""
         discarded = set(names)
         for sharing in self._names_by_tensor.values():
             shard = self._shards[sharing[0]]
@@ -203,13 +204,13 @@ class NamedState:
             self._layout.create_optimizer_state()
         elif all(
             shard.is_replicated for shard in self._shards.values()
-        ):  # else there may be padding, which is not loaded
+        ):  # otherwise there may be padding, which is not loaded
             create_empty_state(self._optimizer)
         else:
             create_state_by_step(self._optimizer)
 
     def finish_writing(self) -> None:
-        """Copy what was written to where training reads it. Collective."""
+        """Copy the written values to the tensors that training reads. Collective."""
         self._layout.update_model_copies()
 
     def _state(self, shard: ShardView) -> dict[str, Any]:
@@ -241,7 +242,7 @@ class NamedState:
         return {key: value for key, value in state.items() if _is_number(key, value, shard)}
 
     def _refuse_different_counts(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Refuse different numbers for parameters that share one: ZeRO has a single step count per parameter group."""
+        """Refuse different numbers for parameters that share one: ZeRO has one step count per parameter group."""
         seen: dict[int, tuple[str, Mapping[str, float]]] = {}
         for name, numbers in scalars.items():
             other, others = seen.setdefault(id(self._shards[name].tensor), (name, numbers))
@@ -263,13 +264,13 @@ def _full_shape(name: str, key: str, *, tensor: Tensor, shard: ShardView) -> tup
         return tuple(tensor.shape)
     if tensor.shape != shard.tensor.shape:
         raise CheckpointError(
-            f"{name}: optimizer state `{key}` does not have the layout of the parameter and cannot be saved"
+            f"{name}: optimizer state `{key}` has another layout than the parameter and cannot be saved"
         )
     return shard.shape
 
 
 def _has_same_rows(tensor: Tensor, shard: ShardView) -> bool:
-    """Return whether it is sharded by the rows of the parameter, however many elements a row has (scales of blocks)."""
+    """Return whether it is sharded by rows like the parameter, with any row length (block scales)."""
     return (
         isinstance(tensor, DTensor)
         and isinstance(shard.tensor, DTensor)

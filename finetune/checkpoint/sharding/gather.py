@@ -1,4 +1,4 @@
-"""Gathers whole tensors from the ranks that hold their parts, each sent point to point to the rank that needs it."""
+"""Gathers whole tensors from the ranks with their shards, point to point."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ Gathered = tuple[PlannedFile, TensorRecord, Tensor]
 
 
 def agree_on_records(access: StateAccess) -> list[TensorRecord]:
-    """Return all tensors of the state, also those known to some ranks only, in one order on all ranks. Collective."""
+    """Return the tensors of the state that any rank knows, in the same order on all ranks. Collective."""
     own = access.records()
     if all(access.is_replicated(record) for record in own) or not _differs(own):
         return own
@@ -151,7 +151,7 @@ class Gatherer:
                     yield file, record, mine.pop(record)
 
     def _exchange_ranges(self, records: Sequence[TensorRecord]) -> None:
-        """Exchange the ranges that each rank holds of tensors that are new. Collective."""
+        """Exchange the ranks' ranges of new tensors. Collective."""
         new = {_key(record): record for record in records if not self._access.is_replicated(record)}
         if new.keys() <= self._ranges.keys():
             return
@@ -169,17 +169,17 @@ class Gatherer:
 def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: bool) -> dict[str, Tensor]:
     """Return the weights of the prepared model by canonical name on the CPU of rank 0; elsewhere nothing. Collective.
 
-    Their dtype is the one they are trained in: that of the fp32 master weights if there are any. Persistent buffers are
+    Their dtype is that of training: that of the fp32 master weights if they exist. Persistent buffers are
     included unless `trained_only`; tied weights appear once.
     """
     layout = state_layout(model)
     is_main = distributed.is_main()
-    wanted = {name: shard for name, shard in layout.shards.items() if shard.is_trained or not trained_only}
-    sharded = [name for name, shard in wanted.items() if not shard.is_replicated]
-    own = [(wanted[name].start, wanted[name].stop) if layout.contributes else (0, 0) for name in sharded]
+    selected = {name: shard for name, shard in layout.shards.items() if shard.is_trained or not trained_only}
+    sharded = [name for name, shard in selected.items() if not shard.is_replicated]
+    own = [(selected[name].start, selected[name].stop) if layout.contributes else (0, 0) for name in sharded]
     ranges = _by_key(sharded, distributed.gather_objects(own))
     weights: dict[str, Tensor] = {}
-    for name, shard in wanted.items():
+    for name, shard in selected.items():
         full = torch.empty(shard.shape, dtype=shard.tensor.dtype) if is_main else None
         flat = full.view(-1) if full is not None else None
         sent = ranges[name] if name in ranges else _all_from(0, shard.stop)
@@ -194,7 +194,7 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: 
 
 
 def _differs(value: object) -> bool:
-    """Return whether the ranks' values differ, by their digests, which are smaller to send. Collective."""
+    """Return whether the ranks' values differ, by their digests, which are smaller. Collective."""
     digest = hashlib.sha256(repr(value).encode()).hexdigest()
     return len(set(distributed.gather_objects(digest))) > 1
 

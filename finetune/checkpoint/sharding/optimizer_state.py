@@ -1,4 +1,4 @@
-"""The state that an optimizer creates in its first update, created without one, so that loading can write into it."""
+"""Creates the state of an optimizer without an update, so that loading can write into it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ _ADAM_CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def create_state_by_step(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer create its state for all parameters, by a step with zero gradients and learning rate 0.
+    """Make the optimizer create its state for all parameters, by a step with zero gradients and learning rate 0.
 
-    Only the optimizer knows keys, dtypes and devices of its state. Some optimizers change parameters even in such a
-    step, so the caller must overwrite parameters and state afterwards.
+    Only the optimizer knows keys, dtypes and devices of its state. Some optimizers change parameters even in
+    such a step, so the caller must overwrite parameters and state afterwards.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with zero_gradients(parameters), no_learning_rate(optimizer):
@@ -26,12 +26,14 @@ def create_state_by_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def create_empty_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the same state faster but uninitialized, for a caller that overwrites every number of it.
+    """Create the same state faster but uninitialized, for a caller that overwrites all of it.
 
     Adam's moments are allocated without gradients and without a pass over their memory; the keys and dtypes come from
-    an optimizer of the same kind with a single number.
+    an optimizer of the same class with a single element.
     """
-    if type(optimizer) not in _ADAM_CLASSES or _has_hooks(optimizer):
+    # Hooks may keep further state, such as an average of the weights.
+    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    if type(optimizer) not in _ADAM_CLASSES or has_hooks:
         create_state_by_step(optimizer)
         return
     for group in optimizer.param_groups:
@@ -55,15 +57,10 @@ def expected_state_keys(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return (*state_of_class(type(optimizer).__name__).keys_for(optimizer.defaults), *average)
 
 
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks may keep further state (an average of the weights)."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def _example_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], kind: tuple[torch.dtype, torch.device]
 ) -> dict[str, Tensor]:
-    """Return the state that such an optimizer keeps for a parameter with one element."""
+    """Return the optimizer's state for a parameter with one element."""
     single = torch.zeros(1, dtype=kind[0], device=kind[1], requires_grad=True)
     single.grad = torch.zeros_like(single)
     build: Any = type(optimizer)

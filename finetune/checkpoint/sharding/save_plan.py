@@ -1,4 +1,4 @@
-"""Which rank writes which tensor into which file: a pure function of the records, so every rank has the same plan."""
+"""The assignment of tensors to files and ranks: a pure function of the records, so all ranks have the same plan."""
 
 import heapq
 from collections import deque
@@ -28,7 +28,7 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Return the files of a checkpoint; the ranks' shares differ by at most one tensor.
 
-    Files are numbered; the index says which tensor is in which.
+    Files are numbered; the index has the file of each tensor.
     """
     shares = assign_tensors(records, world=world)
     planned: list[PlannedFile] = []

@@ -1,4 +1,4 @@
-"""The protocol by which saving and loading access the training state: tensor by tensor, by name, under any strategy."""
+"""The protocol for access to the training state by tensor name, under any strategy."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ class LossScale:
         return {}
 
     def write(self, values: Mapping[str, float]) -> None:
-        """Restore these numbers; between the two kinds of scalers, only the scale itself is transferred."""
+        """Restore these numbers; between the two scalers, only the scale itself is transferred."""
         if not values:
             return
         if self._scaler is not None:
@@ -95,7 +95,7 @@ class StateAccess(Protocol):
         """Create optimizer state to write into; parameters may change and must all be written afterwards."""
 
     def finish_writing(self) -> None:
-        """Copy what was written to where training reads it. Collective."""
+        """Copy the written values to the tensors that training reads. Collective."""
 
     @property
     def loss_scale(self) -> LossScale:

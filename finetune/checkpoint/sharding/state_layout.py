@@ -1,4 +1,4 @@
-"""Where the training state is on this rank, described in the same way for every strategy, by canonical parameter name.
+"""A description of this rank's training state, common to all strategies, by canonical parameter name.
 
 Every strategy splits a flattened tensor into runs of consecutive elements (FSDP2 by rows, FSDP1 and ZeRO by
 elements), so one description is enough: a rank holds elements [start, stop). A tensor gathered by these numbers does
@@ -26,12 +26,12 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the persistent buffers by canonical name."""
-    found: list[tuple[str, Tensor]] = []
+    buffers: list[tuple[str, Tensor]] = []
     for prefix, module in _without_engine(model).named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return _unique(found)
+                buffers.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return _unique(buffers)
 
 
 def _without_engine(model: nn.Module) -> nn.Module:
@@ -42,9 +42,9 @@ def _without_engine(model: nn.Module) -> nn.Module:
     return inner
 
 
-def _unique(found: Iterable[tuple[str, T]]) -> dict[str, T]:
+def _unique(tensors: Iterable[tuple[str, T]]) -> dict[str, T]:
     named: dict[str, T] = {}
-    for name, value in found:
+    for name, value in tensors:
         plain = canonical_name(name)
         if plain in named:
             raise CheckpointError(
@@ -70,14 +70,16 @@ class ShardView:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The shards of this rank, and what must be called around reading and writing them."""
+    """The shards of this rank, and callbacks for reading and writing them."""
 
     shards: Mapping[str, ShardView]  # by canonical name, in the model's order on every rank; with frozen parameters
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # persistent ones
     contributes: bool = True  # False on a rank whose shards are copies of another rank's (HSDP)
     reshard: Callable[[], None] = no_op  # makes the shards valid by freeing gathered parameters; not collective
     create_optimizer_state: Callable[[], None] | None = None  # None: as for any torch optimizer
-    update_model_copies: Callable[[], None] = no_op  # copies written values to where training reads. Collective.
+    update_model_copies: Callable[[], None] = (
+        no_op  # copies written values to the tensors that training reads. Collective.
+    )
 
 
 def replicated_view(parameter: nn.Parameter) -> ShardView:

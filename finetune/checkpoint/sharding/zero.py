@@ -1,7 +1,7 @@
-"""The state layout of DeepSpeed ZeRO: flat fp32 partitions, each with parts of many parameters in a row.
+"""The state layout of DeepSpeed ZeRO: flat fp32 partitions, each with consecutive parts of many parameters.
 
-DeepSpeed's own accessors (`safe_get_full_*`) read the same tensors, but need optimizer state to be linked, which
-happens only in the first step, and give every rank the whole tensor. Seen with DeepSpeed 0.19.
+DeepSpeed's own accessors (`safe_get_full_*`) read the same tensors, but need linked optimizer state, which exists
+only after the first step, and return the whole tensor on every rank. Seen with DeepSpeed 0.19.
 """
 
 from collections.abc import Callable
@@ -27,22 +27,39 @@ def zero12_layout(engine: Any) -> StateLayout:
     flats = [group["params"][0] for group in zero.optimizer.param_groups]
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     flat_of = {id(parameter): flat for group, flat in zip(groups, flats, strict=True) for parameter in group}
+
+    def update_copies() -> None:
+        zero.update_lp_params()
+        restore_cpu_adam_step(zero.optimizer)
+
     return StateLayout(
-        shards={name: _zero12_view(each, flat_of.get(id(each))) for name, each in named_parameters(engine).items()},
+        shards={
+            name: _zero12_view(parameter, flat_of.get(id(parameter)))
+            for name, parameter in named_parameters(engine).items()
+        },
         buffers=named_buffers(engine),
         create_optimizer_state=partial(create_state_by_step, zero.optimizer),
-        update_model_copies=partial(_update_copies12, zero),
+        update_model_copies=update_copies,
     )
 
 
 def zero3_layout(engine: Any) -> StateLayout:
-    """Return the layout of ZeRO-3, whose parameters are partitioned, too."""
+    """Return the layout of ZeRO-3, whose parameters are also partitioned."""
     zero = engine.optimizer
+
+    def create_state() -> None:
+        with zero_gradients(zero.fp32_partitioned_groups_flat), no_learning_rate(zero.optimizer):
+            step_zero3_partitions(zero)
+
+    def update_copies() -> None:
+        update_zero3_copies(zero)
+        restore_cpu_adam_step(zero.optimizer)
+
     return StateLayout(
-        shards={name: _zero3_view(each, zero) for name, each in named_parameters(engine).items()},
+        shards={name: _zero3_view(parameter, zero) for name, parameter in named_parameters(engine).items()},
         buffers=named_buffers(engine),
-        create_optimizer_state=partial(_create_state3, zero),
-        update_model_copies=partial(_update_copies3, zero),
+        create_optimizer_state=create_state,
+        update_model_copies=update_copies,
     )
 
 
@@ -85,18 +102,3 @@ def _zero3_view(parameter: Any, zero: Any) -> ShardView:
 
 def _narrow(offset: int, count: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.detach().reshape(-1).narrow(0, offset, count)
-
-
-def _create_state3(zero: Any) -> None:
-    with zero_gradients(zero.fp32_partitioned_groups_flat), no_learning_rate(zero.optimizer):
-        step_zero3_partitions(zero)
-
-
-def _update_copies12(zero: Any) -> None:
-    zero.update_lp_params()
-    restore_cpu_adam_step(zero.optimizer)
-
-
-def _update_copies3(zero: Any) -> None:
-    update_zero3_copies(zero)
-    restore_cpu_adam_step(zero.optimizer)

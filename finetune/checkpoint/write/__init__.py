@@ -1,1 +1,1 @@
-"""Writing checkpoints: snapshot, staged and verified files, saves in the background, retention, the rehearsal."""
+"""Writing checkpoints: snapshot, staged and verified files, saves in the background, retention, the preflight."""

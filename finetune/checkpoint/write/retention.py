@@ -1,4 +1,4 @@
-"""Which old checkpoints may be deleted, and deleting them. No torch."""
+"""The choice of old checkpoints to delete, and their deletion. No torch."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -38,19 +38,19 @@ def removable_steps(
     return [step for step in past if step not in kept]
 
 
-def best_steps(metrics: Mapping[int, Mapping[str, float]], wanted: KeepBestSection) -> list[int]:
-    """Return the best steps by their metrics, the best first; the later one first among equals.
+def best_steps(metrics: Mapping[int, Mapping[str, float]], section: KeepBestSection) -> list[int]:
+    """Return the best steps by their metrics, the best first, and later ones first among equals.
 
     A checkpoint that was not evaluated at exactly its step, or whose metric is not finite, is not considered.
     """
-    sign = 1 if wanted.goal == "minimize" else -1
-    values = {step: sign * found[wanted.metric] for step, found in metrics.items() if wanted.metric in found}
+    sign = 1 if section.goal == "minimize" else -1
+    values = {step: sign * row[section.metric] for step, row in metrics.items() if section.metric in row}
     candidates = [step for step, value in values.items() if isfinite(value)]
-    return sorted(candidates, key=lambda step: (values[step], -step))[: wanted.count]
+    return sorted(candidates, key=lambda step: (values[step], -step))[: section.count]
 
 
 def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]:
-    """Delete what the section does not keep; `newest` has been verified. Return failures to delete, as sentences."""
+    """Delete checkpoints that the section does not keep; `newest` was verified. Return failures, as sentences."""
     require_newest_attempt()
     saved = layout.steps(folder)
     removable = removable_steps(
@@ -65,7 +65,7 @@ def prune(folder: Path, *, section: CheckpointSection, newest: int) -> list[str]
 
 
 def delete_checkpoints(folder: Path, steps: Iterable[int]) -> list[str]:
-    """Delete these checkpoints and what interrupted deletions left; return failures to delete, as sentences."""
+    """Delete these checkpoints and leftovers of interrupted deletions; return failures, as sentences."""
     saved, failures = layout.steps(folder), []
     try:
         for step in steps:
@@ -77,7 +77,7 @@ def delete_checkpoints(folder: Path, steps: Iterable[int]) -> list[str]:
     for path, step in layout.deleted_checkpoints(folder).items():
         fault_point("prune.delete", step=step, path=path / layout.MANIFEST)
         try:
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, only the link
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)  # of a link, only the link itself
         except OSError as error:
             failures.append(f"could not delete {path}: {error}")
     return failures

@@ -1,4 +1,4 @@
-"""Tries what a save needs before the first step, so that what would fail in hour 20 fails in minute 1."""
+"""Checks the requirements of a save before the first step, so that a run fails in minute 1 instead of hour 20."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from pathlib import Path
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.format.tensor_file import PARAMETER, TensorRecord
 from finetune.checkpoint.sharding.gather import agree_on_records
-from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
+from finetune.checkpoint.sharding.save_plan import plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
 from finetune.checkpoint.write.snapshot import SnapshotSource, StreamingSource, host_memory_bytes
 from finetune.checkpoint.write.writer import SLACK_BYTES, explain_disk_errors
@@ -47,26 +47,25 @@ def rehearse(
     size = sum(record.size_bytes for file in planned for record in file.records)
     run_on_rank_0(partial(require_space_for_saves, folder, size_bytes=size, section=section, num_saves=num_saves))
     if section.asynchronous:
-        _require_host_memory(planned)
+        # Gathered before any rank allocates, so that all ranks measure the same state.
+        own = (platform.node(), host_memory_bytes(planned), available_bytes())
+        require_host_memory(distributed.gather_objects(own))
     contents.rehearse(planned, existing=frozenset(existing))
 
 
 def expected_records(existing: Sequence[TensorRecord], *, keys: Sequence[str]) -> list[TensorRecord]:
     """Return the records together with those of the state that the optimizer's first update will create."""
     updated = {record.name for record in existing if record.part == "optimizer"}
-    return [
-        each
-        for record in existing
-        for each in (
-            [record, *(replace(record, key=key) for key in keys)]
-            if record.key == PARAMETER and record.name not in updated
-            else [record]
-        )
-    ]
+    records = []
+    for record in existing:
+        records.append(record)
+        if record.key == PARAMETER and record.name not in updated:
+            records += [replace(record, key=key) for key in keys]
+    return records
 
 
 def require_space_for_saves(folder: Path, *, size_bytes: int, section: CheckpointSection, num_saves: int) -> None:
-    """Raise CheckpointError if the disk cannot hold all coming checkpoints that exist at the same time."""
+    """Raise CheckpointError if the disk has no space for all future checkpoints that exist at the same time."""
     num_kept = section.keep_last + (section.keep_best.count if section.keep_best else 0)
     num_missing = min(max(num_kept + 1 - len(layout.steps(folder)), 1), num_saves)
     needed, free = num_missing * (size_bytes + SLACK_BYTES), shutil.disk_usage(folder).free
@@ -83,25 +82,19 @@ def require_space_for_saves(folder: Path, *, size_bytes: int, section: Checkpoin
 def require_host_memory(shares: Sequence[tuple[str, int, int]]) -> None:
     """Raise CheckpointError if the copies, as (machine, bytes, available bytes) per process, do not fit into memory."""
     for host in dict.fromkeys(host for host, _, _ in shares):
-        mine = [(share, available) for name, share, available in shares if name == host]
-        needed, available = sum(share for share, _ in mine), min(available for _, available in mine)
+        local = [(share, available) for name, share, available in shares if name == host]
+        needed, available = sum(share for share, _ in local), min(available for _, available in local)
         if needed > available:
             raise CheckpointError(
-                f"checkpoint.asynchronous: the copies of {len(mine)} process{'' if len(mine) == 1 else 'es'} on {host} "
-                f"need {format_size(needed)} of memory, but {format_size(available)} are available. Write "
+                f"checkpoint.asynchronous: the copies of {len(local)} process{'' if len(local) == 1 else 'es'} on "
+                f"{host} need {format_size(needed)} of memory, but {format_size(available)} are available. Write "
                 "`checkpoint.asynchronous: false`, so that training waits while checkpoints are written, or use "
                 "machines with more memory, or more machines."
             )
 
 
-def _require_host_memory(planned: Sequence[PlannedFile]) -> None:
-    # Gathered before any rank allocates, so that all have measured the same state.
-    shares = distributed.gather_objects((platform.node(), host_memory_bytes(planned), available_bytes()))
-    require_host_memory(shares)
-
-
 def _try_folder(folder: Path) -> None:
-    """Have every rank write and read a file, and rank 0 find all of them, rename and delete them. Collective."""
+    """Write and read a file on every rank, and find, rename and delete all of them on rank 0. Collective."""
     token = run_on_rank_0(lambda: uuid.uuid4().hex[:8])
     trial = layout.rehearsal_folder(folder, token)
     try:
@@ -121,7 +114,7 @@ def _write_and_read(path: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
         if path.read_bytes() != path.name.encode():
-            raise CheckpointError(f"{path}: does not hold what was written to it. Check the disk.")
+            raise CheckpointError(f"{path}: its content differs from the written data. Check the disk.")
     return platform.node()
 
 

@@ -1,6 +1,6 @@
 """Saves of a run, one at a time: in the background from a copy, or streamed while training waits; with retries.
 
-What could prevent a save is tested before the first step.
+A preflight before the first step checks that saves will succeed.
 """
 
 import os
@@ -33,7 +33,7 @@ from finetune.runtime.supervision.exit import is_broken_collective
 from finetune.runtime.supervision.heartbeat import fault_point
 
 RETRY_PAUSES_SECONDS = (1.0, 5.0)
-"""Between the attempts to write one checkpoint."""
+"""Pauses between attempts to write a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SavedCheckpoint:
     path: Path
     size_bytes: int
     seconds: float  # from the request to the end
-    stall_seconds: float  # for which training waited
+    stall_seconds: float  # during which training waited
 
 
 class Saver:
@@ -61,7 +61,7 @@ class Saver:
         warn: Callable[[int, str], None],
         before_save: Callable[[], None] = no_op,
     ) -> None:
-        """`on_saved` and `warn`, which gets a step and a message, are called in the thread of the training.
+        """`on_saved` and `warn`, which gets a step and a message, are called in the main thread.
 
         `before_save` is called on every rank before the state is read, and may be collective.
         """
@@ -88,8 +88,8 @@ class Saver:
     def __call__(self, progress: Progress) -> None:
         """Save a checkpoint of this progress, in the background if so configured; wait for the previous one.
 
-        Where a valid checkpoint of the step exists, it stays as it is. Raises CheckpointError where either save has
-        failed and the run stops on failures; NonFiniteError in any case. Collective.
+        A valid checkpoint of the step is kept. Raises CheckpointError if either save has failed and the run stops on
+        failures, and NonFiniteError in any case. Collective.
         """
         self.wait_for_writes()
         self._before_save()
@@ -111,7 +111,7 @@ class Saver:
         return isinstance(outcome, BaseException) and not run_continues
 
     def report_written(self) -> None:
-        """Report what has been written in the background since the last call."""
+        """Report background saves that have ended since the last call."""
         for _ in range(len(self._notes)):
             self._warn(*self._notes.popleft())
         outcome = self._outcome()
@@ -124,7 +124,7 @@ class Saver:
             self._warn_of_failure(outcome)
 
     def wait_for_writes(self) -> None:
-        """Wait for the save in progress; raises CheckpointError where it failed and the run stops then. Collective."""
+        """Wait for the save in progress; raises CheckpointError if it failed and failures stop the run. Collective."""
         if self._future is not None:
             wait([self._future])
         self.report_written()
@@ -140,7 +140,7 @@ class Saver:
                 self._warn_of_failure(error)
 
     def _begin(self, progress: Progress) -> None:
-        """Capture the state and start to write it; raises CheckpointError on all ranks where it could not be captured.
+        """Capture the state and start to write it; raises CheckpointError on all ranks if that fails.
 
         Collective.
         """
@@ -162,7 +162,7 @@ class Saver:
         return self._future.exception() or self._future.result()
 
     def _warn_of_failure(self, error: CheckpointError) -> None:
-        self._warn(self._step, f"{error} Training continues, and the next save that is due tries again.")
+        self._warn(self._step, f"{error} Training continues with the next save.")
 
     def _write(self, contents: Contents, *, started: float, stall: float | None = None) -> SavedCheckpoint:
         """Write the contents, with retries; ranks communicate in the background group. Collective."""
@@ -170,7 +170,7 @@ class Saver:
             manifest = self._try(contents)
         except (CheckpointError, NonFiniteError):
             raise
-        except Exception as error:  # unexpected, perhaps only on this rank: the others must not wait for it
+        except Exception as error:  # perhaps only on this rank: the others must not wait for it
             traceback.clear_frames(error.__traceback__)  # they keep the process group alive
             distributed.close_background_group()
             raise
@@ -215,7 +215,7 @@ class Saver:
 
 
 def _raise_first_failure(outcome: object) -> None:
-    """Raise on all ranks the error with which one of them failed. Collective."""
+    """Raise the error of a failed rank on all ranks. Collective."""
     own = outcome if isinstance(outcome, Exception) else None
     failures = [failure for failure in distributed.gather_objects(_Failure.of(own)) if failure is not None]
     if any(not failure.is_agreed for failure in failures):
@@ -239,5 +239,7 @@ class _Failure:
         if error is None:
             return None
         is_agreed = isinstance(error, CheckpointError | NonFiniteError)
-        where = "" if is_agreed or distributed.world() == 1 else f" (on rank {distributed.rank()})"
-        return cls(error_text(error) + where, is_agreed, is_broken_collective(error), isinstance(error, NonFiniteError))
+        suffix = "" if is_agreed or distributed.world() == 1 else f" (on rank {distributed.rank()})"
+        return cls(
+            error_text(error) + suffix, is_agreed, is_broken_collective(error), isinstance(error, NonFiniteError)
+        )

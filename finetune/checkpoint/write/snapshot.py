@@ -1,5 +1,7 @@
 """What a checkpoint consists of: copied to host memory first, or gathered while it is written and training waits."""
 
+import mmap
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -13,18 +15,75 @@ from finetune.checkpoint.format.tensor_file import DTYPES, TensorRecord
 from finetune.checkpoint.sharding.gather import Gathered, Gatherer, agree_on_records, agree_on_scalars
 from finetune.checkpoint.sharding.save_plan import PlannedFile, plan_files
 from finetune.checkpoint.sharding.state_access import StateAccess
-from finetune.checkpoint.write.pinned_memory import PinnedMemory, pinned_size
+from finetune.errors import CheckpointError
 from finetune.runtime import distributed
 from finetune.runtime.distributed import run_on_all_ranks
+from finetune.runtime.resources import format_size
+
+PAGE_BYTES = mmap.PAGESIZE
+
+Register = Callable[[int, int], None]
+"""Page-locks this number of bytes at an address; raises CheckpointError if the driver refuses."""
+
+
+def pinned_size(size_bytes: int) -> int:
+    """Return the memory of a buffer of this size: whole pages, of which only its own are locked.
+
+    >>> pinned_size(1) // PAGE_BYTES, pinned_size(8 * PAGE_BYTES) // PAGE_BYTES
+    (2, 9)
+    """
+    return _whole_pages(size_bytes) + PAGE_BYTES
+
+
+class PinnedMemory:
+    """A flat buffer of bytes, zeroed and page-locked; deleting this object unlocks it."""
+
+    def __init__(
+        self, size_bytes: int, *, register: Register | None = None, unregister: Callable[[int], None] | None = None
+    ) -> None:
+        """`register` and `unregister` are the CUDA driver's by default."""
+        locked_bytes = _whole_pages(size_bytes)
+        memory = torch.empty(pinned_size(size_bytes), dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE_BYTES
+        # Zeroed first, since registering would commit the pages in a single thread.
+        self.bytes: Tensor = memory[start : start + locked_bytes].zero_()[:size_bytes]
+        address = self.bytes.data_ptr()
+        (register or _register)(address, locked_bytes)
+        # The call holds a reference to the memory until it is unlocked.
+        weakref.finalize(self, _unlock, unregister or _unregister, address, memory)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+def _unlock(unregister: Callable[[int], None], address: int, memory: Tensor) -> None:
+    unregister(address)
+
+
+def _register(address: int, size_bytes: int) -> None:
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(driver.cudaHostRegister(address, size_bytes, 0))
+    if code:
+        raise CheckpointError(
+            f"checkpoint.asynchronous: the driver cannot page-lock {format_size(size_bytes)} of memory for the copies"
+            f" (CUDA error {code}). Write `checkpoint.asynchronous: false`, so that training waits while checkpoints "
+            "are written, or raise the limit of locked memory (`ulimit -l`)."
+        )
+
+
+def _unregister(address: int) -> None:
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    driver.cudaHostUnregister(address)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that is written to a checkpoint."""
+    """The contents of a checkpoint."""
 
     step: int
     planned: Sequence[PlannedFile]
-    tensors: Callable[[], Iterator[Gathered]]  # those this rank writes, in file order; called for every attempt
+    tensors: Callable[[], Iterator[Gathered]]  # that this rank writes, in file order; called for every attempt
     scalars: Mapping[str, Any]  # `optimizer` and `loss_scale`
     progress: Mapping[str, Any]
 
@@ -42,13 +101,13 @@ class StreamingSource:
         self._gatherer = Gatherer(access)
 
     def capture(self, step: int, *, progress: Mapping[str, Any]) -> Contents:
-        """Return the state as it is while its tensors are iterated over, which is collective. Collective."""
+        """Return the state at the time of iterating over its tensors, which is collective. Collective."""
         planned = _plan(self._access)
         tensors = partial(self._gatherer.gather, planned, buffer_for=_new_buffer)
         return Contents(step, planned, tensors, _scalars(self._access), deepcopy(dict(progress)))
 
     def rehearse(self, planned: Sequence[PlannedFile], *, existing: frozenset[TensorRecord]) -> None:
-        """Gather those planned tensors that exist already. Collective."""
+        """Gather the planned tensors that already exist. Collective."""
         for _ in self._gatherer.gather(_only_existing(planned, existing), buffer_for=_new_buffer):
             pass
 
@@ -75,13 +134,13 @@ class SnapshotSource:
         return Contents(step, planned, lambda: iter(mine), _scalars(self._access), deepcopy(dict(progress)))
 
     def rehearse(self, planned: Sequence[PlannedFile], *, existing: frozenset[TensorRecord]) -> None:
-        """Allocate the buffers of all planned tensors, and copy those that exist already. Collective."""
+        """Allocate the buffers of all planned tensors, and copy those that already exist. Collective."""
         run_on_all_ranks(partial(self._allocate, planned))
         for _ in self._gatherer.gather(_only_existing(planned, existing), buffer_for=self._buffer):
             pass
 
     def _allocate(self, planned: Sequence[PlannedFile]) -> None:
-        """Allocate the buffers of this rank's share, unless the plan is that of the last save, as it usually is."""
+        """Allocate the buffers of this rank's share, unless the plan is the same as for the last save."""
         if planned == self._planned:
             return
         self._planned, self._buffers, self._pinned = (), {}, []  # freed before new memory is allocated
@@ -118,7 +177,7 @@ def _scalars(access: StateAccess) -> dict[str, Any]:
 
 
 def host_memory_bytes(planned: Sequence[PlannedFile]) -> int:
-    """Return what the copies of this rank's share take of its machine's memory."""
+    """Return the host memory of this rank's copies."""
     return sum(pinned_size(_size(file)) for file in planned if file.writer == distributed.rank())
 
 

@@ -1,4 +1,4 @@
-"""Writes one checkpoint: staged, verified, given its manifest and renamed, so a reader sees all of it or none."""
+"""Writes one checkpoint: staged, verified, with its manifest last, and renamed, so it appears atomically."""
 
 import errno
 import shutil
@@ -38,14 +38,14 @@ from finetune.runtime.supervision.attempt import require_newest_attempt
 from finetune.runtime.supervision.heartbeat import fault_point
 
 SLACK_BYTES = 16 << 20
-"""An upper bound for the files of a checkpoint besides its tensors."""
+"""Upper bound of the files of a checkpoint without its tensors."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass
 class WrittenFiles:
-    """What was written, by one rank or by all."""
+    """The written files of one rank or of all."""
 
     files: dict[str, FileChecksum] = field(default_factory=dict)  # by path in the checkpoint
     tensors: dict[str, str] = field(default_factory=dict)  # SHA-256 by stored name
@@ -53,7 +53,7 @@ class WrittenFiles:
 
     @classmethod
     def merge(cls, shares: Sequence["WrittenFiles"]) -> "WrittenFiles":
-        """Return what all ranks wrote together."""
+        """Return the written files of all ranks."""
         total = cls()
         for share in shares:
             total.files.update(share.files)
@@ -63,7 +63,7 @@ class WrittenFiles:
 
 
 class RankWriter:
-    """Writes the files of one rank; a failure is kept until `close`, since other ranks still wait for this one."""
+    """Writes the files of one rank; an error is raised only by `close`, since other ranks wait for this one."""
 
     def __init__(self, staging: Path, *, step: int) -> None:
         self._staging = staging
@@ -139,17 +139,14 @@ def write_contents(folder: Path, contents: Contents, *, run: RunFingerprint, gro
         # Rank 0 writes the manifest after every rank has reported its files; all ranks wait for the rename.
         manifest = run_on_rank_0(partial(_commit, staging, contents, run=run, written=written), group=group)
     except (CheckpointError, NonFiniteError):
-        # All ranks have written their last file (the error was gathered from all), so nothing reappears.
+        # All ranks have finished writing (the error was gathered from all), so no file reappears.
         if distributed.is_main():
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    run_on_all_ranks(partial(_mark_done, layout.step_folder(folder, contents.step), contents), group=group)
-    return manifest
-
-
-def _mark_done(final: Path, contents: Contents) -> None:
+    final = layout.step_folder(folder, contents.step)
     own = next((final / file.name for file in contents.planned if file.writer == distributed.rank()), None)
-    fault_point("save.done", step=contents.step, path=own)
+    run_on_all_ranks(partial(fault_point, "save.done", step=contents.step, path=own), group=group)
+    return manifest
 
 
 def _stage(staging: Path, *, num_bytes: int) -> None:
@@ -201,8 +198,12 @@ def _manifest(
 def _index(planned: Sequence[PlannedFile], digests: Mapping[str, str]) -> dict[str, Any]:
     return {
         record.stored_name: {
-            **{"file": file.name, "name": record.name, "key": record.key, "shape": record.shape},
-            **{"dtype": record.dtype, "sha256": digests[record.stored_name]},
+            "file": file.name,
+            "name": record.name,
+            "key": record.key,
+            "shape": record.shape,
+            "dtype": record.dtype,
+            "sha256": digests[record.stored_name],
         }
         for file in planned
         for record in file.records
@@ -214,7 +215,7 @@ def _not_finite(step: int, *, names: Sequence[str], newest: Path | None) -> str:
     return (
         f"step {step}: {names[0]}{more} is not finite, so no checkpoint was saved. "
         + (f"The last valid one is {newest}." if newest else "There is no earlier one.")
-        + " Lower train.learning_rate or set train.max_gradient_norm and start the run again: it resumes from there."
+        + " Lower train.learning_rate or set train.max_gradient_norm and restart the run: it resumes from there."
     )
 
 
@@ -235,7 +236,7 @@ def require_disk_space(folder: Path, num_bytes: int) -> None:
 
 @contextmanager
 def explain_disk_errors(folder: Path) -> Iterator[None]:
-    """Raise a CheckpointError that says what to do in place of an OSError from writing."""
+    """Turn an OSError of writing into a CheckpointError with advice."""
     try:
         yield
     except OSError as error:

@@ -148,17 +148,17 @@ def read_finished_run(config: RunConfig, *, num_steps: int) -> tuple[FinishedRun
 
 
 def format_finished(
-    config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, wanted: RunFingerprint
+    config: RunConfig, finished: FinishedRun, saved: RunFingerprint, *, current: RunFingerprint
 ) -> list[str] | None:
     """Return what to log about a finished run; None where it is not finished: its best is of another metric.
 
     Raises CheckpointError where the config is no longer the one it was trained with.
     """
     if finished.reason == EARLY_STOPPING and any(
-        wanted.settings.get(key) != saved.settings.get(key) for key in BEST_METRIC_KEYS
+        current.settings.get(key) != saved.settings.get(key) for key in BEST_METRIC_KEYS
     ):
         return None
-    sentences = check_changes(finished.checkpoint, saved, wanted=wanted, allowed=config.checkpoint.allow_changes)
+    sentences = check_changes(finished.checkpoint, saved, current=current, allowed=config.checkpoint.allow_changes)
     final = Path(config.run.folder) / FINAL_FOLDER
     step = finished.progress.step
     return [*sentences, f"nothing to do: {finished.reason} at step {step}, and the model is in {final}"]
@@ -167,7 +167,7 @@ def format_finished(
 def is_exported(run_folder: Path, *, step: int, section: ExportSection) -> bool:
     """Return whether `final/` was exported so after this step, and each of its files still has the size it had then.
 
-    One that was not verified is none where that is wanted now; older versions did not record it.
+    A final model that was not verified does not count if verification is on; older versions did not record it.
     """
     record, requested = read_record(run_folder), dict(redacted_config(section.model_dump()))
     if record is None or record["step"] != step:

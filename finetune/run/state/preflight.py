@@ -77,7 +77,7 @@ def _refuse_changes(config: RunConfig) -> None:
         return
     current = _facts_from_config(config, manifest.run)
     if current is not None and are_inputs_unchanged(config, since=manifest.created):  # else there may be more to report
-        check_changes(path, manifest.run, wanted=current, allowed=config.checkpoint.allow_changes)
+        check_changes(path, manifest.run, current=current, allowed=config.checkpoint.allow_changes)
 
 
 def _manifest(path: Path) -> Manifest | None:
@@ -108,7 +108,7 @@ def _finished(config: RunConfig, *, rank: int) -> int | None:
     if finished_run is None or current is None or not _is_unchanged(config, finished_run[1]):
         return None
     finished, manifest = finished_run
-    sentences = format_finished(config, finished, manifest.run, wanted=current)
+    sentences = format_finished(config, finished, manifest.run, current=current)
     if sentences is None:
         return None
     log = RunLog(is_main=rank == 0)

@@ -50,7 +50,7 @@ def find_finished(config: RunConfig, strategy: Strategy, data: PreparedData, *, 
     saved = manifest.run.identity
     base, adapter, teacher = saved.get("base weights"), saved.get("first adapter"), saved.get("teacher")
     current = fingerprint_with(config, strategy, data.training_data, base=base, adapter=adapter, teacher=teacher)
-    lines = format_finished(config, finished, manifest.run, wanted=current)
+    lines = format_finished(config, finished, manifest.run, current=current)
     for line in lines or ():
         log(line)
     return finished if lines is not None else None

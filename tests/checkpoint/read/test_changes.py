@@ -19,7 +19,7 @@ def facts(*, settings=(), **maths):
 
 
 def tell(here, allowed=()):
-    return check_changes(PATH, facts(), wanted=here, allowed=allowed)
+    return check_changes(PATH, facts(), current=here, allowed=allowed)
 
 
 def refusal(here, allowed=()):
@@ -88,4 +88,4 @@ def test_resuming_rejects_changes_before_loading_and_logs_allowed_ones(folder):
 def test_a_url_recorded_with_its_signature_by_an_older_version_is_not_a_change():
     signed = facts(settings={"data.train.path": '"https://h/x.jsonl?sig=c0ffee"'})
     here = facts(settings={"data.train.path": '"https://h/x.jsonl"'})
-    assert check_changes(PATH, signed, wanted=here, allowed=()) == []
+    assert check_changes(PATH, signed, current=here, allowed=()) == []

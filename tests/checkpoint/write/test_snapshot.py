@@ -11,8 +11,7 @@ import torch
 from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.save_plan import plan_files
 from finetune.checkpoint.write import snapshot
-from finetune.checkpoint.write.pinned_memory import PAGE_BYTES, PinnedMemory, pinned_size
-from finetune.checkpoint.write.snapshot import SnapshotSource, host_memory_bytes
+from finetune.checkpoint.write.snapshot import PAGE_BYTES, PinnedMemory, SnapshotSource, host_memory_bytes, pinned_size
 from finetune.errors import CheckpointError
 from tests.checkpoint.small_run import Run
 from tests.devices import EVERY_DEVICE
