@@ -1,1 +1,1 @@
-"""The job YAML: read, checked, explained. Imports no torch."""
+"""Reads, checks and explains the job YAML. Does not import torch."""

@@ -1,4 +1,4 @@
-"""A config explained: as `resolved.yaml`, every value with its source, and as the few lines that `check` prints."""
+"""Formats a config: as `resolved.yaml`, with the source of every value, and as the lines that `check` prints."""
 
 import json
 import math
@@ -30,20 +30,20 @@ def resolved_yaml(loaded: LoadedConfig) -> str:
     """
     head = f"# {escape_controls(loaded.path.name)} as it was run, with the source of every value. Paths are absolute."
     config = loaded.config if loaded.remote is None else with_run_folder(loaded.config, loaded.remote)
-    lines = _lines(config, loaded.sources, prefix="", idle=unused_keys(config))
+    lines = _lines(config, loaded.sources, prefix="", unused=unused_keys(config))
     return "\n".join([head, *lines]) + "\n"
 
 
-def _lines(section: Section, sources: KeyLocations, *, prefix: str, idle: frozenset[str]) -> Iterator[str]:
+def _lines(section: Section, sources: KeyLocations, *, prefix: str, unused: frozenset[str]) -> Iterator[str]:
     indent = "  " * (prefix.count(".") + 1 if prefix else 0)
     for name in type(section).model_fields:
         value, key = getattr(section, name), join_key(prefix, name)
         if isinstance(value, Section):
-            inner = list(_lines(value, sources, prefix=key, idle=idle))
+            inner = list(_lines(value, sources, prefix=key, unused=unused))
             is_all_comment = all(line.lstrip().startswith("#") for line in inner)
             yield f"{indent}{name}:{' {}' if is_all_comment else ''}"
             yield from inner
-        elif key in idle:
+        elif key in unused:
             yield f"{indent}# {name}: {_format_yaml_value(name, value)}  (no effect here)"
         else:
             yield (
@@ -72,7 +72,7 @@ def _set_keys(section: Section) -> dict[str, Any]:
 
 
 _MAX_LISTED_WORLD_SIZES = 50
-"""How many numbers of processes are listed."""
+"""Maximum number of listed world sizes."""
 
 
 def format_summary(config: RunConfig, *, num_processes: int | None) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def _format_destination(config: RunConfig) -> str:
 
 def _format_rows(config: RunConfig) -> str:
     train, validation = config.data.train, config.data.validation
-    mix = ", ".join(f"{_format_dataset(each)} ({_format_mix_share(each)})" for each in train.mix)
+    mix = ", ".join(f"{_format_dataset(source)} ({_format_mix_share(source)})" for source in train.mix)
     trained_on = f"a mix of {mix}" if mix else _format_dataset(train)
     if validation is None:
         return trained_on
@@ -157,8 +157,8 @@ def _processes(number: int) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _format_budget(config: RunConfig) -> str:

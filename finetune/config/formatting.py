@@ -1,4 +1,4 @@
-"""Formats values and choices for messages, the same in every message."""
+"""Formats values and choices for messages."""
 
 import difflib
 import json
@@ -10,10 +10,10 @@ from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import escape_controls, format_json
 
 MAX_SHOWN_CHARACTERS = 60
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 _MAX_NAME_CHARACTERS = 200
-"""Characters of a name that may be a typo."""
+"""Maximum number of characters of a name for which a similar name is suggested."""
 
 
 def format_value(value: Any) -> str:
@@ -65,7 +65,7 @@ def type_name(value: Any) -> str:
         (list, "a list"),
         (dict, "a section"),
     )
-    return next((name for each, name in names if isinstance(value, each)), "null")
+    return next((name for kind, name in names if isinstance(value, kind)), "null")
 
 
 def format_list(names: Iterable[str], *, last: str = "and") -> str:
@@ -79,18 +79,18 @@ def format_list(names: Iterable[str], *, last: str = "and") -> str:
 
 
 def did_you_mean(written: str, choices: Iterable[str]) -> str:
-    """Return `Did you mean ...?` with the closest known name, or an empty text when none is close."""
+    """Return `Did you mean ...?` with the closest known name, or an empty text if no name is close."""
     near = closest(written, choices)
     return f"Did you mean `{near}`?" if near else ""
 
 
 def closest(written: str, choices: Iterable[str]) -> str | None:
-    """Return the known name closest to what was written, ignoring case; None when none is close."""
+    """Return the closest known name, ignoring case; None if no name is close."""
     if len(written) > _MAX_NAME_CHARACTERS:
         return None
     by_lower = {name.lower(): name for name in choices}
-    found = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=0.65)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(written.lower(), by_lower, n=1, cutoff=0.65)
+    return by_lower[matches[0]] if matches else None
 
 
 def closest_multiples(number: int, divisor: int) -> str:
@@ -100,4 +100,4 @@ def closest_multiples(number: int, divisor: int) -> str:
     ('16, 32', '16')
     """
     below = number // divisor * divisor
-    return ", ".join(str(each) for each in (below, below + divisor) if each > 0)
+    return ", ".join(str(multiple) for multiple in (below, below + divisor) if multiple > 0)

@@ -1,6 +1,6 @@
-"""Limits on the size of a job file: far more than any job needs, and little enough for an immediate answer.
+"""Limits on the size of a job file: larger than any job needs, small enough to check within seconds.
 
-Reading YAML takes about 30 microseconds per value, and the checks after it some more: a few seconds at these limits.
+Reading YAML takes about 30 microseconds per value, and the checks take a similar time.
 """
 
 import re
@@ -33,7 +33,7 @@ MAX_OVERRIDES_LENGTH = 1 << 18
 """Characters of all overrides together."""
 
 MAX_LISTED = 50
-"""Number of problems that are listed; the others are counted."""
+"""Maximum number of listed problems; the others are only counted."""
 
 TOO_DEEP = f"lists and sections are nested deeper than {MAX_DEPTH} levels here. No key needs that: flatten them."
 TOO_MANY_VALUES = f"there are more than {MAX_VALUES:,} keys and values up to here, aliases expanded. Shorten the lists."
@@ -44,13 +44,13 @@ TOO_LARGE_NUMBER = f"the number has more than {MAX_DIGITS} digits. Write a small
 
 
 def invalid_characters(text: str) -> str | None:
-    """Return what is wrong with a text that holds a NUL or cannot be encoded as UTF-8; None if nothing is."""
-    found = _UNWRITABLE.search(text)
-    if found is None:
+    """Return the problem of a text that contains a NUL or cannot be encoded as UTF-8; None if it has none."""
+    match = _UNWRITABLE.search(text)
+    if match is None:
         return None
-    if found[0] == "\0":
-        return "there is a NUL character in this text. Remove it."
-    return "there is an unpaired surrogate in this text, which UTF-8 cannot encode. Remove it."
+    if match[0] == "\0":
+        return "this text contains a NUL character. Remove it."
+    return "this text contains an unpaired surrogate, which UTF-8 cannot encode. Remove it."
 
 
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")

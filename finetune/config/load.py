@@ -1,7 +1,6 @@
-"""From a job YAML and its overrides to a RunConfig, or to everything that is wrong with them at once.
+"""Loads a RunConfig from a job YAML with its overrides, and reports all of its problems at once.
 
-A run's config is read back from the `resolved.yaml` in its folder, long after its start and perhaps on another
-machine.
+The config of an earlier run is loaded from the `resolved.yaml` in its folder, perhaps on another machine.
 """
 
 import copy
@@ -56,7 +55,7 @@ def read_text(path: pathlib.Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
 
 
 _MAX_SUGGESTED_FILES = 100
-"""Number of files in a folder that are searched for the one that was meant."""
+"""Maximum number of files in a folder that are compared with a misspelled name."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def load_config(
     """Return the config in the file with the overrides (`train.steps=4`) applied.
 
     Relative paths, those in overrides too, are resolved against the file's folder. Files in the folders `elsewhere`
-    are on the machine that will run the job, and are not looked for. Raises ConfigError with all problems at once.
+    are on the machine that will run the job and are not checked. Raises ConfigError with all problems at once.
     """
     text = _read(path)
     document = read_yaml(text)
@@ -149,13 +148,13 @@ def _load_overridden(
     problems = overridden.problems
     if (newer := version_problem(overridden.values)) is not None:
         problems.append(newer)
-    if unusable := load_plugins(overridden.values, folder):
-        raise ConfigError(_sort_problems(unusable, sources, overrides=overrides), path.name)
+    if plugin_problems := load_plugins(overridden.values, folder):
+        raise ConfigError(_sort_problems(plugin_problems, sources, overrides=overrides), path.name)
     broken = {problem.key for problem in problems}
-    config, found, num_unnamed = _validate(
+    config, invalid, num_unnamed = _validate(
         overridden.values, folder=folder, broken=broken, sources=sources, elsewhere=elsewhere
     )
-    problems += found
+    problems += invalid
     if problems:
         ordered = _sort_problems(problems, sources, overrides=overrides)
         num_more = num_unnamed + max(0, len(ordered) - MAX_LISTED)
@@ -189,9 +188,9 @@ def _suggest_file(path: pathlib.Path) -> str:
     folder = path.absolute().parent
     if not folder.is_dir():
         return f"The folder {folder} does not exist either."
-    there = sorted(each.name for each in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
-    near = closest(path.name, there)
-    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(there)}."
+    names = sorted(file.name for file in islice(folder.glob("*.y*ml"), _MAX_SUGGESTED_FILES))
+    near = closest(path.name, names)
+    return f"Did you mean `{path.with_name(near)}`?" if near else f"YAML files in {folder}: {format_list(names)}."
 
 
 def _no_sections(document: Document) -> Problem:
@@ -245,22 +244,22 @@ def _line(fault: InvalidKey, sources: KeyLocations) -> float:
 
 
 def _file_locations(document: Document, replaced: Iterable[str], *, name: str) -> dict[str, KeyLocation]:
-    gone = frozenset(replaced)
-    return {key: KeyLocation(name, line) for key, line in document.lines.items() if not _is_inside(key, gone)}
+    keys = frozenset(replaced)
+    return {key: KeyLocation(name, line) for key, line in document.lines.items() if not _is_inside(key, keys)}
 
 
 def _not_overridden(problems: Iterable[Problem], replaced: Sequence[str]) -> list[Problem]:
-    """Return the problems of the file whose values no override has replaced."""
-    gone = frozenset(replaced)
-    return [each for each in problems if not _is_inside(each.key, gone)]
+    """Return the problems of the file without those of values that an override replaced."""
+    keys = frozenset(replaced)
+    return [problem for problem in problems if not _is_inside(problem.key, keys)]
 
 
 def _is_inside(key: str, outer: frozenset[str]) -> bool:
-    return key in outer or any(each in outer for each in parent_keys(key))
+    return key in outer or any(parent in outer for parent in parent_keys(key))
 
 
 def _sort_problems(problems: Iterable[Problem], sources: KeyLocations, *, overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems with their locations, sorted by line, then by override, then missing keys; none twice."""
+    """Return the problems with their locations, sorted by line, then by override, then missing keys, each once."""
     order = {override_label(text): number for number, text in reversed([*enumerate(overrides)])}
 
     def position(problem: Problem) -> tuple[int, int]:
@@ -272,7 +271,7 @@ def _sort_problems(problems: Iterable[Problem], sources: KeyLocations, *, overri
 
 
 RESOLVED_NAME = "resolved.yaml"
-_REWRITE_ADVICE = "Start the run again, which rewrites the file."
+_REWRITE_ADVICE = "Restart the run, which rewrites the file."
 
 
 def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -302,18 +301,18 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     overridden = apply_overrides(document.values, rename_overrides(overrides))
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
-    if unusable := load_plugins(overridden.values, pathlib.Path.cwd()):
-        raise ConfigError(unusable, path.name)
+    if plugin_problems := load_plugins(overridden.values, pathlib.Path.cwd()):
+        raise ConfigError(plugin_problems, path.name)
     try:
         config = with_absolute_paths(RunConfig.model_validate(overridden.values), pathlib.Path.cwd())
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        key = ".".join(map(str, first["loc"]))
         if overrides:
-            raise UserError(f"--set: {place}: {first['msg']}.") from error
+            raise UserError(f"--set: {key}: {first['msg']}.") from error
         raise UserError(
-            f"{path}: was written by another version of finetune: {place}: {first['msg']}. Use that version "
-            "(see environment.json), or start the run again with this version, which rewrites the file."
+            f"{path}: was written by another version of finetune: {key}: {first['msg']}. Use that version "
+            "(see environment.json), or restart the run with this version, which rewrites the file."
         ) from error
     activate_options(config.plugin_options)
     remote = config.run.folder if is_url(config.run.folder) else None

@@ -24,7 +24,7 @@ class OverrideResult:
 
 
 _MAX_SHOWN_CHARACTERS = 200
-"""Characters of an override that messages show."""
+"""Maximum number of characters of an override in a message."""
 
 _INDEX_DIGITS = 9
 """Digits of a list index; no list in a job is longer."""
@@ -95,25 +95,25 @@ def _syntax_error(key: str, *, equals: str, written: str) -> str | None:
 def _assign(result: OverrideResult, key: str, *, value: Any, source: KeyLocation) -> None:
     """Set the value at the dotted key, creating missing sections."""
     *sections, name = key.split(".")
-    place: Any = result.values
+    container: Any = result.values
     path: list[str] = []
     for part in sections:
         path.append(part)
-        inner = _child(place, part)
-        if inner is None and isinstance(place, dict):
-            inner = place[part] = {}
+        inner = _child(container, part)
+        if inner is None and isinstance(container, dict):
+            inner = container[part] = {}
             result.sources[".".join(path)] = source
         if not isinstance(inner, dict | list):
             message = f"`{'.'.join(path)}` is a single value and has no keys."
             result.problems.append(Problem(key, message, source=source.where))
             return
-        place = inner
-    if isinstance(place, dict):
-        place[name] = value
-    elif _child(place, name) is not None:
-        place[int(name)] = value
+        container = inner
+    if isinstance(container, dict):
+        container[name] = value
+    elif _child(container, name) is not None:
+        container[int(name)] = value
     else:
-        message = f"`{'.'.join(path)}` is a list with items 0 to {len(place) - 1}."
+        message = f"`{'.'.join(path)}` is a list with items 0 to {len(container) - 1}."
         result.problems.append(Problem(key, message, source=source.where))
         return
     result.replaced.append(key)
@@ -123,11 +123,11 @@ def _assign(result: OverrideResult, key: str, *, value: Any, source: KeyLocation
     _record_location(result.sources, key, value=value, source=source)
 
 
-def _child(place: Any, part: str) -> Any:
-    if isinstance(place, dict):
-        return place.get(part)
-    is_index = part.isdecimal() and len(part) <= _INDEX_DIGITS and int(part) < len(place)
-    return place[int(part)] if is_index else None
+def _child(container: Any, part: str) -> Any:
+    if isinstance(container, dict):
+        return container.get(part)
+    is_index = part.isdecimal() and len(part) <= _INDEX_DIGITS and int(part) < len(container)
+    return container[int(part)] if is_index else None
 
 
 def _record_location(sources: dict[str, KeyLocation], key: str, *, value: Any, source: KeyLocation) -> None:

@@ -30,8 +30,8 @@ def with_absolute_paths(section: S, folder: pathlib.Path) -> S:
     for name, value in section.__dict__.items():
         if isinstance(value, Section):
             inner: Any = with_absolute_paths(value, folder)
-        elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
-            inner = tuple(with_absolute_paths(each, folder) for each in value)
+        elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
+            inner = tuple(with_absolute_paths(item, folder) for item in value)
         else:
             inner = _resolved(value, type(section).model_fields[name], folder=folder)
         if inner is not value:
@@ -52,9 +52,9 @@ def path_problems(section: Section, folder: pathlib.Path, *, prefix: str = "") -
         key = join_key(prefix, name)
         if isinstance(value, Section):
             problems += path_problems(value, folder, prefix=key)
-        elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
-            for number, each in enumerate(value):
-                problems += path_problems(each, folder, prefix=join_key(key, number))
+        elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
+            for number, item in enumerate(value):
+                problems += path_problems(item, folder, prefix=join_key(key, number))
         elif fault := _path_error(value, type(section).model_fields[name], folder=folder):
             problems.append(Problem(key, fault))
     return problems
@@ -95,7 +95,7 @@ def absolute_path(path: str, folder: pathlib.Path) -> str:
 def _resolved(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> Any:
     mark = next(_path_marks(field, RelativeToConfig), None)
     if mark is not None and isinstance(value, tuple):
-        return tuple(_resolved(each, field, folder=folder) for each in value)
+        return tuple(_resolved(item, field, folder=folder) for item in value)
     if mark is None or not isinstance(value, str) or is_url(value) or value in _choices(field):
         return value
     if mark.only_marked and not is_path(value):
@@ -112,7 +112,7 @@ def _path_error(value: Any, field: FieldInfo, *, folder: pathlib.Path) -> str | 
     try:
         path = os.fsencode(_resolved(value, field, folder=folder))
     except RuntimeError:
-        return f"no home folder is known for `{truncate(value.partition('/')[0])}`. Write the path in full."
+        return f"there is no home folder of `{truncate(value.partition('/')[0])}`. Write the path in full."
     longest = max(map(len, path.split(b"/")))
     if longest > _MAX_NAME_BYTES:
         return f"a name in this path has {longest:,} bytes; a file system allows {_MAX_NAME_BYTES}. Use a shorter one."

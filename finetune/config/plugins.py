@@ -1,4 +1,4 @@
-"""The plugins of a job: imported before it is validated, so that their names and options are known like all others."""
+"""Imports the plugins of a job before it is validated, so that their names and options are known."""
 
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -39,14 +39,14 @@ NAMED_BY: tuple[tuple[str, str, Table[Any]], ...] = (
 """The keys that name an entry which a plugin may have added, with the group and the table; `*`: each item of a list."""
 
 WATCHING = ("callbacks", "reporters", "metrics")
-"""Groups of plugins that change no step."""
+"""Groups of plugins that do not change a training step."""
 
 PLUGIN_PREFIX = "plugins."
-"""How the names begin under which checkpoints remember the digests of plugins: `plugins.my_loss`."""
+"""Prefix of the names of plugins' digests in checkpoints: `plugins.my_loss`."""
 
 
 def load_plugins(values: Mapping[str, Any], folder: pathlib.Path) -> list[Problem]:
-    """Import the plugins that a job names, or whose entries it names; return what is wrong with them.
+    """Import the plugins that a job names, or whose entries it names; return the problems.
 
     An entry that no table has is looked for among the entry points of installed distributions.
     """
@@ -112,15 +112,15 @@ def used_entries(config: RunConfig) -> list[tuple[str, Entry]]:
 
 
 def plugin_identities(config: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Return version and digest of the plugins that change what is trained, and of those that only watch, by name.
+    """Return version and digest of the plugins that change the training, and of those that only observe it, by name.
 
     A module without entries, which may change anything, is one of the first.
     """
     trained: dict[str, str] = {}
     watching: dict[str, str] = {}
     for group, entry in used_entries(config):
-        place = watching if group in WATCHING else trained
-        place[f"{PLUGIN_PREFIX}{entry.name}"] = plugins.plugin_of(entry).identity
+        identities = watching if group in WATCHING else trained
+        identities[f"{PLUGIN_PREFIX}{entry.name}"] = plugins.plugin_of(entry).identity
     for plugin in plugins.loaded_plugins():
         if plugin.name in config.plugins and not plugin.entries:  # it may change anything
             trained[f"{PLUGIN_PREFIX}{plugin.module}"] = plugin.identity
@@ -128,7 +128,7 @@ def plugin_identities(config: RunConfig) -> tuple[dict[str, str], dict[str, str]
 
 
 def missing_options(config: RunConfig) -> list[Problem]:
-    """Return which entries that the job uses have required options, and no section in `plugin_options`."""
+    """Return a problem for each used entry that has required options but no section in `plugin_options`."""
     return [
         Problem(
             f"plugin_options.{entry.name}",
@@ -141,6 +141,6 @@ def missing_options(config: RunConfig) -> list[Problem]:
 
 
 def activate_options(section: Section | None) -> None:
-    """Have the entries of plugins be called with these options from now on: `plugin_options` of a job."""
+    """Set the options with which the entries of plugins are called: `plugin_options` of a job."""
     names = type(section).model_fields if section is not None else ()
     use_options({name: value for name in names if (value := getattr(section, name)) is not None})

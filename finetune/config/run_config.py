@@ -1,4 +1,4 @@
-"""RunConfig: the whole job YAML, and whether the launched processes can share its batch."""
+"""RunConfig: the whole job YAML, and whether its batch can be divided among the processes."""
 
 from typing import Literal
 
@@ -52,7 +52,7 @@ def with_run_folder(config: RunConfig, folder: str) -> RunConfig:
 
 
 def smallest_microbatch_size(config: RunConfig) -> int:
-    """Return `train.microbatch_size`, or the least that `auto` may come to: whole groups of batch norms."""
+    """Return `train.microbatch_size`, or the smallest size of `auto`: whole groups of batch norms."""
     return _batch_norm_group(config) if config.train.microbatch_size == "auto" else config.train.microbatch_size
 
 
@@ -62,13 +62,13 @@ def _batch_norm_group(config: RunConfig) -> int:
 
 
 def possible_microbatch_sizes(config: RunConfig, *, num_processes: int) -> tuple[int, ...]:
-    """Return what `train.microbatch_size: auto` may come to, ascending: what divides each process's share."""
+    """Return the possible sizes of `train.microbatch_size: auto`, ascending: the divisors of a process's share."""
     share, unit = config.train.global_batch_size // num_processes, _batch_norm_group(config)
     return tuple(size for size in range(unit, share + 1, unit) if share % size == 0)
 
 
 def world_size_problems(config: RunConfig, *, num_processes: int, sources: KeyLocations) -> list[Problem]:
-    """Return why this number of processes cannot run the config."""
+    """Return a problem if the global batch cannot be divided among this number of processes."""
     batch, microbatch = config.train.global_batch_size, smallest_microbatch_size(config)
     share = num_processes * microbatch
     if batch % share == 0:

@@ -1,4 +1,4 @@
-"""Every key of the job YAML as JSON schema, its values described in words, and the reference page made from them."""
+"""The JSON schema of the job YAML, descriptions of its values, and the reference page that is generated from it."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from finetune.config.run_config import RunConfig
 from finetune.runtime.text.terminal import format_json
 
 Node = Mapping[str, Any]
-"""A part of the JSON schema: what one key may hold."""
+"""The JSON schema of one key."""
 
 
 @cache
@@ -23,7 +23,7 @@ def run_schema() -> dict[str, Any]:
 
 
 def clear_schemas() -> None:
-    """Forget what was computed: plugins have added names and options, or others are loaded."""
+    """Clear the cached schemas after plugins have added names and options."""
     for computed in (run_schema, _schema_alone):
         computed.cache_clear()
     _definitions.clear()
@@ -50,7 +50,7 @@ def branches(node: Node) -> list[Node]:
         name = node["$ref"].rsplit("/", 1)[1]
         return branches(_definitions[name] if name in _definitions else run_schema()["$defs"][name])
     if "anyOf" in node or "oneOf" in node:
-        return [branch for each in node.get("anyOf", node.get("oneOf", ())) for branch in branches(each)]
+        return [branch for inner in node.get("anyOf", node.get("oneOf", ())) for branch in branches(inner)]
     return [node]
 
 
@@ -65,12 +65,12 @@ def items_of(node: Node) -> dict[str, Node]:
 
 
 def _items_node(node: Node) -> Node:
-    """Return the schema of a list's items; an empty one if there is no list."""
+    """Return the schema of a list's items; empty if the node is not a list."""
     return next((each["items"] for each in branches(node) if "items" in each), {})
 
 
 def all_keys(node: Node | None = None, *, prefix: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield every dotted key with its schema, a section before what is in it."""
+    """Yield every dotted key with its schema, sections before their keys."""
     for name, inner in keys_of(run_schema() if node is None else node).items():
         yield prefix + name, inner
         yield from all_keys(inner, prefix=f"{prefix}{name}.")
@@ -82,11 +82,14 @@ def description_of(node: Node) -> str:
 
 
 CEILING = 1_000
-"""Upper bounds from here on are above any use: they are mentioned only for values beyond them."""
+"""Upper bounds of at least this value are only mentioned for values that exceed them."""
 
 
 def describe_values(node: Node, *, in_full: bool = False) -> str:
-    """Return what the key may hold, such as `a whole number of at least 1, or null`; in full, with its ceilings."""
+    """Return a description of the allowed values, such as `a whole number of at least 1, or null`.
+
+    `in_full` includes upper bounds of at least CEILING.
+    """
     kinds = [each if in_full else _without_ceiling(each) for each in branches(node)]
     texts = list(dict.fromkeys(_describe_one(each) for each in kinds if each.get("type") != "null"))
     optional = any(each.get("type") == "null" for each in kinds)
@@ -121,7 +124,7 @@ def _inside(node: Node, part: str) -> Node | None:
 
 
 def exceeds_ceiling(value: Any, node: Node) -> bool:
-    """Return whether a number is invalid because it is above a ceiling, or below its negative."""
+    """Return whether a number is invalid because its magnitude exceeds an upper bound of at least CEILING."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
     bounds = [each.get(name) for each in branches(node) for name in ("maximum", "exclusiveMaximum")]
@@ -129,7 +132,7 @@ def exceeds_ceiling(value: Any, node: Node) -> bool:
 
 
 def _without_ceiling(node: Node) -> Node:
-    """Return the schema without bounds that are above any use, also in its items."""
+    """Return the schema, and that of its items, without upper bounds of at least CEILING."""
     bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     plain = {name: each for name, each in node.items() if name not in bounds or abs(each) < CEILING}
     if "items" in plain:

@@ -66,7 +66,7 @@ KEYS_OF_OTHER_TOOLS: Mapping[str, str] = {
     "use_rslora": "model.lora.rslora",
     "warmup_ratio": "train.schedule.warmup_fraction",
 }
-"""From the last part of another tool's key to the key here."""
+"""The last part of other tools' keys, and the equivalent key of a job."""
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     "accumulate_grad_batches": "accumulation is derived: set `train.global_batch_size` and `train.microbatch_size`",
@@ -79,12 +79,12 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "token": "secrets do not belong in a job file: log in with `hf auth login` or set HF_TOKEN in the environment",
     "wandb_api_key": "secrets do not belong in a job file: set WANDB_API_KEY in the environment",
 }
-"""Keys without a counterpart, and what to do instead."""
+"""Keys of other tools without an equivalent, and the advice for each."""
 
 
 @dataclass(frozen=True)
 class InvalidKey:
-    """One key that does not match the schema; `meant` is the key that an unknown one probably means."""
+    """A key that does not match the schema; `meant` is the key that an unknown key probably means."""
 
     key: str
     type: str
@@ -142,7 +142,7 @@ def _dotted_key(location: Sequence[int | str], values: Any, *, is_missing: bool)
 def _missing_key(key: str) -> str:
     node = node_at(key) or {}
     what = description_of(node).rstrip(".")
-    required = [f"{key}.{name}" for each in branches(node) for name in each.get("required", ())]
+    required = [f"{key}.{name}" for branch in branches(node) for name in branch.get("required", ())]
     if keys_of(node):
         keys = f" It needs {format_list(required)}." if required else ""
         return f"the section is missing: {_decapitalized(what)}.{keys}"
@@ -167,12 +167,12 @@ def _unknown_key(key: str) -> str:
 
 
 def _suggested_key(key: str) -> str | None:
-    """Return the key that an unknown one probably means: one of this section, or the equivalent of another tool's."""
+    """Return the key that an unknown key probably means: of the same section, or the equivalent of another tool's."""
     return _suggested_sibling(key) or KEYS_OF_OTHER_TOOLS.get(key.rpartition(".")[2])
 
 
 def _suggested_sibling(key: str) -> str | None:
-    """Return the key of the same section that is closest to this one, if any is close."""
+    """Return the closest key of the same section; None if no key is close."""
     here, _, name = key.rpartition(".")
     if name in KEYS_OF_OTHER_TOOLS:
         meant = KEYS_OF_OTHER_TOOLS[name]
@@ -193,7 +193,7 @@ def _keys_elsewhere(name: str) -> Iterator[str]:
 
 
 def _hint_of_columns(key: str, value: Any, values: Mapping[str, Any]) -> str:
-    """Return what to write where several columns were written for one that a format reads."""
+    """Return advice for a list of columns where the format reads one."""
     section, _, name = key.rpartition(".")
     if not isinstance(value, list) or not section.endswith(".columns"):
         return ""
@@ -205,12 +205,14 @@ def _hint_of_columns(key: str, value: Any, values: Mapping[str, Any]) -> str:
 
 
 def _invalid_value(value: Any, node: Node, *, hint: str) -> str:
-    """Return what was written, what is allowed, and the most likely fix."""
+    """Return a message with the written value, the allowed values, and the most likely fix."""
     fits = f"Write {describe_values(node, in_full=exceeds_ceiling(value, node))}."
     hint = hint or _hint(value, node)
     is_right_kind = any(type_name(value) in _TYPE_NAMES.get(str(each.get("type")), ()) for each in branches(node))
-    said = f"{format_value(value)} is not allowed" if is_right_kind else f"{format_value(value)} is {type_name(value)}"
-    return " ".join(part for part in (f"{said}.", hint, fits) if part)
+    complaint = (
+        f"{format_value(value)} is not allowed" if is_right_kind else f"{format_value(value)} is {type_name(value)}"
+    )
+    return " ".join(part for part in (f"{complaint}.", hint, fits) if part)
 
 
 _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -221,7 +223,7 @@ _TYPE_NAMES: Mapping[str, tuple[str, ...]] = {
     "object": ("a section",),
     "boolean": ("a truth value",),
 }
-"""From JSON schema's types to the types of values that are written for them."""
+"""The Python types of each type of JSON schema."""
 
 
 def _hint(value: Any, node: Node) -> str:
@@ -249,7 +251,7 @@ def _hint(value: Any, node: Node) -> str:
 
 
 _EXACT = 2.0**53
-"""Up to here, floats represent whole numbers exactly."""
+"""Floats represent whole numbers exactly up to this value."""
 
 
 def _is_number(text: str) -> bool:

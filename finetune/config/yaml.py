@@ -1,4 +1,4 @@
-"""Reads YAML 1.2 and remembers on which line every key stands.
+"""Reads YAML 1.2 and records the line of every key.
 
 Only plain values exist: text, whole numbers, decimal numbers, true/false, null, lists and mappings with text keys.
 Dates are text. Nothing is expanded. What no job file needs is refused while it is read, before it costs time or
@@ -50,7 +50,7 @@ class Document:
 
 
 class LimitError(Exception):
-    """The text exceeds a limit; carries the problem with its line."""
+    """Raised where the text exceeds a limit; has the problem with its line."""
 
     def __init__(self, message: str, *, line: int, key: str = "") -> None:
         super().__init__(message)
@@ -105,9 +105,9 @@ class NodeReader:
     def _sequence(self, node: SequenceNode, key: str) -> list[Any]:
         values = []
         for index, item in enumerate(node.value):
-            place = join_key(key, index)
-            self._document.lines[place] = item.start_mark.line + 1
-            values.append(self.value(item, key=place))
+            inner_key = join_key(key, index)
+            self._document.lines[inner_key] = item.start_mark.line + 1
+            values.append(self.value(item, key=inner_key))
         return values
 
     def _mapping(self, node: Node, key: str) -> dict[str, Any]:
@@ -117,18 +117,18 @@ class NodeReader:
                 self._complain(name_node, key, "a key must be text, not a list or a section.")
                 continue
             name, line = str(name_node.value), name_node.start_mark.line + 1
-            place = join_key(key, name)
+            inner_key = join_key(key, name)
             is_text = name_node.tag in TEXT_TAGS or (key != "" and _is_position(name_node))
             fault = invalid_characters(name) if is_text else "a key must be text. Put it in quotes."
             if fault is not None:
-                self._complain(name_node, place, fault)
+                self._complain(name_node, inner_key, fault)
                 continue
             if name in values:
-                message = f"the key already exists on line {self._document.lines[place]}. Remove one of them."
-                self._document.problems.append(Problem(place, message, line=line))
+                message = f"the key already exists on line {self._document.lines[inner_key]}. Remove one of them."
+                self._document.problems.append(Problem(inner_key, message, line=line))
                 continue
-            self._document.lines[place] = line
-            values[name] = self.value(item, key=place)
+            self._document.lines[inner_key] = line
+            values[name] = self.value(item, key=inner_key)
         return values
 
     def _scalar(self, node: ScalarNode, key: str) -> Any:
@@ -193,7 +193,7 @@ _MAX_COMPLAINT_CHARACTERS = 200  # characters: the parser quotes parts of the te
 
 
 class _Scanner(Scanner):
-    """Stops at brackets nested too deeply: the scanner's time grows with the square of the depth."""
+    """A scanner that stops at brackets nested too deeply, because its time is quadratic in the depth."""
 
     def fetch_flow_collection_start(self, *arguments: Any, **named: Any) -> None:
         if len(self.flow_context) >= MAX_DEPTH:
@@ -202,7 +202,7 @@ class _Scanner(Scanner):
 
 
 class _Composer(Composer):
-    """Stops where values are nested too deeply, or are too many, before the rest is read."""
+    """A composer that stops at values that are nested too deeply or too many, without reading the rest."""
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader)
@@ -227,7 +227,7 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
     directive = re.search(r"^%YAML\s+(?!1\.2\b)", text, re.MULTILINE)
     if directive is not None:
         line = text.count("\n", 0, directive.start()) + 1
-        document.problems.append(Problem("", "this is read as YAML 1.2. Remove the %YAML line.", line=line))
+        document.problems.append(Problem("", "job files are read as YAML 1.2. Remove the %YAML line.", line=line))
         return document
     reader = YAML(typ="safe", pure=True)
     reader.Scanner, reader.Composer = _Scanner, _Composer
@@ -241,7 +241,9 @@ def read_yaml(text: str, *, max_values: int = MAX_VALUES) -> Document:
         document.problems.append(_syntax_problem(error))
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        document.problems.append(Problem("", "there is a character that YAML does not allow. Remove it.", line=line))
+        document.problems.append(
+            Problem("", "the text contains a character that YAML does not allow. Remove it.", line=line)
+        )
     except UnicodeEncodeError:
         document.problems.append(Problem("", invalid_characters(text) or "this text cannot be encoded as UTF-8."))
     return document

@@ -45,8 +45,8 @@ def bomb(levels: int) -> str:
         (f"x: 0x{'f' * 5_000}\n", "more than 100 digits"),
         ("x: 1e999\n", "too large for a number with 64 bits"),
         ('x: "a\\0b"\n', "NUL character"),
-        ('x: "a\\uD800b"\n', "there is an unpaired surrogate in this text, which UTF-8 cannot encode"),
-        ('"a\\uD800": 1\n', "there is an unpaired surrogate in this text, which UTF-8 cannot encode"),
+        ('x: "a\\uD800b"\n', "this text contains an unpaired surrogate, which UTF-8 cannot encode"),
+        ('"a\\uD800": 1\n', "this text contains an unpaired surrogate, which UTF-8 cannot encode"),
         ("? [a, b]\n: 1\n", "a key must be text, not a list or a section"),
     ],
     ids=range(24),
@@ -73,7 +73,7 @@ def test_infinity_may_be_written_where_a_model_wants_it():
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("~nouser/x", "no home folder is known for `~nouser`. Write the path in full."),
+        ("~nouser/x", "there is no home folder of `~nouser`. Write the path in full."),
         (f"./{'x' * 300}", "a name in this path has 300 bytes; a file system allows 255."),
         (f"./{'/'.join(['x' * 200] * 30)}", "a file system allows 4095."),
     ],

@@ -1,4 +1,4 @@
-"""Rules across keys and sections: each checks a config that matches the schema and yields its problems.
+"""Rules across keys and sections: each rule checks a config that matches the schema and yields its problems.
 
 A rule may be given a draft (`config/validation.py`): where it reads an invalid key, it is skipped.
 """
@@ -10,7 +10,6 @@ from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES,
 from finetune.config.rules.evaluate import EVALUATION_RULES
 from finetune.config.rules.file_options import FILE_OPTION_RULES
 from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
-from finetune.config.rules.run import RUN_RULES
 from finetune.config.rules.sources import SOURCE_RULES, STREAM_RULES
 from finetune.config.rules.task import PAIR_RULES, PREFERENCE_RULES, TASK_RULES
 from finetune.config.rules.train import BATCH_RULES, TRAINING_RULES
@@ -21,7 +20,6 @@ from finetune.errors import Problem
 Rule = Callable[[RunConfig], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
-    *RUN_RULES,
     *BATCH_RULES,
     *MODEL_RULES,
     *ADAPTER_RULES,

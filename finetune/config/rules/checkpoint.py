@@ -1,4 +1,4 @@
-"""Rules of `checkpoint:` and of where a run lives: kept checkpoints are written, allowed changes are possible."""
+"""Rules of `checkpoint:` and `run:`: checkpoints, the run's folder, and the command that ends a run."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from finetune.config.sections.checkpoint import NEVER_ALLOWED
 from finetune.errors import Problem
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az", "memory")
-"""Object storage that runs are uploaded to; `memory` lives as long as its process."""
+"""Object storage that runs are uploaded to; `memory` exists only as long as its process."""
 
 
 def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
@@ -26,14 +26,14 @@ def kept_checkpoints_are_written(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_every_steps", message)
     elif kept % every:
         message = (
-            f"{kept} is not a multiple of `checkpoint.every_steps` ({every}), so most of these are never written. "
+            f"{kept} is not a multiple of `checkpoint.every_steps` ({every}), so most of these are never saved. "
             f"Nearest that are: {closest_multiples(kept, every)}."
         )
         yield Problem("checkpoint.keep_every_steps", message)
 
 
 def keep_best_has_its_metric(config: RunConfig) -> Iterator[Problem]:
-    """`keep_best` has evaluations of its metric at saved steps, and the right goal."""
+    """The metric of `keep_best` is evaluated at the saved steps, and its goal is right."""
     best, every = config.checkpoint.keep_best, config.checkpoint.every_steps
     if best is None:
         return
@@ -54,18 +54,18 @@ def allow_changes_names_refused_keys(config: RunConfig) -> Iterator[Problem]:
     """`allow_changes` names keys that a resume refuses, and that can be resumed from when they differ."""
     can = [key for key in MUST_MATCH if key not in NEVER_ALLOWED]
     for index, name in enumerate(config.checkpoint.allow_changes):
-        place = f"checkpoint.allow_changes.{index}"
+        key = f"checkpoint.allow_changes.{index}"
         if name in NEVER_ALLOWED:
-            yield Problem(place, f"`{name}` cannot be allowed: {NEVER_ALLOWED[name]}. Remove it.")
+            yield Problem(key, f"`{name}` cannot be allowed: {NEVER_ALLOWED[name]}. Remove it.")
         elif name.startswith(PLUGIN_PREFIX):  # the digest of a plugin, perhaps of one that the job no longer has
             continue
         elif name not in can and node_at(name) is None:
             hint = did_you_mean(name, can) or "Use dotted keys, such as `train.learning_rate`."
-            yield Problem(place, f"the key `{name}` does not exist. {hint}")
+            yield Problem(key, f"the key `{name}` does not exist. {hint}")
         elif name not in can:
-            inside = [key for key in can if key.startswith(f"{name}.")]
+            inside = [other for other in can if other.startswith(f"{name}.")]
             hint = f"List its keys one by one: {format_list(inside)}." if inside else "It may differ anyway. Remove it."
-            yield Problem(place, f"`{name}` is not a key that a resume refuses. {hint}")
+            yield Problem(key, f"`{name}` is not a key that a resume refuses. {hint}")
 
 
 def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
@@ -90,9 +90,24 @@ def run_url_is_supported(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", message)
 
 
+def idle_comes_after_the_hang_report(config: RunConfig) -> Iterator[Problem]:
+    """`run.on_end` does not shut down a machine before the hang report is written."""
+    section, hang = config.run.on_end_section, config.run.hang_after_seconds
+    if section is None or "idle" not in section.when or hang is None or section.idle_after_seconds > hang:
+        return
+    message = (
+        f"a run without progress is idle after {section.idle_after_seconds:g} s, but its processes report a hang only "
+        f"after {hang:g} s (`run.hang_after_seconds`). Write `idle_after_seconds: {2 * hang:g}`, or leave `idle` out "
+        "of `when`."
+    )
+    is_written = "idle_after_seconds" in section.model_fields_set
+    yield Problem("run.on_end.idle_after_seconds" if is_written else "run.on_end", message)
+
+
 CHECKPOINT_RULES = (
     kept_checkpoints_are_written,
     keep_best_has_its_metric,
     allow_changes_names_refused_keys,
     run_url_is_supported,
+    idle_comes_after_the_hang_report,
 )

@@ -1,4 +1,4 @@
-"""Rules of `data:` next to its sources - formats, columns and templates, images, batching and mixes."""
+"""Rules of `data:` other than its sources: formats, columns, templates, images, batching and mixes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,21 +34,21 @@ def template_is_known(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.chat_template", message)
 
 
-GIVEN_TO_TEMPLATES = ("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message")
-"""What a chat template is given anyway."""
+RESERVED_TEMPLATE_ARGUMENTS = ("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message")
+"""Arguments that every chat template receives from the row."""
 
 
 def template_arguments_are_free(config: RunConfig) -> Iterator[Problem]:
-    """Arguments of the chat template do not replace what the row gives it."""
+    """Arguments of the chat template do not replace those from the row."""
     for name in config.data.chat_template_arguments or {}:
-        if name in GIVEN_TO_TEMPLATES:
+        if name in RESERVED_TEMPLATE_ARGUMENTS:
             instead = "Rows have a column `tools`." if name == "tools" else "Remove it."
-            message = f"this is no argument: the template is given it from the row. {instead}"
+            message = f"the template receives it from the row, so it cannot be an argument. {instead}"
             yield Problem(f"data.chat_template_arguments.{name}", message)
 
 
 def reasoning_is_a_choice(config: RunConfig) -> Iterator[Problem]:
-    """Reasoning can be left out of the targets only where turns are."""
+    """Reasoning can be excluded from the targets only by tasks that choose their targets among turns."""
     key, data = "data.train_on_reasoning", config.data
     if data.train_on_reasoning:
         return
@@ -107,36 +107,36 @@ def templates_can_be_read(config: RunConfig) -> Iterator[Problem]:
     """A row template is a Jinja text or a list of turns of such texts; its column is not also in `columns`."""
     for key, source in row_sources(config):
         for column, written in source.template.items():
-            place = f"{key}.template.{column}"
+            template_key = f"{key}.template.{column}"
             if column in source.columns:
                 yield Problem(
-                    place, f"the column is already mapped by `{key}.columns.{column}`. Keep only one of them."
+                    template_key, f"the column is already mapped by `{key}.columns.{column}`. Keep only one of them."
                 )
-            yield from _template_faults(written, place, column=column)
+            yield from _template_problems(template_key, written, column=column)
 
 
-def _template_faults(written: Any, place: str, *, column: str) -> Iterator[Problem]:
+def _template_problems(key: str, written: Any, *, column: str) -> Iterator[Problem]:
     if isinstance(written, str):
-        yield from _syntax_faults(written, place)
+        yield from _syntax_problems(key, written)
     elif column not in _CHAT_COLUMNS:
-        yield Problem(place, "the template of this column must be one text.")
+        yield Problem(key, "the template of this column must be one text.")
     elif not isinstance(written, list) or not all(isinstance(turn, dict) for turn in written):
         yield Problem(
-            place,
+            key,
             "a template of turns must be a list of `{role: ..., content: ...}`, or one text that renders to JSON.",
         )
     else:
         texts = ((number, name, text) for number, turn in enumerate(written) for name, text in turn.items())
         for number, name, text in texts:
             if isinstance(text, str):
-                yield from _syntax_faults(text, f"{place}.{number}.{name}")
+                yield from _syntax_problems(f"{key}.{number}.{name}", text)
 
 
-def _syntax_faults(text: str, place: str) -> Iterator[Problem]:
+def _syntax_problems(key: str, text: str) -> Iterator[Problem]:
     try:
         environment.Environment(autoescape=True).parse(text)
     except exceptions.TemplateSyntaxError as error:
-        yield Problem(place, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
+        yield Problem(key, f"not valid Jinja in line {error.lineno} of the text: {error.message}")
 
 
 FORMAT_RULES = (format_fits_task, columns_are_known, templates_can_be_read)
@@ -152,7 +152,7 @@ def crop_is_written_once(config: RunConfig) -> Iterator[Problem]:
         low, high = sorted(images.crop_scale)
         yield Problem("data.images.crop_scale", f"the range is descending. Write `[{low}, {high}]`.")
     if images.min_pixels and images.max_pixels and images.min_pixels > images.max_pixels:
-        yield Problem("data.images.min_pixels", "it is more than `data.images.max_pixels`. Swap them.")
+        yield Problem("data.images.min_pixels", "it is greater than `data.images.max_pixels`. Swap them.")
 
 
 def image_size_is_written_once(config: RunConfig) -> Iterator[Problem]:
@@ -169,7 +169,7 @@ def mixup_needs_stored_images(config: RunConfig) -> Iterator[Problem]:
         if isinstance(source, TrainedSourceSection) and source.stream is not None:
             for name in ("mixup", "cutmix"):
                 if getattr(images, name) > 0:
-                    message = f"it needs random access to other images, and `{key}` is a stream. Remove one of them."
+                    message = f"it needs random access to other images, but `{key}` is a stream. Remove one of the two."
                     yield Problem(f"data.images.{name}", message)
 
 
@@ -179,7 +179,7 @@ def microbatch_holds_whole_batch_norm_groups(config: RunConfig) -> Iterator[Prob
     if not isinstance(size, int):
         return
     if adapter_of(config) is not None:
-        message = "with adapters the base is frozen, its running statistics too. Write `frozen`."
+        message = "with adapters the base is frozen, including its running statistics. Write `frozen`."
         yield Problem("model.batch_norm", message)
         return
     micro, holder = config.train.microbatch_size, "microbatch"
@@ -199,7 +199,7 @@ IMAGE_RULES = (
 
 
 MAX_WINDOW = 100_000_000
-"""Number of samples that can be sorted by length at once."""
+"""Number of samples that can be sorted by length together."""
 
 MIX_MEASURES = ("weight", "rows", "epochs")
 """Ways to give the amount of a source in a mix."""
@@ -253,7 +253,7 @@ def mix_has_one_measure(config: RunConfig) -> Iterator[Problem]:
 
 
 def mix_rows_need_samples(config: RunConfig) -> Iterator[Problem]:
-    """Rows of a mix are counted only where one position is one row."""
+    """`rows` of a mix needs batches in which one position is one row."""
     by = config.data.batching.by
     for number, source in enumerate(config.data.train.mix):
         if source.rows is not None and by != "samples":

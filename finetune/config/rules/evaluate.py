@@ -1,4 +1,4 @@
-"""Rules of `evaluate:` and of what depends on an evaluation."""
+"""Rules of `evaluate:` and of the keys that need an evaluation."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ def metrics_of(config: RunConfig) -> tuple[str, ...]:
         return (*task.metrics, *PREFERENCE_LOSSES[section.preference.loss].metrics)
     if task.name in ("embedding", "reranking"):
         losses = (EMBEDDING_LOSSES[section.embedding.loss], RERANKING_LOSSES[section.reranking.loss])
-        return _SCORE_METRICS if any(each.scores is not None for each in losses) else task.metrics
+        return _SCORE_METRICS if any(loss.scores is not None for loss in losses) else task.metrics
     return task.metrics
 
 

@@ -1,4 +1,4 @@
-"""Rules of how files of rows are read: known encodings, delimiters, positions of columns, and the kinds they fit."""
+"""Rules for reading files of rows: encodings, delimiters, column positions, and the file types that have them."""
 
 import codecs
 from collections import Counter
@@ -13,13 +13,13 @@ from finetune.errors import Problem
 from finetune.runtime.text.secret_urls import without_query
 
 _NOT_OF_TEXTS = ("idna", "punycode", "raw_unicode_escape", "undefined", "unicode_escape", "mbcs", "oem")
-"""Codecs of Python that no file is written in."""
+"""Python codecs that are not encodings of text files."""
 
 _COMMON = ("utf-8", "utf-16", "utf-16-le", "utf-16-be", "latin-1", "cp1252", "cp1251", "shift_jis", "gb18030", "big5")
 
 
 def encoding_is_known(config: RunConfig) -> Iterator[Problem]:
-    """An encoding is one that Python can read text in."""
+    """An encoding is one with which Python can read text."""
     for key, source in row_sources(config):
         if source.encoding is not None and not _is_text_codec(source.encoding):
             hint = did_you_mean(source.encoding, _COMMON) or f"Write one such as {format_list(_COMMON[:6])}."
@@ -28,18 +28,18 @@ def encoding_is_known(config: RunConfig) -> Iterator[Problem]:
 
 def _is_text_codec(name: str) -> bool:
     try:
-        found = codecs.lookup(name)
+        codec = codecs.lookup(name)
     except (LookupError, ValueError):  # an embedded zero, for one
         return False
-    is_text = bool(getattr(found, "_is_text_encoding", True))
-    return is_text and found.incrementaldecoder is not None and found.name.replace("-", "_") not in _NOT_OF_TEXTS
+    is_text = bool(getattr(codec, "_is_text_encoding", True))
+    return is_text and codec.incrementaldecoder is not None and codec.name.replace("-", "_") not in _NOT_OF_TEXTS
 
 
 def delimiter_is_usable(config: RunConfig) -> Iterator[Problem]:
     """A delimiter is a character that cannot be taken for the end of a line or for a quotation mark."""
     for key, source in row_sources(config):
         if source.delimiter in ("\n", "\r", '"', "\0"):
-            message = 'a line break, a quotation mark or a zero separates no columns. Write `";"`, `"|"` or `"\\t"`.'
+            message = 'a line break, a quotation mark or a NUL cannot separate columns. Write `";"`, `"|"` or `"\\t"`.'
             yield Problem(f"{key}.delimiter", message)
 
 
@@ -59,12 +59,12 @@ def positions_have_names(config: RunConfig) -> Iterator[Problem]:
 
 
 def file_keys_fit_the_kind(config: RunConfig) -> Iterator[Problem]:
-    """A key that only some kinds of files have is written for no other."""
+    """A key that applies only to some types of files is not set for the others."""
     for key, source in row_sources(config):
         kind = _kind(source)
         where = f"`{kind}` files" if source.path else "a hub dataset" if source.name else "a plugin's source"
         if source.path is not None and kind not in (*TEXT_KINDS, *TABLE_KINDS):
-            continue  # a folder: its files are looked at when they are read
+            continue  # a folder: its files are checked when they are read
         written = {name: kinds for name, kinds in KINDS_OF_KEYS.items() if getattr(source, name) is not None}
         if source.has_positions:
             written["columns"] = KINDS_WITH_POSITIONS
@@ -76,7 +76,7 @@ def file_keys_fit_the_kind(config: RunConfig) -> Iterator[Problem]:
 
 
 def _kind(source: SourceSection) -> str:
-    """Return the ending of the path that tells the kind of its files; empty where there is none."""
+    """Return the suffix of the path without compression, such as `.csv`; empty if there is none."""
     name = without_query(source.path or "").rpartition("/")[2].lower()
     name = name.removesuffix(".gz").removesuffix(".zst")
     return f".{name.rpartition('.')[2]}" if "." in name else ""

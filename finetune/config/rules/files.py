@@ -1,6 +1,6 @@
-"""Files and folders that a config names: they exist, and the run can write where it must.
+"""Checks that the files and folders in a config exist, and that the run's folder can be written.
 
-A glob pattern may lead through a whole disk, so only its first matches are looked for, and only for a short time.
+A glob pattern may match a whole disk, so the search stops after a number of matches or a short time.
 """
 
 import errno
@@ -22,7 +22,7 @@ _TIMEOUT_SECONDS = 2.0
 
 
 def first_matches(pattern: Path) -> list[Path] | None:
-    """Return the first files that match, sorted; None if the search takes too long, then the run will find them.
+    """Return the first files that match, sorted; None if the search takes too long.
 
     Raises OSError where the pattern is invalid.
     """
@@ -32,15 +32,15 @@ def first_matches(pattern: Path) -> list[Path] | None:
     thread.join(_TIMEOUT_SECONDS)
     if search.has_failed:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(pattern))
-    return search.found
+    return search.matches
 
 
 class _GlobSearch:
-    """Searches in a daemon thread, so that no caller has to wait for it."""
+    """A search in a daemon thread, so that the caller can give up waiting for it."""
 
     def __init__(self, pattern: Path) -> None:
         self._pattern = pattern
-        self.found: list[Path] | None = None
+        self.matches: list[Path] | None = None
         self.has_failed = False
 
     def run(self) -> None:
@@ -48,7 +48,7 @@ class _GlobSearch:
         pattern = self._pattern
         try:
             matches = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-            self.found = sorted(islice(matches, _MAX_MATCHES))
+            self.matches = sorted(islice(matches, _MAX_MATCHES))
         except (OSError, ValueError, RecursionError, NotImplementedError):
             self.has_failed = True
 
@@ -62,8 +62,8 @@ def file_problems(
 ) -> list[Problem]:
     """Return the problems of the files that the config names; `folder` is the config file's.
 
-    The paths in the config are absolute. On a draft, invalid keys are skipped. What lies in the folders `elsewhere` is
-    on another machine, and is not looked for.
+    The paths in the config are absolute. On a draft, invalid keys are skipped. Files in the folders `elsewhere` are on
+    another machine and are not checked.
     """
     problems: list[Problem] = []
     checks: tuple[Callable[[], Iterator[FileCheck]], ...] = (
@@ -75,9 +75,9 @@ def file_problems(
     )
     for check in checks:
         try:
-            for key, path, found in check():
-                if not any(Path(path).is_relative_to(each) for each in elsewhere):
-                    problems.extend(_with_os_errors(key, found))
+            for key, path, path_problems in check():
+                if not any(Path(path).is_relative_to(other) for other in elsewhere):
+                    problems.extend(_with_os_errors(key, path_problems))
         except AttributeError:
             if not is_draft:
                 raise
@@ -85,16 +85,16 @@ def file_problems(
 
 
 def read_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the files and folders that the job reads, with their keys; a hub name or a URL is none."""
+    """Yield the local files and folders that the job reads, with their keys."""
     checks = (_row_files(config), _template_file(config), _checkpoint_folder(config))
     yield from ((key, path) for check in checks for key, path, _ in check)
     yield from ((key, name) for key, name in _model_names(config) if is_path(name))
 
 
-def _with_os_errors(key: str, found: Iterator[Problem]) -> Iterator[Problem]:
-    """Yield the problems found, or the file system's error."""
+def _with_os_errors(key: str, problems: Iterator[Problem]) -> Iterator[Problem]:
+    """Yield the problems, or an error of the file system as one."""
     try:
-        yield from found
+        yield from problems
     except OSError as error:
         yield Problem(key, f"{error.filename or 'it'} cannot be accessed: {error.strerror}.")
 
@@ -110,11 +110,11 @@ def _row_file_problems(key: str, written: str) -> Iterator[Problem]:
     if path.exists():
         yield from _permission_problems(key, path)
     elif glob.has_magic(written):
-        found = first_matches(path)
-        if found == []:
+        matches = first_matches(path)
+        if matches == []:
             yield Problem(key, f"no file matches {path}. {_RELATIVE_PATH_HINT}")
-        for each in found or ():
-            yield from _permission_problems(key, each)
+        for match in matches or ():
+            yield from _permission_problems(key, match)
     else:
         yield Problem(key, f"the file {path} does not exist. {_RELATIVE_PATH_HINT}")
 
@@ -180,17 +180,17 @@ def _written_folders(config: RunConfig) -> Iterator[FileCheck]:
 
 def _run_folder_problems(key: str, folder: Path) -> Iterator[Problem]:
     """Yield why the run folder cannot be written on this machine; a URL is checked when the run starts."""
-    place = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
-    if not place.exists():
-        yield Problem(key, f"{place} is a broken link. Remove it, or choose another folder.")
-    elif not place.is_dir():
-        yield Problem(key, f"{place} is a file. Choose another folder.")
-    elif not _is_writable(place):
-        yield Problem(key, f"{place} is not writable. Choose another folder, or change its permissions.")
+    parent = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if not parent.exists():
+        yield Problem(key, f"{parent} is a broken link. Remove it, or choose another folder.")
+    elif not parent.is_dir():
+        yield Problem(key, f"{parent} is a file. Choose another folder.")
+    elif not _is_writable(parent):
+        yield Problem(key, f"{parent} is not writable. Choose another folder, or change its permissions.")
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether a file can be written there: root has permissions even in /proc and on a read-only disk."""
+    """Return whether a file can be written there; os.access alone is true for root in /proc and on read-only disks."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return False
     try:

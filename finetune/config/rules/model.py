@@ -1,4 +1,4 @@
-"""Rules of `model:` - weights, tokenizer, adapters, quantization, new tokens - and of the trackers in `report:`."""
+"""Rules of `model:`: weights, tokenizer, adapters, quantization and new tokens; and of the trackers in `report:`."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from finetune.registry.tasks import TASKS, tasks_where
 from finetune.registry.trackers import TRACKERS
 
 MAX_LAYERS = 2_000
-"""Building one takes a few milliseconds."""
+"""Maximum number of layers; building a layer takes a few milliseconds."""
 
 _MAX_INTEGER = 1 << 63
 
@@ -24,7 +24,7 @@ ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
 """Keys of `model` that train adapters instead of the model's own weights."""
 
 MERGEABLE = ("lora", "ia3", "oft", "adapter")
-"""Of these, the ones that can be merged into the weights."""
+"""Adapters that can be merged into the weights."""
 
 
 def adapter_of(config: RunConfig) -> str | None:
@@ -50,11 +50,11 @@ def adapters_are_one_kind(config: RunConfig) -> Iterator[Problem]:
 
 
 def positions_are_scaled_once(config: RunConfig) -> Iterator[Problem]:
-    """`model.rope_scaling` sets what `model.config` may set, too: only one of them is written."""
+    """The values that `model.rope_scaling` sets are not also in `model.config`."""
     if config.model.rope_scaling is None:
         return
     for key in _position_keys(config.model.config, key="model.config"):
-        yield Problem(key, "`model.rope_scaling` sets it already. Keep only one of them.")
+        yield Problem(key, "it is already set by `model.rope_scaling`. Keep only one of them.")
 
 
 def _position_keys(values: dict[str, Any], *, key: str) -> Iterator[str]:
@@ -75,7 +75,7 @@ def quantized_weights_are_frozen(config: RunConfig) -> Iterator[Problem]:
 def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
     """A compiled forward pass keeps no state between batches and has no hooks."""
     if config.model.compile == "full" and config.train.embedding_noise:
-        message = "embedding noise is added by a hook, which `full` would compile, too. Write `regional`."
+        message = "embedding noise is added by a hook, which `full` would also compile. Write `regional`."
         yield Problem("model.compile", message)
     if config.model.compile != "off" and isinstance(config.model.batch_norm, int):
         message = "batch norms over groups of samples keep sums between batches. Write `off`, or `batch_norm: frozen`."
@@ -118,8 +118,8 @@ def trackers_are_known(config: RunConfig) -> Iterator[Problem]:
 def config_values_are_in_range(config: RunConfig) -> Iterator[Problem]:
     """Numbers in a model's config fit into 64 bits; dropout is between 0 and 1, layers are limited in number."""
     written = config.model.from_config
-    places = {"model.from_config.values": written.values if written else {}, "model.config": config.model.config}
-    for key, number in chain.from_iterable(_numbers(values, key=place) for place, values in places.items()):
+    sections = {"model.from_config.values": written.values if written else {}, "model.config": config.model.config}
+    for key, number in chain.from_iterable(_numbers(values, key=section) for section, values in sections.items()):
         if isinstance(number, float) and math.isnan(number):
             yield Problem(key, "NaN is not allowed. Write a number.")
         elif isinstance(number, int) and abs(number) >= _MAX_INTEGER:
@@ -169,7 +169,7 @@ def prompt_adapters_fit(config: RunConfig) -> Iterator[Problem]:
         message = "packed samples would share one learned prompt. Write `data.batching.by: samples`."
         yield Problem(f"data.batching.{key}", message)
     if kind == "prefix_tuning" and config.model.gradient_checkpointing:
-        message = "learned keys and values are a cache, which recomputed layers do not read. Write `false`."
+        message = "prefix tuning stores keys and values in a cache, which recomputed layers do not read. Write `false`."
         yield Problem("model.gradient_checkpointing", message)
     is_seq2seq = TASKS[config.task.name].head == "seq2seq_lm"
     if is_seq2seq and config.evaluate is not None and config.evaluate.generate is not None:

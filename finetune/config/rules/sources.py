@@ -1,4 +1,4 @@
-"""Rules of where rows come from: exactly one place, at a supported address; and what a stream cannot do."""
+"""Rules of row sources: exactly one origin, at a supported address; and the limits of streams."""
 
 from collections.abc import Iterator
 
@@ -110,7 +110,7 @@ def stream_has_no_split(config: RunConfig) -> Iterator[Problem]:
             if validation is not None and getattr(validation, name) is not None:
                 yield Problem(
                     f"data.validation.{name}",
-                    f"to find its rows, the whole stream `{key}` would be read before the first step. Give a `path` "
+                    f"splitting it off would read the whole stream `{key}` before the first step. Give a `path` "
                     "of validation rows; `exclude_from_train: true` leaves them out of the stream.",
                 )
 

@@ -1,4 +1,4 @@
-"""Rules of `task:` - what each task and its losses require."""
+"""Rules of `task:`: the requirements of each task and its losses."""
 
 from collections.abc import Iterator, Sequence
 
@@ -93,7 +93,7 @@ def source_and_target_fit_the_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
-    """Of the predicted tokens, some are masked."""
+    """The fractions of random and kept tokens do not exceed 1."""
     section = config.task.masked_lm
     if section.random_fraction + section.kept_fraction > 1:
         message = "together with `kept_fraction` it exceeds 1."
@@ -101,7 +101,7 @@ def masked_lm_masks_tokens(config: RunConfig) -> Iterator[Problem]:
 
 
 def vision_language_has_a_processor(config: RunConfig) -> Iterator[Problem]:
-    """A processor of images and text comes with a model."""
+    """A vision-language model uses a processor, which a trained tokenizer does not have."""
     tokenizer = config.model.tokenizer
     if TASKS[config.task.name].reads == "both" and tokenizer is not None and tokenizer.train is not None:
         message = "a tokenizer alone cannot process images. Write `name`: a model, or a folder with its processor."
@@ -130,11 +130,11 @@ def robust_loss_has_label_smoothing(config: RunConfig) -> Iterator[Problem]:
 
 
 def judged_format_needs_kto(config: RunConfig) -> Iterator[Problem]:
-    """Not every loss trains on answers that are judged one by one."""
+    """`format: judged`, with labels for single answers, needs a loss that reads it."""
     if config.task.name != "preference":
         return
     formats = PREFERENCE_LOSSES[config.task.preference.loss].formats
-    able = _written("preference", [each.name for each in PREFERENCE_LOSSES if "judged" in each.formats])
+    able = _written("preference", [entry.name for entry in PREFERENCE_LOSSES if "judged" in entry.formats])
     for key, source in row_sources(config):
         if source.format == "judged" and "judged" not in formats:
             message = f"only {able} trains on single answers. Write that, or `format: preference`."
@@ -142,7 +142,7 @@ def judged_format_needs_kto(config: RunConfig) -> Iterator[Problem]:
 
 
 def precomputed_needs_stored_rows(config: RunConfig) -> Iterator[Problem]:
-    """What is precomputed for every sample before the first step cannot use a stream."""
+    """Precomputed values of every sample cannot be used with a stream."""
     distillation = config.task.distillation
     if config.task.name == "preference" and PREFERENCE_LOSSES[config.task.preference.loss].has_reference:
         what = "the reference model's log-probabilities are"
@@ -163,7 +163,7 @@ _PAIR_LOSSES: dict[str, Table[PairLossEntry]] = {"embedding": EMBEDDING_LOSSES, 
 
 
 def pair_format_fits_the_loss(config: RunConfig) -> Iterator[Problem]:
-    """Losses of scored pairs have rows with scores, all others rows with a positive."""
+    """Losses of scored pairs read rows with scores; all others read rows with a positive."""
     task = config.task.name
     if task not in _PAIR_LOSSES:
         return
@@ -171,7 +171,7 @@ def pair_format_fits_the_loss(config: RunConfig) -> Iterator[Problem]:
     reads_scores = losses[loss].scores is not None
     for key, source in row_sources(config):
         if source.format == "scored_pairs" and not reads_scores:
-            scored = _written(task, [each.name for each in losses if each.scores is not None])
+            scored = _written(task, [entry.name for entry in losses if entry.scores is not None])
             instead = f"Write {scored}, or another format."
             yield Problem(f"{key}.format", f"`task.{task}.loss: {loss}` reads no scores. {instead}")
         if source.format in ("pairs", "retrieval") and reads_scores:
@@ -192,7 +192,7 @@ def matryoshka_dims_differ(config: RunConfig) -> Iterator[Problem]:
 
 
 def scored_pairs_are_compared_by_cosine(config: RunConfig) -> Iterator[Problem]:
-    """Losses of scored pairs are those of cosines."""
+    """Losses of scored pairs compare cosines, so the vectors are normalized."""
     section = config.task.embedding
     has_scores = EMBEDDING_LOSSES[section.loss].scores is not None
     if config.task.name == "embedding" and has_scores and not section.normalize:
@@ -202,21 +202,21 @@ def scored_pairs_are_compared_by_cosine(config: RunConfig) -> Iterator[Problem]:
 
 
 def texts_are_read_without_virtual_tokens(config: RunConfig) -> Iterator[Problem]:
-    """Vectors of texts are not taken from learned prompts, which sentence-transformers does not load."""
+    """Embeddings of texts do not use learned prompts, which sentence-transformers does not load."""
     if config.task.name not in _PAIR_LOSSES:
         return
     for name in ("prompt_tuning", "prefix_tuning"):
         if getattr(config.model, name) is not None:
-            message = f"`task.name: {config.task.name}` has no place for virtual tokens. Use `model.lora`."
+            message = f"`task.name: {config.task.name}` does not support virtual tokens. Use `model.lora`."
             yield Problem(f"model.{name}", message)
 
 
 def step_has_rows_to_compare(config: RunConfig) -> Iterator[Problem]:
-    """A loss over the whole global batch has something to compare."""
+    """A loss that compares the rows of a global batch has at least two."""
     if config.task.name != "embedding" or not EMBEDDING_LOSSES[config.task.embedding.loss].compares_rows:
         return
     if config.train.global_batch_size < 2:
-        message = "the loss compares the rows of a step with each other, and there is one. Write at least 2."
+        message = "the loss compares the rows of a step, but a step has only one. Write at least 2."
         yield Problem("train.global_batch_size", message)
 
 

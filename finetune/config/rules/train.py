@@ -1,4 +1,4 @@
-"""Rules of `train:` - batch, budget, schedule, precision, optimizer, and which parameters are trained when."""
+"""Rules of `train:`: batch, budget, schedule, precision, optimizer and the trained parameters."""
 
 from collections.abc import Iterator
 
@@ -122,7 +122,7 @@ def trained_parameters_are_chosen_once(config: RunConfig) -> Iterator[Problem]:
 
 
 def later_starts_are_within_the_run(config: RunConfig) -> Iterator[Problem]:
-    """Whatever starts after N steps starts within the run."""
+    """Unfreezing and averaging start before the last step."""
     steps, average = config.train.steps, config.train.average
     if steps is None:
         return
@@ -141,8 +141,8 @@ def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
     if not train.optimizer.in_backward:
         return
     if train.global_batch_size != train.microbatch_size:
-        wanted = f"`train.microbatch_size: {train.global_batch_size}`, the global batch size"
-        yield Problem(key, f"parameters would be updated after every microbatch. Write {wanted}.")
+        expected = f"`train.microbatch_size: {train.global_batch_size}`, the global batch size"
+        yield Problem(key, f"parameters would be updated after every microbatch. Write {expected}.")
     if train.max_gradient_norm is not None:
         message = "the gradient norm is known only after the backward pass. Write `train.max_gradient_norm: null`."
         yield Problem(key, message)
@@ -155,23 +155,24 @@ def in_backward_fits_the_step(config: RunConfig) -> Iterator[Problem]:
 
 
 def loss_kernel_supports_the_loss(config: RunConfig) -> Iterator[Problem]:
-    """Third-party loss kernels compute the plain cross-entropy only."""
+    """Third-party loss kernels compute only the plain cross-entropy."""
     kernel, task = config.train.loss_kernel, config.task
     for name in ("label_smoothing", "z_loss"):
         if not LOSS_KERNELS[kernel].adapts_loss and getattr(task, name):
             yield Problem(
-                "train.loss_kernel", f"`{kernel}` does not support `task.{name}`. Write `chunked`, or remove that."
+                "train.loss_kernel",
+                f"`{kernel}` does not support `task.{name}`. Write `chunked`, or remove `task.{name}`.",
             )
 
 
 def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
-    """Routers are watched by hooks, which compiled code does not call."""
-    for key, is_asked in (
+    """Router losses are computed by hooks, which compiled code does not call."""
+    for key, is_set in (
         ("train.router_aux_loss", config.train.router_aux_loss is not None),
         ("report.expert_load", config.report.expert_load),
     ):
-        if is_asked and config.model.compile != "off":
-            message = f"routers cannot be watched in a compiled model (`model.compile: {config.model.compile}`)."
+        if is_set and config.model.compile != "off":
+            message = f"router outputs cannot be read in a compiled model (`model.compile: {config.model.compile}`)."
             yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
 
 

@@ -1,28 +1,256 @@
-"""Keys that have no effect in this combination: writing one of them is an error."""
+"""Keys that have no effect given the other keys of the job, its task or its sources: setting one is an error."""
 
-from collections.abc import Iterator
+import glob
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from finetune.config.formatting import format_list
 from finetune.config.paths import is_path, is_url
 from finetune.config.rules.model import MERGEABLE, adapter_of, trained_dtypes
-from finetune.config.rules.unused_task_keys import ConditionalKey, conditional_source_keys, conditional_task_keys
+from finetune.config.rules.sources import is_split_of_training_rows, source_sections
 from finetune.config.run_config import RunConfig
-from finetune.config.section import has_key, is_written
+from finetune.config.section import Section, has_key, is_written
+from finetune.config.sections.data import ImagesSection, SourceSection, TrainedSourceSection
+from finetune.config.sections.task import (
+    ClassificationSection,
+    EmbeddingSection,
+    MaskedLmSection,
+    PreferenceSection,
+    PromptsSection,
+    RerankingSection,
+    RewardSection,
+    Seq2SeqSection,
+)
 from finetune.errors import Problem
+from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, PairLossEntry, PreferenceLossEntry
 from finetune.registry.optimizers import OPTIMIZERS, optimizers_that_read
 from finetune.registry.schedules import SCHEDULES
+from finetune.registry.tasks import TASKS, tasks_where
 from finetune.registry.trackers import trackers_that_read
+
+_HUB_KEYS = ("config", "revision", "split")
+_ADDRESS_KEYS = ("path", "name", "source")
+_SPLIT_KEYS = tuple(name for name in SourceSection.model_fields if name not in _ADDRESS_KEYS)
+_MIXED_KEYS = tuple(name for name in TrainedSourceSection.model_fields if name not in _ADDRESS_KEYS)
+
+
+@dataclass(frozen=True)
+class ConditionalKey:
+    """A key, when it has an effect, and what it needs to have one."""
+
+    key: str
+    has_effect: Callable[[RunConfig], bool]
+    needs: str
+
+
+def conditional_source_keys(config: RunConfig) -> Iterator[ConditionalKey]:
+    """Yield the keys of sources that may have no effect."""
+    if config.data.train.mix:
+        for name in _MIXED_KEYS:
+            yield ConditionalKey(f"data.train.{name}", _never, "every source of `data.train.mix` has its own")
+    for key, source in source_sections(config):
+        if is_split_of_training_rows(source):
+            for name in _SPLIT_KEYS:
+                yield ConditionalKey(f"{key}.{name}", _never, "the rows are those of `data.train`")
+            continue
+        for name in _HUB_KEYS:
+            origin = "from a `path`" if source.source is None else "of a plugin's `source`"
+            needs = f"rows {origin} have no {name}, only a hub dataset has one"
+            yield ConditionalKey(f"{key}.{name}", partial(_is_hub_dataset, source=source), needs)
+        needs = "only a local folder or glob can contain links to other folders"
+        yield ConditionalKey(f"{key}.follow_links", partial(_may_contain_links, source=source), needs)
+        yield ConditionalKey(
+            f"{key}.image_root", _reads_images, f"only {' and '.join(tasks_where('has_images'))} read images"
+        )
+    needs = "with `hash_fraction`, equal rows are never in both splits"
+    yield ConditionalKey(
+        "data.validation.exclude_from_train",
+        lambda config: config.data.validation is None or config.data.validation.hash_fraction is None,
+        needs,
+    )
+
+
+def _never(config: RunConfig) -> bool:
+    return False
+
+
+def _is_hub_dataset(config: RunConfig, *, source: SourceSection) -> bool:
+    return source.name is not None
+
+
+def _reads_images(config: RunConfig) -> bool:
+    return TASKS[config.task.name].has_images
+
+
+def _may_contain_links(config: RunConfig, *, source: SourceSection) -> bool:
+    """Return whether a folder, a glob, or rows that name images may contain links to other folders."""
+    path = source.path
+    if _reads_images(config):
+        return True
+    if path is None or is_url(path):
+        return False
+    return glob.has_magic(path) or Path(path).is_dir()
+
+
+_TOKEN_AUDIT_KEYS = ("max_truncated_rows", "max_dropped_rows", "max_lost_targets", "max_unknown_tokens")
+_TOKEN_KEYS = (
+    "max_length",
+    "over_length",
+    "truncate_side",
+    "chat_template",
+    "chat_template_arguments",
+    "system_prompt",
+    "train_on",
+    "allow_special_tokens",
+)
+_SECTIONS = ("prompts",)
+"""Sections in a section of a task, whose keys are named one by one."""
+
+
+def conditional_task_keys() -> Iterator[ConditionalKey]:
+    """Yield the keys that only some tasks use."""
+    yield from _keys_of_task()
+    yield from _keys_of_loss()
+    yield from _keys_of_input()
+    yield _for_tasks("train.embedding_noise", "takes_embedding_noise")
+    for key in ("train.router_aux_loss", "report.expert_load"):
+        yield _for_tasks(key, "watches_routers")
+    needs = "prompts with images are generated one by one"
+    yield ConditionalKey("evaluate.generate.batch_size", lambda config: TASKS[config.task.name].reads != "both", needs)
+    needs = "there are no prompts to generate from with this task or `data.train_on: all`"
+    yield ConditionalKey(
+        "evaluate.generate", lambda config: TASKS[config.task.name].generates and config.data.train_on != "all", needs
+    )
+
+
+def _keys_of_task() -> Iterator[ConditionalKey]:
+    sections: dict[str, type[Section]] = {
+        "classification": ClassificationSection,
+        "preference": PreferenceSection,
+        "reward": RewardSection,
+        "seq2seq": Seq2SeqSection,
+        "masked_lm": MaskedLmSection,
+        "embedding": EmbeddingSection,
+        "embedding.prompts": PromptsSection,
+        "reranking": RerankingSection,
+    }
+    for name, section in sections.items():
+        names = tuple(task.name for task in TASKS if task.section == name.partition(".")[0])
+        keys = [key for key in section.model_fields if key not in _SECTIONS]
+        yield from (_only(f"task.{name}.{key}", names) for key in keys)
+    yield _only("task.distillation", ("distillation",))
+    yield ConditionalKey("task.distillation.jsd_beta", _is_jsd, "only `divergence: jsd` has a mixture")
+    yield ConditionalKey(
+        "task.classification.kind",
+        lambda config: TASKS[config.task.name].sample not in ("tokens_and_tags", "image"),
+        "for words and images there is exactly one class",
+    )
+    yield ConditionalKey(
+        "task.classification.class_weights",
+        lambda config: config.task.classification.kind != "regression",
+        "a regression has no classes",
+    )
+    for key in _keys_read_by_some(EMBEDDING_LOSSES):
+        names = tuple(loss.name for loss in EMBEDDING_LOSSES if key in loss.reads)
+        has_effect = partial(_embedding_loss_is, losses=names)
+        yield ConditionalKey(f"task.embedding.{key}", has_effect, _only_losses(names))
+    for key in _keys_read_by_some(PREFERENCE_LOSSES):
+        names = tuple(loss.name for loss in PREFERENCE_LOSSES if key in loss.reads)
+        has_effect = partial(_preference_loss_is, losses=names)
+        yield ConditionalKey(f"task.preference.{key}", has_effect, _only_losses(names))
+
+
+def _keys_read_by_some(losses: Iterable[PreferenceLossEntry | PairLossEntry]) -> list[str]:
+    """Return the keys that not all of the losses read, in the order of the first one that does."""
+    return list(dict.fromkeys(key for loss in losses for key in sorted(loss.reads)))
+
+
+def _only_losses(names: tuple[str, ...]) -> str:
+    return f"only {' and '.join(f'`loss: {name}`' for name in names)} read{'s' if len(names) == 1 else ''} it"
+
+
+def _keys_of_loss() -> Iterator[ConditionalKey]:
+    needs = "it applies only to a cross-entropy over classes or tokens"
+    yield ConditionalKey("task.label_smoothing", _is_smoothed, needs)
+    yield ConditionalKey("task.z_loss", _has_cross_entropy, "it applies only to a cross-entropy over tokens")
+    needs = "only a cross-entropy over tokens has a choice of kernels"
+    yield ConditionalKey("train.loss_kernel", _has_cross_entropy, needs)
+    yield _for_tasks("task.loss", "has_token_loss")
+
+
+def _keys_of_input() -> Iterator[ConditionalKey]:
+    of_images = tuple(task.name for task in TASKS if not task.has_tokens)
+    of_both = tuple(task.name for task in TASKS if task.reads == "both")
+    for key in ImagesSection.model_fields:
+        yield _only(f"data.images.{key}", of_both if key in ("min_pixels", "max_pixels") else of_images)
+    yield _only("model.image_processor", of_images)
+    for key in (*(f"data.{name}" for name in _TOKEN_KEYS), "model.tokenizer", "model.new_tokens"):
+        yield ConditionalKey(key, _has_tokens, "images have no tokens")
+    for key in (*_KEYS_OF_LENGTHS, *(f"data.audit.{name}" for name in _TOKEN_AUDIT_KEYS)):
+        yield ConditionalKey(key, _has_tokens, "every image is one target")
+    for key in ("data.chat_template", "data.chat_template_arguments", "data.system_prompt"):
+        yield ConditionalKey(key, lambda config: TASKS[config.task.name].is_chat, "this task reads text without turns")
+    yield ConditionalKey(
+        "data.train_on",
+        lambda config: TASKS[config.task.name].chooses_turns,
+        "the task decides which turns are targets",
+    )
+
+
+def _for_tasks(key: str, fact: str) -> ConditionalKey:
+    """Return the key as one that is read only by the tasks whose registry entry has this fact."""
+    return _only(key, tasks_where(fact))
+
+
+def _only(key: str, tasks: tuple[str, ...]) -> ConditionalKey:
+    needs = f"only {' and '.join(f'`task.name: {name}`' for name in tasks)} read{'s' if len(tasks) == 1 else ''} it"
+    return ConditionalKey(key, partial(_task_is, names=tasks), needs)
+
+
+_KEYS_OF_LENGTHS = ("data.no_target", "data.batching.length_window_steps")
+
+
+def _task_is(config: RunConfig, *, names: tuple[str, ...]) -> bool:
+    return config.task.name in names
+
+
+def _is_jsd(config: RunConfig) -> bool:
+    section = config.task.distillation
+    return section is None or section.divergence == "jsd"
+
+
+def _has_cross_entropy(config: RunConfig) -> bool:
+    return TASKS[config.task.name].has_token_loss and config.task.loss is None
+
+
+def _is_smoothed(config: RunConfig) -> bool:
+    if config.task.loss is not None:
+        return False
+    return TASKS[config.task.name].smooths_labels and config.task.classification.kind == "single_label"
+
+
+def _preference_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
+    return config.task.preference.loss in losses
+
+
+def _embedding_loss_is(config: RunConfig, *, losses: tuple[str, ...]) -> bool:
+    return config.task.embedding.loss in losses
+
+
+def _has_tokens(config: RunConfig) -> bool:
+    return TASKS[config.task.name].has_tokens
 
 
 def no_unused_keys(config: RunConfig) -> Iterator[Problem]:
-    """Every key that is set has an effect."""
+    """Every key that the job sets has an effect."""
     for effect in _conditional_keys(config):
         try:
-            is_idle = is_written(config, effect.key) and not effect.has_effect(config)
+            is_unused = is_written(config, effect.key) and not effect.has_effect(config)
         except AttributeError:  # a draft: one of the keys that decide is invalid
             continue
-        if is_idle:
+        if is_unused:
             yield Problem(effect.key, f"it has no effect here: {effect.needs}. Remove it.")
 
 
@@ -75,22 +303,6 @@ def _updates_in_one_kernel(config: RunConfig) -> bool:
     return _reads(config, key="fused") and not is_low_bit
 
 
-def _trains_in_bfloat16(config: RunConfig) -> bool:
-    return trained_dtypes(config) == {"bfloat16"} and _reads(config, key="stochastic_rounding")
-
-
-def _decays(config: RunConfig) -> bool:
-    return SCHEDULES[config.train.schedule.name].decays
-
-
-def _has_decay_phase(config: RunConfig) -> bool:
-    return SCHEDULES[config.train.schedule.name].has_decay_phase
-
-
-def _skips(config: RunConfig) -> bool:
-    return config.train.nonfinite.action == "skip"
-
-
 def _has_workers(config: RunConfig) -> bool:
     return config.data.num_workers != 0
 
@@ -113,53 +325,13 @@ def _trains_own_weights(config: RunConfig) -> bool:
     return adapter_of(config) is None
 
 
-def _has_lora(config: RunConfig) -> bool:
-    return config.model.lora is not None
-
-
-def _can_merge(config: RunConfig) -> bool:
-    return adapter_of(config) in MERGEABLE
-
-
-def _is_pushed(config: RunConfig) -> bool:
-    return config.export.push_to_hub is not None
-
-
 def _is_4_bit(config: RunConfig) -> bool:
     section = config.model.quantization
     return section is not None and (section.method, section.bits) == ("bitsandbytes", 4)
 
 
-def _has_no_router_loss(config: RunConfig) -> bool:
-    return config.train.router_aux_loss is None
-
-
-def _has_trackers(config: RunConfig) -> bool:
-    return bool(config.report.trackers)
-
-
-def _has_metrics(config: RunConfig) -> bool:
-    return config.report.prometheus is not None
-
-
-def _is_remote(config: RunConfig) -> bool:
-    return is_url(config.run.folder)
-
-
-def _continues(config: RunConfig) -> bool:
-    return config.checkpoint.resume != "never"
-
-
 def _batches_by(config: RunConfig, *, names: tuple[str, ...]) -> bool:
     return config.data.batching.by in names
-
-
-def _truncates(config: RunConfig) -> bool:
-    return config.data.over_length == "truncate"
-
-
-def _is_weighted(config: RunConfig) -> bool:
-    return any(source.weight is not None for source in config.data.train.mix)
 
 
 def _runs_when(config: RunConfig, *, outcomes: frozenset[str]) -> bool:
@@ -173,15 +345,29 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ),
     ConditionalKey(
         "train.optimizer.stochastic_rounding",
-        _trains_in_bfloat16,
+        lambda config: trained_dtypes(config) == {"bfloat16"} and _reads(config, key="stochastic_rounding"),
         "it applies to `adamw` on weights trained in bfloat16 (`model.dtype`)",
     ),
     ConditionalKey(
-        "train.schedule.decay_fraction", _has_decay_phase, "only `name: warmup_stable_decay` has a separate decay phase"
+        "train.schedule.decay_fraction",
+        lambda config: SCHEDULES[config.train.schedule.name].has_decay_phase,
+        "only `name: warmup_stable_decay` has a separate decay phase",
     ),
-    ConditionalKey("train.schedule.final_fraction", _decays, "a constant rate never decays"),
-    ConditionalKey("train.nonfinite.max_skips", _skips, "only `action: skip` skips steps"),
-    ConditionalKey("data.truncate_side", _truncates, "only `over_length: truncate` truncates"),
+    ConditionalKey(
+        "train.schedule.final_fraction",
+        lambda config: SCHEDULES[config.train.schedule.name].decays,
+        "a constant rate never decays",
+    ),
+    ConditionalKey(
+        "train.nonfinite.max_skips",
+        lambda config: config.train.nonfinite.action == "skip",
+        "only `action: skip` skips steps",
+    ),
+    ConditionalKey(
+        "data.truncate_side",
+        lambda config: config.data.over_length == "truncate",
+        "only `over_length: truncate` truncates",
+    ),
     ConditionalKey("data.persistent_workers", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
     ConditionalKey("data.prefetch_factor", _has_workers, "it needs `data.num_workers` above 0, or `auto`"),
     ConditionalKey(
@@ -199,7 +385,11 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
         partial(_batches_by, names=("samples",)),
         "only `by: samples` sorts by length",
     ),
-    ConditionalKey("data.train.until", _is_weighted, "only `data.train.mix` with weights has no fixed length"),
+    ConditionalKey(
+        "data.train.until",
+        lambda config: any(source.weight is not None for source in config.data.train.mix),
+        "only `data.train.mix` with weights has no fixed length",
+    ),
     ConditionalKey("model.config", _runs_model_code, "the values of a new model are in `model.from_config.values`"),
     ConditionalKey(
         "model.rope_scaling", _runs_model_code, "that of a new model is `rope_scaling` in `model.from_config.values`"
@@ -209,12 +399,24 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey("model.cache_folder", _downloads, "nothing is downloaded from the hub"),
     ConditionalKey("model.train_only", _trains_own_weights, "with adapters all of the model's own weights are frozen"),
     ConditionalKey("model.freeze", _trains_own_weights, "with adapters all of the model's own weights are frozen"),
-    ConditionalKey("train.optimizer.lora_plus_ratio", _has_lora, "only `model.lora` has A and B"),
+    ConditionalKey(
+        "train.optimizer.lora_plus_ratio", lambda config: config.model.lora is not None, "only `model.lora` has A and B"
+    ),
     ConditionalKey("model.quantization.kind", _is_4_bit, "only bitsandbytes with 4 bits has kinds"),
     ConditionalKey("model.quantization.double", _is_4_bit, "only bitsandbytes with 4 bits quantizes its scales"),
-    ConditionalKey("export.merge", _can_merge, "there are no adapters that can be merged into the base"),
-    ConditionalKey("export.private", _is_pushed, "it needs `export.push_to_hub`"),
-    ConditionalKey("run.local_folder", _is_remote, "only a run at a URL has one, and `run.folder` is a path"),
+    ConditionalKey(
+        "export.merge",
+        lambda config: adapter_of(config) in MERGEABLE,
+        "there are no adapters that can be merged into the base",
+    ),
+    ConditionalKey(
+        "export.private", lambda config: config.export.push_to_hub is not None, "it needs `export.push_to_hub`"
+    ),
+    ConditionalKey(
+        "run.local_folder",
+        lambda config: is_url(config.run.folder),
+        "only a run at a URL has one, and `run.folder` is a path",
+    ),
     ConditionalKey(
         "run.on_end.idle_after_seconds",
         partial(_runs_when, outcomes=frozenset({"idle"})),
@@ -223,10 +425,20 @@ CONDITIONAL_KEYS: tuple[ConditionalKey, ...] = (
     ConditionalKey(
         "run.on_end.restart_seconds",
         partial(_runs_when, outcomes=frozenset({"failed", "failed_start", "stopped", "interrupted"})),
-        "`run.on_end.when` has no end after which a run is started again",
+        "`run.on_end.when` has no outcome after which a run is restarted",
     ),
-    ConditionalKey("checkpoint.allow_changes", _continues, "with `resume: never` the run does not resume"),
-    ConditionalKey("report.expert_load", _has_no_router_loss, "`train.router_aux_loss` logs it already"),
-    ConditionalKey("report.prometheus_address", _has_metrics, "it needs `report.prometheus`"),
-    ConditionalKey("report.project", _has_trackers, "it needs `report.trackers`"),
+    ConditionalKey(
+        "checkpoint.allow_changes",
+        lambda config: config.checkpoint.resume != "never",
+        "with `resume: never` the run does not resume",
+    ),
+    ConditionalKey(
+        "report.expert_load",
+        lambda config: config.train.router_aux_loss is None,
+        "`train.router_aux_loss` logs it already",
+    ),
+    ConditionalKey(
+        "report.prometheus_address", lambda config: config.report.prometheus is not None, "it needs `report.prometheus`"
+    ),
+    ConditionalKey("report.project", lambda config: bool(config.report.trackers), "it needs `report.trackers`"),
 )

@@ -10,7 +10,7 @@ from finetune.config.section import KeyLocation
 from finetune.errors import Problem, RenamedKeyWarning
 
 JOB_VERSION = 1
-"""Of the keys that this package reads. It rises only when an old file would mean something else."""
+"""The version of the keys that this package reads; it increases only when old files would change their meaning."""
 
 _MINOR_VERSIONS = 2
 
@@ -24,7 +24,7 @@ class RenamedKey:
     since: str  # the version of this package that renamed it: `0.3`
 
     def warning(self, where: str) -> RenamedKeyWarning:
-        """Return the warning for the old name at this place."""
+        """Return the warning for the old name at this location."""
         return RenamedKeyWarning(old=self.old, new=self.new, since=self.since, until=self.until, where=where)
 
     @property
@@ -39,7 +39,7 @@ RENAMED_KEYS: tuple[RenamedKey, ...] = ()
 
 
 def version_problem(values: Mapping[str, Any]) -> Problem | None:
-    """Return why a job of a newer version is not read; other wrong values but `true` are the schema's to report."""
+    """Return a problem for a job of a newer version, and for `true`; the schema reports all other wrong values."""
     version = values.get("version")
     if version is True:  # which is equal to 1
         return Problem("version", f"`true` is not allowed. Write {JOB_VERSION}.")
@@ -47,7 +47,7 @@ def version_problem(values: Mapping[str, Any]) -> Problem | None:
         return None
     return Problem(
         "version",
-        f"this job is written for version {version} of the keys, and this finetune reads version {JOB_VERSION}. "
+        f"this job is written for version {version} of the keys, but this finetune reads version {JOB_VERSION}. "
         "Install the newest: pip install -U finetune-accelerate",
     )
 
@@ -63,12 +63,12 @@ def rename_keys(values: dict[str, Any], lines: dict[str, int], *, file: str) -> 
         if target is None:
             continue
         if new_name in target:
-            message = f"it is the old name of `{key.new}`, which is written, too. Remove this one."
+            message = f"it is the old name of `{key.new}`, which is also set. Remove `{key.old}`."
             problems.append(Problem(key.old, message, line=lines.get(key.old)))
             continue
         warnings.warn(key.warning(str(KeyLocation(file, lines.get(key.old)))), stacklevel=2)
         target[new_name] = section.pop(name)
-        for old in [each for each in lines if each == key.old or each.startswith(f"{key.old}.")]:
+        for old in [name for name in lines if name == key.old or name.startswith(f"{key.old}.")]:
             lines[f"{key.new}{old.removeprefix(key.old)}"] = lines.pop(old)
     return problems
 

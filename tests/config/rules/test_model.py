@@ -42,7 +42,7 @@ WRONG = [
     (
         ["model.rope_scaling={rope_type: yarn, factor: 2.0}", "model.config={max_position_embeddings: 64}"],
         "model.config.max_position_embeddings",
-        "`model.rope_scaling` sets it already",
+        "it is already set by `model.rope_scaling`",
     ),
     (
         [
@@ -50,7 +50,7 @@ WRONG = [
             "model.config={text_config: {rope_parameters: {rope_type: linear, factor: 2.0}}}",
         ],
         "model.config.text_config.rope_parameters",
-        "`model.rope_scaling` sets it already",
+        "it is already set by `model.rope_scaling`",
     ),
     (["model.lora={}", "model.oft={}"], "model.oft", "adapters are already configured by `model.lora`"),
 ]

@@ -54,7 +54,7 @@ STREAMS = [
     (
         [*STREAM, "data.validation={hash_fraction: 0.1}", "evaluate.every_steps=5"],
         "data.validation.hash_fraction",
-        "rows, the whole stream `data.train` would be read before the first step",
+        "would read the whole stream `data.train` before the first step",
     ),
     (
         [*STREAM, "train.global_batch_size=12"],
@@ -103,7 +103,7 @@ DATA = [
     (
         ["data.chat_template_arguments={tools: []}"],
         "data.chat_template_arguments.tools",
-        "this is no argument: the template is given it from the row. Rows have a column `tools`.",
+        "the template receives it from the row, so it cannot be an argument. Rows have a column `tools`.",
     ),
     (["data.chat_template_arguments.messages=[]"], "data.chat_template_arguments.messages", "Remove it."),
     (

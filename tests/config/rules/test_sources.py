@@ -105,16 +105,16 @@ FORMATS = [
 ]
 
 IDLE = [
-    (["data.train.split=train"], "data.train.split", "rows at a `path` have no split"),
-    (["data.train.revision=main"], "data.train.revision", "rows at a `path` have no revision"),
-    (validated("path: rows.jsonl, config: en"), "data.validation.config", "rows at a `path` have no config"),
-    ([mixed(", split: dev")], "data.train.mix.1.split", "rows at a `path` have no split"),
+    (["data.train.split=train"], "data.train.split", "rows from a `path` have no split"),
+    (["data.train.revision=main"], "data.train.revision", "rows from a `path` have no revision"),
+    (validated("path: rows.jsonl, config: en"), "data.validation.config", "rows from a `path` have no config"),
+    ([mixed(", split: dev")], "data.train.mix.1.split", "rows from a `path` have no split"),
     ([mixed(beside=", skip: 3")], "data.train.skip", "every source of `data.train.mix` has its own"),
     ([mixed(beside=", format: messages")], "data.train.format", "every source of `data.train.mix` has its own"),
     (
         ["data.train.follow_links=true"],
         "data.train.follow_links",
-        "only a local folder or glob can contain links to other places",
+        "only a local folder or glob can contain links to other folders",
     ),
     (validated("fraction: 0.1, take: 5"), "data.validation.take", "the rows are those of `data.train`"),
     (validated("hash_fraction: 0.1, format: text"), "data.validation.format", "the rows are those of `data.train`"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.config.rules.unused_task_keys import conditional_task_keys
+from finetune.config.rules.unused_keys import conditional_task_keys
 
 EVALUATION = ("data.validation={path: rows.jsonl}",)
 IMAGES = ("task.name=image_classification", "data.max_length=null", "model.tokenizer=null")
@@ -199,7 +199,7 @@ WRONG = [
     (
         ["task.name=vision_language_sft", "data.images={min_pixels: 900, max_pixels: 800}"],
         "data.images.min_pixels",
-        "it is more than `data.images.max_pixels`",
+        "it is greater than `data.images.max_pixels`",
     ),
     (
         [*IMAGES, "data.images.size=32", "model.image_processor={size: 64}"],

@@ -89,7 +89,7 @@ def test_version_1_may_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("2", "written for version 2 of the keys, and this finetune reads version 1. Install the newest: pip install"),
+        ("2", "written for version 2 of the keys, but this finetune reads version 1. Install the newest: pip install"),
         ("0", "Write `?1`?"),
         ("'1'", "Write `?1`?"),
         ("true", "Write `?1`?"),

@@ -1,4 +1,4 @@
-"""What `run.on_end` may be, and that a machine is not shut down before a hang is reported."""
+"""Values of `run.on_end`; a machine is not shut down before a hang is reported."""
 
 import pytest
 
