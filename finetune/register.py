@@ -132,7 +132,7 @@ def template(name: str, *, options: Options = None, **facts: Any) -> Decorator[A
 def reporter(name: str, *, options: Options = None, **facts: Any) -> Decorator[Any]:
     """Register a class that is made with the run folder, a path, on rank 0; it is called with every event, and closed.
 
-    A reporter that fails is switched off with a warning.
+    A reporter that fails is disabled with a warning.
     """
     return _adding(REPORTERS, ReporterEntry, name, options=options, **facts)
 

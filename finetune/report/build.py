@@ -1,4 +1,4 @@
-"""The `report:` section becomes one reporter."""
+"""Builds one reporter from the `report:` section."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,11 +54,11 @@ def build_reporter(
 
 
 def _plugin_reporters(names: Sequence[str], run_folder: Path) -> Iterator[Reporter]:
-    """Yield the reporters of plugins; raises UserError for one that cannot be made."""
+    """Yield the reporters of plugins; raises UserError if one cannot be constructed."""
     for name in names:
         try:
             yield REPORTERS.resolve(name)(run_folder)
         except Exception as error:
             raise UserError(
-                f"report.reporters: `{name}` cannot be made: {type(error).__name__}: {error}. Remove it, or correct it."
+                f"report.reporters: `{name}` failed to start: {type(error).__name__}: {error}. Correct it or remove it."
             ) from error

@@ -33,12 +33,12 @@ from finetune.runtime.resources import format_size
 from finetune.runtime.text.rich_console import SafeConsole, SafeProgress, SafeTextColumn
 
 SLOW_DATA = 0.1
-"""Share of the time spent waiting for batches from which on it is shown."""
+"""Smallest share of time spent waiting for batches that is shown."""
 
 
 @singledispatch
 def format_event(event: Event) -> tuple[str, ...]:
-    """Return the lines that say what happened; none for events that the console does not show."""
+    """Return the lines of an event; none for events that the console does not show."""
     return ()
 
 
@@ -108,7 +108,7 @@ def throughput_unit(config: Mapping[str, Any]) -> str:
 
 
 def format_step_values(event: StepTaken, *, meter: ThroughputMeter) -> str:
-    """Return the numbers of a step; where it is large, the share of time spent waiting for data since the last log."""
+    """Return the numbers of a step, and the share of time spent waiting for data since the last log if it is large."""
     facts = [
         f"loss {event.loss:.4f}",
         *([format_metrics(event.metrics)] if event.metrics else []),
@@ -129,7 +129,7 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 def format_metric_changes(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Return metrics as `exact_match 0.0000 -> 1.0000`; those without a value before stand alone."""
+    """Return metrics as `exact_match 0.0000 -> 1.0000`; new metrics have only their value."""
     return "  ".join(
         f"{name} {before[name]:.4f} -> {value:.4f}" if name in before else f"{name} {value:.4f}"
         for name, value in sorted(after.items())
@@ -148,7 +148,7 @@ class Screen(Protocol):
     """Where the console writes."""
 
     def print_line(self, line: str) -> None:
-        """Show a line that stays."""
+        """Print a permanent line."""
 
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
         """Show the progress of the run."""
@@ -158,7 +158,7 @@ class Screen(Protocol):
 
 
 class ConsoleReporter:
-    """Shows events on a screen; at the end, how the metrics have changed since the first evaluation."""
+    """Shows events on a screen and, at the end, the changes of the metrics since the first evaluation."""
 
     def __init__(self, screen: Screen, *, log_every_steps: int = 1) -> None:
         self._screen = screen
@@ -208,7 +208,7 @@ class PlainScreen:
         print(line, file=self._file, flush=True)
 
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
-        """Write the step's line if it is to be logged."""
+        """Write the line of a logged step."""
         if is_logged:
             line = f"step {event.step:>{len(str(num_steps))}}/{num_steps}  {format_step_values(event, meter=meter)}"
             self.print_line(line)
@@ -218,7 +218,7 @@ class PlainScreen:
 
 
 class RichScreen:
-    """A progress bar at the bottom, which moves at every step; everything else scrolls above it."""
+    """A progress bar that advances at every step; all other lines scroll above it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or SafeConsole()
@@ -231,7 +231,7 @@ class RichScreen:
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def show_step(self, event: StepTaken, *, num_steps: int, meter: ThroughputMeter, is_logged: bool) -> None:
-        """Move the bar; its numbers change when the step is to be logged."""
+        """Advance the bar; its numbers change only at logged steps."""
         if self._progress is None:
             self._progress = self._start(num_steps)
         self._progress.update(self._bar, completed=event.step)
@@ -258,7 +258,7 @@ class RichScreen:
 
 
 def choose_screen(console: Literal["auto", "rich", "plain"]) -> Screen:
-    """Return the screen asked for; `auto` takes the bar where standard output is a terminal."""
+    """Return the requested screen; `auto` chooses the bar if standard output is a terminal."""
     wants_bar = console == "rich" or (console == "auto" and sys.stdout.isatty())
     if not wants_bar:
         return PlainScreen()

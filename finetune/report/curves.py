@@ -1,4 +1,4 @@
-"""Curves of any length in bounded memory: every spike stays, as do the means that a smoothed line is drawn through."""
+"""Curves of any length in bounded memory, which keep every extreme, and means for a smoothed line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_BUCKETS = 1024
-"""From half as many up to this many are kept; a page draws two points and a mean of each."""
+"""A long curve has between half as many and this many buckets; a page draws two points and a mean of each."""
 
 _FLUSH_POINTS = 4096
 
@@ -20,20 +20,20 @@ _BUCKET = np.dtype(
 
 @dataclass(frozen=True)
 class Points:
-    """What is drawn of a curve: extremes as measured, in order, and the means of equally many points each."""
+    """The points to draw: measured extremes in order, and the means of groups of equal size."""
 
     steps: np.ndarray
     values: np.ndarray
     mean_steps: np.ndarray
     means: np.ndarray
     counts: np.ndarray  # of points in each mean
-    width: int  # points per bucket; 1: nothing is left out
+    width: int  # points per bucket; 1: every point is kept
 
 
 class Curve:
-    """A value by step, in buckets of equally many consecutive points: their smallest, largest and mean.
+    """A value by step, in buckets of consecutive points: the minimum, maximum and mean of each.
 
-    Buckets are merged in pairs when there are too many. Values that are not finite are counted apart.
+    Pairs of buckets are merged when there are too many. Values that are not finite are only counted.
     """
 
     def __init__(self, *, most_buckets: int = MAX_BUCKETS) -> None:
@@ -41,25 +41,25 @@ class Curve:
         self._most_buckets = most_buckets
         self._buckets = np.empty(0, _BUCKET)
         self._width = 1
-        self._steps: list[float] = []  # of points that fill no bucket yet
+        self._steps: list[float] = []  # of points that do not yet fill a bucket
         self._values: list[float] = []
 
     def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
-        """Add points; their steps grow, and are larger than all before."""
+        """Add points with increasing steps, after all earlier ones."""
         self._steps.extend(steps)
         self._values.extend(values)
         if len(self._steps) >= _FLUSH_POINTS:
             self._flush()
 
     def cut_after(self, step: float) -> None:
-        """Forget the points after the step: it will be taken again. Of a bucket that it divides, nothing stays."""
+        """Remove the points after the step, which will be repeated, and the whole bucket that contains it."""
         self._flush()
         count = sum(number <= step for number in self._steps)
         del self._steps[count:], self._values[count:]
         self._buckets = self._buckets[self._buckets["last"] <= step]
 
     def points(self) -> Points:
-        """Return what is to be drawn."""
+        """Return the points to draw."""
         self._flush()
         buckets = np.concatenate([self._buckets, _make_buckets(self._steps, self._values, self._width)])
         low, high = (buckets["low_at"], buckets["low"]), (buckets["high_at"], buckets["high"])
@@ -86,7 +86,7 @@ class Curve:
             self._merge_pairs()
 
     def _merge_pairs(self) -> None:
-        """Merge each two buckets; the points of an odd one are not known any more, so it is merged with the last."""
+        """Merge pairs of buckets; an odd last bucket joins the last pair, since its points are unknown."""
         self._buckets = _merged(self._buckets)
         self._width *= 2
 
@@ -104,12 +104,12 @@ def _make_buckets(steps: Sequence[float] | np.ndarray, values: Sequence[float] |
 
 
 def _merged(buckets: np.ndarray) -> np.ndarray:
-    starts = np.arange(0, len(buckets) - 1, 2)  # an odd one at the end joins the last pair
+    starts = np.arange(0, len(buckets) - 1, 2)  # an odd last bucket joins the last pair
     return _reduced(buckets, starts)
 
 
 def _reduced(buckets: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return one bucket for those from each start to the next."""
+    """Return the buckets merged from each start to the next."""
     if not len(buckets):
         return buckets
     ends = np.append(starts[1:], len(buckets))
@@ -119,6 +119,6 @@ def _reduced(buckets: np.ndarray, starts: np.ndarray) -> np.ndarray:
     merged["count"] = np.add.reduceat(buckets["count"], starts)
     merged["sum"] = np.add.reduceat(buckets["sum"], starts)
     for side, sign in (("low", 1), ("high", -1)):
-        order = np.lexsort((sign * buckets[side], owner))[starts]  # the smallest of each owner stands first
+        order = np.lexsort((sign * buckets[side], owner))[starts]  # the smallest of each owner is first
         merged[side], merged[f"{side}_at"] = buckets[side][order], buckets[f"{side}_at"][order]
     return merged

@@ -1,4 +1,4 @@
-"""What happens in a run, as frozen facts. The class names are the `event` of events.jsonl."""
+"""The events of a run. The class names are the values of `event` in events.jsonl."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RunStarted(Event):
-    """Training begins: the numbers that a reader wants to check first.
+    """Training begins; has the numbers to check first.
 
     `arithmetic` holds lines such as `256 per step = 4 processes x 8 per microbatch x 8 accumulated`.
     """
@@ -35,15 +35,15 @@ class RunStarted(Event):
     strategy: str
     arithmetic: tuple[str, ...]
     config: Mapping[str, Any]
-    flops_per_token: float | None = None  # of training, recomputation not counted; None where it is not known
-    peak_flops_per_second: float | None = None  # of all ranks together; None on a CPU and on an unknown GPU
-    previous: Mapping[str, Any] = field(default_factory=dict)  # how the start before ended, as status.json said
+    flops_per_token: float | None = None  # of training, recomputation not counted; None if unknown
+    peak_flops_per_second: float | None = None  # of all ranks together; None on a CPU or an unknown GPU
+    previous: Mapping[str, Any] = field(default_factory=dict)  # the end of the previous start, from status.json
     device_price: Mapping[str, Any] = field(default_factory=dict)  # `usd_per_hour` of one device, and its `source`
 
 
 @dataclass(frozen=True)
 class StartedUp(Event):
-    """The first step of a process is over: what came before it, by phase; the memory is what is resident after it."""
+    """The first step of a process is over; has the time of each phase until then, and the resident memory."""
 
     seconds: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
@@ -68,13 +68,13 @@ class StepTaken(Event):
     data_seconds: float  # waited for batches
     data_share: float  # the same as a share of `seconds`
     memory_bytes: int  # peak of this rank: device memory, or resident memory on CPU
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what the task shows in addition to the loss
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the task, in addition to the loss
     device: Mapping[str, float] = field(default_factory=dict)  # this rank's GPU, by `report/gpu.py`
 
 
 @dataclass(frozen=True)
 class Profiled(Event):
-    """Where the time of a window of steps went: `seconds` by phase are this rank's and add up to `wall_seconds`.
+    """The time of a window of steps: `seconds` by phase are this rank's and add up to `wall_seconds`.
 
     `communication` is the exposed part, which no computation hides; `ranks` has `min`, `median` and `max` over the
     ranks and the `slowest_rank` of each phase and of `wall`.
@@ -85,7 +85,7 @@ class Profiled(Event):
     seconds: Mapping[str, float]
     wall_seconds: float
     trace: str  # of this rank, a path; empty where it could not be written
-    overlapped_seconds: float = 0.0  # of communication that computation hides
+    overlapped_seconds: float = 0.0  # of communication that overlaps with computation
     ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -95,7 +95,7 @@ class StepSkipped(Event):
 
     reason: str
     sample_ids: tuple[int, ...]
-    rows: str = ""  # where the first of them are in the data
+    rows: str = ""  # the location of the first of them in the data
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Answered(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint is complete on disk; `stall_seconds` of the time it took, training waited."""
+    """A checkpoint is complete on disk; training waited for `stall_seconds` of its `seconds`."""
 
     path: str
     size_bytes: int
@@ -128,14 +128,14 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Noted(Event):
-    """A message: a derived number, a choice that was made."""
+    """A message, such as a derived number or an automatic choice."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """Something that was not done as requested, or that may surprise."""
+    """A message about something unexpected, or not done as requested."""
 
     message: str
 
@@ -147,12 +147,12 @@ class RunEnded(Event):
     reason: str
     seconds: float
     metrics: Mapping[str, float]  # of the last evaluation; empty without one
-    final_folder: str | None  # where the exported model is
-    talks: bool = True  # whether that model generates text
+    final_folder: str | None  # of the exported model
+    talks: bool = True  # whether the exported model generates text
 
 
 def is_event(value: Any) -> bool:
-    """Return whether the value of a line is an event: by the fields and types of its class, where it has one here."""
+    """Return whether the value of a line is an event: known events need the fields and types of their class."""
     if not isinstance(value, dict) or not isinstance(value.get("event"), str) or not _is_bounded(value):
         return False
     try:
@@ -163,7 +163,7 @@ def is_event(value: Any) -> bool:
 
 
 class _AnyEvent(BaseModel):
-    """The fields of every event, whatever version wrote it."""
+    """The fields of every event of every version."""
 
     model_config = ConfigDict(extra="ignore")
     step: Step

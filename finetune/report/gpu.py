@@ -1,4 +1,4 @@
-"""What this rank's GPU does, asked about once a second in the background through NVML, and never by a step.
+"""Utilization, power and other values of this rank's GPU, read once a second through NVML in the background.
 
 Utilisation, power and temperature are NVML's last reading; what goes over NVLink is counted between two readings. NVML
 measures PCIe traffic for 20 ms in each direction when it is asked. What a GPU does not report, such as the power of a
@@ -23,25 +23,25 @@ INTERVAL_SECONDS = 1.0
 UTILIZATION, POWER, TEMPERATURE = "gpu_utilization", "gpu_power_watts", "gpu_temperature_celsius"
 MEMORY, PCIE, NVLINK = "gpu_memory_used_bytes", "pcie_bytes_per_second", "nvlink_bytes_per_second"
 COLUMNS = (UTILIZATION, POWER, TEMPERATURE, MEMORY, PCIE, NVLINK)
-"""What `StepTaken.device` may have."""
+"""The possible names in `StepTaken.device`."""
 
 _ALL_LINKS = 0xFFFFFFFF
 _KIB, _KB = 1024, 1000
 
 
 class DeviceColumns(Protocol):
-    """What a device was last seen to do."""
+    """The latest values of a device."""
 
     @property
     def columns(self) -> Mapping[str, float]:
-        """Return numbers by name; never waits."""
+        """Return values by name, without waiting."""
 
     def warning(self) -> str | None:
-        """Return, once, why there are no more of them."""
+        """Return once why there are no more values."""
 
 
 class NoGpu:
-    """There is no GPU, or none that can be asked."""
+    """The columns without a GPU that NVML can read: none."""
 
     columns: Mapping[str, float] = {}
 
@@ -51,33 +51,33 @@ class NoGpu:
 
 
 class GpuSampler:
-    """Asks one GPU in a thread; a GPU that is lost is a warning, and its columns end."""
+    """Samples one GPU in a thread; if the GPU is lost, there is a warning, and its columns end."""
 
     def __init__(self, nvml: Any, uuid: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`uuid` is as torch writes it. Raises NVML's error where the driver or the GPU cannot be asked."""
+        """`uuid` is as torch writes it. Raises NVML's error if the driver or the GPU cannot be queried."""
         self._nvml = nvml
         self._clock = clock
         nvml.nvmlInit()
         self._handle = self._find(uuid)
-        self._sent: tuple[float, int] | None = None  # over NVLink: when it was read, and the bytes until then
+        self._sent: tuple[float, int] | None = None  # over NVLink: the time of the last reading and its bytes
         self._problem: str | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
         self.columns: Mapping[str, float] = {}
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Sample no more."""
+        """Stop sampling."""
         self._is_over.set()
         self._thread.join(timeout=2 * INTERVAL_SECONDS)
         with suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 
     def warning(self) -> str | None:
-        """Return, once, why the columns have ended."""
+        """Return once why the columns have ended."""
         problem, self._problem = self._problem, None
         return problem
 
@@ -92,7 +92,7 @@ class GpuSampler:
                 continue
             except nvml.NVMLError as error:
                 self.columns = {}
-                self._problem = f"the GPU is no longer reported on: {type(error).__name__}: {error}"
+                self._problem = f"the GPU can no longer be read: {type(error).__name__}: {error}"
                 return False
         self.columns = readings
         return True
@@ -102,7 +102,7 @@ class GpuSampler:
             pass
 
     def _find(self, uuid: str) -> Any:
-        """Return the handle of the GPU or of the MIG instance: the index of a visible device says nothing to NVML."""
+        """Return the handle of the GPU or MIG instance by UUID, as NVML ignores CUDA_VISIBLE_DEVICES."""
         try:
             return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
         except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
@@ -130,7 +130,7 @@ class GpuSampler:
         }
 
     def _nvlink(self) -> dict[str, float]:
-        """Return the traffic of all links since the last reading, both directions together."""
+        """Return the traffic of all links in both directions since the last reading."""
         nvml = self._nvml
         fields = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
         values = nvml.nvmlDeviceGetFieldValues(self._handle, [(field, _ALL_LINKS) for field in fields])
@@ -147,7 +147,7 @@ class GpuSampler:
 def sampled_gpu(device: torch.device, *, is_main: bool) -> Iterator[DeviceColumns]:
     """Sample this rank's GPU meanwhile, on the main rank, whose events are written.
 
-    Without a GPU, without NVML and where its driver is not loaded there are no columns, silently: nothing is missed.
+    Without a GPU, without NVML and where its driver is not loaded there are no columns, and no warning.
     """
     sampler = _make_sampler(device) if is_main and device.type == "cuda" else None
     if sampler is None:

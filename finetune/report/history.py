@@ -1,7 +1,7 @@
-"""The one reader of events.jsonl: its events, checked by the classes of events.py, and the history of a run.
+"""Reads events.jsonl: its events, validated by the classes of events.py, and the history of a run.
 
-The file of a run that was killed may end in a torn line, and a disk or a person may have changed any other: a line that
-is not an event is skipped and counted.
+The file of a killed run may end in a partial line, and other lines may have been damaged: lines that are not events are
+skipped and counted.
 """
 
 import json
@@ -46,12 +46,12 @@ class ParsedEvents:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the file's events in the order written; torn and damaged lines are left out."""
+    """Return the file's events in order, without partial and damaged lines."""
     return parse_events(read_regular(path)).events
 
 
 def parse_events(content: bytes) -> ParsedEvents:
-    """Return the events of these lines; blank lines count as nothing."""
+    """Return the events of these lines; blank lines are ignored."""
     lines = [line for line in content.split(b"\n") if line.strip()]
     try:
         values: Sequence[Any] = json.loads(b"[" + b",".join(lines) + b"]")
@@ -72,7 +72,7 @@ class Evaluation:
 
 
 class Steps:
-    """Every step of a run once, in order; of a step that was taken again, the last time."""
+    """Every step of a run once, in order; a repeated step has its last values."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -98,7 +98,7 @@ class Steps:
         return self.values("loss")
 
     def values(self, name: str) -> np.ndarray:  # [steps], float64
-        """Return a field of StepTaken at each step; NaN where it is missing."""
+        """Return a field of StepTaken at each step; NaN if it is missing."""
         return np.array(self._values[name], float)
 
     def compute_rates(self, *, num_warm_up: int) -> np.ndarray:
@@ -109,7 +109,7 @@ class Steps:
         return rates
 
     def add(self, event: EventFields) -> None:
-        """Add a step; those from its number on are forgotten."""
+        """Add a step, and remove earlier entries from its number on."""
         if self._numbers and event["step"] <= self._numbers[-1]:
             self.cut_after(event["step"] - 1)
         self._numbers.append(event["step"])
@@ -118,7 +118,7 @@ class Steps:
             values.append(_number(event.get(name)))
 
     def cut_after(self, step: int) -> None:
-        """Forget the steps after this one: they will be taken again."""
+        """Remove the steps after this one, which will be repeated."""
         count = bisect_right(self._numbers, step)
         del self._numbers[count:], self._samples[count:]
         for values in self._values.values():
@@ -145,10 +145,10 @@ class Answers:
 
 
 class RunHistory:
-    """What the events of a run say; a step that is taken again counts as taken the last time.
+    """The state of a run according to its events; a repeated step has its last values.
 
-    `seconds` is the time in steps, evaluations and waiting for saves, with steps that were lost in a crash, without
-    start-up and the time between two starts. `device_seconds` is the same times the number of processes.
+    `seconds` is the time in steps, evaluations and waiting for saves, including steps lost in a crash, without
+    start-up and the time between two starts. `device_seconds` is the same, multiplied by the number of processes.
     """
 
     def __init__(self, *, keep_steps: bool = False) -> None:
@@ -177,7 +177,7 @@ class RunHistory:
         self.num_damaged_lines = 0
 
     def add(self, events: Sequence[EventFields], *, num_damaged: int = 0) -> None:
-        """Add events in the order in which they were written, and the number of damaged lines among them."""
+        """Add events in the order of the file, and the number of damaged lines among them."""
         self.num_damaged_lines += num_damaged
         for name, group in groupby(events, key=lambda event: event["event"]):
             batch = list(group)
@@ -203,17 +203,17 @@ class RunHistory:
 
     @property
     def unit(self) -> str:
-        """Return what a step is counted in: tokens, or images."""
+        """Return the unit of throughput: tokens or images."""
         return throughput_unit(self.starts[-1].get("config") or {} if self.starts else {})
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """Return how many lines were skipped, in words; nothing where none was."""
+        """Return a message with the number of skipped lines; empty if there are none."""
         return (f"{self.num_damaged_lines:,} lines of events.jsonl (skipped)",) if self.num_damaged_lines else ()
 
     @property
     def num_warnings(self) -> int:
-        """Return how many different warnings there were."""
+        """Return the number of different warnings."""
         return sum(message.is_warning for message in self.messages.values())
 
     def _handlers(self) -> Mapping[str, Callable[[EventFields], None]]:
@@ -248,7 +248,7 @@ class RunHistory:
         self.restarts.end(event)
 
     def _go_back(self, step: int) -> None:
-        """Forget what came after the step."""
+        """Remove everything after the step."""
         for curve in self.curves.values():
             curve.cut_after(step)
         counted = self.curves["tokens"].points() if "tokens" in self.curves else None
@@ -306,7 +306,7 @@ class RunHistory:
             self.curves.setdefault(name, Curve()).extend([step for step, _ in pairs], numbers)
 
     def _mfu_factor(self) -> float | None:
-        """Return by what tokens per second become the share of the devices' peak; None where it is not known."""
+        """Return the MFU of one token per second; None if it is unknown."""
         start = self.starts[-1] if self.starts else {}
         per_token, peak = start.get("flops_per_token"), start.get("peak_flops_per_second")
         return per_token / peak if per_token and peak else None
@@ -335,7 +335,7 @@ class RunHistory:
         self._set("save_seconds", event["step"], event["seconds"])
 
     def _set(self, name: str, step: int, value: Any) -> None:
-        """Add a point; one at the same step, of an earlier start, makes room."""
+        """Add a point, replacing that of an earlier start at the same step."""
         curve = self.curves.setdefault(name, Curve())
         curve.cut_after(step - 1)
         self._extend(name, [step], [value])
@@ -351,7 +351,7 @@ class RunHistory:
             return
         answers = self.answers.setdefault((prompt, reference), Answers(prompt, reference))
         answers.by_step[event["step"]] = answer
-        if len(answers.by_step) > MAX_ANSWERS:  # the first and the newest stay
+        if len(answers.by_step) > MAX_ANSWERS:  # keep the first and the newest
             steps = list(answers.by_step)
             answers.by_step = {step: answers.by_step[step] for step in (*steps[:-1:2], steps[-1])}
 
@@ -366,7 +366,7 @@ class RunHistory:
 
 
 class HistoryReader:
-    """Adds what is new in an events.jsonl to a history; each line is parsed once, however often the file is read."""
+    """Adds the new lines of an events.jsonl to a history; every line is parsed only once."""
 
     def __init__(self, path: Path, *, keep_steps: bool = False) -> None:
         self.history = RunHistory(keep_steps=keep_steps)
@@ -375,7 +375,7 @@ class HistoryReader:
         self._offset = 0
 
     def read_new(self, *, after_chunk: Callable[[], object] = no_op) -> None:
-        """Read the lines that are complete by now; nothing where there is no file.
+        """Read the complete lines, if the file exists.
 
         A file that became shorter was replaced: it is read from its start. `after_chunk` is called after
         each chunk of some MB.

@@ -1,4 +1,4 @@
-"""events.jsonl: everything that happened in a run, one JSON object per line."""
+"""events.jsonl: all events of a run, one JSON object per line."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ class JsonlReporter:
 
     The file is opened at the first event and appended to, so a resumed run continues it (a step that is taken again
     then appears twice; the later line counts). Each line is flushed. NaN and infinities, which JSON lacks, are
-    written as the strings `nan`, `inf` and `-inf`. `notes` were printed before there was a reporter; they are written
+    written as the strings `nan`, `inf` and `-inf`. `notes` were printed before the reporter existed; they are written
     before the first event.
     """
 
@@ -61,7 +61,7 @@ def _note_event(note: str, *, step: int) -> Event:
 
 def _open_at_line_start(path: Path) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:  # a run killed in the middle of a line must not swallow the next one's first
+    with path.open("a+b") as file:  # a run that was killed within a line left no newline
         if file.tell() > 0:
             file.seek(-1, 2)
             if file.read(1) != b"\n":

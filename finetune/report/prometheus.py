@@ -1,4 +1,4 @@
-"""`/metrics` for Prometheus: the state of the run as of its last events, served by threads of the main process."""
+"""`/metrics` for Prometheus: the state of the run after its latest events, served by threads of the main process."""
 
 import io
 import socket
@@ -30,7 +30,7 @@ STEP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 """Upper edges of the histogram of step times."""
 
 MAX_CLIENTS, CLIENT_SECONDS = 16, 10.0
-"""Connections at a time, and how long each may take."""
+"""Maximum number of simultaneous connections, and the timeout of each."""
 
 _GAUGES: Mapping[str, str] = {
     "step": "Optimizer steps taken.",
@@ -69,7 +69,7 @@ class PrometheusReporter:
         self._labels = {"name": name, "world": str(world)}
         self._registry = self._client.CollectorRegistry()
         given: dict[str, Any] = {"namespace": "finetune", "registry": self._registry}
-        self._gauges: dict[str, Any] = {}  # those with a value: what is not known is not served as 0
+        self._gauges: dict[str, Any] = {}  # only those with a known value
         self._counters = {key: self._client.Counter(key, text, **given) for key, text in _COUNTERS.items()}
         self._labelled = {
             key: self._client.Gauge(key, text, [label], **given) for key, (label, text) in _LABELLED.items()
@@ -84,7 +84,7 @@ class PrometheusReporter:
         self._flops: tuple[float, float] | None = None
 
     def __call__(self, event: Event) -> None:
-        """Update what is served; raises UserError where the port cannot be served."""
+        """Update the metrics; raises UserError if the port cannot be served."""
         match event:
             case RunStarted():
                 self._start(event)
@@ -105,7 +105,7 @@ class PrometheusReporter:
                 self._set({"running": 0})
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if self._server is not None:
             server, thread = self._server
             self._server = None
@@ -125,7 +125,7 @@ class PrometheusReporter:
         except OSError as error:
             raise UserError(
                 f"report.prometheus: port {port} of {address} cannot be served: {error.strerror}. Another run may "
-                "serve its own there: give each a port of its own."
+                "use the same port: give each run its own port."
             ) from error
         server.set_app(self._client.make_wsgi_app(self._registry))
         thread = Thread(target=server.serve_forever, daemon=True)
@@ -150,7 +150,7 @@ class PrometheusReporter:
             values["mfu_ratio"] = event.num_tokens * per_token / event.seconds / peak
         self._set(values)
         for name in COLUMNS:
-            if name not in event.device and name in self._gauges:  # the GPU is lost
+            if name not in event.device and name in self._gauges:  # the GPU fell off the bus
                 self._registry.unregister(self._gauges.pop(name))
         self._counters["tokens"].inc(event.num_tokens)
         self._counters["targets"].inc(event.num_targets)
@@ -165,7 +165,7 @@ class PrometheusReporter:
 
     def _save_checkpoint(self) -> None:
         self._counters["checkpoints"].inc()
-        if self._saved_at is None:  # before the first one it has no age
+        if self._saved_at is None:  # no checkpoint yet
             age = self._client.Gauge("last_checkpoint_age_seconds", "Since the last checkpoint.", **self._given)
             age.set_function(lambda: time.time() - (self._saved_at or 0.0))
         self._saved_at = time.time()
@@ -176,41 +176,41 @@ class PrometheusReporter:
 
 
 class _Handler(WSGIRequestHandler):
-    """Writes nothing to the run's log, whatever a client does."""
+    """A handler that never writes to the run's log."""
 
     timeout = CLIENT_SECONDS
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Write no line per request."""
+        """Do not log requests."""
 
     def get_stderr(self) -> io.StringIO:
-        """Return what a client that disconnects early may write its traceback to."""
+        """Return a buffer for tracebacks of clients that disconnect early."""
         return io.StringIO()
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Disconnects clients that are slow or too many: they would use up the descriptors that checkpoints need."""
+    """Disconnects slow or excess clients, which would use up the file descriptors that checkpoints need."""
 
     daemon_threads = True
 
     def __init__(self, address: str, port: int) -> None:
         addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, *_, place = addresses[0]
-        self._clients: dict[socket.socket, float] = {}  # until when each may stay, by time.monotonic()
-        super().__init__(place[:2], _Handler)  # type: ignore[arg-type]
+        self.address_family, *_, socket_address = addresses[0]
+        self._clients: dict[socket.socket, float] = {}  # deadlines, by time.monotonic()
+        super().__init__(socket_address[:2], _Handler)  # type: ignore[arg-type]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether there is room for another client, and count it."""
+        """Return whether another client is accepted, and set its deadline."""
         has_room = len(self._clients) < MAX_CLIENTS
         if has_room:
             self._clients[request] = time.monotonic() + CLIENT_SECONDS
         return has_room
 
     def service_actions(self) -> None:
-        """Disconnect those that have stayed too long, such as one that sends a byte now and then."""
+        """Disconnect clients after their deadline, such as one that sends a byte now and then."""
         for request, until in list(self._clients.items()):
             if until < time.monotonic():
-                with suppress(OSError):  # it has left
+                with suppress(OSError):  # already disconnected
                     request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
@@ -219,7 +219,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that was disconnected, or has left."""
+        """Ignore errors of disconnected clients."""
 
 
 def require_client() -> Any:

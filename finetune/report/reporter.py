@@ -1,4 +1,4 @@
-"""Reporters watch, they never steer; callbacks of plugins watch, too, and may request three things."""
+"""Reporters only observe a run; callbacks of plugins may also request an evaluation, a checkpoint or a stop."""
 
 import sys
 from collections import deque
@@ -22,7 +22,7 @@ class Reporter(Protocol):
 
 
 class NullReporter:
-    """Ignores all events; every rank but the first has it."""
+    """Ignores all events; used on every rank but the first."""
 
     def __call__(self, event: Event) -> None:
         """Ignore the event."""
@@ -32,18 +32,18 @@ class NullReporter:
 
 
 class FunctionReporter:
-    """A function of a caller that is given every event; its `close` is called at the end where it has one."""
+    """Calls a function with every event, and its `close` at the end if it has one."""
 
     def __init__(self, function: Callable[[Event], object]) -> None:
         self._function = function
         self.name = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, event: Event) -> None:
-        """Pass the event on."""
+        """Call the function."""
         self._function(event)
 
     def close(self) -> None:
-        """Pass the end on."""
+        """Call the function's `close`."""
         close = getattr(self._function, "close", None)
         if close is not None:
             close()
@@ -60,7 +60,7 @@ class FanOut:
         self._step = 0
 
     def __call__(self, event: Event) -> None:
-        """Pass the event to all, then a warning to the rest for each one that failed."""
+        """Pass the event to all reporters, then a warning to the others for each that failed."""
         self._step = event.step
         events = deque([event])
         while events:
@@ -73,7 +73,7 @@ class FanOut:
                     events.append(self._warning(reporter, error))
 
     def close(self) -> None:
-        """Close everyone, also when one of them fails."""
+        """Close all reporters, even if one of them fails."""
         while self._reporters:
             reporter = self._reporters.pop()
             try:
@@ -88,17 +88,17 @@ class FanOut:
 
     def _warning(self, reporter: Reporter, error: Exception) -> Warned:
         name = reporter.name if isinstance(reporter, FunctionReporter) else type(reporter).__name__
-        return Warned(self._step, f"{name} failed and is switched off: {type(error).__name__}: {error}")
+        return Warned(self._step, f"{name} failed and is disabled: {type(error).__name__}: {error}")
 
 
 Callback = Callable[[Event], Request | None]
 
 
 class CallbackReporter:
-    """Passes events on to the reporter, then to the callbacks, and collects what they request on this rank.
+    """Passes events to the reporter, then to the callbacks, and collects the callbacks' requests on this rank.
 
-    A callback that raises, or that returns anything but a Request or None, is switched off with a warning: the run
-    continues. What is collected is summed over the ranks with the counts of the next step, so all ranks do it.
+    A callback that raises, or that returns anything but a Request or None, is disabled with a warning: the run
+    continues. The requests are summed over the ranks with the counts of the next step, so that all ranks act on them.
     """
 
     def __init__(self, reporter: Reporter, names: Sequence[str], *, can_evaluate: bool) -> None:
@@ -110,19 +110,19 @@ class CallbackReporter:
             try:
                 self._callbacks[name] = CALLBACKS.resolve(name)()
             except Exception as error:
-                self._warn(0, f"callback `{name}` cannot be made and is left out: {type(error).__name__}: {error}")
+                self._warn(0, f"callback `{name}` failed to start and is disabled: {type(error).__name__}: {error}")
 
     def __call__(self, event: Event) -> None:
-        """Pass the event on."""
+        """Pass the event to the reporter and the callbacks."""
         self._reporter(event)
         for name, callback in tuple(self._callbacks.items()):
             try:
                 request = callback(event)
                 if not isinstance(request, Request | None):
-                    raise TypeError(f"it returned `{request!r}`, and not a register.Request or None")
+                    raise TypeError(f"it returned `{request!r}`, not a register.Request or None")
             except Exception as error:
                 del self._callbacks[name]
-                message = f"callback `{name}` failed and is switched off: {type(error).__name__}: {error}"
+                message = f"callback `{name}` failed and is disabled: {type(error).__name__}: {error}"
                 self._warn(event.step, message)
             else:
                 self._collect(request or NO_REQUEST, name=name, step=event.step)
@@ -132,22 +132,22 @@ class CallbackReporter:
         self._reporter.close()
 
     def take_requests(self) -> Request:
-        """Return what was requested since the last call."""
+        """Return the requests since the last call."""
         requested, self._requested = self._requested, NO_REQUEST
         return requested
 
     def _collect(self, request: Request, *, name: str, step: int) -> None:
         if Request.EVALUATE in request and not self._can_evaluate:
-            self._can_evaluate = True  # the warning appears once: without rows an evaluation does nothing
+            self._can_evaluate = True  # warn only once: without rows an evaluation does nothing
             self._warn(step, f"callback `{name}` requests an evaluation, but the job has no `evaluate:` section")
         new = request & ~self._requested
         if new:
             self._requested |= new
-            words = " and ".join(str(each.name).lower() for each in Request if each in new)
+            words = " and ".join(str(request.name).lower() for request in Request if request in new)
             self._reporter(Noted(step, f"callback `{name}` requests: {words}"))
 
     def _warn(self, step: int, message: str) -> None:
         if distributed.is_main():
             self._reporter(Warned(step, message))
-        else:  # the reporter of this rank is silent
+        else:  # this rank's reporter prints nothing
             print(f"[rank {distributed.rank()}] warning: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What restarts have cost, from the events of a run: why the start before ended, steps taken again, time and money."""
+"""The cost of restarts, from the events of a run: the reason, repeated steps, time and money."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ FIRST_STEP = "first step"
 PLANNED = frozenset(
     {"finished", "early stopping", "time limit", "STOP file", "stop_after_steps", "signal SIGINT", "interrupted"}
 )
-"""Ends that somebody wanted: they are no interruptions."""
+"""Reasons of intended ends, which are not interruptions."""
 
 
 @dataclass
 class Restart:
-    """One start after the first. Of the time lost, nothing was paid for while no process was there."""
+    """A start after the first. While no process ran, time was lost but no device was paid for."""
 
-    number: int  # of the start: the first restart is start 2
-    reason: str  # why the start before ended
-    step: int  # from which it resumed
-    last_step: int  # that had been taken by then
-    began: float  # unix seconds when its process did; until its first step is over, when training did
-    ended: float  # when the start before was seen last
+    number: int  # of the start; the first restart is start 2
+    reason: str  # why the previous start ended
+    step: int  # at which it resumed
+    last_step: int  # the highest step taken before
+    began: float  # unix seconds at which its process started; until its first step ends, at which training started
+    ended: float  # unix seconds of the last event of the previous start
     num_devices: int
     usd_per_device_hour: float | None = None
     startup_seconds: float = 0.0
@@ -34,33 +34,33 @@ class Restart:
 
     @property
     def down_seconds(self) -> float:
-        """Return the time in which no process of the run was there."""
+        """Return the time in which no process of the run existed."""
         return max(0.0, self.began - self.ended)
 
     @property
     def lost_seconds(self) -> float:
-        """Return the time from the last sign of the start before to the first step that is a new one."""
+        """Return the time from the last event of the previous start to the first new step."""
         return self.down_seconds + self.startup_seconds + self.redone_seconds
 
     @property
     def device_seconds(self) -> float:
-        """Return the time for which devices were paid: start-up and the steps taken again, on all of them."""
+        """Return the paid time of all devices: start-up and repeated steps."""
         return (self.startup_seconds + self.redone_seconds) * self.num_devices
 
     @property
     def usd(self) -> float | None:
-        """Return what that costs; None without a price."""
+        """Return the price of `device_seconds`; None if the price of a device is unknown."""
         return None if self.usd_per_device_hour is None else self.device_seconds / 3600 * self.usd_per_device_hour
 
     @property
     def is_interruption(self) -> bool:
-        """Return whether nobody wanted the start before to end."""
+        """Return whether the end of the previous start was not intended."""
         return self.reason not in PLANNED
 
 
 @dataclass
 class RestartTotals:
-    """The sums over all restarts, also of those that are no longer listed."""
+    """The sums over all restarts, including those that are no longer listed."""
 
     restarts: int = 0
     interruptions: int = 0
@@ -73,7 +73,7 @@ class RestartTotals:
 
     @property
     def lost_seconds(self) -> float:
-        """Return the time lost altogether."""
+        """Return the total lost time."""
         return self.down_seconds + self.startup_seconds + self.redone_seconds
 
     def add(self, restart: Restart) -> None:
@@ -97,9 +97,9 @@ class RestartHistory:
     price_source: str = ""
     _older: RestartTotals = field(default_factory=RestartTotals)
     _starts: int = 0
-    _top: int = 0  # the highest step taken so far
-    _seen: float = 0.0  # when the run was seen last
-    _reason: str | None = None  # why the running start has ended
+    _highest_step: int = 0
+    _last_seen: float = 0.0  # time of the last event
+    _reason: str | None = None  # why the current start ended
 
     def start(self, event: Mapping[str, Any], *, num_devices: int) -> None:
         """Add a start of the run."""
@@ -107,12 +107,12 @@ class RestartHistory:
         step, time = int(event["step"]), _finite(event.get("time"))
         if self._starts > 1:
             self._add_restart(event, step=step, time=time, num_devices=num_devices)
-        self._top, self._reason = max(self._top, step), None
-        self._see(time)
+        self._highest_step, self._reason = max(self._highest_step, step), None
+        self._record_time(time)
 
     def started_up(self, event: Mapping[str, Any]) -> None:
-        """Add how long the start took; the event comes after its first step, which counts as a step."""
-        self._see(_finite(event.get("time")))
+        """Add the duration of the start-up; the event follows the first step, which does not count as start-up."""
+        self._record_time(_finite(event.get("time")))
         if self.recent:
             seconds = {name: _finite(value) for name, value in (event.get("seconds") or {}).items()}
             restart = self.recent[-1]
@@ -125,16 +125,16 @@ class RestartHistory:
             again = [event for event in events if event["step"] <= self.recent[-1].last_step]
             self.recent[-1].steps_redone += len(again)
             self.recent[-1].redone_seconds += sum(_finite(event.get("seconds")) for event in again)
-        self._top = max(self._top, events[-1]["step"])
-        self._see(_finite(events[-1].get("time")))
+        self._highest_step = max(self._highest_step, events[-1]["step"])
+        self._record_time(_finite(events[-1].get("time")))
 
     def end(self, event: Mapping[str, Any]) -> None:
-        """Add the end of the running start."""
+        """Add the end of the current start."""
         self._reason = str(event.get("reason"))
-        self._see(_finite(event.get("time")))
+        self._record_time(_finite(event.get("time")))
 
     def set_price(self, usd_per_device_hour: float, *, source: str) -> None:
-        """Count all restarts at this price."""
+        """Apply this price to all restarts."""
         self.price_source = source
         for restart in self.recent:
             restart.usd_per_device_hour = usd_per_device_hour
@@ -152,9 +152,9 @@ class RestartHistory:
         previous = event.get("previous") or {}
         seen, top = previous.get("time"), previous.get("step")
         if isinstance(seen, int | float) and seen <= time:
-            self._see(float(seen))
+            self._record_time(float(seen))
         if isinstance(top, int) and top <= int(event.get("num_steps") or 0):
-            self._top = max(self._top, top)  # events are written when they are logged, the status more often
+            self._highest_step = max(self._highest_step, top)  # the status is written more often than events
         price = event.get("device_price") or {}
         usd = price.get("usd_per_hour")
         self.price_source = str(price.get("source") or self.price_source)
@@ -166,16 +166,16 @@ class RestartHistory:
                 number=self._starts,
                 reason=reason,
                 step=step,
-                last_step=self._top,
+                last_step=self._highest_step,
                 began=time,
-                ended=min(self._seen, time),
+                ended=min(self._last_seen, time),
                 num_devices=num_devices,
                 usd_per_device_hour=float(usd) if isinstance(usd, int | float) else None,
             )
         )
 
-    def _see(self, time: float) -> None:
-        self._seen = max(self._seen, time)
+    def _record_time(self, time: float) -> None:
+        self._last_seen = max(self._last_seen, time)
 
 
 def _finite(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Messages of a run before it has a run folder: printed at once, and kept for the event log."""
+"""Messages before the run folder exists: printed immediately, and kept for the event log."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ class RunLog:
         self.messages: list[str] = []
 
     def __call__(self, message: str) -> None:
-        """Print the message now; the same message is printed once."""
+        """Print the message; repeated messages are printed once."""
         if self._is_main and message not in self.messages:
             self.messages.append(message)
             self._write(message)

@@ -1,4 +1,4 @@
-"""How long things take: the phases of startup, throughput, and the time that is left."""
+"""Timing: the phases of startup, throughput, and the remaining time."""
 
 import time
 from collections import deque
@@ -11,7 +11,7 @@ import psutil
 
 from finetune.report.events import StepTaken
 
-_has_timed_process = False  # a second run in one process does not begin with the process
+_has_timed_process = False  # only the first run in a process counts from the start of the process
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StartupTimer:
 
     @classmethod
     def from_process_start(cls) -> "StartupTimer":
-        """Return one that counts from the start of this process, the imports included; of a later run, from now."""
+        """Return a timer that counts from the start of this process, including imports; for a later run, from now."""
         global _has_timed_process
         if _has_timed_process:
             return cls(cpu_before=time.process_time())
@@ -59,7 +59,7 @@ class StartupTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what is done within as a phase of its own, and not towards the one that it is part of."""
+        """Return a context that is timed as its own phase and is not part of the surrounding phase."""
         last, cpu_last = self._last
         before, cpu_before = self._last = self._clock(), self._cpu_clock()
         yield
@@ -69,13 +69,13 @@ class StartupTimer:
 
 
 class ThroughputMeter:
-    """Tokens per second and time left over a window of recent steps.
+    """Tokens per second and remaining time, as medians over a window of recent steps.
 
-    Medians, so that one step held up by a checkpoint, an evaluation or a compilation does not sway them.
+    A single step that is delayed by a checkpoint, an evaluation or a compilation does not change a median.
     """
 
     def __init__(self, num_steps: int, *, window: int = 50, unit: str = "tokens") -> None:
-        """`unit` is what a sample is counted in."""
+        """`unit` names the counted quantity: tokens or images."""
         self.unit = unit
         self._num_steps = num_steps
         self._recent: deque[StepTaken] = deque(maxlen=window)
@@ -89,11 +89,11 @@ class ThroughputMeter:
 
     @property
     def data_share(self) -> float:
-        """Return the share of the time since the last log point that was spent waiting for batches."""
+        """Return the share of time spent waiting for batches since the last log point."""
         return self._waited / self._seconds if self._seconds > 0 else 0.0
 
     def reset_data_share(self) -> None:
-        """Reset the share of waiting: it has been logged."""
+        """Reset the share after it was logged."""
         self._waited = self._seconds = 0.0
 
     @property
@@ -104,7 +104,7 @@ class ThroughputMeter:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the time that the remaining steps need at the median pace; None before the first step."""
+        """Return the duration of the remaining steps at the median speed; None before the first step."""
         if not self._recent:
             return None
         steps_left = max(self._num_steps - self._recent[-1].step, 0)

@@ -19,20 +19,20 @@ from finetune.runtime.text.redact import redacted_config
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that Accelerate does not know, MissingPackage for one that is not installed."""
+    """Raise UserError for a tracker that Accelerate does not support, MissingPackage if its package is missing."""
     available = {str(tracker) for tracker in get_available_trackers()}
     known = sorted(LOGGER_TYPE_TO_CLASS)
     builtin = {str(tracker) for tracker in LoggerType}
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean `{near[0]}`?" if near else f"Accelerate knows {', '.join(known)}."
+            hint = f"Did you mean `{near[0]}`?" if near else f"Accelerate supports {', '.join(known)}."
             raise UserError(f"report.trackers: unknown tracker `{name}`. {hint}")
         if name in builtin and name not in available:
             raise MissingPackage(
                 f"report.trackers: the package of `{name}` is not installed. Install it with: "
                 "pip install 'finetune-accelerate[tracking]' (tensorboard, wandb, mlflow, trackio) or "
-                f"pip install {name}, or leave it out of `report.trackers`."
+                f"pip install {name}, or remove it from `report.trackers`."
             )
 
 
@@ -114,7 +114,7 @@ def step_metrics(event: StepTaken, *, meter: ThroughputMeter) -> dict[str, float
 
 
 def flatten_config(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, int | float | str | bool]:
-    """Return nested values under dotted keys, as trackers want them; lists and None as text."""
+    """Return nested values under dotted keys, with lists and None as text, as trackers expect them."""
     values: dict[str, int | float | str | bool] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -125,7 +125,7 @@ def flatten_config(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, 
 
 
 def tracker_options(tracker: str, section: ReportSection, run_folder: Path) -> dict[str, Any]:
-    """Return the arguments of a tracker's own; none for one that a session has registered with Accelerate.
+    """Return the tracker-specific arguments; none for a tracker that a caller registered with Accelerate.
 
     >>> tracker_options("trackio", ReportSection(group="ablation"), Path("runs/first"))
     {'name': 'first', 'group': 'ablation'}

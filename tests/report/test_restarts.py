@@ -57,7 +57,7 @@ def test_a_killed_run_costs_waiting_start_up_and_the_steps_after_its_checkpoint(
 
 def test_the_restart_line_matches_the_restart_facts():
     line = restart_line(history_of(*killed_and_resumed(**PRICED)))
-    parts = "1.5 waiting + 0.3 start-up + 0.1 for 4 steps taken again"
+    parts = "1.5 waiting + 0.3 start-up + 0.1 for 4 repeated steps"
     assert line == f"1 restart: 1.9 min lost = {parts}; about $0.05 (somebody)"
     assert restart_line(history_of(started(), taken(1, 1.0), ended(1))) == ""
 

@@ -1,4 +1,4 @@
-"""Charts as plain values for charts.js: which curves stand in which chart, and what a step is in tokens and seconds."""
+"""Charts as plain values for charts.js: the curves of each chart, and the scales from steps to tokens and seconds."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +11,12 @@ from finetune.report.curves import Curve
 from finetune.report.history import RunHistory
 
 GB = 1e9
-"""As in every size that the page writes."""
+"""Bytes per GB in all sizes of the page."""
 
 
 @dataclass(frozen=True)
 class ChartKind:
-    """A chart of one or more curves: `scale` is what values are multiplied by, `logs` whether a log scale suits."""
+    """A chart of one or more curves, whose values are multiplied by `scale`; `logs` offers a log scale."""
 
     title: str
     curves: Mapping[str, str]  # from the name of a curve to its label
@@ -25,7 +25,7 @@ class ChartKind:
     logs: bool = False
     is_share: bool = False
     starts_at_zero: bool = False
-    smooths: bool = True  # noise is in it
+    smooths: bool = True
 
 
 LOSS = ChartKind("Loss", {"loss": "training", "evaluation/loss": "evaluation"}, unit="nats per target", logs=True)
@@ -60,11 +60,11 @@ DEVICE = (
     ),
 )
 POINTS = ("evaluation/", "save_seconds", "stall_seconds")
-"""Curves of few points, which are drawn with marks and not smoothed."""
+"""Curves of few points, which are drawn with markers and not smoothed."""
 
 
 def chart_kinds(names: set[str]) -> list[ChartKind]:
-    """Return the charts for curves of these names, the loss first, then what is evaluated."""
+    """Return the charts for curves of these names: the loss, then the evaluated metrics, then the others."""
     fixed = [chart for chart in (*FIXED, *DEVICE) if names & chart.curves.keys()]
     used = {name for chart in fixed for name in chart.curves}
     others = sorted(names - used - {"tokens", "seconds", "device_seconds", "epoch"})
@@ -79,13 +79,13 @@ def charts_of(history: RunHistory) -> list[dict[str, Any]]:
 
 
 def in_unit(chart: ChartKind, unit: str) -> ChartKind:
-    """Return the chart for runs that count in this unit."""
+    """Return the chart for runs whose throughput has this unit."""
     is_rate = "tokens_per_second" in chart.curves
     return replace(chart, title=f"{unit.capitalize()} per second", unit=f"{unit}/s") if is_rate else chart
 
 
 def format_chart(chart: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]]]) -> dict[str, Any]:
-    """Return a chart of the same curves of runs with their names; a run without such a curve has none in it."""
+    """Return a chart of the same curves of several named runs; runs without such a curve are skipped."""
     series = [
         _series(run, name=name, label=label, curve=curves[curve], kind=chart, column=curve, style=style)
         for run, (name, curves) in enumerate(runs)
@@ -93,19 +93,19 @@ def format_chart(chart: ChartKind, runs: Sequence[tuple[str, Mapping[str, Curve]
         if curve in curves
     ]
     return {
-        **{"id": re.sub(r"\W+", "-", chart.title.lower()).strip("-"), "title": chart.title, "unit": chart.unit},
-        **{
-            "logs": chart.logs,
-            "share": chart.is_share,
-            "zero": chart.starts_at_zero,
-            "smooths": chart.smooths,
-            "series": series,
-        },
+        "id": re.sub(r"\W+", "-", chart.title.lower()).strip("-"),
+        "title": chart.title,
+        "unit": chart.unit,
+        "logs": chart.logs,
+        "share": chart.is_share,
+        "zero": chart.starts_at_zero,
+        "smooths": chart.smooths,
+        "series": series,
     }
 
 
 def step_scales(history: RunHistory) -> dict[str, Any]:
-    """Return what a step is in tokens, seconds and device hours: points between which lines are drawn."""
+    """Return tokens, seconds and device hours as functions of the step, as points of piecewise linear curves."""
     by_scale = {}
     for name, scale in (("tokens", 1.0), ("seconds", 1.0), ("device_seconds", 1 / 3600)):
         if name in history.curves:
@@ -135,7 +135,7 @@ def _series(
         **{"name": f"{name} {label}".strip() if len(kind.curves) > 1 or not name else name, "width": points.width},
         **{"x": rounded(points.steps, digits=9), "y": rounded(points.values * kind.scale)},
     }
-    if not has_marks and points.width > 1:  # otherwise every point is its own mean
+    if not has_marks and points.width > 1:  # otherwise each point is its mean
         trace["means"] = {"x": rounded(points.mean_steps, digits=9), "y": rounded(points.means * kind.scale)}
     return trace
 

@@ -1,4 +1,4 @@
-"""What a page says of a run in words and tables, from its history and the other files of its folder."""
+"""The texts and tables of a page, from the history of a run and the other files in its folder."""
 
 import math
 import time
@@ -23,7 +23,7 @@ STALE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files next to events.jsonl hold; a file that is missing or damaged is named in `missing`."""
+    """The contents of the files next to events.jsonl; `missing` names missing and damaged files."""
 
     status: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure to see first."""
+    """A headline figure."""
 
     name: str
     value: str
@@ -51,7 +51,7 @@ class ConfigLine:
 
 
 def read_run_files(folder: Path) -> RunFiles:
-    """Return what there is; raises nothing for what is not there."""
+    """Return the contents of the files that exist."""
     values: dict[str, Any] = {}
     missing = []
     for name, file in (("status", "status.json"), ("environment", "environment.json"), ("audit", "audit.json")):
@@ -83,7 +83,7 @@ def run_state(history: RunHistory, status: Mapping[str, Any], *, now: float) -> 
         return "failed", f"rank {error.get('rank')}: {error.get('type')}: {error.get('message')}"
     seen = max(history.updated, status["time"] if isinstance(status.get("time"), float) else 0.0)
     if state in ("running", "starting") and now - seen > STALE_SECONDS:
-        return "silent", f"nothing was written for {format_duration(now - seen)}: it was killed, or it hangs"
+        return "silent", f"no event for {format_duration(now - seen)}: the run was killed, or it hangs"
     return state, str(status.get("reason") or "")
 
 
@@ -131,7 +131,7 @@ def _loss_tiles(history: RunHistory) -> Iterator[Tile]:
 
 
 def config_lines(text: str) -> list[ConfigLine]:
-    """Return the lines of resolved.yaml, value and source apart."""
+    """Return the lines of resolved.yaml, split into value and source."""
     rows = []
     for line in text.splitlines():
         if line.startswith("# "):  # the first line, about the file
@@ -144,7 +144,7 @@ def config_lines(text: str) -> list[ConfigLine]:
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the environment as names and texts; what is absent is left out."""
+    """Return the environment as names and texts, without absent values."""
     return [(name, text) for name, value in environment.items() if (text := _text(value))]
 
 
@@ -203,7 +203,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return days, hours, minutes and seconds, the two largest; `?` for what is not finite.
+    """Return the two largest of days, hours, minutes and seconds; `?` if not finite.
 
     >>> format_duration(3723)
     '1 h 2 min'

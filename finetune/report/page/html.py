@@ -1,4 +1,4 @@
-"""Pages that hold all they need: template, style, charts.js and plotly.js in one file, and nothing that data can start.
+"""Self-contained pages: template, style, charts.js and plotly.js in one file, with all data escaped.
 
 Everything is escaped where it stands, and only scripts that bear the page's random nonce run (its content security
 policy), so an answer that holds `</script>` stays text. Plotly's file is read from its package, which is not imported,
@@ -24,7 +24,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_page(template: str, *, folder: Path, data: Mapping[str, Any], **values: Any) -> str:
-    """Return the page that the template in the folder makes of the values, with `data` for charts.js.
+    """Return the page rendered from the template in the folder and the values, with `data` for charts.js.
 
     Raises MissingPackage where plotly is not installed.
     """
@@ -43,7 +43,7 @@ def render_page(template: str, *, folder: Path, data: Mapping[str, Any], **value
 
 
 def script_json(value: Any) -> Markup:
-    """Return JSON that may stand within `<script type="application/json">`, whatever its texts hold."""
+    """Return JSON that is safe within `<script type="application/json">`."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

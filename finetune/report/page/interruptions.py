@@ -1,4 +1,4 @@
-"""What interruptions have cost a run and how often it should save: one line each, facts for status.json, a table."""
+"""The cost of interruptions, and the best interval of checkpoints: as lines, facts for status.json, and a table."""
 
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -21,7 +21,7 @@ class InterruptionCosts:
         self.lines: tuple[str, ...] = ()
 
     def __call__(self, history: RunHistory) -> None:
-        """Take note of the history as it is now."""
+        """Update from the current history."""
         advice = interval_advice(history, hours_stated=self._hours_stated)
         facts = {"restarts": restart_facts(history), "checkpoint_interval": advice_facts(advice)}
         self.lines = tuple(line for line in (restart_line(history), advice_line(advice)) if line)
@@ -88,14 +88,14 @@ def advice_facts(advice: IntervalAdvice | None) -> dict[str, Any] | None:
 
 
 def restart_line(history: RunHistory) -> str:
-    """Return what restarts have cost in a line; empty where there was none."""
+    """Return the cost of restarts in one line; empty if there were none."""
     totals = history.restarts.totals()
     if not totals.restarts:
         return ""
     parts = (
         f"{totals.down_seconds / 60:.1f} waiting",
         f"{totals.startup_seconds / 60:.1f} start-up",
-        f"{totals.redone_seconds / 60:.1f} for {totals.steps_redone:,} steps taken again",
+        f"{totals.redone_seconds / 60:.1f} for {totals.steps_redone:,} repeated steps",
     )
     usd = "" if totals.usd is None else f"; about ${totals.usd:,.2f} ({history.restarts.price_source})"
     count = f"{totals.restarts:,} restart{'s' * (totals.restarts > 1)}"
@@ -103,7 +103,7 @@ def restart_line(history: RunHistory) -> str:
 
 
 def advice_line(advice: IntervalAdvice | None) -> str:
-    """Return the advice in a line; empty where there is none."""
+    """Return the advice in one line; empty if there is none."""
     if advice is None:
         return ""
     source = "stated" if advice.is_stated else "observed"

@@ -1,4 +1,4 @@
-"""report.html of a run: what it says now."""
+"""Renders report.html from the current history of a run."""
 
 import time
 from pathlib import Path
@@ -25,15 +25,15 @@ REPORT_FILE = "report.html"
 SHOWN_CHECKPOINTS = 12
 
 SMOOTHING = 0.6
-"""Where the slider stands when a page is opened."""
+"""Initial position of the smoothing slider."""
 
 
 RELOAD_SECONDS = 30
-"""After which a reader who follows a run gets the next page; they are written as often."""
+"""Interval at which an open page of a running run reloads; it is also written at this interval."""
 
 
 def report_page(folder: Path, history: RunHistory, *, price: float | None = None, now: float | None = None) -> str:
-    """Return the page of the run in the folder; `price` is that of a device for an hour, in USD."""
+    """Return the page of the run in the folder; `price` is in USD per device hour."""
     now = time.time() if now is None else now
     if price is not None:
         history.restarts.set_price(price, source="--price")
@@ -75,7 +75,7 @@ def report_page(folder: Path, history: RunHistory, *, price: float | None = None
 
 
 def write_report(folder: Path, history: RunHistory, *, price: float | None = None) -> Path:
-    """Write the page into the folder, whole or not at all, and return its path; it can always be made again."""
+    """Write the page into the folder atomically, and return its path."""
     path = folder / REPORT_FILE
     page = report_page(folder, history, price=price)
     atomic.write_bytes(path, page.encode("utf-8", errors="backslashreplace"), survives_power_cut=False)
@@ -85,8 +85,8 @@ def write_report(folder: Path, history: RunHistory, *, price: float | None = Non
 def _restart_note(history: RunHistory) -> str:
     """Return how the cost of restarts was counted."""
     source = history.restarts.price_source
-    price = f" Cost: start-up and steps taken again, by the price of {source}." if source else ""
-    return f"Waiting is the time in which no process of the run was there.{price}"
+    price = f" Cost: start-up and repeated steps, by the price of {source}." if source else ""
+    return f"Waiting is the time in which no process of the run existed.{price}"
 
 
 def _chart_data(name: str, history: RunHistory, *, price: float | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ _INCHES, _DPI = (6.0, 3.6), 200
 
 
 def write_pngs(charts: Sequence[Mapping[str, Any]], folder: Path, *, num_runs: int = 1) -> list[Path]:
-    """Write one PNG for each chart that has a point, and return their paths; extremes are pale, means are not.
+    """Write one PNG for each chart that has a point, and return their paths; extremes are pale, means are opaque.
 
     Raises MissingPackage where matplotlib is not installed.
     """
@@ -54,5 +54,5 @@ def _draw(axes: Any, chart: Mapping[str, Any], *, num_runs: int) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return the text without what matplotlib takes for mathematics."""
+    """Return the text with the characters escaped that begin mathtext in matplotlib."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Writes report.html while the run continues, in a thread that may take half a percent of the time."""
+"""Writes report.html during the run, in a thread that takes at most half a percent of the time."""
 
 import threading
 import time
@@ -10,17 +10,17 @@ from finetune.report.history import HistoryReader, RunHistory
 from finetune.report.page.page import write_report
 
 MIN_SECONDS = 10.0
-"""Between two pages."""
+"""Minimum time between two pages."""
 
 MAX_SHARE = 0.005
-"""Of the time that goes into pages: after one that took 0.1 s, the next is written 20 s later at the earliest."""
+"""Maximum share of time spent on pages: after a page that took 0.1 s, the next is written at least 20 s later."""
 
 
 class PageReporter:
-    """Rewrites the page from events.jsonl whenever there is something new, and a last time when it is closed.
+    """Rewrites the page from events.jsonl after new events, and a last time when it is closed.
 
-    The thread reads the lines that the run has written since it looked last, so a resumed run continues the page, and
-    training only wakes the thread. It raises what the thread has met, at the next event or at the end.
+    The thread reads the new lines of the file, so a resumed run continues the page, and training only wakes the thread.
+    An exception in the thread is raised at the next event or at the end.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class PageReporter:
         self._reader = HistoryReader(events)
         self._min_seconds, self._max_share = min_seconds, max_share
         self._on_read = on_read
-        self._news, self._ending = threading.Event(), threading.Event()
+        self._has_events, self._is_ending = threading.Event(), threading.Event()
         self._error: Exception | None = None
-        self._began = 0.0  # of the thread's own time
+        self._began = 0.0  # in CPU seconds of the thread
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
@@ -47,13 +47,13 @@ class PageReporter:
             self._thread = threading.Thread(target=self._work, name="report.html", daemon=True)
             self._thread.start()
         self._raise_error()
-        if not self._news.is_set():
-            self._news.set()
+        if not self._has_events.is_set():
+            self._has_events.set()
 
     def close(self) -> None:
-        """Write the last page; after a run without events, none."""
-        self._ending.set()
-        self._news.set()
+        """Write the last page, unless there was no event."""
+        self._is_ending.set()
+        self._has_events.set()
         if self._thread is not None:
             self._thread.join()
             self._raise_error()
@@ -65,16 +65,16 @@ class PageReporter:
 
     def _work(self) -> None:
         try:
-            while not self._ending.is_set():
-                self._news.wait()
-                self._ending.wait(self._write())
+            while not self._is_ending.is_set():
+                self._has_events.wait()
+                self._is_ending.wait(self._write())
             self._write()
-        except Exception as error:  # a warning of the run, never its end
+        except Exception as error:  # must not end the run
             self._error = error
 
     def _write(self) -> float:
-        """Write the page, and return for how many seconds there is to be no other one."""
-        self._news.clear()
+        """Write the page, and return the number of seconds until the next."""
+        self._has_events.clear()
         self._began = time.thread_time()
         self._reader.read_new(after_chunk=self._pause)
         self._on_read(self._reader.history)
@@ -83,7 +83,7 @@ class PageReporter:
 
     def _pause(self) -> None:
         """Pause while the file of a long run is read; not at the end."""
-        self._ending.wait(self._seconds_due())
+        self._is_ending.wait(self._seconds_due())
         self._began = time.thread_time()
 
     def _seconds_due(self) -> float:

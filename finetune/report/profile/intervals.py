@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[int, int]
-"""From the first moment to the one after the last."""
+"""The first moment, and the moment after the last."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -53,5 +53,5 @@ def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Inter
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Return how long the intervals are together."""
+    """Return the total length of the intervals."""
     return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""The phases of a step, and a clock that says when each of them began.
+"""The phases of a step, and a clock that records when each of them began.
 
 On a GPU the moments are those of the device: an event is recorded in the stream at each of them, and all are read once,
 after the window, so nothing waits for the device between them.
@@ -18,10 +18,10 @@ from finetune.report.profile.intervals import Interval
 DATA, FORWARD, BACKWARD, COMMUNICATION = "data", "forward", "backward", "communication"
 OPTIMIZER, LOG, EVALUATE, SAVE, OTHER = "optimizer", "log", "evaluate", "save", "other"
 PHASES = (DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, LOG, EVALUATE, SAVE, OTHER)
-"""In the order in which the table shows them. The communication is found in the trace, inside of all others."""
+"""The phases in the order of the table. Communication is derived from the trace; it is part of all others."""
 
 RANGE_PREFIX = "finetune."
-"""Of the names of ranges in a trace and for NVTX."""
+"""Prefix of the names of ranges in a trace and for NVTX."""
 
 
 class Moments(Protocol):
@@ -35,7 +35,7 @@ class Moments(Protocol):
 
 
 class HostMoments:
-    """Moments of this process; the clock cannot be set back within a window."""
+    """Moments of this process, from a monotonic clock."""
 
     def __init__(self) -> None:
         self._offset = time.time_ns() - time.perf_counter_ns()
@@ -45,12 +45,12 @@ class HostMoments:
         return time.perf_counter_ns()
 
     def read(self, moment: int) -> int:
-        """Return it since 1970."""
+        """Return the moment in nanoseconds since 1970."""
         return moment + self._offset
 
 
 class CudaMoments:
-    """Moments at which a GPU gets to what was queued; made and read where it may be waited for."""
+    """Moments at which a GPU reaches an event in its stream; created and read where waiting is allowed."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
@@ -64,7 +64,7 @@ class CudaMoments:
         return event
 
     def read(self, moment: torch.cuda.Event) -> int:
-        """Return it since 1970; the first call waits for the device."""
+        """Return the moment in nanoseconds since 1970; the first call waits for the device."""
         if not self._is_over:
             torch.cuda.synchronize()
             self._is_over = True
@@ -73,14 +73,14 @@ class CudaMoments:
 
 @dataclass(frozen=True)
 class Segment:
-    """An uninterrupted time in one phase; those of a window follow each other without a gap."""
+    """A continuous interval in one phase; the segments of a window have no gaps."""
 
     phase: str
     interval: Interval
 
 
 class PhaseClock:
-    """Notes when each phase begins, of phases that may be inside each other: time counts for the innermost."""
+    """Records when each phase begins; phases may be nested, and time counts for the innermost."""
 
     def __init__(self, moments: Moments, *, has_nvtx: bool) -> None:
         self._moments = moments

@@ -1,4 +1,4 @@
-"""The table of a window: each phase per step on the main rank, and its spread over the ranks."""
+"""The table of a window: the time of each phase per step on the main rank, and its spread over the ranks."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -12,7 +12,7 @@ WALL, OVERLAPPED, BUSY = "wall", "overlapped", "busy"
 
 
 def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, float]]:
-    """Return min, median and max seconds of every phase and of the wall time, and which rank is the slowest."""
+    """Return min, median and max seconds of every phase and of the wall time, and the slowest rank."""
     rows = {}
     for name in (*PHASES, OVERLAPPED, BUSY, WALL):
         values = [_value(rank, name) for rank in ranks]
@@ -29,7 +29,7 @@ def spread_over_ranks(ranks: Sequence[PhaseSeconds]) -> dict[str, dict[str, floa
 def format_profile(event: Profiled) -> tuple[str, ...]:
     """Return the table, in milliseconds per step.
 
-    The phases of a column add up to its last row in that of this rank, not in those of the spread.
+    The phases add up to the last row in the column of this rank, but not in those of the spread.
     """
     shown = {**event.seconds, WALL: event.wall_seconds}
     last = event.first_step + event.num_steps - 1
@@ -44,7 +44,7 @@ def format_profile(event: Profiled) -> tuple[str, ...]:
         share = seconds / event.wall_seconds if event.wall_seconds else 0.0
         lines.append(f"  {name:<14}{own}{share:>8.1%}{''.join(others)}  rank {row.get('slowest_rank', 0):.0f}")
     hidden = 1000 * event.overlapped_seconds / max(1, event.num_steps)
-    lines.append(f"  {COMMUNICATION}: exposed; {hidden:.2f} ms more is hidden behind computation")
+    lines.append(f"  {COMMUNICATION}: exposed; another {hidden:.2f} ms overlaps with computation")
     busy = event.ranks.get(BUSY, {"min": 0.0, "max": 0.0})
     lines += [_slowest_rank(busy, num_steps=event.num_steps)] if busy["min"] < busy["max"] else []
     return (*lines, *([f"  trace {event.trace}"] if event.trace else []))

@@ -1,4 +1,4 @@
-"""The trace of one rank: what torch's profiler records, what of it is communication, and how much memory lives.
+"""The trace of one rank from torch's profiler, its communication, and the live memory.
 
 In flight, a collective either hides behind computation or is exposed: on a GPU, behind kernels of other streams; on a
 CPU, behind operators of this process. Waiting for a slower rank is part of its collective.
@@ -21,13 +21,13 @@ from finetune.report.profile.phases import COMMUNICATION, PHASES, Segment
 from finetune.runtime.files import atomic
 
 _COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ncclKernel", "ncclDevKernel")
-"""How the names of collectives begin: torch's own on the host, and NCCL's kernels."""
+"""Prefixes of the names of collectives: torch's on the host, and NCCL's kernels."""
 
 _WAITING = ("c10d", "_c10d_functional")
-"""Namespaces of operators that wait for other ranks, perhaps inside of one that computes."""
+"""Namespaces of operators that wait for other ranks, perhaps within one that computes."""
 
 _CONTAINERS = "autograd::"
-"""How the names begin of what runs other operators, and hooks that may wait."""
+"""Prefixes of the names of functions that run other operators, or hooks that may wait."""
 
 _KERNELS = ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 _MEMORY = "[memory]"
@@ -37,7 +37,7 @@ _QUIET = "6"  # Kineto's level above all that it logs; it would print a line as 
 
 @dataclass(frozen=True)
 class Traced:
-    """What a trace shows of one rank."""
+    """The intervals and allocations in the trace of one rank."""
 
     collectives: list[Interval]
     computing: list[Interval]
@@ -45,7 +45,7 @@ class Traced:
 
 
 def read_trace(events: Iterable[Any]) -> Traced:
-    """Return what events of Kineto show; where there are kernels, these compute, else operators of the host do."""
+    """Return the intervals of Kineto events: the kernels compute, or the host's operators if there are no kernels."""
     collectives: list[Interval] = []
     kernels: list[Interval] = []
     operators: list[Interval] = []
@@ -74,11 +74,11 @@ class PhaseSeconds:
 
     seconds: dict[str, float]
     wall: float
-    overlapped: float  # communication that computation hides
+    overlapped: float  # communication that overlaps with computation
 
 
 def phase_seconds(segments: Sequence[Segment], traced: Traced, *, wall: float) -> PhaseSeconds:
-    """Return the time by phase; of each, exposed communication is taken out and counted under its own name."""
+    """Return the time by phase; exposed communication is its own phase, not part of the others."""
     exposed = difference(traced.collectives, traced.computing)
     spent = dict.fromkeys(PHASES, 0)
     for phase, intervals in _by_phase(segments).items():
@@ -91,7 +91,7 @@ def phase_seconds(segments: Sequence[Segment], traced: Traced, *, wall: float) -
 
 
 def live_memory(segments: Sequence[Segment], allocations: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Return how many bytes lived more than when the window began: at most, at most in each phase, and over time."""
+    """Return the live bytes relative to the start of the window: the peak, the peak of each phase, and over time."""
     when = [moment for moment, _ in allocations]
     live = list(accumulate(size for _, size in allocations))
     begin = segments[0].interval[0] if segments else 0
@@ -136,7 +136,7 @@ class TraceRecorder:
     def write(self, trace: Path) -> None:
         """Write the trace, compressed; raises OSError."""
         trace.parent.mkdir(parents=True, exist_ok=True)
-        staging = atomic.temporary_path(trace)  # a folder, as torch compresses what is called `.gz`
+        staging = atomic.temporary_path(trace)  # a folder, as torch compresses files named `.gz`
         staging.mkdir()
         try:
             self._profiler.export_chrome_trace(str(staging / trace.name))

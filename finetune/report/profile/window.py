@@ -1,4 +1,4 @@
-"""A window of steps that is profiled; every step outside it pays a test of one attribute."""
+"""Profiles a window of steps; a step outside the window costs only one attribute check."""
 
 import time
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from finetune.report.reporter import Reporter
 from finetune.runtime import distributed
 
 Attach = Callable[["StepProfile"], AbstractContextManager[None]]
-"""Has a library's own calls counted as phases while the window is open."""
+"""Counts calls of a library as phases while the window is open."""
 
 
 class Profile(Protocol):
-    """Follows the steps of a run."""
+    """Receives the steps of a run; all methods are collective."""
 
     def begin(self, step: int) -> None:
-        """Note that training begins after `step` steps. Collective, as all others."""
+        """Begin training after `step` steps."""
 
     def end_step(self, step: int) -> None:
-        """Note the number of steps that are over."""
+        """End a step; `step` steps are done."""
 
     def end_training(self, step: int) -> None:
-        """Note that no step follows."""
+        """End training after `step` steps."""
 
 
 class NullProfile:
@@ -49,7 +49,7 @@ class NullProfile:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank has measured, or why it could not."""
+    """The measurements of a rank, or the reason why there are none."""
 
     spent: PhaseSeconds | None
     trace: str
@@ -57,15 +57,15 @@ class _Outcome:
 
 
 class StepProfile:
-    """Profiles the steps of one window and reports `Profiled`; what fails in it is a warning.
+    """Profiles the steps of one window and reports `Profiled`; failures are warnings.
 
-    A run that resumes inside the window profiles what is left of it. One that ends inside it profiles what it did.
+    A run that resumes within the window profiles the rest of it; a run that ends within it profiles the steps so far.
     """
 
     def __init__(
         self, section: ProfileSection, *, folder: Path, reporter: Reporter, device: torch.device, num_steps: int
     ) -> None:
-        """`folder` is where the window gets a folder of its own; `num_steps` is when the run ends."""
+        """`folder` is the parent of the window's folder; `num_steps` is the last step of the run."""
         self._section = section
         self._folder = folder
         self._report = reporter
@@ -75,7 +75,7 @@ class StepProfile:
         self._clock: PhaseClock | None = None
         self._recorder: TraceRecorder | None = None
         self._stack = ExitStack()
-        self._first_step = 0  # of the window that is open; 0 without one
+        self._first_step = 0  # of the open window; 0 if none is open
         self._problem: str | None = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class StepProfile:
         return self._clock is not None
 
     def begin(self, step: int) -> None:
-        """Begin the window where the next step is in it; log where it is over or will never begin."""
+        """Open the window if it contains the next step; log if it is over or never begins."""
         first, last = self._section.start, self._last_step
         if step >= last:
             self._report(Noted(step, f"report.profile: steps {first} to {last} are over; nothing is profiled"))
@@ -98,20 +98,20 @@ class StepProfile:
         self._open_if_due(step)
 
     def end_step(self, step: int) -> None:
-        """Open or close the window where that is due. Collective at its end."""
+        """Open or close the window if this step begins or ends it. Collective at its end."""
         if self._clock is not None:
             self._clock.begin_step(step + 1) if step < self._last_step else self._close(step)
         elif self._first_step:
             if step >= self._last_step:
-                self._close(step)  # it could not be opened here, but on other ranks
+                self._close(step)  # collective: it failed to open here, but other ranks opened it
         else:
             self._open_if_due(step)
 
     def end_training(self, step: int) -> None:
-        """Close a window that is open, after the steps that it has. Collective."""
+        """Close an open window early. Collective."""
         if self._first_step and step >= self._first_step:
             self._close(step)
-        elif self._recorder is not None:  # opened for a step that was not taken: a profiler that runs on may crash
+        elif self._recorder is not None:  # opened for a step that never came: a running profiler may crash at exit
             self._first_step = 0
             self._stack.close()
             self._clock, recorder, self._recorder = None, self._recorder, None
@@ -130,7 +130,7 @@ class StepProfile:
             self._recorder = TraceRecorder(has_cuda=has_cuda, memory=self._section.memory, stacks=self._section.stacks)
             clock = PhaseClock(CudaMoments() if has_cuda else HostMoments(), has_nvtx=has_cuda)
             self._stack.enter_context(self.attach(self))
-        except Exception as error:  # a profiler of another tool may hold the device
+        except Exception as error:  # another profiler may use the device
             self._problem = f"{type(error).__name__}: {error}"
             return
         self._clock, self._began = clock, time.monotonic()
@@ -143,7 +143,7 @@ class StepProfile:
         outcomes = distributed.gather_objects(outcome)
         for rank, result in enumerate(outcomes):
             if result.problem is not None:
-                self._report(Warned(step, f"report.profile: of rank {rank}: {result.problem}"))
+                self._report(Warned(step, f"report.profile: rank {rank}: {result.problem}"))
         ranks = [result.spent for result in outcomes if result.spent is not None]
         if outcome.spent is None or len(ranks) < len(outcomes):
             return
@@ -161,7 +161,7 @@ class StepProfile:
         )
 
     def _measure(self, first: int, last: int) -> _Outcome:
-        """Return what this rank has measured, and write its files; not collective, so it may fail."""
+        """Return this rank's measurements, and write its files; not collective, so it may fail."""
         self._stack.close()
         clock, self._clock = self._clock, None
         recorder, self._recorder = self._recorder, None
@@ -183,7 +183,7 @@ class StepProfile:
             recorder.write(trace)
             recorder.write_memory(folder, name, segments, traced)
         except Exception as error:  # a full disk
-            return _Outcome(spent, "", f"the trace is not written: {type(error).__name__}: {error}")
+            return _Outcome(spent, "", f"the trace could not be written: {type(error).__name__}: {error}")
         return _Outcome(spent, str(trace), None)
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import psutil
 import torch.distributed as dist

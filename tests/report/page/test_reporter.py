@@ -66,7 +66,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path: Path, take_step, monkeypatch
     reporter(take_step(1))
     reporter(take_step(2))
     warnings = [event.message for event in seen if isinstance(event, Warned)]
-    assert warnings == ["PageReporter failed and is switched off: OSError: no room"]
+    assert warnings == ["PageReporter failed and is disabled: OSError: no room"]
     assert [event.step for event in seen if isinstance(event, StepTaken)] == [1, 2]
 
 

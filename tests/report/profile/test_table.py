@@ -27,6 +27,6 @@ def test_the_table_shows_a_step_and_names_the_rank_for_which_the_others_wait():
     assert "  forward           100.00   40.0%    100.00    150.00    200.00  rank 1" in lines
     assert "  communication     150.00   60.0%     50.00    100.00    150.00  rank 0" in lines
     assert "  wall              250.00  100.0%    250.00    250.00    250.00  rank 0" in lines
-    assert "  communication: exposed; 10.00 ms more is hidden behind computation" in lines
+    assert "  communication: exposed; another 10.00 ms overlaps with computation" in lines
     assert "  slowest: rank 1, 200.00 ms a step outside communication, median 150.00" in lines
     assert lines[-1] == "  trace runs/a/rank-0.pt.trace.json.gz"
