@@ -3,6 +3,7 @@
 A checkpoint is exported from the run folder alone, in one process, without a GPU.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from finetune.errors import CheckpointError, ModelError, UserError
 from finetune.export.card import CardFacts, vllm_hint
 from finetune.export.push import push_folder
 from finetune.export.save import ExportReport, Preprocessors, TextPreprocessor
-from finetune.export.sentence_files import read_sentence_files
 from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.processing import Processing, has_processing, load_saved_processing
 from finetune.registry.tasks import reads_of_head
@@ -338,3 +338,16 @@ def processing_in(saved: SavedModel, *, trust_remote_code: bool) -> Processing:
                 if not isinstance(error.__cause__, OSError):  # none in the local cache
                     raise
     return Processing()
+
+
+_MODULES = "modules.json"
+_FILES = (_MODULES, "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+
+
+def read_sentence_files(folder: Path) -> dict[str, Any]:
+    """Return the files of the folder by relative path; none where sentence-transformers does not know the model."""
+    if not (folder / _MODULES).is_file():
+        return {}
+    return {
+        name: json.loads((folder / name).read_text(encoding="utf-8")) for name in _FILES if (folder / name).is_file()
+    }

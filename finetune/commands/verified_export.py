@@ -13,8 +13,7 @@ from finetune.checkpoint.sharding.state_layout import named_parameters
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardFacts
 from finetune.export.save import ExportReport, Preprocessors, export_model
-from finetune.export.verify.rows import VerificationRow, logits_of, synthetic_rows
-from finetune.export.verify.texts import expected_tokens
+from finetune.export.verify.rows import VerificationRow, expected_tokens, logits_of, synthetic_rows
 from finetune.export.verify.verifier import Expected, ExportVerifier, model_facts, staged_export
 from finetune.export.weights import unwrap_adapter
 from finetune.model.adapters.context import has_adapter

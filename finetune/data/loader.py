@@ -11,18 +11,19 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune.config.sections.data import DataSection
-from finetune.data.batch import Batch
+from finetune.data.batch import IGNORED, Batch, Targets
 from finetune.data.features import Features
 from finetune.data.order.dataset_view import DatasetView, Samples
 from finetune.data.order.grouping import LongestFirstOrder, set_order
 from finetune.data.order.order import Order
 from finetune.data.sample_checks import Collate, collate_with_checksums
-from finetune.data.sequence_slices import slice_batch
 from finetune.data.token_cache.store import TokenCache
 from finetune.data.workers import LoadingCost, loader_settings
+from finetune.errors import StrategyError
 from finetune.runtime.optional import no_op
 from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
@@ -335,3 +336,43 @@ class StepGroups:
             return None
         with stream.context():
             return tuple(batch.to(self._device, non_blocking=True) for batch in group)
+
+
+def slice_batch(batch: Batch, group: SequenceGroup) -> Batch:
+    """Return this rank's slice of the row: its tokens, labels, targets and counts, and the starts of all samples.
+
+    A row that cannot be split evenly is extended by a sample with fewer tokens than ranks, which is isolated by the
+    attention and not counted. Raises StrategyError for a batch with padding.
+    """
+    if group.size == 1:
+        return batch
+    if batch.cumulative_lengths is None or batch.targets is None:
+        raise StrategyError(
+            "sequence parallelism requires rows without padding, but this batch is padded. Write "
+            "`data.batching.by: packs`, or `padding_free: true`."
+        )
+    num_tokens = batch.labels.numel()
+    width = -(-num_tokens // group.size)
+    num_added, start = width * group.size - num_tokens, width * group.index
+    positions = batch.targets.positions
+    first, past = torch.searchsorted(positions, torch.tensor([start, start + width])).tolist()
+    edges = batch.cumulative_lengths
+    return replace(
+        batch,
+        inputs={name: _sliced(row, start, width, added=range(num_added)) for name, row in batch.inputs.items()},
+        labels=_sliced(batch.labels, start, width, added=[IGNORED] * num_added),
+        num_targets=past - first,
+        num_tokens=max(0, min(width, num_tokens - start)) if batch.num_tokens else 0,
+        cumulative_lengths=torch.cat([edges, edges[-1:] + num_added]) if num_added else edges,
+        longest=max(batch.longest, num_added),
+        lengths=(*batch.lengths, num_added) if num_added else batch.lengths,
+        targets=Targets(positions[first:past] - start, batch.targets.labels[first:past], (past - first,)),
+        num_slices=group.size,
+        slice_number=group.index,
+    )
+
+
+def _sliced(row: Tensor, start: int, width: int, *, added: Iterable[int]) -> Tensor:
+    """Return a slice of the row extended by the added ids or positions, [1, width]."""
+    extended = torch.cat([row, torch.tensor([list(added)], dtype=row.dtype)], dim=1)
+    return extended[:, start : start + width].clone()

@@ -117,7 +117,7 @@ FORMATS = Table(
         FormatEntry(
             name="pairs",
             description="anchor/positive, and `negative` or a list of `negatives`",
-            implementation="finetune.data.formats.text_pairs:read_pairs",
+            implementation="finetune.data.formats.row_format:read_pairs",
             required=("anchor", "positive"),
             optional=_NEGATIVES,
             usual_task="embedding",
@@ -125,7 +125,7 @@ FORMATS = Table(
         FormatEntry(
             name="retrieval",
             description="query/positive, and negatives likewise",
-            implementation="finetune.data.formats.text_pairs:read_retrieval",
+            implementation="finetune.data.formats.row_format:read_retrieval",
             required=("query", "positive"),
             optional=_NEGATIVES,
             usual_task="embedding",
@@ -133,7 +133,7 @@ FORMATS = Table(
         FormatEntry(
             name="scored_pairs",
             description="sentence1/sentence2/score",
-            implementation="finetune.data.formats.text_pairs:read_scored_pairs",
+            implementation="finetune.data.formats.row_format:read_scored_pairs",
             required=("sentence1", "sentence2", "score"),
             usual_task="embedding",
         ),

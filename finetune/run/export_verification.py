@@ -22,10 +22,15 @@ from finetune.data.features import Features
 from finetune.data.templates.rendering import render
 from finetune.errors import DataError
 from finetune.export.save import Preprocessors
-from finetune.export.verify.rows import NUM_ROWS, VerificationRow, logits_of, synthetic_rows, verification_row
-from finetune.export.verify.texts import expected_tokens
-from finetune.export.verify.tolerance import Precision
-from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, model_facts
+from finetune.export.verify.rows import (
+    NUM_ROWS,
+    VerificationRow,
+    expected_tokens,
+    logits_of,
+    synthetic_rows,
+    verification_row,
+)
+from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, Precision, model_facts
 from finetune.model.loading.hub import is_local_path
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.prepared_model import PreparedModel

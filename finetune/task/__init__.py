@@ -1,1 +1,1 @@
-"""What is trained: tasks, their losses and their metrics."""
+"""Tasks, their losses and their metrics."""

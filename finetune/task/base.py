@@ -1,4 +1,4 @@
-"""What every task inherits."""
+"""Base class of the tasks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ class BaseTask:
     """Defaults of the Task protocol. A task defines `collate`, `loss_sums`, `metric_sums`, `metrics` and an encoder."""
 
     head: ModelHead = "causal_lm"
-    _encoder: Encode | None = None  # encodes rows, small enough to be sent to other processes; None: `encode_row` does
+    _encoder: Encode | None = None  # encodes rows, cheap to send to other processes; None: `encode_row` does
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return nothing: the model's config stays as it is."""
+        """Return no values: the model's config is not changed."""
         return {}
 
     @property
@@ -35,27 +35,27 @@ class BaseTask:
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return nothing: the task does not depend on the rows."""
+        """Return no facts: the task does not depend on the rows."""
         return DataFacts()
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return None: a sample needs nothing but its row."""
+        """Return None: nothing is precomputed."""
         return None
 
     def export_files(self, config: Any) -> Mapping[str, Any]:
-        """Return nothing: transformers needs no other files."""
+        """Return no files: transformers needs no others."""
         return {}
 
     @recorded_as("task.base.BaseTask.encode")
     def encode(self, rows: Sequence[Row]) -> Sequence[Outcome]:
-        """Return the features of each row, None where there is nothing to train on, or the error of the row."""
+        """Return the features of each row, None for a row without targets, or the row's error."""
         if self._encoder is not None:
             return self._encoder(rows)
         return [result_or_error(self.encode_row, row) for row in rows]
 
     def encode_row(self, row: Row) -> Features | None:
-        """Return the features of one row, of several samples the last; raises its DataError.
+        """Return the features of one row, of its last sample if there are several; raises its DataError.
 
         A task defines this or `encode`, which is faster.
         """
@@ -76,7 +76,7 @@ class BaseTask:
         return replace(batch, labels=labels, targets=targets, num_targets=0, num_tokens=0, sample_ids=())
 
     def prepare_step(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the batches as they are: the loss of a microbatch does not depend on the others."""
+        """Return the batches unchanged: the loss of a microbatch does not depend on the others."""
         return batches
 
     @abstractmethod
@@ -89,21 +89,21 @@ class BaseTask:
         return {name: value / num_targets for name, value in others.items()} if num_targets else {}
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sums of `evaluate_batch`. A task defines this or, where it has records, `evaluate_batch`."""
+        """Return the sums of `evaluate_batch`. A task defines this, or `evaluate_batch` if it has records."""
         return self.evaluate_batch(model, batch).sums
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return the sums alone."""
+        """Return the sums without records."""
         return EvaluationOutput(self.metric_sums(model, batch))
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return the metrics; `loss` is among them."""
+        """Return the metrics, including `loss`."""
 
     def label_text(self, features: Features) -> str:
-        """Return nothing: the target tokens are the label."""
+        """Return an empty text: the target tokens are the label."""
         return ""
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
-        """Return None: there is no generation."""
+        """Return None: the task does not generate."""
         return None

@@ -1,4 +1,4 @@
-"""The task of a job, by its name."""
+"""Builds the task of a job by name."""
 
 from typing import cast
 
@@ -9,10 +9,10 @@ from finetune.task.protocol import Task, TaskContext
 
 
 def build_task(context: TaskContext) -> Task:
-    """Return the task of that name; raises DataError when the tokenizer or the rows cannot serve it."""
+    """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it."""
     return cast(Task, TASKS.resolve(context.section.name)(context))
 
 
 def preference_task(context: TaskContext) -> Task:
-    """Return the task that trains with the loss: KTO's answers are judged one by one."""
+    """Return the task of the configured preference loss; that of KTO has single answers instead of pairs."""
     return cast(Task, import_attribute(PREFERENCE_LOSSES[context.section.preference.loss].task)(context))

@@ -37,12 +37,12 @@ class CausalTask(BaseTask):
         self.loss = make_target_loss(context)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded, or end to end where `data.batching` says so."""
+        """Return the samples padded, or concatenated if `data.batching` is padding-free."""
         is_row = is_padding_free(self.data.batching)
         return collate_padding_free(features) if is_row else collate_padded(features, pad_id=self.pad_id)
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy`."""
+        """Return `loss_sum` and, with label smoothing or z-loss, the plain `cross_entropy`."""
         return self.loss.sums(model, batch)
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -63,15 +63,15 @@ def make_target_loss(context: TaskContext) -> TargetLoss:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that fills up short samples: padding, else end-of-sequence. There it never counts."""
+    """Return the padding token, or else the end-of-sequence token; padding is never a target."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
-    raise DataError("the tokenizer has neither a padding nor an end-of-sequence token. Give it one of them.")
+    raise DataError("the tokenizer has neither a padding nor an end-of-sequence token. Add one of them.")
 
 
 class PretrainTask(CausalTask):
-    """Predict every token of the text but the first, end-of-sequence included."""
+    """Predict every token of the text except the first, end-of-sequence included."""
 
     def __init__(self, context: TaskContext) -> None:
         super().__init__(context)

@@ -49,17 +49,17 @@ def jensen_shannon(teacher: Tensor, student: Tensor, *, beta: float) -> Tensor:
 
 
 def divergence_of(section: DistillationSection) -> Divergence:
-    """Return the divergence that the section names."""
-    named: Mapping[str, Divergence] = {
+    """Return the configured divergence."""
+    divergences: Mapping[str, Divergence] = {
         "forward_kl": forward_kl,
         "reverse_kl": reverse_kl,
         "jsd": partial(jensen_shannon, beta=section.jsd_beta),
     }
-    return named[section.divergence]
+    return divergences[section.divergence]
 
 
 def reduce_to_top_k(log_probabilities: Tensor, top_k_ids: Tensor) -> Tensor:
-    """Return the log-probabilities of the top-k tokens and, last, of all others together.
+    """Return the log-probabilities of the top-k tokens and, last, of all others combined.
 
     With top-k tokens i1 ... ik it is `log p[i1] ... log p[ik], log sum of p over the others`: a distribution over k + 1
     categories. `top_k_ids` is [targets, k], the result [targets, k + 1].
@@ -68,53 +68,53 @@ def reduce_to_top_k(log_probabilities: Tensor, top_k_ids: Tensor) -> Tensor:
     return torch.cat([log_probabilities.gather(1, top_k_ids), others], dim=1)
 
 
-def _relative_entropy(one: Tensor, other: Tensor) -> Tensor:
-    """Return sum exp(one) (one - other); what has no probability counts for nothing."""
-    terms = one.exp() * (one - other)
-    return torch.where(one == -torch.inf, 0.0, terms).sum(dim=1)
+def _relative_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return sum p (log p - log q); categories with p = 0 contribute 0."""
+    terms = log_p.exp() * (log_p - log_q)
+    return torch.where(log_p == -torch.inf, 0.0, terms).sum(dim=1)
 
 
 LOGIT_BYTES = 48
-"""Bytes of a chunk that exist at once for each of the student's logits, with the backward pass of any divergence."""
+"""Peak bytes of a chunk per student logit, including the backward pass of any divergence."""
 
 TEACHER_TOKENS, TEACHER_LOG_PROBABILITIES = "teacher_tokens", "teacher_log_probabilities"
-"""Arrays of a sample: the k likeliest tokens at each target, and their k + 1 log-probabilities, target after target."""
+"""Arrays of a sample: the k most likely tokens at each target, and the k + 1 log-probabilities, target by target."""
 
 
 class DistillationTask(SftTask):
     """Predict the assistant's turns as a teacher does (Hinton et al., 2015, arXiv:1503.02531).
 
-    With temperature T, share w of the cross-entropy, p of the teacher and q of the student, both a softmax of logits
-    divided by T over the tokenizer's tokens, the loss of a target is
-    `(1 - w) T^2 divergence(p, q) + w cross_entropy`. With `top_k`, p and q are what `reduced` makes of them.
+    With temperature T, weight w of the cross-entropy, and the probabilities p of the teacher and q of the student, both
+    a softmax of logits divided by T over the tokenizer's tokens, the loss of a target is
+    `(1 - w) T^2 divergence(p, q) + w cross_entropy`. With `top_k`, p and q are reduced by `reduce_to_top_k`.
     """
 
     def __init__(self, context: TaskContext) -> None:
         super().__init__(context)
         section = context.section.distillation
-        assert section is not None  # a rule of the config
+        assert section is not None  # by config/rules
         self.section = section
         self._num_tokens = len(self.tokenizer)
         self._divergence = divergence_of(section)
         self._teacher: nn.Module | None = None
         if section.top_k is not None and section.top_k >= self._num_tokens:
             raise DataError(
-                f"task.distillation.top_k: {section.top_k} are all of the tokenizer's {self._num_tokens} tokens. "
+                f"task.distillation.top_k: {section.top_k} is not less than the tokenizer's {self._num_tokens} tokens. "
                 "Remove it."
             )
 
     def attach_teacher(self, teacher: nn.Module) -> "DistillationTask":
-        """Return the task with a teacher that is whole on this rank: its forward passes are not collective."""
-        teacher_targets = copy.copy(self)
-        teacher_targets._teacher = teacher
-        return teacher_targets
+        """Return the task with a teacher that is not sharded: its forward passes are not collective."""
+        task = copy.copy(self)
+        task._teacher = teacher
+        return task
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_teacher": None}  # a loader's process needs none
+        return {**self.__dict__, "_teacher": None}  # loader processes do not need it
 
     @property
     def precomputed(self) -> Precomputed | None:
-        """Return the teacher's log-probabilities where they are cached."""
+        """Return the computation of the teacher's log-probabilities if they are cached."""
         section = self.section
         if not section.cache:
             return None
@@ -122,30 +122,30 @@ class DistillationTask(SftTask):
         return Precomputed("teacher's log-probabilities", "teacher", identity, self._teacher_arrays)
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the samples padded, with what is known of the teacher's answers."""
+        """Return the samples padded, with the cached log-probabilities of the teacher."""
         batch = super().collate(features)
-        if any(TEACHER_TOKENS not in each.arrays for each in features):
+        if any(TEACHER_TOKENS not in sample.arrays for sample in features):
             return batch
         assert self.section.top_k is not None
-        known = {}
+        cached = {}
         for name, width in ((TEACHER_TOKENS, self.section.top_k), (TEACHER_LOG_PROBABILITIES, self.section.top_k + 1)):
-            values = np.concatenate([each.arrays[name] for each in features]).reshape(-1, width)
-            known[name] = torch.from_numpy(values.astype(np.int64) if name == TEACHER_TOKENS else values)
-        return replace(batch, extras={**batch.extras, **known})
+            values = np.concatenate([sample.arrays[name] for sample in features]).reshape(-1, width)
+            cached[name] = torch.from_numpy(values.astype(np.int64) if name == TEACHER_TOKENS else values)
+        return replace(batch, extras={**batch.extras, **cached})
 
     def dummy_batch(self, features: Features) -> Batch:
-        """Return the sample as a batch in which nothing counts and nothing is known."""
+        """Return the sample as a batch without targets and cached log-probabilities."""
         batch = super().dummy_batch(features)
         return replace(batch, extras={name: value[:0] for name, value in batch.extras.items()})
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, detached, the sums of its parts: `cross_entropy` and `divergence`."""
+        """Return `loss_sum` and, detached, the sums of its terms: `cross_entropy` and `divergence`."""
         sums = self.metric_sums(model, batch)
         return {"loss_sum": sums["loss_sum"], **{name: sums[name].detach() for name in ("cross_entropy", "divergence")}}
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the same, `num_targets` and `num_correct`."""
-        assert batch.targets is not None  # a batch of tokens has them
+        """Return the same sums, `num_targets` and `num_correct`."""
+        assert batch.targets is not None  # a batch of tokens has targets
         labels, teacher_targets = batch.targets.labels, self._teacher_targets(batch)
         summed = compute_at_targets(
             model, batch, partial(self._sums_of_targets, labels=labels, teacher_targets=teacher_targets)
@@ -156,7 +156,7 @@ class DistillationTask(SftTask):
         return {**sums, "num_targets": num_targets, "num_correct": num_correct}
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss`, its parts `cross_entropy` and `divergence`, `perplexity` and `token_accuracy`."""
+        """Return `loss`, its terms `cross_entropy` and `divergence`, `perplexity` and `token_accuracy`."""
         count = sums["num_targets"] or math.nan
         cross_entropy = sums["cross_entropy"] / count
         return {
@@ -190,37 +190,37 @@ class DistillationTask(SftTask):
         return torch.stack([loss, cross_entropy, divergence, (logits.argmax(dim=-1) == labels).sum()])
 
     def _teacher_targets(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the teacher's log-probabilities, and of which tokens they are; None: of all."""
+        """Return the teacher's log-probabilities, and the tokens that they are for, None for all tokens."""
         if self.section.cache:
             return batch.extras[TEACHER_LOG_PROBABILITIES], batch.extras[TEACHER_TOKENS]
-        assert self._teacher is not None, "attach_teacher comes first"
+        assert self._teacher is not None, "call attach_teacher first"
         return self._score_targets(self._teacher, batch)
 
     @torch.no_grad()
     def _score_targets(self, teacher: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the teacher's log-probabilities at the targets, and of which tokens they are; None: of all."""
-        answers = self._log_probabilities(logits_at_targets(teacher, batch))
+        """Return the teacher's log-probabilities at the targets, and the tokens that they are for, None for all."""
+        log_probabilities = self._log_probabilities(logits_at_targets(teacher, batch))
         if self.section.top_k is None:
-            return answers, None
-        top_k_ids = answers.topk(self.section.top_k, dim=1).indices
-        return reduce_to_top_k(answers, top_k_ids), top_k_ids
+            return log_probabilities, None
+        top_k_ids = log_probabilities.topk(self.section.top_k, dim=1).indices
+        return reduce_to_top_k(log_probabilities, top_k_ids), top_k_ids
 
     def _teacher_arrays(self, teacher: nn.Module, batch: Batch) -> list[dict[str, np.ndarray]]:
-        """Return the arrays of each sample that hold the teacher's log-probabilities."""
-        answers, top_k_ids = self._score_targets(teacher, batch)
-        assert top_k_ids is not None  # a rule of the config
+        """Return the arrays of each sample with the teacher's log-probabilities."""
+        log_probabilities, top_k_ids = self._score_targets(teacher, batch)
+        assert top_k_ids is not None  # by config/rules
         assert batch.targets is not None
         counts = list(batch.targets.per_row)
-        values = zip(torch.split(top_k_ids.cpu(), counts), torch.split(answers.cpu(), counts), strict=True)
+        by_sample = zip(torch.split(top_k_ids.cpu(), counts), torch.split(log_probabilities.cpu(), counts), strict=True)
         return [
             {
                 TEACHER_TOKENS: tokens.flatten().numpy().astype(np.uint32),
-                TEACHER_LOG_PROBABILITIES: each.flatten().numpy(),
+                TEACHER_LOG_PROBABILITIES: values.flatten().numpy(),
             }
-            for tokens, each in values
+            for tokens, values in by_sample
         ]
 
     def _log_probabilities(self, logits: Tensor) -> Tensor:
-        """Return what logits [targets, vocabulary] give each of the tokenizer's tokens: [targets, tokens], float32."""
-        chosen = logits[:, : self._num_tokens].to(torch.float32)
-        return (chosen / self.section.temperature).log_softmax(dim=-1)
+        """Return the log-probabilities of the tokenizer's tokens, float32 [targets, tokens], by the logits."""
+        of_tokens = logits[:, : self._num_tokens].to(torch.float32)
+        return (of_tokens / self.section.temperature).log_softmax(dim=-1)

@@ -1,7 +1,7 @@
-"""Heads that read a whole sample, such as a classifier's, where the samples share one row without padding.
+"""Heads that read whole samples, such as a classifier's, for samples that share one row without padding.
 
-The body of the model computes the row. Its output is handed to the model's own head sample by sample, as a padded
-batch, so that whatever the head does (first token, mean, last token that is no padding) it does as in such a batch.
+The body of the model computes the row. Its output is passed to the model's own head as a padded batch of samples, so
+that the head (first token, mean, last token before the padding) works as usual.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ _INPUTS_OF_BODY = (
 
 
 def sample_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return what a head that reads whole samples makes of each sample of a row, [samples, outputs]."""
+    """Return the outputs of a head that reads whole samples, for each sample of a row, [samples, outputs]."""
     inputs = forward_inputs(model, batch)
     inner: Any = unwrap_model(model)
     pad_id = inner.config.get_text_config().pad_token_id or 0
@@ -42,45 +42,37 @@ def sample_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def pad_samples(values: Tensor, batch: Batch, *, filled_with: float = 0) -> Tensor:
-    """Return what belongs to the tokens of a row, [tokens, ...], sample by sample: [samples, longest, ...]."""
+    """Return the values of a row's tokens, [tokens, ...], padded by sample: [samples, longest, ...]."""
     ends, mask = batch.cumulative_lengths, _mask(batch)
-    assert ends is not None, "only a row is padded"
-    places = ends[:-1, None].long() + torch.arange(batch.longest, device=ends.device)
-    found = values[torch.where(mask, places, 0)]
-    beyond = ~mask.view(*mask.shape, *[1] * (values.dim() - 1))
-    return found.masked_fill(beyond, filled_with)
+    assert ends is not None, "only an unpadded row is split"
+    indices = ends[:-1, None].long() + torch.arange(batch.longest, device=ends.device)
+    by_sample = values[torch.where(mask, indices, 0)]
+    is_padding = ~mask.view(*mask.shape, *[1] * (values.dim() - 1))
+    return by_sample.masked_fill(is_padding, filled_with)
 
 
 def _mask(batch: Batch) -> Tensor:
-    """Return which places of the samples hold a token, [samples, longest]."""
+    """Return the mask of tokens in the padded samples, [samples, longest]."""
     ends = batch.cumulative_lengths
-    assert ends is not None, "only a row has boundaries"
+    assert ends is not None, "only an unpadded row has boundaries"
     return torch.arange(batch.longest, device=ends.device) < ends.diff()[:, None]
 
 
 @contextmanager
 def _body_computes_row(model: Any, inputs: Mapping[str, Any], batch: Batch) -> Iterator[None]:
-    """Give the model's body the row in place of what the head is given, and the head the samples padded."""
-    body: nn.Module = model.base_model
-    own = body.forward
+    """In this context, pass the row to the model's body, and its output as padded samples to the head."""
+    body: Any = model.base_model
+    original_forward = body.forward
 
-    def forward(*_: Any, **given: Any) -> Any:
-        others = {name: value for name, value in given.items() if name not in _INPUTS_OF_BODY}
-        output: Any = own(**{**others, **inputs})
-        output.last_hidden_state = pad_samples(output.last_hidden_state[0], batch)
-        if getattr(body, "pooler", None) is not None:
-            output.pooler_output = _pooled(body, output.last_hidden_state)
+    def forward(*_: Any, **padded: Any) -> Any:
+        others = {name: value for name, value in padded.items() if name not in _INPUTS_OF_BODY}
+        output: Any = original_forward(**{**others, **inputs})
+        hidden = output.last_hidden_state = pad_samples(output.last_hidden_state[0], batch)
+        if hasattr(body, "pooler_activation"):  # ALBERT's pooler is a layer over the first tokens
+            output.pooler_output = body.pooler_activation(body.pooler(hidden[:, 0]))
+        elif getattr(body, "pooler", None) is not None:
+            output.pooler_output = body.pooler(hidden)
         return output
 
     with replaced_forward(body, forward):
         yield
-
-
-def _pooled(body: Any, hidden: Tensor) -> Tensor:
-    """Return what the body's own pooler makes of each sample; ALBERT's is given the first tokens."""
-    pooled: Tensor
-    if hasattr(body, "pooler_activation"):
-        pooled = body.pooler_activation(body.pooler(hidden[:, 0]))
-    else:
-        pooled = body.pooler(hidden)
-    return pooled

@@ -1,4 +1,4 @@
-"""Encoders that refuse rows of a format which the task cannot train on; sent to other processes, so without torch."""
+"""Encoders that refuse rows of unsupported formats; they are sent to other processes, so they do not use torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from finetune.runtime.files.recorded_names import recorded_as
 @recorded_as("task.expecting.OnlyTurns")
 @dataclass(frozen=True)
 class RequireMessages:
-    """Encodes rows with `messages`; the error of any other row says how to map it."""
+    """Encodes rows with `messages`; the error of other rows advises how to map them."""
 
     encode: Callable[[Sequence[Row]], Sequence[Outcome]]
 
@@ -28,7 +28,7 @@ class RequireMessages:
 @recorded_as("task.expecting.PicturedTurns")
 @dataclass(frozen=True)
 class RequireImageMessages:
-    """Encodes rows with `messages`, some of which may hold images."""
+    """Encodes rows with `messages`, optionally with images."""
 
     encode: Callable[[Sequence[Row]], Sequence[Outcome]]
 
@@ -42,7 +42,7 @@ class RequireImageMessages:
 @recorded_as("task.expecting.OnlyText")
 @dataclass(frozen=True)
 class RequireText:
-    """Encodes rows with a text alone; the error of any other row says how to map it."""
+    """Encodes rows with only a text; the error of other rows advises how to map them."""
 
     encode: Callable[[Sequence[Row]], Sequence[Outcome]]
     task: str = "pretrain"
@@ -50,15 +50,15 @@ class RequireText:
     def __call__(self, rows: Sequence[Row]) -> Sequence[Outcome]:
         """Return the features or the error of each row."""
         if any(row.keys() != {"text"} for row in rows):  # all rows of a source have one format
-            what = "a label" if "label" in rows[0] else "turns"
-            instead = "Use task `sft`, or format `text`." if self.task == "pretrain" else "Set `format: text`."
-            wrong = f"task `{self.task}` trains on plain text, but the row has {what}. {instead}"
-            return [DataError(wrong)] * len(rows)
+            content = "a label" if "label" in rows[0] else "turns"
+            remedy = "Use task `sft`, or format `text`." if self.task == "pretrain" else "Set `format: text`."
+            message = f"task `{self.task}` trains on plain text, but the row has {content}. {remedy}"
+            return [DataError(message)] * len(rows)
         return self.encode(rows)
 
 
 _WITH_IMAGES = (
-    "the row has images, and this task reads text only. Write `task.name: vision_language_sft` with a model that "
+    "the row has images, but this task only reads text. Write `task.name: vision_language_sft` with a model that "
     "reads images."
 )
 
@@ -71,7 +71,7 @@ def _no_messages(row: Row) -> str:
         )
     if "label" in row:
         return (
-            "task `sft` trains on turns, but the row is a labelled text. To train the label as an answer, set `format: "
-            "prompt_completion` with `template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
+            "task `sft` trains on turns, but the row is a labeled text. To train on the label as an answer, set "
+            "`format: prompt_completion` with `template: {prompt: '{{ text }}', completion: '{{ label }}'}`."
         )
     return "task `sft` trains on turns, but the row is plain text. Use task `pretrain`, or another format."

@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder reads the source, a decoder is trained to write the target."""
+"""Sequence to sequence: an encoder reads the source, and a decoder is trained to generate the target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +55,7 @@ class Seq2SeqTask(BaseTask):
 
     def collate(self, features: Sequence[Features]) -> Batch:
         """Return sources and targets padded on the right; labels[b, t] is the target's token t."""
-        pairs = [_source_and_target(each) for each in features]
+        pairs = [_source_and_target(sample) for sample in features]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         lengths = np.array([len(source) for source in sources])
         mask = np.arange(lengths.max()) < lengths[:, None]
@@ -67,14 +67,14 @@ class Seq2SeqTask(BaseTask):
             },
             labels=torch.from_numpy(labels),
             num_targets=sum(map(len, targets)),
-            num_tokens=sum(each.length for each in features),
-            sample_ids=tuple(each.sample_id for each in features),
+            num_tokens=sum(sample.length for sample in features),
+            sample_ids=tuple(sample.sample_id for sample in features),
             lengths=tuple(map(len, sources)),
             targets=Targets.of(labels),
         )
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return `loss_sum` and, where that is smoothed or has a z-loss, the plain `cross_entropy`."""
+        """Return `loss_sum` and, with label smoothing or z-loss, the plain `cross_entropy`."""
         return self.loss.sums(model, batch, _seq2seq_inputs(model, batch))
 
     def metric_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -107,6 +107,6 @@ def _source_and_target(features: Features) -> tuple[np.ndarray, np.ndarray]:
 
 def _pad_rows(rows: Sequence[np.ndarray], *, filled_with: int) -> np.ndarray:
     filled = np.full((len(rows), max(map(len, rows))), filled_with, dtype=np.int64)
-    for place, row in enumerate(rows):
-        filled[place, : len(row)] = row
+    for index, row in enumerate(rows):
+        filled[index, : len(row)] = row
     return filled

@@ -6,7 +6,7 @@ import torch
 
 from finetune.data.batch import IGNORED
 from finetune.data.features import Features
-from finetune.data.sequence_slices import slice_batch
+from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
 from finetune.runtime.sequence_parallel import SequenceGroup
 from finetune.task.model_inputs import collate_padded, collate_padding_free

@@ -127,7 +127,7 @@ def test_padding_falls_back_to_end_of_sequence(tokenizer):
 
 UNFIT = [
     (SftTask, {"text": "a"}, "the row is plain text. Use task `pretrain`"),
-    (SftTask, {"text": "a", "label": 1}, "a labelled text. To train the label as an answer, set `format: pro"),
+    (SftTask, {"text": "a", "label": 1}, "a labeled text. To train on the label as an answer, set `format: pro"),
     (SftTask, {"prompt": [], "chosen": [], "rejected": []}, "a preference pair. To train on the chosen answer, set"),
     (PretrainTask, {"messages": []}, "the row has turns. Use task `sft`, or format `text`"),
     (PretrainTask, {"text": "a", "label": 1}, "the row has a label. Use task `sft`, or format `text`"),

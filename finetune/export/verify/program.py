@@ -220,7 +220,7 @@ class _Verification:
         return distance if math.isfinite(distance) else 0.0
 
     def _compare_merge(self) -> None:
-        """Compare the merged model with the unmerged base and adapter in float32; see `verify.tolerance`."""
+        """Compare the merged model with the unmerged base and adapter in float32; see `LIMITS` in `verifier.py`."""
         model = self._load(Path(self.request["unmerged"]), is_adapter=True)
         unmerged = [_logits(model, row) for row in self.rows]
         if self.request["compares_logits"]:  # with the trained model, whose precision may be lower

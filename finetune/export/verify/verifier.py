@@ -1,6 +1,7 @@
 """Verifies an export: a program in a fresh process loads the folder and compares it with the expected values."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Timer
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -27,7 +28,6 @@ from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.verify import program
 from finetune.export.verify.files import file_problems
 from finetune.export.verify.rows import VerificationRow
-from finetune.export.verify.tolerance import Precision, tolerance
 from finetune.export.weights import build_meta_model, unwrap_adapter
 from finetune.model.adapters.context import has_adapter
 from finetune.model.loading.architecture import HEADS
@@ -44,6 +44,47 @@ _LAUNCH_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_")
 _LIBRARIES_BYTES = 1 << 30
 _LIMIT_SECONDS, _BYTES_PER_SECOND = 1800.0, 10 << 20
 """The time limit of a verification: a constant plus the time to read the weights at this rate."""
+
+
+Precision = Literal["float32", "tf32", "float16", "bfloat16"]
+
+LIMITS: dict[Precision, float] = {"float32": 2e-5, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 3e-2}
+"""The maximum distance between the logits of two models, per square root of the depth.
+
+The distance at a position is the norm of the difference relative to the norm of the logits. Rounding errors of layers
+accumulate like a random walk, so the limit is `LIMITS[dtype] * sqrt(layers + 1)`: about 300 rounding errors in float32,
+since other devices sum in another order, and 16 in the others. In float32, the worst position is compared. In lower
+precision, where a mixture of experts may route a token to another expert, the median is.
+
+A deep model with large weights may amplify rounding errors further. If tensors, files and settings of the folder are
+correct but the distance is above the limit, twice the distance between the folder's own logits in float32 and in the
+lower precision is allowed.
+"""
+
+_ORDER: tuple[Precision, ...] = ("float32", "tf32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest distance that rounding can explain."""
+
+    limit: float
+    is_median: bool
+    rule: str
+    dtype: str  # with the rounding of the lowest precision
+    of: str  # the reference for messages
+
+
+def tolerance(*precisions: Precision, num_layers: int, of: str) -> Tolerance:
+    """Return the tolerance for the lowest of the precisions in which logits or weights were computed.
+
+    >>> tolerance("float32", num_layers=3, of="the trained model").limit
+    4e-05
+    """
+    worst = max(precisions, key=_ORDER.index)
+    limit = LIMITS[worst] * math.sqrt(num_layers + 1)
+    rule = f"{LIMITS[worst]:g} x sqrt(layers + 1) for {worst}"
+    return Tolerance(limit, worst != "float32", rule, "float16" if worst == "tf32" else worst, of)
 
 
 @dataclass(frozen=True)

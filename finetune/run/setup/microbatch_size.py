@@ -11,7 +11,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig, possible_microbatch_sizes
 from finetune.config.section import KeyLocation
-from finetune.data.sequence_slices import slice_batch
+from finetune.data.loader import slice_batch
 from finetune.errors import UserError
 from finetune.memory.trial.choose import MemoryLimits, Peaks, largest_fitting, next_size
 from finetune.memory.trial.limits import MemoryLimit, memories, release_freed_memory

@@ -35,8 +35,7 @@ from finetune.runtime.optional import no_op
 from finetune.runtime.resources import resident_bytes
 from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.protocol import Strategy
-from finetune.task.lm_loss.fallback import fallback_warning
-from finetune.task.lm_loss.target_loss import resolve_kernel
+from finetune.task.lm_loss.target_loss import fallback_warning, resolve_kernel
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
 from finetune.task.router_loss.loss import RoutedTask, RoutingRecorder

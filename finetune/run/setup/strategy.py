@@ -13,7 +13,7 @@ from finetune.config.load import LoadedConfig, require_divisible_batch
 from finetune.config.rules.model import adapter_of, trained_dtypes
 from finetune.config.run_config import RunConfig
 from finetune.data.features import Features
-from finetune.data.sequence_slices import slice_batch
+from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
 from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
 from finetune.model.loading.architecture import load_model_config

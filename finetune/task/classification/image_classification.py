@@ -1,4 +1,4 @@
-"""Image classification: one class for each image. It is decoded where batches are made, in the loader's workers."""
+"""Image classification: one class per image. Images are decoded in collation, in the loader's workers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +51,7 @@ class ImageClassificationTask(BaseTask):
 
     @property
     def samples(self) -> SampleSpec:
-        """Return samples that depend on the order of the classes and on the channels that images are decoded to."""
+        """Return samples whose identity includes the class order and the image mode."""
         return replace(
             super().samples,
             loading_cost="heavy",
@@ -60,15 +60,15 @@ class ImageClassificationTask(BaseTask):
         )
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return the images as pixels; in training, augmented views drawn from step and sample alone."""
-        pairs = [self._pixels_and_label(each) for each in features]
+        """Return the images as pixels; in training, augmented views that depend only on step and sample."""
+        pairs = [self._pixels_and_label(sample) for sample in features]
         labels = torch.stack([label for _, label in pairs])
         return Batch(
             inputs={"pixel_values": torch.stack([pixels for pixels, _ in pairs])},
             labels=labels,
             num_targets=len(features),
             num_tokens=len(features),
-            sample_ids=tuple(each.sample_id for each in features),
+            sample_ids=tuple(sample.sample_id for sample in features),
         )
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -79,7 +79,7 @@ class ImageClassificationTask(BaseTask):
         return {"loss_sum": loss_sum}
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> EvaluationOutput:
-        """Return the sums, and of each image its id, class, likeliest class, and how many classes are likelier."""
+        """Return the sums, and each image's id, class, most likely class, and number of classes with higher logits."""
         logits, labels = image_logits(model, batch).float(), batch.labels
         sums = {"loss_sum": class_loss_sum(logits, labels), "num_targets": (labels != IGNORED).sum()}
         if not batch.sample_ids:
@@ -87,11 +87,11 @@ class ImageClassificationTask(BaseTask):
         own = logits.gather(1, labels[:, None])  # [batch, 1]
         likelier = (logits > own).sum(dim=1)
         ids = torch.tensor(batch.sample_ids, dtype=torch.float64)
-        columns = [each.to("cpu", torch.float64) for each in (labels, logits.argmax(dim=1), likelier)]
+        columns = [column.to("cpu", torch.float64) for column in (labels, logits.argmax(dim=1), likelier)]
         return EvaluationOutput(sums, torch.stack([ids, *columns], dim=1))
 
     def metrics(self, sums: Mapping[str, float], records: Tensor | None = None) -> Mapping[str, float]:
-        """Return `loss`, `accuracy`, `macro_f1` and, from 6 classes on, `top5_accuracy`."""
+        """Return `loss`, `accuracy`, `macro_f1` and, with more than 5 classes, `top5_accuracy`."""
         loss = sums["loss_sum"] / sums["num_targets"]
         if records is None:
             return {"loss": loss}
@@ -103,7 +103,7 @@ class ImageClassificationTask(BaseTask):
         return self.section.mixup > 0 or self.section.cutmix > 0
 
     def _pixels_and_label(self, features: Features) -> tuple[Tensor, Tensor]:
-        """Return the pixels and the class: its number, or with a partner the probabilities of all classes."""
+        """Return the pixels and the class index, or with a partner, the probabilities of all classes."""
         own, label = self._view(features, "own"), int(features.arrays[LABEL][0])
         if features.seed == 0 or not self._mixes:
             return own, torch.tensor(label)
@@ -124,7 +124,7 @@ class ImageClassificationTask(BaseTask):
 
 
 def image_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits, [batch, classes]; pixels are cast to the type of the model's weights, as some do not."""
+    """Return the logits, [batch, classes]; pixels are cast to the dtype of the weights, which some models do not do."""
     pixels = batch.inputs["pixel_values"]
     dtype = getattr(unwrap_model(model), "dtype", None)
     logits: Tensor = model(pixel_values=pixels if dtype is None else pixels.to(dtype)).logits

@@ -14,20 +14,20 @@ from torch import Tensor
 RECALL_AT = (1, 5, 10)
 CUTOFF = 10
 _MAX_SCORES = 1 << 25
-"""Scores that are compared at once."""
+"""The maximum number of scores in memory."""
 
 
 def ranking_metrics(ranks: Iterable[Sequence[int]]) -> dict[str, float]:
-    """Return the means over the queries; each is given as the ranks of what is right for it, from 1.
+    """Return the means over the queries, each given by the ranks, from 1, of its relevant candidates.
 
     >>> ranking_metrics([[1], [3]])["recall_at_1"]
     0.5
     """
-    each = [_metrics_of_query(np.sort(np.asarray(found))) for found in ranks]
+    values = [_metrics_of_query(np.sort(np.asarray(query_ranks))) for query_ranks in ranks]
     names = [*(f"recall_at_{k}" for k in RECALL_AT), f"ndcg_at_{CUTOFF}", f"mrr_at_{CUTOFF}"]
-    if not each:
+    if not values:
         return dict.fromkeys(names, math.nan)
-    return dict(zip(names, np.mean(each, axis=0).tolist(), strict=True))
+    return dict(zip(names, np.mean(values, axis=0).tolist(), strict=True))
 
 
 def _metrics_of_query(ranks: np.ndarray) -> tuple[float, ...]:
@@ -37,27 +37,27 @@ def _metrics_of_query(ranks: np.ndarray) -> tuple[float, ...]:
     return (*recalls, float((1 / np.log2(within + 1)).sum() / ideal), float(1 / within[0]) if len(within) else 0.0)
 
 
-def ranks_among(queries: Tensor, candidates: Tensor, right: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield of each query the ranks of the candidates that are right for it, by the products of the vectors.
+def ranks_among(queries: Tensor, candidates: Tensor, relevant: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield, for each query, the ranks of its relevant candidates by the dot products of the vectors.
 
     `queries` are [queries, dimensions], `candidates` [candidates, dimensions]. Works in chunks of queries.
     """
     size = max(1, _MAX_SCORES // max(1, len(candidates)))
     for start in range(0, len(queries), size):
         scores = queries[start : start + size] @ candidates.T
-        for own, places in zip(scores, right[start : start + size], strict=True):
-            yield ranks_in(own, places)
+        for query_scores, indices in zip(scores, relevant[start : start + size], strict=True):
+            yield ranks_in(query_scores, indices)
 
 
-def ranks_in(scores: Tensor, places: Sequence[int]) -> list[int]:
-    """Return the ranks of these places among the scores, [candidates].
+def ranks_in(scores: Tensor, indices: Sequence[int]) -> list[int]:
+    """Return the ranks of these indices among the scores, [candidates].
 
     >>> ranks_in(torch.tensor([0.5, 0.9, 0.5]), [2, 1])
     [3, 1]
     """
-    chosen = torch.as_tensor(list(places))
-    values = scores[chosen][:, None]
-    is_before = torch.arange(len(scores))[None] < chosen[:, None]
-    is_ranked_before = (scores[None] > values) | ((scores[None] == values) & is_before)
-    ranks: list[int] = (is_ranked_before.sum(dim=1) + 1).tolist()
+    positions = torch.as_tensor(list(indices))
+    values = scores[positions][:, None]
+    is_earlier = torch.arange(len(scores))[None] < positions[:, None]
+    is_ranked_higher = (scores[None] > values) | ((scores[None] == values) & is_earlier)
+    ranks: list[int] = (is_ranked_higher.sum(dim=1) + 1).tolist()
     return ranks

@@ -1,6 +1,6 @@
-"""The files from which sentence-transformers loads an exported model: its modules, pooling, prompts, longest text.
+"""The files of sentence-transformers for an exported model: modules, pooling, prompts, maximum length.
 
-In the form of version 2, which all versions up to 6 read.
+They have the format of version 2, which all versions up to 6 read.
 """
 
 from collections.abc import Mapping
@@ -46,13 +46,13 @@ def embedding_files(section: EmbeddingSection, *, dimension: int, max_length: in
 
 
 def activation_of(section: RerankingSection) -> str:
-    """Return what `CrossEncoder` makes of a score: a probability where the score is a logit, else the score itself."""
+    """Return the activation of `CrossEncoder`: a sigmoid if the score is a logit, else the identity."""
     is_logit = RERANKING_LOSSES[section.loss].is_logit
     return f"torch.nn.modules.{'activation.Sigmoid' if is_logit else 'linear.Identity'}"
 
 
 def reranking_files(section: RerankingSection, *, max_length: int) -> Mapping[str, Any]:
-    """Return the files of a cross-encoder by relative path; versions before 6 read the model's config alone."""
+    """Return the files of a cross-encoder by relative path; versions before 6 only read the model's config."""
     text = {"text": {"method": "forward", "method_output_name": "logits"}}
     return {
         "modules.json": [

@@ -104,7 +104,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
 
 
 def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of answers equal to their reference, surrounding blanks aside."""
+    """Return the share of answers equal to their reference, ignoring surrounding whitespace."""
     pairs = list(zip(answers, references, strict=True))
     return sum(answer.strip() == reference.strip() for answer, reference in pairs) / max(1, len(pairs))
 
@@ -127,9 +127,10 @@ def generate(
     """Return the tokens with which the model continues each prompt greedily, up to and including the first stop token.
 
     `processors` change the logits of which the highest is taken; they may sample by that.
-    Prompts of text form one batch; a prompt with images, or for a model with prompt learning, is given alone. Every
-    forward pass goes through the model's wrappers, and every rank runs as many as the longest answer of all needs. The
-    model's own generation settings (sampling, penalties, forced tokens) do not count. The caller sets evaluation mode.
+    Prompts of text form one batch; a prompt with images, or for a model with prompt learning, must be a batch of its
+    own. Every forward pass goes through the model's wrappers, and every rank runs as many as the longest answer of all
+    ranks needs. The model's own generation settings (sampling, penalties, forced tokens) are ignored. The caller sets
+    evaluation mode.
     Raises ModelError for a model that cannot generate. Collective.
     """
     inner: Any = unwrap_model(model)
@@ -180,7 +181,7 @@ def has_prompt_learning(model: nn.Module) -> bool:
 
 @contextmanager
 def _without_own_settings(model: Any) -> Iterator[None]:
-    """Set the model's own generation settings aside: `generate` merges them with its arguments."""
+    """Replace the model's own generation settings in this context, since `generate` merges them with its arguments."""
     own_settings, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -193,8 +194,8 @@ def _inputs(
 ) -> dict[str, Any]:
     """Return the model's inputs: the prompts' tokens, [batch, longest], and the images of the only prompt.
 
-    A decoder's prompts are padded on the left, so that all answers begin at one position; an encoder's on the right.
-    A companion row, which shows an image where the prompt shows none, stands below its prompt.
+    A decoder's prompts are padded on the left, so that all answers start at one position; an encoder's on the right.
+    A prompt without images may be followed by a companion row with a blank image.
     """
     rows = [prompt.input_ids for prompt in prompts]
     first = prompts[0]
@@ -222,7 +223,7 @@ def _encode(model: nn.Module, inputs: dict[str, Any], *, start_id: int) -> BaseM
 
 
 class _CompanionsStop(StoppingCriteria):  # type: ignore[misc]
-    """Stops all rows where the first has stopped: the rows below it only accompany it."""
+    """Stops all rows when the first one has stopped, since the others are companions."""
 
     def __init__(self, stop_ids: frozenset[int]) -> None:
         self._stop_ids = sorted(stop_ids)

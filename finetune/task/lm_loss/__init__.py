@@ -1,1 +1,1 @@
-"""The loss of a language model: computed at target positions alone, in chunks, under any wrapper."""
+"""The loss of a language model, computed only at target positions, in chunks, under any wrapper."""

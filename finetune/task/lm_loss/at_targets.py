@@ -1,7 +1,7 @@
 """A function of a language model's hidden states at target positions, computed inside the model's own forward pass.
 
-For one forward pass the head is intercepted: it selects the rows of the targets and computes the function there,
-where its weights are whole, so that no wrapper (DDP, FSDP2, ZeRO-3, peft) is bypassed.
+For one forward pass, the head is intercepted: it selects the rows of the targets and computes the function while its
+weights are gathered, so that no wrapper (DDP, FSDP2, ZeRO-3, peft) is bypassed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ TargetFunction = Callable[[Tensor, LmHead], Tensor]
 def logits_at_targets(model: nn.Module, batch: Batch, *, inputs: Mapping[str, Any] | None = None) -> Tensor:
     """Return the logits at the batch's targets, [targets, vocabulary].
 
-    `inputs` are what the model is given where that is not `forward_inputs(model, batch)`.
+    `inputs` replaces the default inputs of the model, `forward_inputs(model, batch)`.
     """
     head = find_lm_head(model)
     if head is None or not head.is_rowwise:
@@ -67,7 +67,7 @@ class _ResultSlot:
 
 @dataclass
 class _Request:
-    """What is computed in one forward pass."""
+    """The computation of one forward pass."""
 
     targets: Targets
     shape: tuple[int, ...]  # of the labels
@@ -130,7 +130,7 @@ class _FetchResult(torch.autograd.Function):
 
 
 def _last_positions(positions: Tensor, length: int) -> Tensor:
-    """Return the last `length` positions; without a slice where these are all, as its backward copies the gradient."""
+    """Return the last `length` positions, without slicing if these are all, since its backward copies the gradient."""
     return positions if positions.shape[1] == length else positions[:, positions.shape[1] - length :]
 
 

@@ -1,4 +1,4 @@
-"""The loss of predicted tokens, computed at target positions alone, by our chunked loss or by a fused kernel.
+"""The loss of predicted tokens, computed only at target positions, by our chunked loss or by a fused kernel.
 
 The kernels of other packages compute the summed cross-entropy of a linear head on CUDA without the logits of all
 targets. Read in liger-kernel 0.8.5 and cut-cross-entropy 25.1.1. Both synchronize host and device once per call to
@@ -31,15 +31,17 @@ from finetune.task.lm_loss.head import LmHead, find_lm_head, map_chunks
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_sums
+from finetune.task.model_inputs import unwrap_model
+from finetune.task.protocol import ModelHead
 
 FusedKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, LogitTransform], Tensor]
 """From hidden states [targets, hidden], weight, bias and labels to the summed cross-entropy, a scalar."""
 
 
 def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
-    """Return the kernel to use and, where that is not the configured one, a warning.
+    """Return the kernel to use and, if that is not the configured one, a warning.
 
-    Raises MissingPackage where there is a GPU, but not the package.
+    Raises MissingPackage if there is a GPU, but the package is missing.
     """
     module = LOSS_KERNELS[kernel].module
     if module is None:
@@ -51,7 +53,7 @@ def resolve_kernel(kernel: LossKernel) -> tuple[LossKernel, tuple[str, ...]]:
 
 
 def fused_kernel_for(kernel: LossKernel, rows: Tensor, bias: Tensor | None) -> FusedKernel | None:
-    """Return the configured kernel where it supports such a head; None where our own loss is used."""
+    """Return the configured kernel if it supports such a head; None if our own loss is used."""
     entry = LOSS_KERNELS[kernel]
     if entry.module is None or not rows.is_cuda or not len(rows) or (bias is not None and not entry.takes_bias):
         return None
@@ -67,7 +69,7 @@ def liger(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tra
 
 
 def cce(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform) -> Tensor:
-    """Return the sum by cut-cross-entropy; gradients of unlikely tokens are not left out (`filter_eps`)."""
+    """Return the sum by cut-cross-entropy, including the gradients of unlikely tokens (`filter_eps`)."""
     package: Any = require(_module("cce"), extra="kernels", purpose="`train.loss_kernel: cce`")
     settings = {"reduction": "sum", "softcap": transform.soft_cap, "filter_eps": None}
     return _sum(package.linear_cross_entropy(_scaled(rows, transform), weight, labels, **settings))
@@ -94,7 +96,7 @@ MAX_FULL_LOGITS = 1 << 18
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """The loss of a batch's targets by a model, in as little memory as the kernel needs."""
+    """The loss of a model at a batch's targets."""
 
     loss: TokenLoss
     kernel: LossKernel = "auto"
@@ -113,7 +115,7 @@ class TargetLoss:
     def evaluation_sums(
         self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None
     ) -> dict[str, Tensor]:
-        """Return the summed cross-entropy, the number of targets and how many of them have the highest logit."""
+        """Return the summed cross-entropy, the number of targets and the number of those with the highest logit."""
         labels = _labels(batch)
         if self._uses_all_logits(model, batch):
             return token_sums(logits_everywhere(model, batch, inputs=inputs), batch.labels)
@@ -123,7 +125,7 @@ class TargetLoss:
         return {"loss_sum": loss_sum, "num_targets": num_targets, "num_correct": num_correct}
 
     def _uses_all_logits(self, model: nn.Module, batch: Batch) -> bool:
-        """Return whether the logits of all labels are computed; `auto` does so where that is faster."""
+        """Return whether the logits of all labels are computed; `auto` does so if that is faster."""
         if self.kernel != "auto":
             return self.kernel == "plain"
         head = find_lm_head(model)
@@ -139,7 +141,7 @@ class PluginLoss(TargetLoss):
     def sums(self, model: nn.Module, batch: Batch, inputs: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return `loss_sum` and the detached sum of the plain `cross_entropy`.
 
-        Raises UserError where the plugin returns anything but the loss of each target.
+        Raises UserError if the plugin does not return the loss of each target.
         """
         labels, function = _labels(batch), TOKEN_LOSSES.resolve(self.name)
         if TOKEN_LOSSES[self.name].scores == "logits":
@@ -205,7 +207,7 @@ def _loss_of_each(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
 
 
 def _evaluation_sums(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
-    """Return the summed cross-entropy and how many targets have the highest logit: [2]."""
+    """Return the summed cross-entropy and the number of targets with the highest logit: [2]."""
     linear = head.linear_weights(rows)
     if linear is not None:
         return chunked_loss.loss_and_num_correct(rows, *linear, labels, _loss_spec(rows, head, linear[0], TokenLoss()))
@@ -232,3 +234,50 @@ def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> L
     dtype = head.compute_dtype(rows)
     size = rows_per_chunk(len(weight), rows.device, logit_bytes=bytes_per_logit(dtype, head.transform, rows.device))
     return LossSpec(loss, head.transform, dtype, size)
+
+
+HEADS_OVER_VOCABULARY: tuple[ModelHead, ...] = ("causal_lm", "seq2seq_lm", "masked_lm", "image_text_to_text")
+
+
+def fallback_warning(model: nn.Module, model_head: ModelHead, kernel: LossKernel) -> str | None:
+    """Return a warning if the loss needs more memory or another kernel than configured; else None.
+
+    `model` is the prepared model, `kernel` the result of `resolve_kernel`.
+    """
+    if model_head not in HEADS_OVER_VOCABULARY or kernel == "plain":
+        return None
+    head, name = find_lm_head(model), type(unwrap_model(model)).__name__
+    if head is None or head.transform is None:
+        return f"warning: {_kernel_prefix(kernel)}{_describe_all_logits(head, name)}, which needs more memory"
+    if (reason := _kernel_problem(head, kernel)) is not None:
+        return f"warning: train.loss_kernel: `{kernel}` does not support {reason}; `chunked` is used"
+    if head.is_partitioned and not head.is_linear and list(head.module.parameters()):
+        return (
+            f"warning: {_kernel_prefix(kernel)}the head of {name} is not a single linear layer (adapters, "
+            "quantization), and ZeRO-3 gathers it once: the loss holds the logits of all targets of a microbatch at "
+            "once, which needs more memory"
+        )
+    return None
+
+
+def _kernel_prefix(kernel: LossKernel) -> str:
+    return "" if kernel == "auto" else f"train.loss_kernel: `{kernel}` cannot be used: "
+
+
+def _describe_all_logits(head: LmHead | None, name: str) -> str:
+    if head is None:
+        return f"the head of {name} cannot be located: the loss holds the logits of all positions at once"
+    positions = "target positions" if head.is_rowwise else "positions"
+    return (
+        f"{name} transforms the output of its head in a way not described by its config: the loss holds the logits of "
+        f"all {positions} of a microbatch at once"
+    )
+
+
+def _kernel_problem(head: LmHead, kernel: LossKernel) -> str | None:
+    if LOSS_KERNELS[kernel].module is None:
+        return None
+    if not head.is_linear:
+        return "a head that is not a single linear layer (adapters, quantization)"
+    has_bias = getattr(head.module, "bias", None) is not None
+    return "a head with a bias" if has_bias and not LOSS_KERNELS[kernel].takes_bias else None

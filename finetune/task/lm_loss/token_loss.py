@@ -12,7 +12,7 @@ from finetune.data.batch import IGNORED
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the negative log-likelihood in nats, summed over the labels that are not IGNORED, as a float32 scalar.
 
-    `labels[b, t]` is what `logits[b, t]` predict: the caller has shifted them.
+    `logits[b, t]` predict `labels[b, t]`: the caller has shifted them.
     """
     # logits  # [batch, length, vocabulary]
     flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32)
@@ -21,9 +21,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of predicted tokens that is trained: cross-entropy, smoothed and with a z-loss where configured.
+    """The training loss of predicted tokens: cross-entropy, optionally with label smoothing and z-loss.
 
-    At one target with logits z over V tokens, of which y is right, and log p = z - log sum exp z, it is
+    At a target with logits z over V tokens, correct token y, and log p = z - log sum exp z, it is
     `-(1 - label_smoothing) log p[y] - label_smoothing / V sum log p + z_loss (log sum exp z)^2`
     (Szegedy et al., 2015, arXiv:1512.00567; Chowdhery et al., 2022, arXiv:2204.02311).
     """
@@ -33,7 +33,7 @@ class TokenLoss:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it is the cross-entropy itself."""
+        """Return whether it equals the cross-entropy."""
         return self.label_smoothing == self.z_loss == 0.0
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -41,10 +41,11 @@ class TokenLoss:
         plain = cross_entropy_sum(logits, labels)
         if self.is_plain:
             return {"loss_sum": plain}
-        wide, is_target = logits.to(torch.float32), labels != IGNORED  # [batch, length]; picking would wait for a GPU
-        denominators = wide.logsumexp(dim=-1)
+        is_target = labels != IGNORED  # [batch, length]; a mask, since indexing would synchronize with the GPU
+        fp32_logits = logits.to(torch.float32)
+        denominators = fp32_logits.logsumexp(dim=-1)
         loss = plain + self.z_loss * denominators.square().where(is_target, 0.0).sum()
         if self.label_smoothing:
-            evenly = (denominators - wide.mean(dim=-1)).where(is_target, 0.0).sum()
-            loss = loss + self.label_smoothing * (evenly - plain)
+            uniform = (denominators - fp32_logits.mean(dim=-1)).where(is_target, 0.0).sum()
+            loss = loss + self.label_smoothing * (uniform - plain)
         return {"loss_sum": loss, "cross_entropy": plain.detach()}

@@ -1,4 +1,4 @@
-"""Reward modeling: a score for an answer, trained on pairs of which one is preferred (Bradley-Terry)."""
+"""Reward modeling: scores of answers, trained on pairs with a preferred answer (Bradley-Terry)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,10 +20,10 @@ from finetune.task.protocol import DataFacts, ModelHead, TaskContext
 
 
 class RewardTask(AnswerPairsTask):
-    """Score the chosen answer higher than the rejected one, from the last token that is no padding.
+    """Score the chosen answer higher than the rejected one, at the last token before the padding.
 
-    One pair is one target. Where padding is done with the end-of-sequence token, transformers takes such a token at
-    the end of an answer for padding too, in training as afterwards.
+    One pair is one target. If end-of-sequence is the padding token, transformers also treats an end-of-sequence token
+    at the end of an answer as padding, in training and in inference.
     """
 
     head: ModelHead = "sequence_classification"
@@ -35,20 +35,20 @@ class RewardTask(AnswerPairsTask):
 
     @property
     def data_facts(self) -> DataFacts:
-        """Return at which token the score is read."""
+        """Return a line about the token at which the score is computed."""
         return DataFacts(lines=self._lines)
 
     @property
     def head_values(self) -> Mapping[str, Any]:
-        """Return that there is one score, and which token is padding: the model looks for the last other one."""
+        """Return the number of scores, and the padding token, by which the model finds the last other token."""
         return {"num_labels": 1, "pad_token_id": self.pad_id}
 
     def collate(self, features: Sequence[Features]) -> Batch:
-        """Return chosen answers and below them rejected ones, with the margins where they are used."""
+        """Return chosen answers followed by rejected ones, with the margins if they are used."""
         batch = super().collate(features)
         if not self.section.use_margin:
             return batch
-        margins = torch.from_numpy(np.concatenate([each.arrays[MARGIN] for each in features]))
+        margins = torch.from_numpy(np.concatenate([sample.arrays[MARGIN] for sample in features]))
         return replace(batch, extras={**batch.extras, MARGIN: margins})
 
     def loss_sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -82,13 +82,13 @@ _SAMPLE = {
 
 
 def _score_lines(task: RewardTask, tokenizer: Any) -> tuple[str, ...]:
-    """Return a line on the token at which the score of a conversation is read; none where a turn cannot be rendered."""
+    """Return a line about the token at which a conversation is scored; empty if the template cannot render one."""
     (outcome,) = task.encode([_SAMPLE])
     if not isinstance(outcome, Features):
         return ()
     start, end = next(sequence_bounds(outcome))
     ids = outcome.arrays["input_ids"][start:end].tolist()
-    while len(ids) > 1 and ids[-1] == task.pad_id:  # taken for padding by the model
+    while len(ids) > 1 and ids[-1] == task.pad_id:  # treated as padding by the model
         ids.pop()
     before, last = (repr(tokenizer.decode([token])) for token in (ids[-2:] if len(ids) > 1 else ids * 2))
-    return (f"reward: the score is read at the last token of a conversation: {last} (token {ids[-1]}) after {before}",)
+    return (f"reward: a conversation is scored at its last token, {last} (token {ids[-1]}) after {before}",)

@@ -19,8 +19,7 @@ from finetune.errors import ExportError
 from finetune.export import save
 from finetune.export.save import Preprocessors, TextPreprocessor
 from finetune.export.verify import verifier
-from finetune.export.verify.rows import logits_of, synthetic_rows
-from finetune.export.verify.texts import expected_tokens
+from finetune.export.verify.rows import expected_tokens, logits_of, synthetic_rows
 from finetune.export.verify.verifier import Expected, ExportVerifier, failed_folder, model_facts
 from tests.export.conftest import FACTS, GATED, load_from, make_tokenizer, values_of
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.data.features import Features
-from finetune.data.sequence_slices import slice_batch
+from finetune.data.loader import slice_batch
 from finetune.runtime import distributed
 from finetune.runtime.sequence_parallel import open_sequence_groups, sequence_group
 from finetune.task.lm_loss.target_loss import TargetLoss

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
 from finetune.data.features import Features
-from finetune.data.sequence_slices import slice_batch
+from finetune.data.loader import slice_batch
 from finetune.runtime.sequence_parallel import open_sequence_groups, sequence_group
 from finetune.task.lm_loss.target_loss import TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.task.embedding.duplicates import masked_anchors, masked_passages
+from finetune.task.embedding.similarity_losses import masked_anchors, masked_passages
 
 TEXTS = st.integers(0, 5)
 STEPS = st.tuples(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=8), st.lists(TEXTS, max_size=5))
@@ -30,4 +30,4 @@ def test_passages_of_equal_anchors_count_as_positives(step, first, count):
 def test_no_passage_is_masked_in_a_step_without_duplicates():
     found = masked_passages(np.arange(4), np.arange(10, 18), range(4))
     assert len(found) == 0
-    assert found.places(range(4), device=torch.device("cpu")) is None
+    assert found.indices(range(4), device=torch.device("cpu")) is None

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from finetune.task.lm_loss.fallback import fallback_warning
+from finetune.task.lm_loss.target_loss import fallback_warning
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}
 
@@ -32,8 +32,8 @@ def llama(kind=hf.LlamaForCausalLM):
 def test_a_kernel_that_cannot_be_used_is_named(kernel):
     line = fallback_warning(llama(Odd), "causal_lm", kernel)
     assert line == (
-        f"warning: train.loss_kernel: `{kernel}` cannot be used: Odd changes the output of its head in a way that its "
-        "config does not name: the loss holds the logits of all positions of a microbatch at once, which takes more "
+        f"warning: train.loss_kernel: `{kernel}` cannot be used: Odd transforms the output of its head in a way not "
+        "described by its config: the loss holds the logits of all positions of a microbatch at once, which needs more "
         "memory"
     )
 
@@ -46,7 +46,7 @@ def test_an_unrequested_loss_kernel_is_not_named_in_the_fallback_warning():
 
 def test_a_model_without_an_identifiable_head_is_warned_about():
     line = fallback_warning(Headless(), "causal_lm", "chunked")
-    assert line is not None and "`chunked` cannot be used: Headless does not say which module is its head" in line
+    assert line is not None and "`chunked` cannot be used: the head of Headless cannot be located" in line
     assert fallback_warning(Headless(), "sequence_classification", "auto") is None
 
 
@@ -58,7 +58,7 @@ def test_a_plain_head_needs_no_warning(kernel):
 def test_a_fused_kernel_that_does_not_support_the_head_is_warned_about_with_the_fallback():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["lm_head"]))
-    reason = "does not support a head that is not one linear layer (adapters, quantization); `chunked` is used"
+    reason = "does not support a head that is not a single linear layer (adapters, quantization); `chunked` is used"
     assert fallback_warning(adapted, "causal_lm", "liger") == f"warning: train.loss_kernel: `liger` {reason}"
     assert fallback_warning(adapted, "causal_lm", "chunked") is None
     biased = llama()
