@@ -31,6 +31,7 @@ with lazily():  # pydantic, and torch at the first call
     from finetune import register as _register
     from finetune.api import commands as _commands
     from finetune.api import job as _job
+    from finetune.api import session as _session
     from finetune.api import training as _training
     from finetune.run.state import result as _result
 
@@ -52,6 +53,7 @@ __all__ = [
     "NonFiniteError",
     "RegistryError",
     "RunResult",
+    "Session",
     "StrategyError",
     "TrainingError",
     "UserError",
@@ -69,6 +71,7 @@ __all__ = [
 _HOMES = {
     "Job": _job,
     "RunResult": _result,
+    "Session": _session,
     "check": _commands,
     "evaluate": _commands,
     "export": _commands,

@@ -8,6 +8,7 @@ from finetune.api.commands import generate as generate
 from finetune.api.commands import prepare as prepare
 from finetune.api.job import Job as Job
 from finetune.api.job import load_job as load_job
+from finetune.api.session import Session as Session
 from finetune.api.training import train as train
 from finetune.errors import CheckpointError as CheckpointError
 from finetune.errors import ConfigError as ConfigError

@@ -1,6 +1,5 @@
 """`Session`: a job taken step by step in the caller's own loop, on the engine and under the strategies of a run."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from finetune.config.load import LoadedConfig, load_config
+from finetune.api.arguments import Overrides
+from finetune.api.job import JobLike, as_job
 from finetune.errors import UserError
 from finetune.run.session.results import (
     ForwardBackward,
@@ -39,10 +39,10 @@ class Session:
     others call `follow`. All errors are those of `finetune.errors`.
     """
 
-    def __init__(self, job: str | Path | LoadedConfig, *, overrides: Mapping[str, Any] | None = None) -> None:
-        """`job` is the path of a job file; `overrides` are keys in place of its own: `{"train.steps": 4}`."""
-        self._job = job
-        self._overrides = dict(overrides or {})
+    def __init__(self, job: JobLike, *, overrides: Overrides | None = None) -> None:
+        """`job` is a Job, its file or its sections; `overrides` are keys in place of its own: `{"train.steps": 4}`."""
+        self._job = as_job(job)
+        self._overrides = overrides
         self._stack = ExitStack()
         self._engine: Any = None  # a StepEngine
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -54,7 +54,7 @@ class Session:
         if self._engine is not None or self._thread:
             raise UserError("the session was opened before. Make another one.")
         self._thread = threading.get_ident()
-        loaded = _loaded(self._job, self._overrides)
+        loaded = self._job.load(self._overrides)
         with ExitStack() as stack:
             stack.enter_context(in_process.isolated_run())
             stack.callback(self._forget)  # so that the model is gone before the process groups are
@@ -218,11 +218,3 @@ class Session:
         if threading.get_ident() != self._thread:
             raise UserError(f"{method}: the session was opened in another thread. Use it in that one only.")
         return self._engine
-
-
-def _loaded(job: str | Path | LoadedConfig, overrides: Mapping[str, Any]) -> LoadedConfig:
-    if isinstance(job, LoadedConfig):
-        if overrides:
-            raise UserError("overrides: the job is loaded already. Pass them where it is loaded.")
-        return job
-    return load_config(Path(job), [f"{key}={json.dumps(value)}" for key, value in overrides.items()])

@@ -20,28 +20,35 @@ def main(job: Path, results: Path) -> None:
     steps = json.loads((job.parent / "rows_of_steps.json").read_text())
     found: dict[str, Any] = {}
     with Session(job) as session:
+        rank = session.rank
         found["start"] = session.step
         if session.step:
             found["rest"] = take_job_steps(session, num_steps=4)
         else:
-            first = session.save()
-            random.seed(5)
-            found["rows"] = [take_rows(session, rows) for rows in steps[:3]]
-            found["caller's random number"] = random.random()
-            found["weights"] = check_weights(session)
-            found["samples"] = take_samples(session)
-            found["refused"] = refusals(session, steps[0])
-            found["back"] = session.load(first)
-            found["loop"] = take_job_steps(session, num_steps=4)
-            found["metrics"] = session.evaluate()
-            found["checkpoint"] = session.save().name
-            found["fifth"] = take_job_steps(session, num_steps=1)
-            found["loaded"] = session.load()
-            found["fifth again"] = take_job_steps(session, num_steps=1)
-        rank = session.rank
+            take_all(session, steps, found)
     found["closed"] = message_of(lambda: session.save())
     if rank == 0:
         results.write_text(json.dumps(found))
+
+
+def take_all(session: Session, steps: list[list[dict[str, Any]]], found: dict[str, Any]) -> None:
+    """Take steps with the caller's rows, then from the first checkpoint again with the job's, and end by an error."""
+    first = session.save()
+    random.seed(5)
+    found["rows"] = [take_rows(session, rows) for rows in steps[:3]]
+    found["caller's random number"] = random.random()
+    found["weights"] = check_weights(session)
+    found["samples"] = take_samples(session)
+    found["refused"] = refusals(session, steps[0])
+    found["back"] = session.load(first)
+    found["loop"] = take_job_steps(session, num_steps=4)
+    found["metrics"] = session.evaluate()
+    found["checkpoint"] = session.save().name
+    found["fifth"] = take_job_steps(session, num_steps=1)
+    found["loaded"] = session.load()
+    found["fifth again"] = take_job_steps(session, num_steps=1)
+    found["mean"] = message_of(lambda: session.forward_backward(steps[0], loss=mean_loss))
+    found["after error"] = message_of(lambda: session.save())
 
 
 def take_job_steps(session: Session, *, num_steps: int) -> list[list[float]]:

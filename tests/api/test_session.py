@@ -96,11 +96,38 @@ def test_weights_are_honored_exactly_also_fractional_and_negative_ones(session):
 
 
 @pytest.mark.distributed
-def test_a_checkpoint_of_a_session_is_resumed_by_one_process_and_by_train(session, trained, tmp_path):
+@pytest.mark.parametrize("session", ["zero3"], indirect=True)
+def test_a_checkpoint_of_a_session_under_zero3_is_resumed_by_one_process(session, trained, tmp_path):
     folder, _ = session
     rest = launch("single", folder / "job.yaml", tmp_path / "results.json")
     assert rest["start"] == 4
     assert largest_difference(rest["rest"], trained[1][4:]) < 2e-6
+    assert rest["closed"] == "save: the session is closed. Make another one."
+
+
+@pytest.mark.distributed
+def test_ranks_follow_the_calls_of_rank_0_until_it_leaves(trained, tmp_path):
+    job = write_job(tmp_path, text=SESSION_JOB)
+    program = str(PROGRAM.with_name("following_program.py"))
+    command = launching.accelerate_command("ddp", program, str(job), str(tmp_path / "results.json"))
+    environment, log = {"PYTHONPATH": str(launching.ROOT)}, tmp_path / "log"
+    launching.run(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment=environment)
+    paths = [tmp_path / f"results.{rank}.json" for rank in (0, 1)]
+    assert all(path.exists() for path in paths), log.read_text()
+    led, followed = (json.loads(path.read_text()) for path in paths)
+    assert largest_difference(led["together"] + led["led"], trained[1][:3]) < TOLERANCE
+    assert led["empty"] == "there are no rows. Pass at least one."
+    assert "Functions must be importable." in led["lambda"] and led["samples"] == [3] and led["left"]
+    assert followed["lost"].startswith(
+        "LostContact: another process of the session is gone while this one calls `follow`"
+    )
+
+
+@pytest.mark.distributed
+def test_an_error_within_a_step_ends_the_session(session):
+    _, found = session
+    assert "one loss per target" in found["mean"] and "`mean_loss` returned ()" in found["mean"]
+    assert found["after error"].startswith("save: the session had an error at step 6: loss `mean_loss` returned ()")
 
 
 @pytest.mark.distributed
@@ -118,7 +145,7 @@ def test_calls_that_cannot_be_made_are_refused_with_one_message(session, request
     assert "prompts, row 1" in refused["prompt"]
     assert refused["other thread"].startswith("optim_step: the session was opened in another thread.")
     assert refused["gradient"] == "save: there is a gradient that was not used. Call `optim_step` first."
-    assert found["closed"] == "save: the session is closed. Make another one."
+    assert found["closed"].startswith("save: the session had an error at step 6")
     if not request.node.name.endswith("[single]"):
         assert "element 3 of `rows` of `forward_backward` is not the same on rank 0 and rank 1" in refused["other rows"]
         assert "rank 0 calls `export`, and rank 1 calls `save`" in refused["other call"]
