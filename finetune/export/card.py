@@ -69,6 +69,7 @@ def write_card(
 
     No license is stated: it depends on base and data.
     """
+    software = ", ".join(f"{name} {version}" for name, version in facts.software.items())
     sections = (
         f"---\n{_metadata(facts, base)}\n---",
         f"# {facts.title}",
@@ -79,7 +80,7 @@ def write_card(
         "## Chat\n\n```\nfinetune chat PATH_OF_THIS_FOLDER\n```" if facts.head == "causal_lm" else "",
         _template_arguments(template_arguments),
         f"## Config\n\n```yaml\n{facts.config_text.rstrip()}\n```" if facts.config_text else "",
-        _software(facts.software),
+        f"## Software\n\n{software}" if software else "",
     )
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -168,12 +169,6 @@ def _template_arguments(arguments: Mapping[str, Any]) -> str:
         f"```python\ntokenizer.apply_chat_template(messages, add_generation_prompt=True, {keywords})\n```\n\n"
         f"In requests to vLLM or SGLang:\n\n```json\n{body}\n```"
     )
-
-
-def _software(software: Mapping[str, str]) -> str:
-    if not software:
-        return ""
-    return "## Software\n\n" + ", ".join(f"{name} {version}" for name, version in software.items())
 
 
 _IGNORED_BY_VLLM = ("target_parameters", "rank_pattern", "alpha_pattern")

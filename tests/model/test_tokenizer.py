@@ -184,7 +184,7 @@ def test_new_tokens_are_one_token_each_and_special_ones_are_special(plain_tokeni
     assert tokenizer("a quokka<|tool|>")["input_ids"][-2:] == [OLDER, OLDER + 1]
     assert tokenizer.decode([OLDER, OLDER + 1], skip_special_tokens=True) == "quokka"
     assert len(plain_tokenizer("quokka")["input_ids"]) > 1
-    with pytest.raises(ModelError, match="the tokenizer of the run lacks `quokka`"):
+    with pytest.raises(ModelError, match="the run's tokenizer does not have `quokka`"):
         new_token_ids(plain_tokenizer, SECTION)
 
 

@@ -57,9 +57,9 @@ def _experts_of(name: str, module: nn.Module) -> Experts | None:
     parent, _, own_name = name.rpartition(".")
     if own_name == _EXPERTS and isinstance(module, nn.ModuleList):
         return Experts(name, len(module), parent)
-    own = _stacked(module)
-    if own_name == _EXPERTS and own:
-        return Experts(name, next(iter(own.values())), parent, tuple(own))
+    matrices = _stacked(module)
+    if own_name == _EXPERTS and matrices:
+        return Experts(name, next(iter(matrices.values())), parent, tuple(matrices))
     if not any(hasattr(module, router) for router in _ROUTERS):
         return None
     inner = {
@@ -73,14 +73,19 @@ def _experts_of(name: str, module: nn.Module) -> Experts | None:
 
 def _stacked(module: nn.Module) -> dict[str, int]:
     """Return the number of experts of every stacked matrix of the module itself, by name."""
-    shapes = {own: full_shape(parameter) for own, parameter in module.named_parameters(recurse=False)}
-    return {own: shape[0] for own, shape in shapes.items() if len(shape) == 3}
+    shapes = {matrix: full_shape(parameter) for matrix, parameter in module.named_parameters(recurse=False)}
+    return {matrix: shape[0] for matrix, shape in shapes.items() if len(shape) == 3}
 
 
 def find_routers(model: nn.Module, experts: Sequence[Experts]) -> list[str]:
     """Return the names of the routers of these experts."""
     blocks = {layer.block: model.get_submodule(layer.block) for layer in experts}
-    return [f"{name}.{own}" for name, block in blocks.items() for own in _ROUTERS if hasattr(block, own)]
+    return [
+        f"{name}.{local_name}"
+        for name, block in blocks.items()
+        for local_name in _ROUTERS
+        if hasattr(block, local_name)
+    ]
 
 
 def adapts_experts(lora: LoraSection) -> bool:
@@ -119,7 +124,7 @@ def adapts_parameters(model: PreTrainedModel, lora: LoraSection) -> bool:
 def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:
     """Return the targets; None for a model without experts and mixers, whose targets peft selects itself."""
     experts = find_experts(model)
-    read = [name for name, parent, own in _children(model) if is_read_by_kernel(parent, own)]
+    read = [name for name, parent, local_name in _children(model) if is_read_by_kernel(parent, local_name)]
     if not experts and not (read and lora.target_modules == ALL_LINEAR):
         return None
     routers = find_routers(model, experts)
@@ -130,7 +135,9 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
         inside = {*routers, *(() if adapts_experts(lora) else (layer.name for layer in experts))}
         modules = [name for name in modules if not _is_inside(name, inside) and name not in dict(left_out)]
     parameters = (
-        [f"{layer.name}.{own}" for layer in experts for own in layer.parameters] if adapts_experts(lora) else []
+        [f"{layer.name}.{local_name}" for layer in experts for local_name in layer.parameters]
+        if adapts_experts(lora)
+        else []
     )
     if lora.router:
         router_modules, router_parameters = _router_targets(model, routers)
@@ -180,8 +187,8 @@ def _router_targets(model: nn.Module, routers: Sequence[str]) -> tuple[list[str]
     modules, parameters = [], []
     for name in routers:
         router = model.get_submodule(name)
-        linear = [own for own, module in router.named_modules() if isinstance(module, nn.Linear)]
-        modules += [f"{name}.{own}".removesuffix(".") for own in linear]
+        linear = [local_name for local_name, module in router.named_modules() if isinstance(module, nn.Linear)]
+        modules += [f"{name}.{local_name}".removesuffix(".") for local_name in linear]
         weight = router._parameters.get("weight")
         if not linear and weight is not None and len(full_shape(weight)) == 2:
             parameters.append(f"{name}.weight")
@@ -191,9 +198,9 @@ def _router_targets(model: nn.Module, routers: Sequence[str]) -> tuple[list[str]
 def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the full name, the parent and the name within the parent of every linear layer."""
     for name, parent in model.named_modules():
-        for own, child in parent.named_children():
+        for local_name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                yield f"{name}.{own}".removeprefix("."), parent, own
+                yield f"{name}.{local_name}".removeprefix("."), parent, local_name
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:
@@ -234,7 +241,7 @@ def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTar
     routed = [layer for layer in experts if f"{layer.name}." in "".join(f"{name}." for name in targets.parameters)]
     if routed:
         without = ", without dropout" if lora.dropout else ""
-        names = ", ".join(sorted({own for layer in routed for own in layer.parameters}))
+        names = ", ".join(sorted({local_name for layer in routed for local_name in layer.parameters}))
         num_layers = len({_layer_of(layer.name) for layer in routed})
         layers = f"{num_layers} layer{'' if num_layers == 1 else 's'}"
         parts.append(f"{max(layer.num_experts for layer in routed)} routed experts in {layers} ({names}{without})")
@@ -252,8 +259,8 @@ def _groups(modules: Sequence[str]) -> list[str]:
     """Return the modules grouped by their parent within the layer: `self_attn (k_proj, q_proj)`."""
     groups: dict[str, set[str]] = {}
     for name in modules:
-        *_, group, own = ["model", *_without_layers(name)]
-        groups.setdefault(group, set()).add(own)
+        *_, group, local_name = ["model", *_without_layers(name)]
+        groups.setdefault(group, set()).add(local_name)
     return [f"{group} ({', '.join(sorted(names))})" for group, names in groups.items()]
 
 

@@ -40,7 +40,7 @@ def test_a_kernel_that_cannot_be_used_is_named(kernel):
 
 def test_an_unrequested_loss_kernel_is_not_named_in_the_fallback_warning():
     line = fallback_warning(llama(Odd), "causal_lm", "auto")
-    assert line is not None and line.startswith("warning: Odd changes") and "\n" not in line
+    assert line is not None and line.startswith("warning: Odd transforms") and "\n" not in line
     assert fallback_warning(llama(Odd), "causal_lm", "plain") is None  # the logits of all positions were asked for
 
 
