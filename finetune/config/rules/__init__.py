@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from finetune.config.rules.checkpoint import CHECKPOINT_RULES
 from finetune.config.rules.data import BATCHING_RULES, DATA_RULES, FORMAT_RULES, IMAGE_RULES
 from finetune.config.rules.evaluate import EVALUATION_RULES
-from finetune.config.rules.file_options import FILE_OPTION_RULES
 from finetune.config.rules.model import ADAPTER_RULES, MODEL_RULES
-from finetune.config.rules.sources import SOURCE_RULES, STREAM_RULES
+from finetune.config.rules.sources import FILE_OPTION_RULES, SOURCE_RULES, STREAM_RULES
 from finetune.config.rules.task import PAIR_RULES, PREFERENCE_RULES, TASK_RULES
 from finetune.config.rules.train import BATCH_RULES, TRAINING_RULES
 from finetune.config.rules.unused_keys import no_unused_keys
