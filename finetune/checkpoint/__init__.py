@@ -1,1 +1,1 @@
-"""Checkpoints: format/ (what is on disk), sharding/ (which rank holds what), write/, read/."""
+"""Checkpoints: format/ (the files on disk), sharding/ (the shards of each rank), write/, read/."""

@@ -171,7 +171,7 @@ def _card(request: _CheckpointExport, *, loaded: LoadedConfig, checkpoint: OpenC
         num_steps=progress.step,
         metrics=progress.last_metrics,
         config_text=loaded.text,
-        software=checkpoint.found.manifest.versions,
+        software=checkpoint.verified.manifest.versions,
         head=head,
         config_values=loaded.config.model.config_changes,
     )
@@ -190,7 +190,9 @@ def _require_same_tensors(checkpoint: OpenCheckpoint, expected: Mapping[str, Ten
         if names
     ]
     if lines:
-        raise CheckpointError(f"{checkpoint.found.path} does not match the model in resolved.yaml\n" + "\n".join(lines))
+        raise CheckpointError(
+            f"{checkpoint.verified.path} does not match the model in resolved.yaml\n" + "\n".join(lines)
+        )
 
 
 def export(

@@ -218,8 +218,8 @@ def _validate(
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         faults = read_validation_errors(error, values)
-    found = sorted((fault for fault in faults if fault.key not in broken), key=lambda fault: _line(fault, sources))
-    problems = [fault.problem() for fault in found[:MAX_LISTED]]
+    invalid = sorted((fault for fault in faults if fault.key not in broken), key=lambda fault: _line(fault, sources))
+    problems = [fault.problem() for fault in invalid[:MAX_LISTED]]
     broken = broken | {key for fault in faults for key in (fault.key, fault.meant) if key}
     if broken:
         config = draft_section(RunConfig, values, broken=broken)
@@ -232,7 +232,7 @@ def _validate(
     problems += [*unusable, *rule_problems(config, is_draft=is_draft)]
     problems += [] if is_draft else missing_options(config)
     problems += file_problems(config, folder=folder, is_draft=is_draft, elsewhere=elsewhere)
-    return config, problems, max(0, len(found) - MAX_LISTED)
+    return config, problems, max(0, len(invalid) - MAX_LISTED)
 
 
 def _line(fault: InvalidKey, sources: KeyLocations) -> float:

@@ -89,12 +89,12 @@ def _title(entry: Entry) -> str:
 
 
 def _named_entries(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Table[Any]]]:
-    """Yield key, name, group and table wherever the values name an entry."""
+    """Yield key, name, group and table of each name of an entry in the values."""
     for pattern, group, table in NAMED_BY:
-        found: list[tuple[str, Any]] = [("", values)]
+        items: list[tuple[str, Any]] = [("", values)]
         for part in pattern.split("."):
-            found = [(join_key(key, name), inner) for key, value in found for name, inner in _items(value, part)]
-        yield from ((key, name, group, table) for key, name in found if isinstance(name, str))
+            items = [(join_key(key, name), inner) for key, value in items for name, inner in _items(value, part)]
+        yield from ((key, name, group, table) for key, name in items if isinstance(name, str))
 
 
 def _items(value: Any, part: str) -> Iterator[tuple[str, Any]]:

@@ -1,12 +1,12 @@
-"""What it means that a key differs between a checkpoint and the run that resumes from it.
+"""How a resume handles keys that differ from those of the checkpoint.
 
-Every key is in one table. A key that is in none, such as a new one, must match.
+Every key is in one table. A key that is in no table, such as a new key, must match.
 
-- MUST_MATCH: it changes what is trained, or when; refused unless `checkpoint.allow_changes` names it.
-- COMPARED_BY_CONTENT: what it points to is compared by digest (the training data, the tokenizer), so the key itself may
+- MUST_MATCH: it changes the training; a different value is refused unless `checkpoint.allow_changes` names it.
+- COMPARED_BY_CONTENT: its content (the training data, the tokenizer) is compared by digest, so the key itself may
   differ: moved rows are still the same rows.
-- MAY_DIFFER: it changes no step, at most the last digits of its sums; listed when it differs.
-- NOT_RECORDED: where and how this start writes and resumes.
+- MAY_DIFFER: it changes a step at most in the last digits of its sums; differences are listed.
+- NOT_RECORDED: it belongs to the current start: output folders, resuming, supervision.
 """
 
 import json
@@ -108,7 +108,7 @@ MAY_DIFFER = (
     "train.optimizer.in_backward",  # the same update, earlier
     "train.loss_kernel",  # the same sums, taken in another order
     *("train.nonfinite.action", "train.nonfinite.max_skips"),  # about steps that update nothing
-    # They decide when a run ends, not what a step does.
+    # They change the end of a run, not a step.
     *("train.time_limit_minutes", "train.stop_after_steps", "train.early_stopping", "train.early_stopping.metric"),
     *("train.early_stopping.goal", "train.early_stopping.patience", "train.early_stopping.min_delta"),
     # Evaluation has its own seeds and does not change the model.
@@ -124,7 +124,7 @@ MAY_DIFFER = (
     *("checkpoint.asynchronous", "checkpoint.on_failure", "checkpoint.rehearse"),
     *("report.log_every_steps", "report.console", "report.trackers", "report.sample_ids", "report.project"),
     *("report.run_name", "report.entity", "report.group", "report.tags"),
-    "report.expert_load",  # counts what the step does in any case
+    "report.expert_load",  # only counts
     *("report.profile", "report.profile.start", "report.profile.steps", "report.profile.memory"),
     *("report.profile.stacks", "report.prometheus", "report.prometheus_address"),
     "task.distillation.cache",  # the same probabilities, computed once

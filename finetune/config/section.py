@@ -1,4 +1,4 @@
-"""What the sections of a job file are made of: the strict, frozen base class, types of values, and dotted keys.
+"""The base of the sections of a job file: the strict, frozen base class, types of values, and dotted keys.
 
 Every number has an upper bound: far above any use, and below what overflows or never ends. A dotted key such as
 `train.optimizer.name` knows the line, or the override, in which it was written.
@@ -28,7 +28,7 @@ class NamedSection(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Allow a text in the place of the section."""
+        """Allow a text instead of the section."""
         return {"anyOf": [{"type": "string", "format": "name or path"}, handler(core_schema)]}
 
 
@@ -105,7 +105,7 @@ def key(description: str, default: Any = ..., **constraints: Any) -> Any:
 
 
 MAX_COUNT = 1_000_000_000
-"""Steps, and whatever is counted in them."""
+"""A number of steps."""
 
 MAX_FACTOR = 1e6
 """Of a weight, a factor or a scale."""
@@ -207,15 +207,15 @@ def is_written(config: Section, key: str) -> bool:
 
 
 def has_key(config: Section, key: str) -> bool:
-    """Return whether the dotted key has a place: no section on the way to it is null."""
+    """Return whether the dotted key exists: none of its sections is null."""
     return _inside(config, key)[0] is not None
 
 
 def _inside(config: Section, key: str) -> tuple[Section | None, str]:
     *sections, name = key.split(".")
-    place: Any = config
+    section: Any = config
     for part in sections:
-        place = place[int(part)] if isinstance(place, tuple) else getattr(place, part)
-        if not isinstance(place, Section | tuple):  # null, or a text that stands for the section
+        section = section[int(part)] if isinstance(section, tuple) else getattr(section, part)
+        if not isinstance(section, Section | tuple):  # null, or the text of a NamedSection
             return None, name
-    return place, name
+    return section, name

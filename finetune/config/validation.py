@@ -1,4 +1,4 @@
-"""Turns pydantic's validation errors into problems: the dotted key, what was written and what to write instead.
+"""Turns pydantic's validation errors into problems: the dotted key, the written value and the value to write instead.
 
 The valid part of such a config is kept as a draft, so that the rules can still check it.
 """
@@ -111,15 +111,15 @@ def read_validation_errors(error: ValidationError, values: Any) -> list[InvalidK
     keyed = [(_dotted_key(each["loc"], values, is_missing=each["type"] == "missing"), each) for each in errors]
     keyed.sort(key=lambda pair: pair[0])
     invalid, num_meant = [], 0
-    for key, found in groupby(keyed, key=lambda pair: pair[0]):
-        first = next(found)[1]
+    for key, pairs in groupby(keyed, key=lambda pair: pair[0]):
+        first = next(pairs)[1]
         is_unknown = first["type"] == "extra_forbidden"
         num_meant += is_unknown
         meant = _suggested_key(key) if is_unknown and num_meant <= MAX_LISTED else None
         hint = _hint_of_columns(key, first["input"], values)
         invalid.append(InvalidKey(key, first["type"], first["input"], meant, hint))
-    meant_keys = {each.meant for each in invalid}
-    outer = {parent for each in invalid for parent in parent_keys(each.key)}
+    meant_keys = {fault.meant for fault in invalid}
+    outer = {parent for fault in invalid for parent in parent_keys(fault.key)}
     return [
         each for each in invalid if each.key not in outer and not (each.type == "missing" and each.key in meant_keys)
     ]
@@ -201,7 +201,7 @@ def _hint_of_columns(key: str, value: Any, values: Mapping[str, Any]) -> str:
     takes_pairs = isinstance(task, dict) and task.get("name") == "text_classification"
     if takes_pairs and name == "text" and len(value) == 2:
         return f"The second of two texts is `text_pair`: `{{text: {value[0]}, text_pair: {value[1]}}}`."
-    return "To join columns, write a `template` in place of `columns`."
+    return "To join columns, write a `template` instead of `columns`."
 
 
 def _invalid_value(value: Any, node: Node, *, hint: str) -> str:
@@ -232,7 +232,7 @@ def _hint(value: Any, node: Node) -> str:
     choices = [choice for each in kinds for choice in each.get("enum", [each["const"]] if "const" in each else [])]
     if isinstance(value, str):
         if choices:
-            return did_you_mean(value, [each for each in choices if isinstance(each, str)])
+            return did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
         if "boolean" in types and value.lower() in {"yes", "no", "on", "off"}:
             return "In YAML 1.2 this is text."
         if types & {"integer", "number"} and _is_number(value):
@@ -274,7 +274,7 @@ def draft_section(kind: type[S], values: Mapping[str, Any], *, broken: Set[str])
 
     `broken` are dotted keys as in the file; keys that are not set have their defaults.
     """
-    outer = broken | {each for key in broken for each in parent_keys(key)}
+    outer = broken | {parent for key in broken for parent in parent_keys(key)}
     return _draft_at(kind, values, broken=broken, outer=outer, prefix="")
 
 
@@ -292,11 +292,11 @@ def _draft_at(kind: type[S], values: Mapping[str, Any], *, broken: Set[str], out
         inner = next(_section_types(field.annotation), None)
         if isinstance(value, dict) and inner is not None:
             made[name] = _draft_at(inner, value, broken=broken, outer=outer, prefix=key)
-        elif isinstance(value, list) and inner is not None and all(isinstance(each, dict) for each in value):
-            places = [join_key(key, number) for number in range(len(value))]
+        elif isinstance(value, list) and inner is not None and all(isinstance(item, dict) for item in value):
+            item_keys = [join_key(key, number) for number in range(len(value))]
             made[name] = tuple(
-                _draft_at(inner, each, broken=broken, outer=outer, prefix=place)
-                for each, place in zip(value, places, strict=True)
+                _draft_at(inner, item, broken=broken, outer=outer, prefix=item_key)
+                for item, item_key in zip(value, item_keys, strict=True)
             )
         elif key not in outer:
             made[name] = tuple(value) if isinstance(value, list) else value

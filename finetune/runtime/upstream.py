@@ -4,7 +4,7 @@
 its owner is dead (pytorch#189245; fixed after 2.13 by pytorch#190543). It (`torch/utils/file_baton.py`) creates a file
 `lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. So a process of this machine
 that has it open is the owner, and one that is open nowhere has none; only a file system or a container that other
-machines share may hide an owner. A thread reports what is waited for and removes the locks of dead builds.
+machines share may hide an owner. A thread reports the lock that is waited for, and removes the locks of dead builds.
 
 **Retries of the hub.** huggingface_hub asks an unreachable hub again and again, for most of a minute.
 
@@ -94,7 +94,7 @@ def build_locks(folder: Path) -> list[BuildLock]:
 
 
 def inspect_lock(path: Path) -> BuildLock:
-    """Return the lock with what can be found out about its owner."""
+    """Return the lock with the known facts about its owner."""
     owner = next(_builders(path), None)
     if owner is not None:
         return BuildLock(path, BUILDING, owner)

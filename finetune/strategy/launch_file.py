@@ -37,7 +37,7 @@ _NO_GROUP, _SUPPORTED = "NO", ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MUL
 
 
 def use_launch_file(file: Path) -> list[str]:
-    """Set the variables that `accelerate launch` sets for this file, and return what the user should know.
+    """Set the variables that `accelerate launch` sets for this file, and return messages for the user.
 
     Raises StrategyError for a file that Accelerate refuses, where the environment contradicts the file,
     and where the file is for another number of processes than were started.
@@ -126,7 +126,7 @@ def _accelerate_variables(file: Path, *, world: int, name: str) -> tuple[Any, di
         options, defaults, has_precision = launch._validate_launch_command(options)
         _require_supported(defaults)
         variables = _chosen_environment(options, defaults, has_precision=has_precision)
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # any error of a damaged file
         raise StrategyError(f"{name}: {error or type(error).__name__}") from error
     set_here = {key: value for key, value in variables.items() if os.environ.get(key) != value and key not in _ADDRESS}
     if str(Path.cwd()) in os.environ.get(_PATH, "").split(os.pathsep):
@@ -195,7 +195,7 @@ def _group_of_one() -> dict[str, str]:
 
 
 def _differences(defaults: Any, *, world: int, name: str) -> list[str]:
-    """Return a sentence with what the file sets of processes and their address, where the launcher differs."""
+    """Return a sentence with the processes and address of the file where the launcher's differ."""
     here = os.environ
     settings = {
         "num_processes": (defaults.num_processes, world),

@@ -40,7 +40,7 @@ CachedBytes = Callable[[Path], np.ndarray | None]
 class OpenCheckpoint:
     """A verified checkpoint whose tensors are read from disk on demand."""
 
-    found: VerifiedCheckpoint
+    verified: VerifiedCheckpoint
     records: Mapping[str, TensorRecord]  # by stored name
     progress: Mapping[str, Any]
     scalars: Mapping[str, Any]
@@ -64,20 +64,20 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
     Collective if a process group exists: the files to verify are divided among the ranks.
     """
-    found = verify_checkpoint(path)
-    saved = tensor_locations(found)
+    verified = verify_checkpoint(path)
+    saved = tensor_locations(verified)
     return OpenCheckpoint(
-        found,
+        verified,
         records={name: record for name, (_, record) in saved.items()},
-        progress=found.metadata.progress,
-        scalars=found.metadata.scalars,
+        progress=verified.metadata.progress,
+        scalars=verified.metadata.scalars,
         _files={name: file for name, (file, _) in saved.items()},
     )
 
 
-def tensor_locations(found: VerifiedCheckpoint) -> dict[str, tuple[Path, TensorRecord]]:
+def tensor_locations(verified: VerifiedCheckpoint) -> dict[str, tuple[Path, TensorRecord]]:
     """Return file and record of each tensor in the index, by stored name."""
-    return {name: (found.path / entry["file"], _record(entry)) for name, entry in found.metadata.index.items()}
+    return {name: (verified.path / entry["file"], _record(entry)) for name, entry in verified.metadata.index.items()}
 
 
 def _record(entry: Mapping[str, Any]) -> TensorRecord:
@@ -112,12 +112,12 @@ def resume_checkpoint(
 
 
 def load_checkpoint(
-    found: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
+    verified: VerifiedCheckpoint, *, access: StateAccess, cached_bytes: CachedBytes = no_cached_bytes
 ) -> dict[str, Any]:
     """Load the verified checkpoint and return its progress; raises CheckpointError for differences. Collective."""
-    path = found.path
-    fault_point("load.begin", step=found.step)
-    saved, scalars = tensor_locations(found), found.metadata.scalars
+    path = verified.path
+    fault_point("load.begin", step=verified.step)
+    saved, scalars = tensor_locations(verified), verified.metadata.scalars
     run_on_all_ranks(access.begin_writing)  # not collective: the optimizer creates its state
     expected = agree_on_records(access)
     records = [record for _, record in saved.values()]
@@ -129,12 +129,12 @@ def load_checkpoint(
     # `finish_writing` is collective: no rank may enter it before all have read their shards without an error.
     run_on_all_ranks(
         lambda: _load_tensors(
-            saved, scalars, step=found.step, without_state=without_state, access=access, cached_bytes=cached_bytes
+            saved, scalars, step=verified.step, without_state=without_state, access=access, cached_bytes=cached_bytes
         )
     )
     access.finish_writing()
-    fault_point("load.done", step=found.step)
-    return dict(found.metadata.progress)
+    fault_point("load.done", step=verified.step)
+    return dict(verified.metadata.progress)
 
 
 def _refuse_differences(

@@ -51,7 +51,7 @@ def checkpoints_table(checkpoints: Sequence[CheckedCheckpoint], *, now: float, w
 def checkpoints_notes(
     checkpoints: Sequence[CheckedCheckpoint], leftovers: Sequence[Leftover], *, verifies: bool
 ) -> Iterator[str]:
-    """Yield the lines below the table: problems of bad checkpoints, leftovers, and what was not checked."""
+    """Yield the lines below the table: problems of bad checkpoints, leftovers, and a note about skipped checks."""
     for checkpoint in checkpoints:
         for problem in checkpoint.problems:
             yield f"{checkpoint.entry.path.name}: {problem}"

@@ -140,7 +140,7 @@ def data_parallel_size(path: Path, *, num_processes: int | None = None) -> int:
 
 
 def _find_deepspeed_file(values: dict[str, Any], path: Path) -> None:
-    """Replace the DeepSpeed config that the file names by its place, if that is not the current folder."""
+    """Make the path of the DeepSpeed config in the file absolute, if it is not in the current folder."""
     section = values.get("deepspeed_config")
     if isinstance(section, dict) and isinstance(written := section.get("deepspeed_config_file"), str):
         section["deepspeed_config_file"] = str(find_deepspeed_file(written, accelerate_file=path))

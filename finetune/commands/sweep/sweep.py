@@ -284,7 +284,7 @@ class SweepSession:
             ).run_all()
 
     def load(self, run: SweepRun) -> LoadedConfig:
-        """Return the run's config; raises UserError where the job file is no longer what the sweep was started with."""
+        """Return the run's config; raises UserError if the job file has changed since the sweep started."""
         loaded = load_run(self.request.job, run, num_processes=self.plan.num_processes)
         swept = self.study.swept
         self.study.require_same_job(job_facts(loaded.config, swept=swept), swept=swept)

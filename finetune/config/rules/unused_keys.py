@@ -38,7 +38,7 @@ _MIXED_KEYS = tuple(name for name in TrainedSourceSection.model_fields if name n
 
 @dataclass(frozen=True)
 class ConditionalKey:
-    """A key, when it has an effect, and what it needs to have one."""
+    """A key, the condition under which it has an effect, and the reason to print if it has none."""
 
     key: str
     has_effect: Callable[[RunConfig], bool]
@@ -163,7 +163,7 @@ def _keys_of_task() -> Iterator[ConditionalKey]:
 
 
 def _keys_read_by_some(losses: Iterable[PreferenceLossEntry | PairLossEntry]) -> list[str]:
-    """Return the keys that not all of the losses read, in the order of the first one that does."""
+    """Return the keys that only some of the losses read, in the order of the losses."""
     return list(dict.fromkeys(key for loss in losses for key in sorted(loss.reads)))
 
 

@@ -33,7 +33,7 @@ class JobRequest:
     run_folder: str  # a folder that all hosts share, or a URL
     local_folder: str | None  # of a run at a URL, if the job names one
     is_single: bool  # one process, which needs no launcher
-    deepspeed_file: str | None = None  # in place of the one that the accelerate file names
+    deepspeed_file: str | None = None  # replaces the path in the accelerate file
     max_restarts: int = 3
     stop_seconds: int = 180  # from the stop request until all processes are killed
     uses_gpus: bool = True

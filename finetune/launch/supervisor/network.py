@@ -27,7 +27,7 @@ class Listener:
         self.port = int(self._socket.getsockname()[1])
 
     def answer(self) -> None:
-        """Accept and close whatever has connected."""
+        """Accept and close all connections."""
         while True:
             try:
                 self._socket.accept()[0].close()

@@ -71,7 +71,7 @@ def read_run_files(folder: Path) -> RunFiles:
 def run_state(history: RunHistory, status: Mapping[str, Any], *, now: float) -> tuple[str, str]:
     """Return the state of the run (`finished`, `running`, `failed`, ...) and a sentence about it.
 
-    A run that was killed leaves `running` behind: it counts as such only while its files are written.
+    A killed run still has the state `running`, which therefore counts only while its files are written.
     """
     if history.ended is not None:
         reason = str(history.ended["reason"])

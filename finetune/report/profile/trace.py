@@ -1,7 +1,7 @@
 """The trace of one rank from torch's profiler, its communication, and the live memory.
 
-In flight, a collective either hides behind computation or is exposed: on a GPU, behind kernels of other streams; on a
-CPU, behind operators of this process. Waiting for a slower rank is part of its collective.
+A collective either overlaps with computation or is exposed: on a GPU, computation means kernels of other streams; on a
+CPU, operators of this process. Waiting for a slower rank is part of its collective.
 """
 
 import os
@@ -32,7 +32,7 @@ _CONTAINERS = "autograd::"
 _KERNELS = ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 _MEMORY = "[memory]"
 _NUM_TIMES = 1000
-_QUIET = "6"  # Kineto's level above all that it logs; it would print a line as a trace starts and as it stops
+_QUIET = "6"  # Kineto's level above all that it logs; it would print a line at the start and the end of a trace
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class TraceRecorder:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def read(self) -> Traced:
-        """Return what was recorded."""
+        """Return the recorded intervals and allocations."""
         profiler: Any = self._profiler.profiler
         return read_trace(profiler.kineto_results.events())
 

@@ -100,7 +100,7 @@ _DIGEST = "digest"
 
 
 class Damaged(ValueError):
-    """A file differs from what was written."""
+    """A file differs from its recorded digest."""
 
 
 def with_digest(value: Mapping[str, Any]) -> dict[str, Any]:

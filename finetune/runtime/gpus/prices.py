@@ -47,7 +47,7 @@ def _read(path: Path, gpu_table: Path | None) -> Mapping[str, tuple[Price, ...]]
     values = read_table(path)
     sources = values.pop(_SOURCES, {})
     return {
-        require_gpu(gpu, table=gpu_table, place=str(path)).name: _offers(gpu, offers, sources, path)
+        require_gpu(gpu, table=gpu_table, location=str(path)).name: _offers(gpu, offers, sources, path)
         for gpu, offers in values.items()
     }
 

@@ -58,13 +58,13 @@ def find_gpu(name: str, *, table: Path | None = None) -> GpuModel | None:
     return None
 
 
-def require_gpu(name: str, *, table: Path | None = None, place: str = "--gpus") -> GpuModel:
-    """Return the GPU model of this name, which is written at `place`; raises UserError with the nearest names."""
+def require_gpu(name: str, *, table: Path | None = None, location: str = "--gpus") -> GpuModel:
+    """Return the GPU model of this name, which is written at `location`; raises UserError with the nearest names."""
     gpu = find_gpu(name, table=table)
     if gpu is not None:
         return gpu
     raise UserError(
-        f"{place}: there is no GPU `{name}` in the table. Nearest: {', '.join(nearest_names(name, table=table))}. "
+        f"{location}: there is no GPU `{name}` in the table. Nearest: {', '.join(nearest_names(name, table=table))}. "
         "Describe a missing GPU in your own file: --gpu-table FILE."
     )
 

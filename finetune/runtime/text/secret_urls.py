@@ -35,13 +35,13 @@ _SIGNING_PARAMETER = re.compile(
 
 
 def redacted_urls(text: str) -> str:
-    """Return the text with what is secret in its URLs left out; URLs within URLs, percent-encoded, are seen, too."""
+    """Return the text without the secrets in its URLs, including percent-encoded URLs within URLs."""
     text = _ENCODED_PARAMETER.sub(_without_encoded, _ENCODED_USER.sub(rf"\g<lead>{REDACTED}\g<at>", text))
     return _URL.sub(_redacted_url, text)
 
 
 def unsigned_urls(text: str) -> str:
-    """Return the text with its URLs as they would be without a signature: users, tokens and all that signs is gone."""
+    """Return the text with unsigned URLs: without users, tokens and the parameters of signatures."""
     return _URL.sub(lambda match: unsigned_url(match[0]), text)
 
 
@@ -61,7 +61,7 @@ def unsigned_url(url: str) -> str:
 
 
 def secrets_in_urls(text: str) -> Iterator[str]:
-    """Yield what is secret in the text's URLs, as it is written and as it is meant."""
+    """Yield the secrets in the text's URLs, both encoded and decoded."""
     for url in _URL.findall(text):
         scheme, _, rest = url.partition("://")
         user = _USER.match(rest)

@@ -55,7 +55,7 @@ def raised_interrupts() -> Iterator[None]:
 
 @contextmanager
 def exit_on_interrupt_while_importing() -> Iterator[None]:
-    """While a command imports what it needs, have Ctrl-C end the process at once.
+    """Make Ctrl-C end the process at once while a command imports its packages.
 
     Libraries do not expect a KeyboardInterrupt there: transformers turns it into an ImportError.
     """
@@ -90,7 +90,7 @@ def flush_streams() -> OSError | None:
 
 
 def discard_output(descriptor: int) -> None:
-    """Send what is written to this descriptor to /dev/null from now on."""
+    """Redirect this descriptor to /dev/null."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)

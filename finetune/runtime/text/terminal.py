@@ -55,7 +55,7 @@ def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> st
 
 
 class GuardedStream:
-    """A text stream that writes what is readable, whatever its encoding; all else is as the stream's own.
+    """A text stream that escapes characters its encoding does not have; otherwise like the wrapped stream.
 
     It has no `buffer`: nothing goes round it. With `has_bars`, what libraries draw bars with on a terminal passes.
     `keeps_escapes` leaves escapes alone, for text that was made printable before it was colored.
@@ -80,7 +80,7 @@ class GuardedStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write out what is waiting."""
+        """Flush the buffered text."""
         self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:

@@ -67,7 +67,7 @@ def assert_same_state(run, other):
     assert here.records == there.records
     assert here.scalars == there.scalars
     assert [name for name in tensors if not equal(tensors[name], again[name])] == []
-    assert here.found.manifest.state_sha256 == there.found.manifest.state_sha256
+    assert here.verified.manifest.state_sha256 == there.verified.manifest.state_sha256
     return there.progress, here.progress
 
 
@@ -84,7 +84,7 @@ def test_there_and_back_is_the_same_state(runs, tmp_path, strategy, processes, o
         assert (folder / own_file).is_file()
         before, after = assert_same_state(run, back)
         assert after == before
-        origin = open_checkpoint(back / "checkpoints" / "step-000004").found.manifest.run.origin
+        origin = open_checkpoint(back / "checkpoints" / "step-000004").verified.manifest.run.origin
         assert origin == {"strategy": strategy, "processes": str(processes)}
 
 

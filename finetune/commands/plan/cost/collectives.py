@@ -33,7 +33,7 @@ class Cluster:
         return -(-self.num_ranks // self.ranks_per_node)
 
     def shard_group(self, num_shards: int) -> "Cluster":
-        """Return the ranks that hold one copy of what is split over this number of ranks: neighbors."""
+        """Return the neighboring ranks that together hold one copy of state split over this number of ranks."""
         return replace(self, num_ranks=num_shards)
 
     def replica_group(self, num_shards: int) -> "Cluster":
