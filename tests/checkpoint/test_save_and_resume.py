@@ -94,7 +94,7 @@ def empty(checkpoint):
 
 DAMAGES = {
     "bytes instead of": truncate,
-    "does not have the digest": flip,
+    "does not match its digest": flip,
     "00000.safetensors is missing": lambda checkpoint: a_tensor_file(checkpoint).unlink(),
     "was never finished": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
     "cannot be read": lambda checkpoint: (checkpoint / "manifest.json").write_text('{"step": 3, '),
@@ -260,7 +260,7 @@ def test_a_number_of_format_that_has_been_damaged_is_damage_and_no_newer_format(
     path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
     run = Run(folder)
     assert run.resume()["step"] == 1
-    assert "manifest.json: does not have the digest it was written with" in run.said[0]
+    assert "manifest.json: does not match its digest" in run.said[0]
 
 
 def test_a_manifest_from_before_manifests_had_a_digest_is_read(folder):

@@ -24,7 +24,7 @@ WRONG = [
     ("export.max_shard_size=5 GB", "Write text such as `5GB`."),
     ("data.max_length=null", "the maximum length of a sample in tokens"),
     ("data.train.columns={prompt: -3}", "Write text or a whole number of at least 0."),
-    ("data.train.columns={prompt: [a, b]}", "is a list. To join columns, write a `template` in place of `columns`."),
+    ("data.train.columns={prompt: [a, b]}", "is a list. To join columns, write a `template` instead of `columns`."),
     ("evaluate=true", "`true` is a truth value. Its keys are `every_steps`"),
 ]
 

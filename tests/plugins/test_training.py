@@ -119,7 +119,7 @@ def test_a_callback_that_fails_is_a_warning_and_one_that_stops_can_be_resumed(in
     assert "changed since the checkpoint: plugin_options.watch_loss.stop_at 3 -> 0" in resumed.stdout
     (warning,) = [event for event in events(job, "Warned") if "callback" in event["message"]]
     assert warning["message"] == (
-        "callback `watch_loss` failed and is switched off: ValueError: the callback of the tests fails"
+        "callback `watch_loss` failed and is disabled: ValueError: the callback of the tests fails"
     )
     assert events(job, "RunEnded")[-1]["reason"] == "finished"
 

@@ -94,7 +94,9 @@ def test_a_launch_with_an_offloaded_optimizer_is_refused_before_anything_is_load
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
     strategy = ZeroRedundancy(LaunchEnvironment(has_device=True, zero_stage=2, deepspeed=config), job)
     if is_refused:
-        with pytest.raises(StrategyError, match="zero2 with an offloaded optimizer cannot start here: there is no C"):
+        with pytest.raises(
+            StrategyError, match="zero2 with an offloaded optimizer cannot start on this machine: there is no C"
+        ):
             strategy.accelerator_context(timeout=timedelta(minutes=1))
     else:
         strategy.accelerator_context(timeout=timedelta(minutes=1))

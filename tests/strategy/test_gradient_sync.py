@@ -68,7 +68,7 @@ def test_a_gradient_that_takes_half_of_what_is_left_is_kept_whole_and_counted():
     assert (found.reduces_every_microbatch, found.unsharded_gradient_bytes) == (False, 32 * GB)
     assert found.reason == (
         "gradient accumulation: gradients are reduced once a step; until then each rank keeps the whole gradient of "
-        "32.0 GB, of the 64.0 GB that are left"
+        "32.0 GB, of the 64.0 GB left"
     )
 
 
@@ -77,12 +77,12 @@ def test_a_gradient_too_large_to_keep_whole_is_reduced_after_every_microbatch():
     assert (found.reduces_every_microbatch, found.unsharded_gradient_bytes) == (True, 0)
     assert found.reason == (
         "gradient accumulation: gradients are reduced after each of the 4 microbatches, since the whole gradient of "
-        "32.0 GB on each rank would take more than half of the 64.0 GB that are left for activations"
+        "32.0 GB on each rank would take more than half of the 64.0 GB left for activations"
     )
 
 
 def test_less_than_nothing_is_left_where_the_estimate_is_over_the_memory():
-    assert "half of the 0 B that are left" in choose(free_bytes=-5 * GB).reason
+    assert "half of the 0 B left" in choose(free_bytes=-5 * GB).reason
 
 
 def test_one_process_and_deterministic_runs_reduce_every_microbatch_regardless_of_free_memory():
@@ -95,7 +95,7 @@ def test_a_sum_in_bfloat16_is_the_last_resort():
         assert not choose(has_bf16_shards=True, **changed).reduces_every_microbatch
     found = choose(has_bf16_shards=True, free_bytes=0)
     assert found.reduces_every_microbatch
-    assert found.reason.endswith("; their sum is kept in bfloat16, as the weights are")
+    assert found.reason.endswith("; their sum is kept in bfloat16, like the weights")
 
 
 def test_a_fixed_gradient_reduction_is_neither_chosen_nor_logged():

@@ -39,7 +39,7 @@ def test_a_damaged_checkpoint_is_not_opened(folder):
     Run(folder).train(range(1))
     path = folder / "step-000001" / "model" / "00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
-    with pytest.raises(CheckpointError, match=r"model/00000\.safetensors does not have the digest"):
+    with pytest.raises(CheckpointError, match=r"model/00000\.safetensors does not match its digest"):
         open_checkpoint(folder / "step-000001")
 
 

@@ -227,7 +227,7 @@ def test_training_continues_with_a_warning_after_a_failed_save_if_so_configured(
     assert [type(checkpoint) for checkpoint in (first, last)] == [SavedCheckpoint] * 2
     assert [first.step, last.step] == [1, 3]
     assert [step for step, _ in warnings] == [2, 2, 2]
-    assert "Training continues, and the next save that is due tries again." in warnings[-1][1]
+    assert "Training continues with the next save." in warnings[-1][1]
     assert names(folder) == ["step-000001", "step-000003"]
 
 

@@ -78,7 +78,7 @@ def test_a_flipped_byte_is_found_by_reading_alone(write, listed):
     flip_last_byte(write(4) / "model" / "00000.safetensors")
     assert listed()["checkpoints"][0]["is_good"]
     (bad,) = listed(verifies=True)["checkpoints"]
-    assert bad["problems"] == ["model/00000.safetensors does not have the digest it was written with"]
+    assert bad["problems"] == ["model/00000.safetensors does not match its digest"]
 
 
 def test_a_folder_under_another_steps_name_is_bad(run, write, listed):
@@ -95,7 +95,7 @@ def test_the_quick_check_reads_every_file_except_tensors(write, listed, capsys):
     forge(write(12), "index.json", lambda value: [])
     forge(write(16), "manifest.json", lambda value: value | {"format_version": 3, "versions": {"finetune": "9.1.0"}})
     found = {each["step"]: each["problems"][0] for each in listed()["checkpoints"]}
-    assert found[4] == "progress.json does not have the digest it was written with"
+    assert found[4] == "progress.json does not match its digest"
     assert found[8].startswith("progress.json is invalid: step:")
     assert found[12].startswith("index.json is invalid:")
     assert "format 3, written by finetune 9.1.0" in found[16]
@@ -161,7 +161,7 @@ def test_verify_names_the_file_and_the_tensors_in_it(run, write, capsys):
     assert not verify_checkpoints(run, step=None)
     said = capsys.readouterr().out
     assert "step-000004: BAD" in said
-    assert "optimizer/00000.safetensors does not have the digest" in said
+    assert "optimizer/00000.safetensors does not match its digest" in said
     assert "head.weight/exp_avg" in said
     assert "step-000008: good, 5 files" in said
     assert verify_checkpoints(run, step=8)

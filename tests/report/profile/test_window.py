@@ -77,7 +77,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_the_table_stays(profile
     profile, events = profile(folder=tmp_path / "file" / "profile")
     train(profile)
     assert [type(event) for event in events] == [Warned, Profiled]
-    assert "the trace is not written" in events[0].message
+    assert "the trace could not be written" in events[0].message
     assert events[1].trace == ""
 
 

@@ -99,7 +99,7 @@ def test_a_bad_checkpoint_is_not_exported(moved, tmp_path):
     run = moved("full")
     weights = run / "checkpoints" / "step-000004" / "model" / "00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x07")
-    with pytest.raises(CheckpointError, match="does not have the digest"):
+    with pytest.raises(CheckpointError, match="does not match its digest"):
         export_checkpoint(run, step=None, to=tmp_path / "out", dtype=None)
 
 

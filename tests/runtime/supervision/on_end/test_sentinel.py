@@ -55,7 +55,7 @@ def test_output_without_end_is_cut():
     code, text = run("head -c 5000000 /dev/zero | tr '\\0' x")
     assert code == 0
     assert len(text) < 1.2e6
-    assert text.endswith("(cut after 1,048,576 of 5,000,000 bytes)")
+    assert text.endswith("(truncated after 1,048,576 of 5,000,000 bytes)")
 
 
 def test_secrets_and_control_characters_are_not_logged():
