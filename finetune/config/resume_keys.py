@@ -35,6 +35,7 @@ MUST_MATCH = (
     *("model.lora.init", "model.lora.layers", "model.lora.rank_pattern", "model.lora.alpha_pattern"),
     *("model.ia3", "model.ia3.target_modules", "model.ia3.feedforward_modules"),
     *("model.oft", "model.oft.block_size", "model.oft.dropout", "model.oft.target_modules"),
+    *("model.peft", "model.peft.type", "model.peft.values"),
     *("model.prompt_tuning", "model.prompt_tuning.num_tokens", "model.prompt_tuning.init_text"),
     *("model.prefix_tuning", "model.prefix_tuning.num_tokens", "model.adapter"),
     *("model.quantization", "model.quantization.method", "model.quantization.bits", "model.quantization.kind"),
@@ -134,7 +135,7 @@ MAY_DIFFER = (
 )
 
 RECORDED_UNLESS_DEFAULT = (
-    *("model.config", "model.rope_scaling", "model.lora.experts", "model.lora.router"),
+    *("model.peft", "model.config", "model.rope_scaling", "model.lora.experts", "model.lora.router"),
     *("data.train.delimiter", "data.train.quotes", "data.train.encoding", "data.train.records"),
     *("data.validation.delimiter", "data.validation.quotes", "data.validation.encoding", "data.validation.records"),
     *("task.embedding.loss", "task.embedding.temperature", "task.embedding.symmetric"),

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ def _build_meta_peft_model(model: PeftModel, config: PeftConfig, *, dtype: torch
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # other initializations read values, which the meta device lacks
     base = build_meta_model(unwrap_adapter(model), dtype=dtype)
-    with torch.device("meta"), keep_targets():
+    # BOFT reads the permutations that it computes from sizes
+    device = nullcontext() if config.peft_type == "BOFT" else torch.device("meta")
+    with device, keep_targets():
         return get_peft_model(base, config, low_cpu_mem_usage=True)
 
 

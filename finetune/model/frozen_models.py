@@ -105,7 +105,7 @@ def _cached_commit(section: ModelSection) -> str | None:
 _INITS_FROM_BASE = ("pissa", "olora", "loftq")
 """Initializations that move a part of the base into the adapters: the base alone is not the original model."""
 
-_ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"})
+_ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "adapter"})
 _KEYS_WITHOUT_EFFECT = frozenset(
     {"gradient_checkpointing", "activation_offload", "cache_folder", "freeze", "train_only"}
     | {"name", "revision", "tokenizer"}

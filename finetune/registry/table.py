@@ -80,6 +80,10 @@ class Table(Generic[EntryType]):
         hint = f"Did you mean `{near[0]}`?" if near else f"Known are {', '.join(self._entries)}."
         raise RegistryError(f"there is no {self.title} `{name}`. {hint}")
 
+    def get(self, name: str) -> EntryType | None:
+        """Return the entry; None for an unknown name."""
+        return self._entries.get(name)
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 

@@ -9,6 +9,7 @@ from finetune.config.formatting import did_you_mean, format_list
 from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
 from finetune.errors import Problem
+from finetune.registry.adapters import PEFT_TYPES
 from finetune.registry.tasks import TASKS, tasks_where
 from finetune.registry.trackers import TRACKERS
 
@@ -20,11 +21,11 @@ _MAX_INTEGER = 1 << 63
 _POSITION_VALUES = ("rope_scaling", "rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 """Values of a model's config that `model.rope_scaling` sets."""
 
-ADAPTERS = ("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter")
+ADAPTERS = ("lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "adapter")
 """Keys of `model` that train adapters instead of the model's own weights."""
 
-MERGEABLE = ("lora", "ia3", "oft", "adapter")
-"""Adapters that can be merged into the weights."""
+MERGEABLE = ("lora", "ia3", "oft", "peft", "adapter")
+"""Adapters that can be merged into the weights, those of peft by `registry.adapters`."""
 
 
 def adapter_of(config: RunConfig) -> str | None:
@@ -217,6 +218,27 @@ def quantization_is_supported(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"model.{kind}", "peft does not support it on torchao weights. Use `model.lora`.")
 
 
+def peft_type_can_be_trained(config: RunConfig) -> Iterator[Problem]:
+    """The type of another adapter is one that trains weights, and that is merged only if that is exact."""
+    section = config.model.peft
+    if section is None:
+        return
+    entry = PEFT_TYPES.get(section.type)
+    if entry is not None and entry.refusal:
+        yield Problem("model.peft.type", f"`{section.type}`: {entry.refusal}.")
+    elif config.export.merge and not (entry is not None and entry.is_merged_exactly):
+        names = format_list(each.name for each in PEFT_TYPES if each.is_merged_exactly)
+        message = f"a merge of `{section.type}` is not known to be exact; that of {names} is. Leave `merge` out."
+        yield Problem("export.merge", message)
+    for name in _SET_BY_FINETUNE:
+        if name in section.values:
+            yield Problem(f"model.peft.values.{name}", "it is set by finetune. Remove it.")
+
+
+_SET_BY_FINETUNE = ("task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision", "auto_mapping")
+"""Values of a config of peft that no job writes."""
+
+
 def feedforward_modules_are_targets(config: RunConfig) -> Iterator[Problem]:
     """IA3's feed-forward modules are among its targets."""
     ia3 = config.model.ia3
@@ -245,5 +267,6 @@ ADAPTER_RULES = (
     lora_init_fits,
     quantization_is_supported,
     feedforward_modules_are_targets,
+    peft_type_can_be_trained,
     new_tokens_are_trained,
 )

@@ -21,6 +21,7 @@ from finetune.config.section import (
     Width,
     key,
 )
+from finetune.registry.adapters import trainable_types
 from finetune.registry.attention import ATTENTIONS
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -101,6 +102,18 @@ class OftSection(Section):
     block_size: Width = key("Size of the orthogonal blocks; it must divide the input size of every adapted layer.", 32)
     dropout: float = key("Dropout of blocks.", 0.0, ge=0.0, lt=1.0)
     target_modules: Strings | Literal["all-linear"] = key("As in `model.lora`.", "all-linear")
+
+
+class PeftSection(Section):
+    """Another adapter of peft, with the arguments of its config; what is known of each is in docs/adapters.md."""
+
+    type: Name = key(
+        f"Its type, by peft's name: {', '.join(f'`{name}`' for name in trainable_types())} are proven; others run on "
+        "one process and under DDP."
+    )
+    values: dict[str, Any] = key(
+        "Arguments of its config class: `{r: 8, alpha: 16, target_modules: [q_proj, v_proj]}` for `loha`.", {}
+    )
 
 
 class PromptTuningSection(Section):
@@ -226,6 +239,7 @@ class ModelSection(NamedSection):
     )
     ia3: Ia3Section | None = key("Learned scales on activations (IA3).", None)
     oft: OftSection | None = key("Orthogonal adapters (OFT).", None)
+    peft: PeftSection | None = key("Another adapter of peft, such as LoHa, LoKr, VeRA or BOFT.", None)
     prompt_tuning: PromptTuningSection | None = key("Learned tokens before the text.", None)
     prefix_tuning: PrefixTuningSection | None = key("Learned keys and values before the text.", None)
     adapter: Path | None = key(

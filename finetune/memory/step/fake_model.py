@@ -29,7 +29,7 @@ def with_method(section: ModelSection, method: Method, *, gradient_checkpointing
     """Return the section for this training method; keeps its own adapter and quantization if they fit the method."""
     changed: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
     if method == "full":
-        changed |= dict.fromkeys(("lora", "ia3", "oft", "prompt_tuning", "prefix_tuning", "adapter"))
+        changed |= dict.fromkeys(("lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "adapter"))
         changed["quantization"] = None
     else:
         if adapter_config(section) is None:

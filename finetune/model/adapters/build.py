@@ -29,6 +29,7 @@ from finetune.config.sections.model import (
     Ia3Section,
     LoraSection,
     OftSection,
+    PeftSection,
     PrefixTuningSection,
     PromptTuningSection,
 )
@@ -49,6 +50,7 @@ from finetune.model.adapters.lora import (
     lora_config,
     record_initial_factors,
 )
+from finetune.model.adapters.other import peft_config, require_trained
 from finetune.model.adapters.targets import INITS_FROM_BASE
 from finetune.model.adapters.upstream import keep_targets
 from finetune.model.freeze import peft_exclude_pattern
@@ -149,7 +151,8 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
     method = _METHODS[Path if isinstance(adapter, Path) else type(adapter)]
     try:
         config = method.config(model, adapter, context)
-        with nullcontext() if isinstance(adapter, Path) else keep_targets():
+        with nullcontext() if isinstance(adapter, Path) else keep_targets(), torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(derive_seed(context.seed, "adapters", method.key))
             adapted = get_peft_model(model, config, adapter_name=ADAPTER_NAME, revision=context.revision)
     except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
         raise ModelError(f"model.{method.key}: {error_summary(error)} {format_candidates(model)}") from error
@@ -292,6 +295,7 @@ _METHODS: Mapping[type, _Method] = {
     LoraSection: _Method("lora", lora_config, _init_lora),
     Ia3Section: _Method("ia3", ia3_config, no_op),  # peft initializes it with ones
     OftSection: _Method("oft", oft_config, check_oft_blocks),
+    PeftSection: _Method("peft", peft_config, require_trained),
     PromptTuningSection: _Method("prompt_tuning", prompt_config, init_prompt),
     PrefixTuningSection: _Method("prefix_tuning", prefix_config, init_prefix),
     Path: _Method("adapter", saved_adapter_config, load_saved_weights),

@@ -18,13 +18,14 @@ from finetune.config.sections.model import (
     LoraSection,
     ModelSection,
     OftSection,
+    PeftSection,
     PrefixTuningSection,
     PromptTuningSection,
 )
 from finetune.errors import ModelError
 from finetune.runtime.parameters import InitContext
 
-AdapterConfig = LoraSection | Ia3Section | OftSection | PromptTuningSection | PrefixTuningSection | Path
+AdapterConfig = LoraSection | Ia3Section | OftSection | PeftSection | PromptTuningSection | PrefixTuningSection | Path
 """An adapter section; a path is the folder of an adapter to continue training."""
 
 
@@ -32,7 +33,7 @@ def adapter_config(section: ModelSection) -> AdapterConfig | None:
     """Return the adapter configured by the job; None if the model's own weights are trained."""
     if section.adapter is not None:
         return Path(section.adapter)
-    return section.lora or section.ia3 or section.oft or section.prompt_tuning or section.prefix_tuning
+    return section.lora or section.ia3 or section.oft or section.peft or section.prompt_tuning or section.prefix_tuning
 
 
 def has_adapter(model: nn.Module) -> bool:

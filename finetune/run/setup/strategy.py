@@ -17,6 +17,7 @@ from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
 from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
 from finetune.model.loading.architecture import load_model_config
+from finetune.registry.adapters import PEFT_TYPES, trainable_types
 from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.setup.padding_free import resolve_padding_free, why_padded
@@ -195,7 +196,33 @@ def _is_not_4bit_bitsandbytes(config: RunConfig) -> bool:
 
 _FSDP = ("fsdp1", "fsdp2", "hsdp")
 
+_ZERO = ("zero1", "zero2", "zero3")
+
+
+def _is_unproven_adapter(config: RunConfig) -> bool:
+    section = config.model.peft
+    entry = None if section is None else PEFT_TYPES.get(section.type)
+    return section is not None and (entry is None or not entry.is_proven_sharded)
+
+
+def _is_other_adapter(config: RunConfig) -> bool:
+    return config.model.peft is not None
+
+
 _LIMITS = (
+    _Limit(
+        "model.peft",
+        (*_ZERO, "fsdp1", "hsdp"),
+        _is_other_adapter,
+        "only adapters with a section of their own are proven there. Launch with accelerate_configs/fsdp2.yaml or "
+        "ddp.yaml, or write `model.lora`.",
+    ),
+    _Limit(
+        "model.peft of this type",
+        ("fsdp2",),
+        _is_unproven_adapter,
+        f"only {', '.join(trainable_types())} are proven with sharded weights. Launch with ddp.yaml.",
+    ),
     _Limit(
         "model.new_tokens with model.lora",
         ("zero3",),
