@@ -22,7 +22,7 @@ from finetune.config.formatting import closest, format_list, job_yaml
 from finetune.config.limits import MAX_FILE_BYTES, MAX_LISTED, MAX_RESOLVED_VALUES
 from finetune.config.overrides import OverrideResult, apply_overrides, override_label
 from finetune.config.paths import is_url, path_problems, with_absolute_paths
-from finetune.config.plugins import activate_options, load_plugins, missing_options
+from finetune.config.plugins import activate_options, load_plugins, missing_options, untrusted_plugins
 from finetune.config.rules import rule_problems
 from finetune.config.rules.files import file_problems
 from finetune.config.rules.versions import rename_keys, rename_overrides, version_problem
@@ -301,7 +301,8 @@ def load_resolved(run: pathlib.Path, overrides: Sequence[str] = ()) -> LoadedCon
     overridden = apply_overrides(document.values, rename_overrides(overrides))
     if overridden.problems:
         raise ConfigError(overridden.problems, path.name)
-    if plugin_problems := load_plugins(overridden.values, pathlib.Path.cwd()):
+    untrusted = [] if "plugins" in overridden.sources else untrusted_plugins(overridden.values)
+    if plugin_problems := untrusted or load_plugins(overridden.values, pathlib.Path.cwd()):
         raise ConfigError(plugin_problems, path.name)
     try:
         config = with_absolute_paths(RunConfig.model_validate(overridden.values), pathlib.Path.cwd())

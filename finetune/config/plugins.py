@@ -1,5 +1,6 @@
 """Imports the plugins of a job before it is validated, so that their names and options are known."""
 
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -82,6 +83,31 @@ def load_plugins(values: Mapping[str, Any], folder: pathlib.Path) -> list[Proble
             problems.append(Problem(key, message))
     clear_schemas()
     return problems
+
+
+TRUSTED_VARIABLE = "FINETUNE_PLUGINS"
+
+
+def untrusted_plugins(values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each plugin that the config of a run folder names and that its reader has not allowed.
+
+    Allowed are installed distributions that declare plugins, and what the variable FINETUNE_PLUGINS names.
+    """
+    written = values.get("plugins")
+    names = [name for name in written if isinstance(name, str)] if isinstance(written, list) else []
+    if not names:
+        return []
+    declared = [point for group in plugins.TABLES for point in plugins.entry_points(group)]
+    trusted = {
+        *os.environ.get(TRUSTED_VARIABLE, "").split(os.pathsep),
+        *(name for point in declared for name in (point.module, plugins.distribution_text(point).partition(" ")[0])),
+    }
+    message = "a run folder names this code, which is not imported for that. If you trust it, set {}={}."
+    return [
+        Problem(f"plugins.{number}", message.format(TRUSTED_VARIABLE, name))
+        for number, name in enumerate(names)
+        if name not in trusted
+    ]
 
 
 def _title(entry: Entry) -> str:

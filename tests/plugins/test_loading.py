@@ -9,7 +9,8 @@ import textwrap
 import pytest
 
 from finetune.commands.plugins import list_plugins
-from finetune.config.load import load_config
+from finetune.config.explain import resolved_yaml
+from finetune.config.load import load_config, load_resolved
 from finetune.config.plugins import plugin_identities
 from finetune.config.schema import json_schema, reference_markdown
 from finetune.errors import ConfigError
@@ -247,9 +248,22 @@ def test_plugins_are_registered_without_torch(installed, job):
     assert ended.stdout == "False\n"
 
 
-def test_a_resolved_job_is_the_same_job(installed, load, tmp_path):
-    from finetune.config.explain import resolved_yaml
+def test_a_run_folder_imports_no_file_that_its_reader_has_not_allowed(job, load, monkeypatch):
+    file = job.parent / "mine.py"
+    file.write_text(FOCAL)
+    run = job.parent / "run"
+    run.mkdir()
+    (run / "resolved.yaml").write_text(resolved_yaml(load("plugins=[./mine.py]", "task.loss=my_focal")))
+    unload_plugins()
+    with pytest.raises(ConfigError) as error:
+        load_resolved(run)
+    assert "a run folder names this code, which is not imported for that" in str(error.value)
+    assert f"set FINETUNE_PLUGINS={file}." in str(error.value) and loaded_plugins() == ()
+    monkeypatch.setenv("FINETUNE_PLUGINS", str(file))
+    assert load_resolved(run).config.task.loss == "my_focal"
 
+
+def test_a_resolved_job_is_the_same_job(installed, load, tmp_path):
     loaded = load("task.loss=focal", "plugin_options={focal: {gamma: 1.5}}", "plugins=[fancy_finetune.small]")
     path = tmp_path / "resolved.yaml"
     path.write_text(resolved_yaml(loaded))
