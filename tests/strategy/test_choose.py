@@ -163,6 +163,6 @@ def test_an_update_within_the_backward_pass_is_for_one_process(elsewhere):
 @pytest.mark.parametrize("flat", [{"fsdp_version": 1}, {"zero_stage": 2}])
 def test_rounding_by_rows_needs_rows(flat):
     job = JobSettings(**PLAIN, rounds_by_position=True)
-    with pytest.raises(StrategyError, match=r"flattened parts\. Launch .*fsdp2\.yaml"):
+    with pytest.raises(StrategyError, match=r"flattened shards to the optimizer\. Launch .*fsdp2\.yaml"):
         choose_strategy(launched(**flat), job)
     assert choose_strategy(launched(fsdp_version=2), job).name == "fsdp2"
