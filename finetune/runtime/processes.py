@@ -57,6 +57,16 @@ class ForkBlockingSignals(multiprocessing.context.ForkContext):
     Process = _BlockingSignals
 
 
+def exit_with_pipe(descriptor: int) -> None:
+    """Have this process exit at once when the other end of the pipe is closed, as it is when its holder dies."""
+
+    def wait() -> None:
+        os.read(descriptor, 1)
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def exit_with_parent() -> None:
     """End this process when its parent ends in any way; otherwise it would wait for work forever."""
     parent = parent_process()

@@ -1,10 +1,8 @@
 """The process that prepares a stream's windows during training: those in use and a few prefetched ones."""
 
-import os
 import pickle
 import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator, Sequence
@@ -22,7 +20,6 @@ from finetune.data.token_cache.integrity import DamagedSet
 from finetune.data.token_cache.store import Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
-from finetune.runtime.processes import ignore_run_signals
 from finetune.runtime.text.library_output import quiet_libraries
 
 NUM_KEPT_WINDOWS = 2
@@ -54,10 +51,8 @@ class StreamJob:
 def main() -> None:
     """Prepare windows for the processes that request them until all have exited; the job is read from standard input.
 
-    Also exits with the process that started it, which holds the other end of the pipe given as argument.
+    `windows.ProducerProcess` starts it.
     """
-    threading.Thread(target=_end_with_starter, args=(int(sys.argv[1]),), daemon=True).start()
-    ignore_run_signals()
     quiet_libraries(is_main=False)
     serve(pickle.load(sys.stdin.buffer))
 
@@ -183,8 +178,3 @@ def _is_transient(error: DataError) -> bool:
     cause = error.__cause__
     permanent = (FileNotFoundError, PermissionError, DataError, ValueError, EOFError)
     return isinstance(error, UnreadableRows) and cause is not None and not isinstance(cause, permanent)
-
-
-def _end_with_starter(pipe: int) -> None:
-    os.read(pipe, 1)
-    os._exit(0)

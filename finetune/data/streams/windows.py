@@ -21,7 +21,16 @@ from finetune.runtime.supervision.heartbeat import keep_alive
 
 T = TypeVar("T")
 
-_COMMAND = "from finetune.data.streams.producer import main; main()"
+_COMMAND = """
+import sys
+from finetune.runtime.processes import exit_with_pipe, ignore_run_signals
+ignore_run_signals()
+exit_with_pipe(int(sys.argv[1]))
+from finetune.data.streams.producer import main
+main()
+"""
+"""The program of a producer: before torch is imported, which takes seconds, it ends when it should."""
+
 _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 2.0
 """Waiting for a window is logged after this time."""

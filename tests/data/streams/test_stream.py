@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import time
 
 import fsspec
 import numpy as np
@@ -18,6 +19,7 @@ from finetune.data.sources.source import open_source
 from finetune.data.streams import producer as stream_maker
 from finetune.data.streams.producer import NUM_KEPT_WINDOWS, make_window, serve
 from finetune.data.streams.stream import StreamOrder, stream_view
+from finetune.data.streams.windows import _COMMAND
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError
@@ -321,6 +323,18 @@ def test_a_process_that_ends_again_and_again_is_given_up(streams, monkeypatch):
     pool = streams.open()
     with pytest.raises(DataError, match=r"data\.train: the process that prepares windows exited 3 times.*code 3"):
         pool.order.samples(0, 1)
+
+
+def test_a_stream_process_that_is_still_importing_exits_with_its_starter(streams, monkeypatch):
+    importing = _COMMAND.replace("from finetune.data.streams.producer import main", "import time; time.sleep(60)")
+    assert "sleep" in importing
+    monkeypatch.setattr("finetune.data.streams.windows._COMMAND", importing)
+    pool = streams.open()
+    process = maker_of(pool)
+    started = time.monotonic()
+    pool.samples.windows.close()
+    assert process.code == 0
+    assert time.monotonic() - started < 30
 
 
 def flip(path, *, offset=-1):
