@@ -113,7 +113,7 @@ def test_a_failing_watchdog_is_logged_once_and_ends_the_run_if_it_keeps_failing(
         def wait(self, seconds: float) -> bool:
             return False
 
-    watched.dog.look = look
+    watched.dog.check = look
     watched.dog._is_over = NoWait()
     with pytest.raises(Left) as left:
         watched.dog.run()
