@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from finetune.errors import ModelError, TrainingError
+from finetune.export import merge as merging
 from finetune.export.merge import merge
 
 pytestmark = [
@@ -213,7 +214,7 @@ def test_threads_merge_the_same_bits_in_the_same_order(build, kind, monkeypatch)
     weights = dict(model.named_parameters())
     found = []
     for number in (1, 4):
-        monkeypatch.setattr("finetune.export.merge.num_threads_for", lambda item_bytes, number=number: number)
+        monkeypatch.setattr(merging, "num_threads_for", lambda item_bytes, number=number: number)
         found.append(merge(model, weights, dtype=torch.bfloat16).weights)
     assert list(found[0]) == list(found[1])
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

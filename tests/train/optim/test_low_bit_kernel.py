@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from finetune.config.sections.train import OptimizerSection
 from finetune.model import compilation
-from finetune.train.optim import low_bit
+from finetune.train.optim import low_bit, optimizers
 from finetune.train.optim.optimizers import begin_step, build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import list_parameters
 from tests.devices import EVERY_DEVICE
@@ -120,10 +120,10 @@ def test_plain_operators_on_a_gpu_are_warned_about(monkeypatch):
         list_parameters(nn.Linear(64, 4)), OptimizerSection(state_dtype="int8"), learning_rate=0.1
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("finetune.train.optim.optimizers.missing_triton_toolchain", lambda: "triton is not installed")
+    monkeypatch.setattr(optimizers, "missing_triton_toolchain", lambda: "triton is not installed")
     assert "but triton is not installed. Falling back to plain operators" in slow_update_warning(optimizer)
     assert slow_update_warning(torch.optim.AdamW([torch.zeros(1)])) is None
-    monkeypatch.setattr("finetune.train.optim.optimizers.missing_triton_toolchain", lambda: None)
+    monkeypatch.setattr(optimizers, "missing_triton_toolchain", lambda: None)
     assert slow_update_warning(optimizer) is None
 
 
