@@ -162,4 +162,6 @@ def as_job(job: JobLike) -> Job:
         return load_job(job)
     if isinstance(job, Mapping):
         return Job(**job)
-    raise UserError(f"`{type(job).__name__}` is no job. Give a Job, the path of a job file, or a dict of its sections.")
+    raise UserError(
+        f"`{type(job).__name__}` is not a job. Give a Job, the path of a job file, or a dict of its sections."
+    )

@@ -21,7 +21,7 @@ PENDING_FOLDERS = (_PENDING,)
 
 
 def take_objects(value: Any, *, key: str = "") -> tuple[Any, dict[str, Any], list[Problem]]:
-    """Return the value as plain YAML values, the objects in it by dotted key, and what is no value of a job.
+    """Return the value as plain YAML values, the objects in it by dotted key, and a problem for each unusable value.
 
     An object is replaced by a path that does not exist; `with_paths` replaces it by the path of its file.
     """

@@ -75,7 +75,7 @@ def _checked_reporters(reporters: Iterable[Callable[[Any], object]]) -> Sequence
 def _train_on_ranks(job: Job, overrides: Overrides, *, num_processes: int, accelerate_file: Path | None) -> RunResult:
     """Start the ranks by the command line, print their output, and return the result that they left in the folder."""
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
-        raise UserError(f"num_processes: {num_processes!r} is no number of processes. Write 1 or more.")
+        raise UserError(f"num_processes: {num_processes!r} is not a number of processes. Write 1 or more.")
     if is_launched(os.environ) or find_ranks(os.environ) is not None:
         raise UserError("num_processes: a launcher has started this process already. Leave num_processes out.")
     run = job.load(overrides).config.run

@@ -138,7 +138,7 @@ def load_plugin(name: str, folder: pathlib.Path) -> tuple[Plugin, ...]:
         return tuple(dict.fromkeys(load_entry_point(point) for point in points))
     hint = f" A file begins with `./`: `./{name}`." if name.endswith(".py") else ""
     raise RegistryError(
-        f"`{name}` is no module that can be imported here, and no installed distribution with plugins.{hint} "
+        f"`{name}` is neither a module that can be imported here nor an installed distribution with plugins.{hint} "
         "`finetune plugins` lists those that are installed."
     )
 

@@ -118,7 +118,7 @@ def test_rows_may_stand_wherever_a_path_does(tmp_path):
         ([{"text": "a"}, "b"], "data.train: row 2 is of type `str`, not a dict of its columns."),
         ([{"text": torch.zeros(2)}], "data.train: row 1 cannot be written as JSON"),
         ([{"text": float("nan")}], "data.train: row 1 cannot be written as JSON"),
-        (lambda: 3, "data.train: `int` is no iterable of rows"),
+        (lambda: 3, "data.train: `int` is not an iterable of rows"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(rows(2))}), "Give one of them: 'train'"),
         (datasets.Dataset.from_list(rows(2)).to_pandas(), "datasets.Dataset.from_pandas"),
         (datasets.Dataset.from_list([]), "data.train: the dataset has no rows"),

@@ -110,7 +110,7 @@ def test_an_unknown_name_is_an_attribute_error():
         (lambda: finetune.train("job.yaml", override={}), "there is no argument `override`. Did you mean `overrides`?"),
         (lambda: finetune.generate("run", [], max_tokens=3), "Did you mean `max_new_tokens`?"),
         (lambda: finetune.check("job.yaml", colour=1), "It takes `job`, `overrides` and `num_processes`."),
-        (lambda: finetune.check(3), "`int` is no job."),
+        (lambda: finetune.check(3), "`int` is not a job."),
     ],
 )
 def test_an_unknown_argument_is_an_error_with_a_suggestion(call, message):

@@ -115,7 +115,7 @@ def test_a_plain_process_starts_ranks_of_its_own(tmp_path, trained, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_processes": 0}, "num_processes: 0 is no number of processes"),
+        ({"num_processes": 0}, "num_processes: 0 is not a number of processes"),
         ({"num_processes": 2, "reporters": [print]}, "events are in other processes"),
         ({"accelerate": "zero9"}, "Did you mean"),
     ],

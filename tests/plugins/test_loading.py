@@ -179,7 +179,7 @@ def test_a_plugin_that_fails_is_one_message_with_its_line_and_leaves_nothing(job
     [
         ("./absent.py", "cannot be read: No such file or directory"),
         ("./", "is not a regular file that ends with `.py`"),
-        ("no_such_module", "is no module that can be imported here"),
+        ("no_such_module", "is neither a module that can be imported here"),
         ("mine.py", "A file begins with `./`: `./mine.py`."),
     ],
 )

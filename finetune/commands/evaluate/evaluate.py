@@ -166,7 +166,7 @@ def evaluate_with_harness(
     """Measure the tasks (names, separated by commas), print their metrics and write all results to the file.
 
     A checkpoint of a run is exported for it, to a folder that is removed afterwards. In one process; raises UserError
-    for several, and for a model that is no causal one, MissingPackage without lm-eval.
+    for several, and for a model without a causal LM head, MissingPackage without lm-eval.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--lm-eval: run it in one process, without `accelerate launch`.")

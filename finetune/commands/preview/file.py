@@ -356,7 +356,7 @@ _FORMATS_BY_NAMES = ("messages", "conversations", "preference", "prompt_completi
 
 
 def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
-    """Yield the keys `format` and `columns` that may fit these rows, most likely first; the first guess is no keys."""
+    """Yield the keys `format` and `columns` that may fit these rows, most likely first; the first guess has no keys."""
     yield {}
     names = {str(name).strip().lower(): str(name) for name in reversed(list(rows[0]))}
     for form in _FORMATS_BY_NAMES:

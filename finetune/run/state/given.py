@@ -34,9 +34,9 @@ def write_rows(given: Any, folder: Path, *, key: str) -> Path:
         raise DataError(f"{key}: a `{name}` has several splits. Give one of them: {', '.join(map(repr, rows))}.")
     is_table = name == "Dataset" and hasattr(rows, "to_parquet")
     if not is_table and hasattr(rows, "columns") and hasattr(rows, "iloc"):
-        raise DataError(f"{key}: a `{name}` is no iterable of rows. Write `datasets.Dataset.from_pandas(table)`.")
+        raise DataError(f"{key}: a `{name}` is not an iterable of rows. Write `datasets.Dataset.from_pandas(table)`.")
     if isinstance(rows, str | bytes) or not hasattr(rows, "__iter__"):
-        raise DataError(f"{key}: `{name}` is no iterable of rows. Rows are dicts, in a list or any other iterable.")
+        raise DataError(f"{key}: `{name}` is not an iterable of rows. Rows are dicts, in a list or any other iterable.")
     folder.mkdir(parents=True, exist_ok=True)
     staging = temporary_path(folder / "rows")
     try:
