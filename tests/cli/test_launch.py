@@ -58,4 +58,6 @@ def test_next_answers_with_its_exit_code(typed, tmp_path):
     run = tmp_path / "run"
     for code, expected in ((0, 0), (2, 2), (1, 75), (143, 1)):
         answer = typed("launch", "next", "--run", run, "--since", 0, "--exit-code", code, "--max-restarts", 1)
-        assert answer[0] == expected and answer[1].startswith("finetune: the job is")
+        assert answer[0] == expected and answer[1].startswith(
+            ("finetune: the job is over", "finetune: restart the job")
+        )

@@ -184,7 +184,7 @@ def test_a_merged_model_is_cut_into_files_and_written_in_the_type_asked_for(buil
 
 def test_an_adapter_that_cannot_be_merged_is_rejected_with_the_reason(build, export, tmp_path):
     prompts = get_peft_model(build(), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    with pytest.raises(ModelError, match="trains virtual tokens or keys and changes no weight"):
+    with pytest.raises(ModelError, match="trains virtual tokens or keys and does not change weights"):
         export(prompts, merge=True)
     vera = get_peft_model(build(), VeraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(ModelError, match=r"of type VERA cannot be merged\. Supported: ADALORA, IA3"):

@@ -15,7 +15,12 @@ import pytest
 from finetune.launch.local import run_ranks
 
 ROOT = Path(__file__).parents[2]
-PARENT = "import sys; from finetune.launch.local import run_ranks; sys.exit(run_ranks(sys.argv[1:], num_processes=2))"
+PARENT = """
+import signal, sys
+from finetune.launch.local import run_ranks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started pytest may ignore it
+sys.exit(run_ranks(sys.argv[1:], num_processes=2))
+"""
 WAITING = """
 import os, signal, sys, time
 from pathlib import Path

@@ -27,5 +27,5 @@ def test_a_missing_scikit_learn_is_reported_with_the_install_command(monkeypatch
 
 
 def test_many_written_files_are_summarized_in_one_line(tmp_path):
-    paths = [tmp_path / "job.yaml", *(tmp_path / "train" / label / "1.png" for label in "abcd")]
-    assert list(format_written(paths)) == [str(tmp_path / "job.yaml"), f"4 files in {tmp_path / 'train'}"]
+    paths = [tmp_path / "job.yaml", *(tmp_path / "train" / label / "1.png" for label in "abcdef")]
+    assert list(format_written(paths)) == [str(tmp_path / "job.yaml"), f"6 files in {tmp_path / 'train'}"]

@@ -165,7 +165,7 @@ def test_a_word_without_tokens_is_rejected_if_there_is_no_unknown_token(tokenize
 def test_rows_without_words_or_with_unknown_tags(encoder):
     empty, wrong, other = encoder([{"tokens": [], "tags": []}, {"tokens": ["a"], "tags": ["X"]}, {"text": "a"}])
     assert empty is None
-    assert "no class `X`; there are `O`, `B-LOC`, `I-LOC`" in str(wrong)
+    assert "no class `X`; the classes are `O`, `B-LOC`, `I-LOC`" in str(wrong)
     assert "Use `format: tagged`" in str(other)
 
 

@@ -213,7 +213,7 @@ def test_a_folder_whose_process_is_killed_is_not_called_another_model(verify, bu
     killed = lambda words, log: subprocess.Popen(["sh", "-c", "kill -9 $$"], stdin=subprocess.PIPE)  # noqa: E731
     monkeypatch.setattr(verifier, "start_program", killed)
     with pytest.raises(
-        ExportError, match=r"(?s)could not be verified\. It was renamed .* exited with signal 9"
+        ExportError, match=r"(?s)could not be verified when loaded.* It was renamed .* exited with signal 9"
     ) as raised:
         verify(build("llama untied"))
     assert "differs from the trained model" not in str(raised.value)
@@ -249,7 +249,7 @@ def test_the_tolerance_of_a_model_that_amplifies_rounding_is_its_own_rounding_er
     said = verify(deep_mixture, dtype_trained="bfloat16")
     distance = float(re.search(r"logits of 4 rows within (\S+),", said)[1])
     assert distance > 3e-2 * 7**0.5
-    assert "was allowed, twice what the rounding of bfloat16 changes in this model" in said
+    assert "was allowed, twice the effect of rounding" in said
 
 
 @pytest.mark.full
@@ -306,7 +306,7 @@ def test_a_merge_is_compared_with_the_adapter(verify, mixture):
 
 
 def test_a_merge_that_lacks_the_adapter_of_one_expert_is_found(verify, mixture, merge_without_one_expert):
-    with pytest.raises(ExportError, match=r"(?s)its logits differ from the trained model's by .*a merge"):
+    with pytest.raises(ExportError, match=r"(?s)its logits differ from the trained model's by .*\(merging"):
         verify(mixture, merge=True)
 
 

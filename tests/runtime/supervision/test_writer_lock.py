@@ -12,8 +12,8 @@ from finetune.runtime.supervision import status, writer_lock
 from finetune.runtime.supervision.writer_lock import FILES, is_locked, lock_run_folder, require_free_names
 
 MAKE = {
-    "is a folder and not a file": lambda path: path.mkdir(),
-    "is a named pipe and not a file": os.mkfifo,
+    "is a folder, not a file": lambda path: path.mkdir(),
+    "is a named pipe, not a file": os.mkfifo,
     "is a broken link": lambda path: path.symlink_to("nowhere"),
     "cannot be read": lambda path: path.symlink_to(path),
 }
@@ -30,7 +30,7 @@ def test_a_run_file_path_that_is_not_a_file_is_rejected_by_name(tmp_path, name, 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_of_the_run_that_is_a_file_is_refused_by_name(tmp_path, name):
     (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match=f"{tmp_path / name} is a file and not a folder"):
+    with pytest.raises(UserError, match=f"{tmp_path / name} is a file, not a folder"):
         require_free_names(tmp_path)
 
 

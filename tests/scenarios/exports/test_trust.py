@@ -51,7 +51,7 @@ def test_a_run_s_record_does_not_let_code_run_and_the_caller_does(given, tmp_pat
             command()
         assert not (tmp_path / "canary").exists(), name
     for command in commands.values():
-        assert command(trust_remote_code=True) in (0, None)
+        assert command(trust_remote_code=True) in (0, None, tmp_path / "out")
     assert (tmp_path / "canary").exists()
 
 

@@ -116,13 +116,13 @@ def test_validation_rows_that_are_damaged_are_not_measured(run, job, monkeypatch
 def test_a_run_does_not_resume_if_its_rows_become_other_tokens(run, job, monkeypatch):
     """Files, tokenizer and options are the same and a library is another one: only the contents tell."""
     run("first", "train.stop_after_steps=2")
-    assembled = chunks._assembled
+    assembled = chunks._assemble_chunk
 
-    def otherwise(recipe, kept, seen):
-        for _, sample in kept:
+    def otherwise(plan, trainable, counts):
+        for _, sample in trainable:
             sample.arrays["input_ids"][0] ^= 1
-        return assembled(recipe, kept, seen)
+        return assembled(plan, trainable, counts)
 
-    monkeypatch.setattr(chunks, "_assembled", otherwise)
+    monkeypatch.setattr(chunks, "_assemble_chunk", otherwise)
     with pytest.raises(CheckpointError, match="would resume on other data"):
         run("first", f"data.cache_folder={job.parent}/other")

@@ -185,7 +185,7 @@ def test_a_preview_shows_each_answer_and_a_wrong_argument_its_line(job, capsys):
     (job.parent / "wrong.yaml").write_text(text)
     line = text.splitlines().index("    efort: 1") + 1
     with pytest.raises(
-        DataError, match=rf"^line {line}, data\.chat_template_arguments\.efort: the chat template never"
+        DataError, match=rf"^line {line}, data\.chat_template_arguments\.efort: the chat template does not read it"
     ):
         preview(job.parent / "wrong.yaml", [], num_rows=2, html=None, start=0)
 
