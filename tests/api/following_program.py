@@ -1,4 +1,4 @@
-"""A session that rank 0 leads, the others following, until rank 0 leaves it by an error of its own.
+"""After a first session, one that rank 0 leads, the others following, until rank 0 leaves it by an error of its own.
 
 python tests/api/following_program.py JOB.yaml RESULTS.json
 """
@@ -17,6 +17,8 @@ ROWS = [{"input_ids": [5, 6, 7], "weights": [0, 1, 1]}, {"input_ids": [8, 9]}]
 
 def main(job: Path, results: Path) -> None:
     found: dict[str, Any] = {}
+    with Session(job, overrides={"run.folder": "runs/earlier"}) as session:
+        found["earlier"] = take_job_steps(session, num_steps=1)
     try:
         with Session(job) as session:
             rank = session.rank

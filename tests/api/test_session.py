@@ -115,6 +115,7 @@ def test_ranks_follow_the_calls_of_rank_0_until_it_leaves(trained, tmp_path):
     paths = [tmp_path / f"results.{rank}.json" for rank in (0, 1)]
     assert all(path.exists() for path in paths), log.read_text()
     led, followed = (json.loads(path.read_text()) for path in paths)
+    assert largest_difference(led["earlier"], trained[1][:1]) < TOLERANCE  # of an earlier session in the same launch
     assert largest_difference(led["together"] + led["led"], trained[1][:3]) < TOLERANCE
     assert led["empty"] == "there are no rows. Pass at least one."
     assert "Functions must be importable." in led["lambda"] and led["samples"] == [3] and led["left"]
