@@ -58,8 +58,9 @@ def python(wheel, tmp_path_factory) -> Path:
 
 
 def run(python: Path, folder: Path, *words: str, answers: str = "") -> subprocess.CompletedProcess:
-    """Run the interpreter in the folder, without a path to this checkout."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """Run the interpreter in the folder, without a path to this checkout or what Accelerate has set in this process."""
+    foreign = ("PYTHONPATH", "ACCELERATE_", "FSDP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     result = subprocess.run(
         [str(python), *words],

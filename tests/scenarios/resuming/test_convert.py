@@ -94,7 +94,7 @@ def test_a_foreign_folder_gets_its_data_position_from_the_given_step(runs, tmp_p
     folder, back = tmp_path / "folder", emptied(runs["full"], tmp_path / "back")
     code, output = converted(tmp_path / "to.log", runs["full"], "--to", folder)
     assert code == 0, output
-    assert "does not hold the data position" in output
+    assert "does not contain the data position" in output
     (folder / "progress.json").unlink()  # as Accelerate itself would have left it
     code, output = converted(tmp_path / "wrong.log", back, "--from", folder, "--step", 3)
     assert code == 2
