@@ -57,9 +57,12 @@ def list_plugins(config: Path | None, overrides: Sequence[str]) -> None:
 def _print_job(loaded: LoadedConfig) -> None:
     used = {(group, entry.name) for group, entry in used_entries(loaded.config)}
     modules = {entry.plugin for _, entry in used_entries(loaded.config)}
-    for plugin in loaded_plugins():
-        if plugin.module not in modules and plugin.name not in loaded.config.plugins:
-            continue
+    plugins = [
+        plugin for plugin in loaded_plugins() if plugin.module in modules or plugin.name in loaded.config.plugins
+    ]
+    if not plugins:
+        print(f"{loaded.path.name} uses no plugin")
+    for plugin in plugins:
         print(f"{plugin.name}: {plugin.identity}")
         for group, entry in entries_of(plugin.module):
             print(f"  {group} {entry.name}{'' if (group, entry.name) in used else '  (not used by this job)'}")
