@@ -257,7 +257,8 @@ def _intruded(outcome: Outcome, *, folder: Path, before: set[str]) -> str | None
             is_ours = text.startswith(f"('{sys.executable}'") and any(worker in text for worker in OWN_WORKERS)
             if not is_ours and not any(f"'{name}'" in text or f"/{name}'" in text for name in HARMLESS_PROGRAMS):
                 return f"started {text}"
-        elif text != str(folder) and not text.startswith(allowed):  # the folder itself: whether it could be written
+        elif Path(text) not in (folder, *folder.parents) and not text.startswith(allowed):
+            # These folders themselves: whether they could be written, as `run.folder: ..` needs.
             return f"{event} {text}"
     return None
 

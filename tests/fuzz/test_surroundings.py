@@ -187,7 +187,7 @@ def test_a_closed_descriptor_is_not_taken_by_the_next_file():
     ("around", "code", "message"),
     [
         (surroundings.FULL_OUTPUT, 2, "the disk is full"),
-        (surroundings.FULL_DISK, 0, "| `run.hang_after_seconds` |"),
+        (surroundings.FULL_DISK, 0, "# Every key of a job file"),
         (surroundings.BROKEN_OUTPUT, CLOSED_PIPE, ""),
         (surroundings.BROKEN_STREAMS, CLOSED_PIPE, ""),
         (surroundings.CLOSED_OUTPUT, 0, ""),
