@@ -4,6 +4,8 @@
 Dettmers et al., 2023, arXiv:2305.14314; CUDA moves them to the memory of the host while the GPU needs their space.
 """
 
+from typing import Any
+
 import torch
 
 from finetune.errors import ModelError
@@ -13,13 +15,13 @@ from finetune.train.optim.optimizers import OptimizerInputs
 
 def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     """Return bitsandbytes' 8-bit AdamW; raises MissingPackage if it is missing, ModelError on unsupported devices."""
-    bitsandbytes = require("bitsandbytes", extra="quantization", purpose="train.optimizer.name: adamw_8bit")
+    bitsandbytes = _bitsandbytes(inputs)
     if not torch.cuda.is_available() and not _is_on_cpu("bitsandbytes::optimizer_update_8bit_blockwise"):
         raise ModelError(
             f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
             f"{bitsandbytes.__version__} does not support it on CPUs. Write `name: adamw` with `state_dtype: int8`."
         )
-    return _of_bitsandbytes("AdamW8bit", inputs)
+    return _build(bitsandbytes.optim.AdamW8bit, inputs)
 
 
 def paged_adamw(inputs: OptimizerInputs) -> torch.optim.Optimizer:
@@ -38,27 +40,26 @@ def adamw_4bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     Parameters of fewer than 4,096 elements, or whose number of elements is not a multiple of 128, keep moments in full.
     The first step compiles the update: with triton on a GPU, with a C++ compiler on a CPU.
     """
-    optim = require("torchao.optim", extra="torchao", purpose="train.optimizer.name: adamw_4bit")
-    optimizer: torch.optim.Optimizer = optim.AdamW4bit(
-        inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
-    )
-    return optimizer
+    torchao_optim = require("torchao.optim", extra="torchao", purpose="train.optimizer.name: adamw_4bit")
+    return _build(torchao_optim.AdamW4bit, inputs)
 
 
 def _paged(class_name: str, inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    name = inputs.section.name
-    require("bitsandbytes", extra="quantization", purpose=f"train.optimizer.name: {name}")
+    bitsandbytes = _bitsandbytes(inputs)
     if not torch.cuda.is_available():
         raise ModelError(
-            f"train.optimizer.name: {name} needs a CUDA GPU, whose driver moves the pages, and none was found. "
-            "Write `name: adamw`."
+            f"train.optimizer.name: {inputs.section.name} needs a CUDA GPU, whose driver moves the pages, and none was "
+            "found. Write `name: adamw`."
         )
-    return _of_bitsandbytes(class_name, inputs)
+    return _build(getattr(bitsandbytes.optim, class_name), inputs)
 
 
-def _of_bitsandbytes(class_name: str, inputs: OptimizerInputs) -> torch.optim.Optimizer:
-    bitsandbytes = require("bitsandbytes", extra="quantization", purpose="train.optimizer.name")
-    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, class_name)(
+def _bitsandbytes(inputs: OptimizerInputs) -> Any:
+    return require("bitsandbytes", extra="quantization", purpose=f"train.optimizer.name: {inputs.section.name}")
+
+
+def _build(optimizer_class: Any, inputs: OptimizerInputs) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = optimizer_class(
         inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
     )
     return optimizer
