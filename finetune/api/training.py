@@ -90,7 +90,8 @@ def _train_on_ranks(job: Job, overrides: Overrides, *, num_processes: int, accel
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         log = Path(scratch) / "output"
-        process = start_child(command, log=log, environment={"PYTHONPATH": _search_path()})
+        search_path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)  # the ranks find plugins, too
+        process = start_child(command, log=log, environment={"PYTHONPATH": search_path})
         try:
             errors = _print_until_end(process, log)
         finally:
@@ -130,8 +131,3 @@ def _print_until_end(process: "subprocess.Popen[bytes]", log: Path) -> str:
     if interrupt is not None:
         raise interrupt
     return "".join(error_lines)
-
-
-def _search_path() -> str:
-    """Return where this process finds modules: its plugins are found by the ranks, too."""
-    return os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)

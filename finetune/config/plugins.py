@@ -79,7 +79,8 @@ def load_plugins(values: Mapping[str, Any], folder: pathlib.Path) -> list[Proble
                 message = f"`{points[0].value}`, imported for it, registers no {table.title} `{name}`. Tell its author."
                 problems.append(Problem(key, message))
         elif name in table and any(plugin.module == table[name].plugin for plugin in plugins.loaded_plugins()):
-            message = f"it is from a plugin that this job does not name. Add `plugins: [{_title(table[name])}]`."
+            plugin_name = plugins.plugin_of(table[name]).name
+            message = f"it is from a plugin that this job does not name. Add `plugins: [{plugin_name}]`."
             problems.append(Problem(key, message))
     clear_schemas()
     return problems
@@ -108,10 +109,6 @@ def untrusted_plugins(values: Mapping[str, Any]) -> list[Problem]:
         for number, name in enumerate(names)
         if name not in trusted
     ]
-
-
-def _title(entry: Entry) -> str:
-    return plugins.plugin_of(entry).name
 
 
 def _named_entries(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Table[Any]]]:

@@ -44,5 +44,5 @@ def find_deepspeed_file(written: str, *, accelerate_file: Path | None) -> Path:
     if path.is_absolute() or path.is_file():
         return path
     folders = () if accelerate_file is None else accelerate_file.absolute().parents[:2]
-    places = [*(folder / path for folder in (*folders, _HOME)), _HOME / "ds_configs" / path]
-    return next((place for place in places if place.is_file()), path)
+    candidates = [*(folder / path for folder in (*folders, _HOME)), _HOME / "ds_configs" / path]
+    return next((candidate for candidate in candidates if candidate.is_file()), path)

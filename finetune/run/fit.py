@@ -23,13 +23,14 @@ from finetune.run.flops import device_price, peak_flops
 from finetune.run.profiling import profile_parts
 from finetune.run.setup.loop import make_parts, remove_stop_file
 from finetune.run.state.resume import RestoredRun
-from finetune.run.supervision import FINAL_REASONS, Supervision
+from finetune.run.supervision import Supervision
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
 from finetune.runtime.progress import Progress
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.choose import describe_strategy
 from finetune.strategy.protocol import Strategy
+from finetune.train.early_stopping import FINAL_REASONS
 from finetune.train.loop import report_steps, train
 from finetune.train.parts import TrainingComponents
 from finetune.train.stopping import STOP_FILE

@@ -39,11 +39,8 @@ from finetune.runtime.supervision.status import StatusFile, exit_from_error, ope
 from finetune.runtime.supervision.watchdog import Watchdog, running_watchdog
 from finetune.runtime.supervision.writer_lock import lock_run_folder
 from finetune.runtime.text.terminal import printable
-from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
+from finetune.train.early_stopping import FINAL_REASONS
 from finetune.train.stopping import FAILED_SAVE, SPOT_NOTICE
-
-FINAL_REASONS = (FINISHED, EARLY_STOPPING)
-"""Why a run may end so that its model is final; after a signal or a limit the run is to be resumed."""
 
 ON_END_LOG = "on_end.log"
 

@@ -8,6 +8,9 @@ from finetune.runtime.progress import Progress
 
 FINISHED, EARLY_STOPPING = "finished", "early stopping"
 
+FINAL_REASONS = (FINISHED, EARLY_STOPPING)
+"""Why a run may end so that its model is final; after a signal or a limit the run is to be resumed."""
+
 
 class NeverStop:
     """No early stopping."""

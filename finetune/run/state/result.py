@@ -12,7 +12,7 @@ from finetune.runtime.files.read import read_json
 from finetune.runtime.progress import Progress
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
 from finetune.runtime.supervision.status import STATUS_FILE
-from finetune.train.early_stopping import EARLY_STOPPING, FINISHED
+from finetune.train.early_stopping import FINAL_REASONS
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,20 @@ class RunResult:
     @property
     def is_finished(self) -> bool:
         """Return whether the run is over; otherwise the same call resumes it."""
-        return self.reason in (FINISHED, EARLY_STOPPING)
+        return self.reason in FINAL_REASONS
 
 
 def result_of_run(folder: Path, *, reason: str, progress: Progress) -> RunResult:
     """Return the result of the run in the folder that has come so far."""
     final = folder / FINAL_FOLDER
-    is_over = reason in (FINISHED, EARLY_STOPPING)
-    checkpoint = layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER)
-    metrics = dict(progress.last_metrics)
-    return RunResult(folder, reason, progress.step, metrics, checkpoint, final if is_over and final.is_dir() else None)
+    return RunResult(
+        folder,
+        reason,
+        progress.step,
+        metrics=dict(progress.last_metrics),
+        checkpoint=layout.newest_checkpoint(folder / CHECKPOINTS_FOLDER),
+        final=final if reason in FINAL_REASONS and final.is_dir() else None,
+    )
 
 
 def read_result(folder: Path) -> RunResult:
