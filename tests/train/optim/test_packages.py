@@ -45,6 +45,7 @@ def test_paged_moments_without_a_gpu_are_refused_with_the_setting_to_write(name)
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["paged_adamw", "paged_adamw_8bit"])
 def test_paged_moments_take_a_step_on_a_gpu(name):
     pytest.importorskip("bitsandbytes")
