@@ -44,6 +44,11 @@ def outcome_of(run: Running) -> list[str]:
     return [line for line in lines if " UTC " not in line]
 
 
+def has_trained(run: Running) -> bool:
+    """Return whether the sentinel knows that the training has begun."""
+    return any('"has_trained": true' in path.read_text() for path in run.folder.glob(".on_end-*.json"))
+
+
 def assert_nothing_was_left(said: list[str]) -> None:
     assert [line for line in said if line.startswith("State:") and "Z" not in line] == []
 
@@ -86,7 +91,7 @@ def test_rank_0_is_killed_and_the_command_waits_for_the_other_one(begin):
 @pytest.mark.distributed
 def test_all_processes_are_killed_at_once(begin):
     run = begin("ddp", name="end-all", overrides=[*QUIET, on_end()], faults="data step=3 do=sleep")
-    run.until(lambda: run.status().get("state") == "running" and len(run.pids()) == 2)
+    run.until(lambda: has_trained(run) and len(run.pids()) == 2)  # killed earlier, the start would have failed
     for pid in [run.process.pid, *run.pids()]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
