@@ -1,8 +1,10 @@
-"""Tries every model type of transformers for every task from a tiny config, and prints which train: docs/models.md.
+"""Tries every model type of transformers for every task from a tiny config, and prints which train.
+
+The page is docs/reference/models.md.
 
     python benchmarks/model_table.py                                    # about an hour on two cores; resumes
     python benchmarks/model_table.py --tasks causal --only llama bert   # these only, tried again
-    python benchmarks/model_table.py --page docs/models.md              # the page from the recorded results
+    python benchmarks/model_table.py --page docs/reference/models.md    # the page from the recorded results
 
 Each case is `finetune train` in a fork of a process that has imported everything, under limits of CPU time and memory:
 two steps of full fine-tuning on samples of different lengths, and an export that a fresh process verifies. A second run
@@ -374,14 +376,15 @@ model type and a task that transformers has a head for were trained, whole and f
 of different lengths, the export verified in a fresh process, and the loss of the first step the same with one sample
 per microbatch. Another {num_missing} pairs were not tried (`?`); `embedding` is asked of the types of the text tasks.
 
-`free`: samples share rows without padding ([speed](speed.md)). `padded`: they are padded; the number below gives the
-reason, and without a number the task always pads. `random`: the model draws random numbers besides dropout, so that its
-loss differs by chance. `images` have one size. `refused`, `failed`: below. Empty: transformers has no such head.
+`free`: samples share rows without padding ([speed](../concepts/speed.md)). `padded`: they are padded; the number
+below gives the reason, and without a number the task always pads. `random`: the model draws random numbers besides
+dropout, so that its loss differs by chance. `images` have one size. `refused`, `failed`: below. Empty: transformers
+has no such head.
 """
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return docs/models.md."""
+    """Return docs/reference/models.md."""
     known = {task: set(column.model_types()) for task, column in COLUMNS.items()}
     by_type: dict[str, dict[str, Result]] = defaultdict(dict)
     for each in results:

@@ -1,12 +1,12 @@
 """Step time against the number of GPUs: where each strategy stops paying, and the model beside published runs.
 
-    python benchmarks/scaling.py                                 # all tables of docs/scaling.md, as text
+    python benchmarks/scaling.py                                 # all tables of docs/proof/scaling.md, as text
     python benchmarks/scaling.py --gpu A100-80GB --network-gbit 800 --model 8B [--global-batch 1024] [--samples 2]
     python benchmarks/scaling.py --facts doctor.json --model job.yaml
     python benchmarks/scaling.py --plot curves.png               # needs the extra `plots`
     python benchmarks/scaling.py --fit                           # the one fitted number, without each source in turn
     python benchmarks/scaling.py --gloo                          # steps of this machine's processes beside the model
-    python benchmarks/scaling.py --markdown                      # writes the tables into docs/scaling.md
+    python benchmarks/scaling.py --markdown                      # writes the tables into docs/proof/scaling.md
 
 `--json` prints the chosen tables as JSON. `--model` is 1B, 8B or 70B of Llama 3, or a job file. `--facts` is what
 `finetune doctor --json` printed on the machines; `--gpu` then names the kind of GPU whose memory bandwidth is taken.
@@ -34,7 +34,7 @@ from scaling_model.machines import Machine, listed, measured, usual  # noqa: E40
 from scaling_model.models import BY_NAME, Model, model_of  # noqa: E402
 from scaling_model.tables import Table, curve_table, fit_table, page_tables, paying_table  # noqa: E402
 
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "proof" / "scaling.md"
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def filled(page: str) -> str:
 
     def table(found: re.Match[str]) -> str:
         if found[1] not in tables:
-            raise UserError(f"docs/scaling.md: there is no table `{found[1]}`. There are: {', '.join(tables)}.")
+            raise UserError(f"docs/proof/scaling.md: there is no table `{found[1]}`. There are: {', '.join(tables)}.")
         return f"<!-- table {found[1]} -->\n{tables[found[1]].markdown()}\n<!-- end -->"
 
     return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)

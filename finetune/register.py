@@ -5,7 +5,7 @@
     @register.loss("focal", options=FocalOptions)
     def focal(log_probabilities, labels, batch, *, options): ...
 
-docs/plugins.md says what each function is called with and what it returns.
+docs/how-to/plugins.md says what each function is called with and what it returns.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""docs/clusters.md names only keys, commands, options and files that exist."""
+"""docs/how-to/clusters.md names only keys, commands, options and files that exist."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from finetune.cli.app import app
 from finetune.config.schema import all_keys
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "clusters.md").read_text(encoding="utf-8")
 SECTIONS = ("run", "model", "data", "task", "train", "checkpoint", "evaluate", "report", "export")
 COMMANDS = re.findall(r"\bfinetune ((?:launch [a-z]+|train|doctor|check|sweep|verify \w+))([^`\n|]*)", PAGE)
 
@@ -35,7 +35,7 @@ def test_every_command_and_its_options_exist():
 
 def test_every_file_exists():
     files = set(re.findall(r"\b((?:accelerate_configs|ds_configs|docs)/[\w.-]+|\.container/[\w.]+)", PAGE))
-    linked = {f"docs/{link}" for link in re.findall(r"\]\(([^)#:]+)\)", PAGE)}
+    linked = {f"docs/how-to/{link}" for link in re.findall(r"\]\(([^)#:]+)\)", PAGE)}
     assert len(files) >= 8 and linked
     assert sorted(file for file in files | linked if not (ROOT / file).exists()) == []
 

@@ -1,1 +1,1 @@
-"""The scaling model: what `benchmarks/scaling.py` computes, prints and checks. The page: docs/scaling.md."""
+"""The scaling model: what `benchmarks/scaling.py` computes, prints and checks. The page: docs/proof/scaling.md."""

@@ -37,7 +37,7 @@ def listed(gpu: str, *, per_node: int = 8, network_gbit: float | None = None, na
 
 
 def usual() -> tuple[Machine, ...]:
-    """Return the machines that docs/scaling.md is drawn for."""
+    """Return the machines that docs/proof/scaling.md is drawn for."""
     return (
         listed("H100-80GB", network_gbit=3200, name="8x H100, InfiniBand 8 x 400 Gbit/s"),
         listed("A100-80GB", network_gbit=1600, name="8x A100-80GB, InfiniBand 8 x 200 Gbit/s"),

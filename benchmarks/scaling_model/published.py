@@ -1,7 +1,7 @@
 """Published runs of one model on several numbers of GPUs, and what the model says of each.
 
 Two errors: of the level, the modeled speed against the measured one, and of the change, the same relative to the first
-number of GPUs of the series. Scaling is the change; the level is that of `finetune plan` (docs/planning.md).
+number of GPUs of the series. Scaling is the change; the level is that of `finetune plan` (docs/how-to/planning.md).
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Series:
     memory_bandwidth: float | None = None  # where the source's differs from the table's
     hsdp_shards: int | None = None
     is_counted: bool = True  # False: the source leaves open what the model has to know
-    is_explained: bool = False  # far off for a reason that docs/scaling.md gives
+    is_explained: bool = False  # far off for a reason that docs/proof/scaling.md gives
 
     @property
     def has_one_microbatch(self) -> bool:

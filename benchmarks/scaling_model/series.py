@@ -1,4 +1,4 @@
-"""The published runs, each as its source has it. docs/scaling.md says what the sources leave open."""
+"""The published runs, each as its source has it. docs/proof/scaling.md says what the sources leave open."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -125,7 +125,7 @@ SERIES: Sequence[Series] = (
 
 
 def counted() -> list[Series]:
-    """Return the series with several numbers of GPUs that the errors of docs/scaling.md are of."""
+    """Return the series with several numbers of GPUs that the errors of docs/proof/scaling.md are of."""
     return [each for each in SERIES if each.is_counted and not each.is_explained and len(each.points) > 1]
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md and of the terminal."""
+"""The tables of docs/proof/scaling.md and of the terminal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +113,7 @@ def shards_table(machines: Sequence[Machine], models: Mapping[str, Model] = BY_N
 
 
 def page_tables() -> Mapping[str, Table]:
-    """Return the tables of docs/scaling.md by the names of their places."""
+    """Return the tables of docs/proof/scaling.md by the names of their places."""
     machines = usual()
     infiniband, _, ethernet = machines
     return {

@@ -100,7 +100,7 @@ def plan(
     """Plan a job before paying for GPUs: what fits, how long a step and the job take, and what they cost.
 
     Memory is predicted by running the job's own step without weights, for every strategy. Exit code 1 where the job
-    fits on none of the GPUs. What is assumed is printed, and explained in docs/planning.md.
+    fits on none of the GPUs. What is assumed is printed, and explained in docs/how-to/planning.md.
     """
     options = plan_command.PlanOptions(
         gpus=gpus,
@@ -136,7 +136,7 @@ def rehearse(
 
     Checks both files for the real number of processes, makes the architecture small, reads real rows, takes a few
     steps under the strategy, kills the run, resumes it, exports and verifies the result. Prints what was made small,
-    what was verified and what was not. Loads no weights and touches no run folder. See docs/rehearse.md.
+    what was verified and what was not. Loads no weights and touches no run folder. See docs/how-to/rehearse.md.
     """
     request = rehearse_command.Request(
         config, tuple(override or ()), accelerate, processes, steps, keep, time_limit_minutes=time_limit

@@ -32,7 +32,7 @@ def add_to(main: typer.Typer) -> None:
 def plugins(config: Job = None, override: Overrides = None) -> None:
     """List the plugins that are installed, from where, and conflicts; with --config also what the job imports.
 
-    An installed plugin is imported only where a job names it. See docs/plugins.md.
+    An installed plugin is imported only where a job names it. See docs/how-to/plugins.md.
     """
     plugins_command.list_plugins(config, override or [])
 

@@ -36,7 +36,7 @@ def report(
 ) -> None:
     """Write report.html of a run again: one page with its curves, answers, data and config.
 
-    Training writes it, too, while it runs. See docs/reports.md.
+    Training writes it, too, while it runs. See docs/how-to/reports.md.
     """
     report_command.report(run, png=png, price=price)
 
@@ -58,6 +58,6 @@ def compare(
 ) -> None:
     """Compare runs: results, time and money to a level, config and environment, and whether their losses are the same.
 
-    Works on unfinished runs, too. See docs/reports.md.
+    Works on unfinished runs, too. See docs/how-to/reports.md.
     """
     compare_command.compare_runs(runs, html=html, png=png, json=json, metric=metric, level=level, price=price)

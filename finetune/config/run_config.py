@@ -42,7 +42,8 @@ class RunConfig(Section):
         (),
     )
     plugin_options: PluginOptions = key(
-        "The options of plugins, under the name that they add: `{my_loss: {gamma: 2.0}}`; see docs/plugins.md.", None
+        "The options of plugins, by the name that they add: `{my_loss: {gamma: 2.0}}`; see docs/how-to/plugins.md.",
+        None,
     )
 
 

@@ -213,5 +213,5 @@ def _start_sentinel(section: OnEndSection | None, sentinel: RunSentinel, *, log:
     if 1 in (os.getpid(), os.getppid()):
         log(
             "warning: run.on_end: this looks like the first process of a container or like a service of systemd, which "
-            "kill all that a run leaves behind, and the command with it. See docs/interruptions.md."
+            "kill all that a run leaves behind, and the command with it. See docs/how-to/interruptions.md."
         )

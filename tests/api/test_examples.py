@@ -1,4 +1,4 @@
-"""The examples of docs/session.md learn what they are about, on the quickstart's model."""
+"""The examples of docs/how-to/session.md learn what they are about, on the quickstart's model."""
 
 import re
 import sys

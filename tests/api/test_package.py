@@ -91,7 +91,7 @@ def test_a_function_keeps_its_name_though_a_folder_of_the_package_has_it():
 
 
 def test_the_page_names_every_function_with_its_arguments():
-    page = (Path(finetune.__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (Path(finetune.__file__).parents[1] / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert [name for name in finetune.__all__ if name not in page and name != "__version__"] == []
     for name in ("train", "check", "prepare", "evaluate", "load_job"):
         first, *others = inspect.signature(getattr(finetune, name)).parameters

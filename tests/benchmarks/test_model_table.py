@@ -1,4 +1,4 @@
-"""docs/models.md is what the script makes of its results for this transformers; a sample of its rows still holds."""
+"""docs/reference/models.md is made from the results for this transformers; a sample of its rows still holds."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from benchmarks import model_table
 from benchmarks.model_table import COLUMNS, FAILED, REFUSED, ROOT, TRAINED, Result
 from tests.launching import capture
 
-PAGE = (ROOT / "docs" / "models.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "models.md").read_text()
 ROWS = {
     cells[0]: dict(zip(COLUMNS, cells[1:], strict=True))
     for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines())

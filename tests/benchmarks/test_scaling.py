@@ -26,7 +26,7 @@ ODD = {
     **{("MPT-1B", 32): 0.22, ("MPT-70B", 128): 0.26, ("MPT-70B", 64): 0.13},
     **{("MPT-30B", 16): 0.14, ("MPT-30B", 32): 0.14},
 }
-"""Changes that docs/scaling.md names as missed: a bad run, and microbatches that grow several times over."""
+"""Changes that docs/proof/scaling.md names as missed: a bad run, and microbatches that grow several times over."""
 
 
 def name(series):
@@ -158,7 +158,7 @@ def test_facts_without_a_link_or_a_known_gpu_are_refused():
 
 
 def test_the_page_has_the_tables_that_the_code_computes():
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page = (ROOT / "docs" / "proof" / "scaling.md").read_text()
     assert all(f"<!-- table {table} -->" in page for table in page_tables())
     assert scaling.filled(page) == page, "run `python benchmarks/scaling.py --markdown`"
 

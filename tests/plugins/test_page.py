@@ -1,4 +1,4 @@
-"""The example of docs/plugins.md is complete, short, and does what the page says."""
+"""The example of docs/how-to/plugins.md is complete, short, and does what the page says."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from finetune.report.history import read_events
 from tests.launching import capture
 from tests.small_job import JOB, write_job
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "plugins.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_supported_accelerate_files_are_accepted(tmp_path, monkeypatch, values):
 
 
 def test_tensor_parallelism_with_fsdp2_still_fails_upstream():
-    """Once it does not, decide anew: docs/clusters.md names the script that was run."""
+    """Once it does not, decide anew: docs/how-to/clusters.md names the script that was run."""
     assert "from transformers.integrations.tensor_parallel import ReplicateParallel" in inspect.getsource(
         Accelerator._prepare_tp
     )

@@ -217,7 +217,7 @@ def _calibrated(
     if run is None or expected is None:
         return machines, [
             f"Efficiency is assumed: matrix products reach {TRAINING_SHARE:.0%} of the speed of the GPU's largest ones "
-            "(`matmul_share` in the table). Published runs differ from this by up to 25%: docs/planning.md."
+            "(`matmul_share` in the table). Published runs differ from this by up to 25%: docs/how-to/planning.md."
         ]
     factor = expected / run.tokens_per_second
     line = (

@@ -46,7 +46,7 @@ class SourceSection(Section):
     )
     name: Name | None = key("Hub dataset name.", None)
     source: SourceName | None = key(
-        "A source of rows that a plugin adds, in place of `path` and `name`; see docs/plugins.md.", None
+        "A source of rows that a plugin adds, in place of `path` and `name`; see docs/how-to/plugins.md.", None
     )
     config: Name | None = key("Configuration of the hub dataset.", None)
     revision: Name | None = key("Branch, tag or commit of the hub dataset.", None)

@@ -105,7 +105,7 @@ class OftSection(Section):
 
 
 class PeftSection(Section):
-    """Another adapter of peft, with the arguments of its config; what is known of each is in docs/adapters.md."""
+    """Another adapter of peft, with the arguments of its config; what is known of each: docs/how-to/adapters.md."""
 
     type: Name = key(
         f"Its type, by peft's name: {', '.join(f'`{name}`' for name in trainable_types())} are proven; others run on "

@@ -80,7 +80,7 @@ class RunSection(Section):
     )
     on_end: OnEndSection | Command | None = key(
         "Command that each machine runs when the run is over there: a text, such as `sudo shutdown -h now`, or a "
-        "section. See docs/interruptions.md.",
+        "section. See docs/how-to/interruptions.md.",
         None,
     )
     strategy: StrategyName | None = key(

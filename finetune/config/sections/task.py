@@ -170,7 +170,8 @@ class TaskSection(Section):
 
     name: TaskName = key(TASKS.describe())
     loss: TokenLossName | None = key(
-        "A loss of predicted tokens that a plugin adds, in place of the cross-entropy; see docs/plugins.md.", None
+        "A loss of predicted tokens that a plugin adds instead of the cross-entropy; see docs/how-to/plugins.md.",
+        None,
     )
     label_smoothing: Share = key(
         "Fraction of the probability that is spread evenly over all classes or tokens (Szegedy et al., 2015, "

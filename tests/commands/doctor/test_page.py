@@ -1,11 +1,11 @@
-"""docs/doctor.md lists every check."""
+"""docs/how-to/doctor.md lists every check."""
 
 import re
 from pathlib import Path
 
 from finetune.commands import doctor
 
-PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "doctor.md"
 CALL = re.compile(r'(?:must_fix|should_fix|note|finding|Finding)\(\s*"([a-z0-9-]+)",')
 
 

@@ -1,4 +1,4 @@
-"""The cost model against throughputs that others have measured and published. docs/planning.md has the same table.
+"""The cost model against throughputs that others have published. docs/how-to/planning.md has the same table.
 
 `PYTHONPATH=.:benchmarks python -m tests.commands.plan.test_published` prints it.
 """

@@ -20,7 +20,7 @@ from tests.live_bytes import peak_memory
 
 CAPPED = LogitTransform(scale=0.5, soft_cap=3.0)
 CHUNK_MEGABYTES = {"cpu": 67.2, "cuda": 512.0}
-"""What docs/speed.md says; 64 MiB are 67.1 MB."""
+"""What docs/concepts/speed.md says; 64 MiB are 67.1 MB."""
 
 MEASURED = pytest.mark.parametrize(
     ("vocabulary", "hidden"),

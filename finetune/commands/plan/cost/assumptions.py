@@ -7,7 +7,7 @@ Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpus/specific
 
 TRAINING_SHARE = 0.77
 """Share of the speed of the largest matrix products that all products of a model, including attention, reach. Chosen so
-that the errors against published throughputs (docs/planning.md) are centered on 0."""
+that the errors against published throughputs (docs/how-to/planning.md) are centered on 0."""
 
 MEMORY_SHARE = 0.8
 """Share of the memory's bandwidth that element-wise kernels reach."""
