@@ -56,6 +56,12 @@ class PlannedJob:
         return self.config.model.gradient_checkpointing
 
     @property
+    def max_position_tokens(self) -> int:
+        """Return the maximum number of tokens of a position: of a sample, or of a pack."""
+        batching, longest = self.config.data.batching, self.config.data.max_length or 1
+        return batching.tokens or longest if batching.by != "samples" else longest
+
+    @property
     def compute_bytes(self) -> int:
         """Return the bytes of an element in matrix products."""
         return _BYTES[self.train.precision]

@@ -25,6 +25,9 @@ from finetune.strategy.reconcile import find_conflicts
 NEARLY_FASTEST = 1.07
 """A simpler strategy is preferred if its step is at most this much slower: the cost model is no more accurate."""
 
+MAX_MICROBATCH_TOKENS = 1 << 21
+"""No larger microbatch is planned, unless it is one sample: it is no faster, and takes minutes to trace."""
+
 _SIMPLEST_FIRST: tuple[StrategyName, ...] = (
     "single",
     "ddp",
@@ -122,7 +125,8 @@ def plan_strategy(
     if reason is not None:
         return StrategyPlan(strategy, layout, reason=reason)
     try:
-        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        max_size = max(1, MAX_MICROBATCH_TOKENS // job.max_position_tokens)
+        sizes = [size for size in range(1, min(share, max_size) + 1) if share % size == 0]
         fit = memory.largest_fit(layout, usable_bytes=hardware.usable_bytes, sizes=sizes)
     except ModelError as error:
         return StrategyPlan(strategy, layout, reason=unpredictable(error))

@@ -7,6 +7,8 @@ import pytest
 from finetune.commands.plan.hardware import parse_hardware
 from finetune.commands.plan.result import Plan
 from finetune.commands.plan.strategies import StrategyPlan, accelerate_file
+from finetune.memory.layout import Layout, Prediction
+from tests.commands.plan.estimates import LlamaEstimate
 
 Planned = Callable[..., Plan]
 
@@ -42,6 +44,18 @@ def test_125m_on_one_t4_takes_one_process_and_the_whole_batch_at_once(planned: P
     assert best is not None and best.strategy == "single" and best.layout.microbatch_size == 64
     assert by_name(plan)["ddp"].reason == "for several GPUs"
     assert any("T4 has no bf16 units" in sentence for sentence in plan.assumptions)
+
+
+@pytest.mark.parametrize(("length", "largest"), [(1_000_000, 2), (4_000_000, 1)])
+def test_a_microbatch_of_several_million_tokens_is_never_traced(planned: Planned, length: int, largest: int):
+    sizes = []
+
+    def predict(layout: Layout) -> Prediction:
+        sizes.append(layout.microbatch_size)
+        return LlamaEstimate(1_000_000, 1, 64, length=length)(layout)
+
+    plan = planned("125m", f"data.max_length={length}", gpus="1xH100-80GB", predict=predict)
+    assert plan.machines[0].best is not None and max(sizes) == largest
 
 
 def test_a_small_model_is_planned_with_ddp(planned: Planned):
