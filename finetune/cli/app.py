@@ -163,11 +163,17 @@ def preview(
 
 @app.command()
 @handle_errors
-def reference(config: OptionalConfig = None) -> None:
+def reference(
+    config: OptionalConfig = None,
+    into: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write a page per section here instead.")] = None,
+) -> None:
     """Print the reference of all keys of a job file, as Markdown; with --config, with those of the job's plugins."""
     if config is not None:
         config_load.load_config(config)  # its plugins add their keys
-    print(config_schema.reference_markdown(), end="")
+    if into is None:
+        print(config_schema.reference_markdown(), end="")
+    else:
+        config_schema.write_reference(into)
 
 
 @app.command()

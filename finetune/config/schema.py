@@ -1,8 +1,10 @@
-"""The JSON schema of the job YAML, descriptions of its values, and the reference page that is generated from it."""
+"""The JSON schema of the job YAML, descriptions of its values, and the reference that is generated from it."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, create_model
@@ -226,6 +228,27 @@ Made by `finetune reference` from the schema; do not edit.
 def reference_markdown() -> str:
     """Return the reference page: every key with its values, default and meaning."""
     return "\n".join([INTRODUCTION, *_sections(keys_of(run_schema()))])
+
+
+def reference_pages() -> dict[str, str]:
+    """Return the reference as pages by file name: `index.md`, and one for each section of the job.
+
+    A path of docs/ in it becomes a link relative to docs/reference/job/.
+    """
+    text = re.sub(r"(?<![`/])docs/([\w/-]+)\.md", r"[\1](../../\1.md)", reference_markdown())
+    first, own, *sections = re.sub(r"^#(#+ )", r"\1", text, flags=re.MULTILINE).split("\n# ")
+    pages = {re.findall(r"\w+", section)[0]: f"# {section.rstrip()}\n" for section in sections}
+    listed = [f"| [`{name}`]({name}.md) | {page.splitlines()[2]} |" for name, page in pages.items()]
+    contents = "\n".join(["## Sections", "", "| section | what it says |", "|---|---|", *listed])
+    index = f"{first}\n{contents}\n\n## {own.rstrip()}\n"
+    return {"index.md": index, **{f"{name}.md": page for name, page in pages.items()}}
+
+
+def write_reference(folder: Path) -> None:
+    """Write the pages of the reference into the folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in reference_pages().items():
+        (folder / name).write_text(page, encoding="utf-8")
 
 
 def json_schema() -> str:

@@ -211,6 +211,11 @@ def test_init_names_the_recipes_that_there_are(typed, tmp_path):
     assert "quickstart" in complaint
 
 
+def test_the_reference_is_written_as_a_page_per_section(typed, tmp_path):
+    assert typed("reference", "--into", str(tmp_path / "job"))[0] == 0
+    assert "| `train.learning_rate` |" in (tmp_path / "job" / "train.md").read_text()
+
+
 def test_reference_and_schema_are_printed(typed):
     assert "| `train.learning_rate` |" in typed("reference")[1]
     assert json.loads(typed("schema")[1])["title"] == "finetune job"

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from finetune.config.schema import all_keys, description_of, json_schema, node_at, reference_markdown
+from finetune.config.schema import all_keys, description_of, json_schema, node_at, reference_markdown, reference_pages
 
 
 def test_the_schema_of_a_key_is_the_same_by_itself_as_in_the_whole():
@@ -14,8 +14,17 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_committed_reference_is_the_generated_one():
-    committed = (DOCS / "reference.md").read_text(encoding="utf-8")
-    assert committed == reference_markdown(), "run `finetune reference > docs/reference.md`"
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "reference" / "job").iterdir()}
+    assert committed == reference_pages(), "run `finetune reference --into docs/reference/job`"
+
+
+def test_the_pages_of_the_reference_hold_every_line_of_the_whole():
+    pages = reference_pages()
+    assert {"index.md", "run.md", "model.md", "data.md", "task.md", "train.md"} <= set(pages)
+    rows = [line.partition(" | ")[0] for page in pages.values() for line in page.splitlines() if line.startswith("| `")]
+    whole = [line.partition(" | ")[0] for line in reference_markdown().splitlines() if line.startswith("| `")]
+    assert len(whole) > 200 and set(whole) <= set(rows)
+    assert all(page.startswith("# ") and page.endswith("\n") for page in pages.values())
 
 
 def test_the_committed_schema_is_the_generated_one():
