@@ -3,7 +3,7 @@
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,10 +126,7 @@ def tokens_per_second(history: RunHistory) -> float | None:
 class RunResult:
     """The result of one run so far; `final` and `best` are values of the objective's metric."""
 
-    name: str
-    values: Mapping[str, Any]
-    overrides: tuple[str, ...]
-    folder: Path
+    run: SweepRun
     outcome: Outcome
     final: float | None
     best: float | None
@@ -145,10 +142,7 @@ def read_result(run: SweepRun, outcome: Outcome, objective: Objective) -> RunRes
     measured = measurements(history, objective.metric)
     best_step, best = min(measured, key=lambda pair: objective.sort_key(pair[1]), default=(None, None))
     return RunResult(
-        name=run.name,
-        values=run.values,
-        overrides=run.overrides,
-        folder=run.folder,
+        run=run,
         outcome=outcome,
         final=measured[-1][1] if measured else None,
         best=best,
@@ -161,19 +155,16 @@ def read_result(run: SweepRun, outcome: Outcome, objective: Objective) -> RunRes
 
 def rank(results: Iterable[RunResult], objective: Objective) -> list[RunResult]:
     """Return finished runs first, then the others; among them the best final value first."""
-
-    def key(result: RunResult) -> tuple[bool, float, str]:
-        return result.outcome.state != FINISHED, objective.sort_key(result.final), result.name
-
-    return sorted(results, key=key)
+    return sorted(
+        results,
+        key=lambda result: (result.outcome.state != FINISHED, objective.sort_key(result.final), result.run.name),
+    )
 
 
 def best_of(ranked: Sequence[RunResult]) -> RunResult | None:
     """Return the best finished run; None if none has a value."""
-    for result in ranked:
-        if result.outcome.state == FINISHED and result.final is not None and not math.isnan(result.final):
-            return result
-    return None
+    finished = (result for result in ranked if result.outcome.state == FINISHED)
+    return next((result for result in finished if result.final is not None and not math.isnan(result.final)), None)
 
 
 def results_table(results: Sequence[RunResult], objective: Objective, *, swept: Sequence[str]) -> Table:
@@ -185,11 +176,16 @@ def results_table(results: Sequence[RunResult], objective: Objective, *, swept: 
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("status", overflow="fold")
     for result in results:
-        outcome = result.outcome
+        values, outcome = result.run.values, result.outcome
+        cells = []
+        for key in swept:
+            value = values.get(key)
+            shown = f"{value:.6g}" if isinstance(value, float) else shown_value(value)
+            cells.append(shown if key in values else ABSENT)
         first = next(iter(outcome.message.splitlines()), "")
         status = f"{outcome.state}: {first}" if first else outcome.state
         table.add_row(
-            *(_value(result.values[key]) if key in result.values else ABSENT for key in swept),
+            *cells,
             _number(result.final),
             _number(result.best),
             ABSENT if result.best_step is None else str(result.best_step),
@@ -199,10 +195,6 @@ def results_table(results: Sequence[RunResult], objective: Objective, *, swept: 
             Text(status, {FINISHED: "green", FAILED: "red"}.get(outcome.state, "")),
         )
     return table
-
-
-def _value(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else shown_value(value)
 
 
 def _number(value: float | None) -> str:
@@ -215,17 +207,18 @@ def closing_lines(
     """Yield the best run and how to use it, failed runs and unfinished ones; `again` is the command that continues."""
     best = best_of(results)
     if best is not None:
-        yield f"best: {best.name}, {objective.metric} {_number(best.final)} after step {best.step}"
+        folder = best.run.folder
+        yield f"best: {best.run.name}, {objective.metric} {_number(best.final)} after step {best.step}"
         if best.best_step not in (None, best.step) and best.best != best.final:
             yield f"  it was {_number(best.best)} at step {best.best_step}"
-        yield f"  its model: {best.folder / 'final'}"
-        yield f"  export it: {shlex.join(['finetune', 'export', str(best.folder), '--to', 'FOLDER'])}"
-        options = [word for override in best.overrides for word in ("--set", override)]
+        yield f"  its model: {folder / 'final'}"
+        yield f"  export it: {shlex.join(['finetune', 'export', str(folder), '--to', 'FOLDER'])}"
+        options = [word for override in best.run.overrides for word in ("--set", override)]
         words = redacted_command(["finetune", "--config", str(job), *options])
         yield f"  train with its values: {shlex.join(words)}"
     failed = [result for result in results if result.outcome.state == FAILED]
     for result in failed:
-        yield f"failed: {result.name}: {result.outcome.message}"
+        yield f"failed: {result.run.name}: {result.outcome.message}"
     if failed:
         yield f"after a fix, start the failed runs again: {shlex.join([*again, '--retry-failed'])}"
     num_open = sum(result.outcome.state not in (FINISHED, FAILED, PRUNED) for result in results)
@@ -238,30 +231,30 @@ def results_json(
 ) -> dict[str, Any]:
     """Return the sweep as plain JSON values; a number that is not finite is a string."""
     best = best_of(results)
+    runs = [
+        {
+            "name": result.run.name,
+            "values": redacted_config(dict(result.run.values)),
+            "folder": str(result.run.folder),
+            "state": result.outcome.state,
+            "message": result.outcome.message or None,
+            "final": _finite(result.final),
+            "best": _finite(result.best),
+            "best_step": result.best_step,
+            "step": result.step,
+            "num_steps": result.outcome.num_steps,
+            "seconds": round(result.seconds, 3),
+            "tokens_per_second": result.tokens_per_second,
+        }
+        for result in results
+    ]
     return {
         "folder": str(folder),
         "metric": objective.metric,
         "goal": "minimize" if objective.is_minimized else "maximize",
-        "best": best.name if best is not None else None,
+        "best": best.run.name if best is not None else None,
         "page": str(page) if page is not None else None,
-        "runs": [_result_json(result) for result in results],
-    }
-
-
-def _result_json(result: RunResult) -> dict[str, Any]:
-    return {
-        "name": result.name,
-        "values": redacted_config(dict(result.values)),
-        "folder": str(result.folder),
-        "state": result.outcome.state,
-        "message": result.outcome.message or None,
-        "final": _finite(result.final),
-        "best": _finite(result.best),
-        "best_step": result.best_step,
-        "step": result.step,
-        "num_steps": result.outcome.num_steps,
-        "seconds": round(result.seconds, 3),
-        "tokens_per_second": result.tokens_per_second,
+        "runs": runs,
     }
 
 
@@ -274,7 +267,7 @@ def write_page(results: Sequence[RunResult], folder: Path) -> Path | None:
 
     An error here is only a warning: it must not end the sweep.
     """
-    runs = [result.folder for result in results if result.step > 0][:MAX_RUNS_ON_PAGE]
+    runs = [result.run.folder for result in results if result.step > 0][:MAX_RUNS_ON_PAGE]
     if len(runs) < _MIN_RUNS_ON_PAGE:
         return None
     try:

@@ -75,6 +75,20 @@ def point_key(values: Values) -> str:
     return value_text(dict(values))
 
 
+def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:
+    """Return the overrides that the sweep adds to every run: its folder, and to resume from its own checkpoints.
+
+    A job that starts from another checkpoint (`checkpoint.resume`) does so until the run has its own.
+    """
+    texts = [override_of("run.folder", str(run.folder.absolute()))]
+    if loaded.config.run.local_folder is not None:
+        texts.append("run.local_folder=null")
+    starts_elsewhere = loaded.config.checkpoint.resume not in ("auto", "never")
+    if not starts_elsewhere or any((run.folder / "checkpoints").glob("step-*")):
+        texts.append("checkpoint.resume=auto")
+    return texts
+
+
 def check_runs(job: Path, runs: Sequence[SweepRun], *, num_processes: int) -> dict[str, LoadedConfig]:
     """Return the config of each run by its name; raises ConfigError with the problems of all runs."""
     names_by_problem: dict[Problem, list[str]] = {}
@@ -150,8 +164,12 @@ _DATA_KEYS = (
 )
 
 
-WAITING, RUNNING, FINISHED, STOPPED = "waiting", "running", "finished", "stopped"
-INTERRUPTED, FAILED, PRUNED = "interrupted", "failed", "pruned"
+WAITING = "waiting"
+FINISHED = "finished"
+STOPPED = "stopped"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
+PRUNED = "pruned"
 
 DONE = (FINISHED, PRUNED)
 """States of runs that are not started again."""
@@ -194,8 +212,11 @@ def read_status(folder: Path) -> Mapping[str, Any]:
 
 def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> Outcome:
     """Return the run's outcome; a process that exited unexpectedly counts as interrupted, and resumes."""
-    state, message = _state(status, record)
-    return Outcome(state, message, _count(status.get("step")) or 0, _count(status.get("num_steps")))
+    counts = [
+        value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+        for value in (status.get("step"), status.get("num_steps"))
+    ]
+    return Outcome(*_state(status, record), counts[0] or 0, counts[1])
 
 
 def _state(status: Mapping[str, Any], record: RecordedRun) -> tuple[str, str]:
@@ -217,7 +238,3 @@ def _state(status: Mapping[str, Any], record: RecordedRun) -> tuple[str, str]:
     if code is None:
         return (WAITING, "") if state is None else (INTERRUPTED, "its process was killed with the sweep")
     return INTERRUPTED, f"killed by signal {-code}" if code < 0 else f"exited unexpectedly with exit code {code}"
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,36 +1,117 @@
-"""Starts a run in each free slot, watches the runs, and stops them gracefully.
+"""Starts a run in each free slot with its share of devices and threads, watches the runs, and stops them gracefully.
 
 Each process has its own session, so that Ctrl-C reaches only the sweep, and ends with the sweep.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.commands.sweep.launch import VISIBLE_DEVICES, LaunchPlan
-from finetune.commands.sweep.runs import LOGS_FOLDER, SweepRun, data_facts
+from finetune.commands.rehearse.accelerate_file import read_accelerate_file
+from finetune.commands.sweep.runs import LOGS_FOLDER, SweepRun, data_facts, own_overrides
 from finetune.commands.sweep.screen import SweepScreen
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
-from finetune.launch.child import kill_child, start_child
+from finetune.launch.child import kill_child, start_child, train_command
 from finetune.report.history import EVENTS_FILE, HistoryReader
+from finetune.runtime.processes import free_port
+from finetune.runtime.resources import usable_cores
 from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.terminal import printable
 
 POLL_SECONDS, WATCH_SECONDS = 0.1, 1.0
 STOP_FILE = "STOP"
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_SHUTDOWN_SECONDS = "600"
+"""Time for ranks to save after SIGTERM, unless the environment sets it; torchelastic's default is 30 s."""
+
+_COUNT_DEVICES = "import torch; print(torch.cuda.device_count())"
+
 _TAIL_BYTES = 20_000
 _MAX_MESSAGE_LINES = 12
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 """Starts a command, with the signature of `start_child`."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The processes, the launcher and the devices of each run."""
+
+    job: Path
+    num_processes: int
+    accelerate_config: Path | None
+    at_once: int
+    devices: tuple[str, ...]  # names for CUDA_VISIBLE_DEVICES; empty on a machine without devices
+    num_cores: int
+
+    def command(self, run: SweepRun, loaded: LoadedConfig) -> list[str]:
+        """Return the command that trains the run, or resumes it; with a free port."""
+        return train_command(
+            self.job,
+            overrides=[*run.overrides, *own_overrides(run, loaded)],
+            accelerate_config=self.accelerate_config,
+            num_processes=self.num_processes,
+            port=free_port(),
+        )
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """Return the devices and threads of a run in this slot, as environment variables."""
+        share = max(1, self.num_cores // (self.at_once * self.num_processes))
+        chosen = {"OMP_NUM_THREADS": str(share), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _SHUTDOWN_SECONDS}
+        variables = {name: os.environ.get(name) or value for name, value in chosen.items()}
+        if self.devices:
+            first = slot * self.num_processes
+            own = [self.devices[(first + rank) % len(self.devices)] for rank in range(self.num_processes)]
+            variables[VISIBLE_DEVICES] = ",".join(own)
+        return variables
+
+
+def plan_launch(
+    job: Path, *, num_processes: int | None, accelerate_config: Path | None, at_once: int | None
+) -> LaunchPlan:
+    """Return the plan for launching the runs; raises UserError if this machine cannot run them.
+
+    The default number at once is devices / processes, or one on a machine without devices.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("sweep: start it without a launcher. It launches each run itself; see --accelerate.")
+    processes = num_processes or 1
+    if accelerate_config is not None:
+        file = read_accelerate_file(accelerate_config)
+        if file.num_machines > 1:
+            raise UserError(
+                f"--accelerate {accelerate_config}: num_machines is {file.num_machines}. A sweep starts runs on this "
+                "machine only."
+            )
+        processes = num_processes or file.num_processes
+    devices = visible_devices(os.environ)
+    if devices and processes > len(devices):
+        raise UserError(
+            f"--processes-per-run {processes}: this machine has {len(devices)} devices. Lower the number, or set "
+            f"{VISIBLE_DEVICES} to an empty string to train on the CPU."
+        )
+    slots = at_once or (len(devices) // processes if devices else 1)
+    return LaunchPlan(job, processes, accelerate_config, slots, devices, usable_cores())
+
+
+def visible_devices(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the devices that this command may use, as CUDA_VISIBLE_DEVICES names them, or as torch counts them."""
+    named = variables.get(VISIBLE_DEVICES)
+    if named is not None:
+        names = [name.strip() for name in named.split(",")]
+        return tuple(name for name in names if name and name != "-1")
+    counted = subprocess.run([sys.executable, "-c", _COUNT_DEVICES], capture_output=True, text=True, check=False)
+    count = counted.stdout.strip()
+    return tuple(map(str, range(int(count)))) if count.isdigit() else ()
 
 
 class StopSignals:
@@ -72,14 +153,14 @@ class ActiveRun:
 
 @dataclass
 class Scheduler:
-    """Runs the results of `next_run`; `load` returns a run's config, and raises UserError if its job has changed."""
+    """Trains the runs; `load` returns a run's config, and raises UserError if its job has changed."""
 
     plan: LaunchPlan
     study: SweepStudy
     screen: SweepScreen
     stop: StopSignals
     load: Callable[[SweepRun], LoadedConfig]
-    next_run: Callable[[], SweepRun | None]
+    runs: Iterator[SweepRun]  # of a search: each is chosen when it is to start
     after_run: Callable[[], None]
     prunes: bool = False
     start: Start = start_child
@@ -91,9 +172,12 @@ class Scheduler:
         try:
             while self._fill_slots() or self.active:
                 time.sleep(POLL_SECONDS)
-                self._forward_signals()
+                if self.stop.first is not None:
+                    self._forward_signal(self.stop.first)
                 self._collect_ended()
-                self._watch()
+                if time.monotonic() - self._watched_at >= WATCH_SECONDS:
+                    self._watched_at = time.monotonic()
+                    self._watch()
         except BaseException:
             for active in self.active:
                 active.process.send_signal(signal.SIGTERM)
@@ -102,7 +186,10 @@ class Scheduler:
     def _fill_slots(self) -> bool:
         """Start runs in the free slots; return whether any was started."""
         has_started = False
-        while self.stop.first is None and len(self.active) < self.plan.at_once and (run := self.next_run()):
+        while self.stop.first is None and len(self.active) < self.plan.at_once:
+            run = next(self.runs, None)
+            if run is None:
+                break
             has_started = True
             self._start_run(run)
         return has_started
@@ -122,14 +209,13 @@ class Scheduler:
         self.active.append(ActiveRun(run, process, slot, reader))
         self.screen.start_run(run)
 
-    def _forward_signals(self) -> None:
-        if self.stop.first is None:
-            return
+    def _forward_signal(self, number: signal.Signals) -> None:
         to_stop = [active for active in self.active if not active.is_stopping]
         if to_stop:
             count = f"{len(to_stop)} run{'s' if len(to_stop) > 1 else ''}"
-            name = self.stop.first.name
-            self.screen.log(f"{name}: {count} will save and stop; the same command continues. Ctrl-C again kills.")
+            self.screen.log(
+                f"{number.name}: {count} will save and stop; the same command continues. Ctrl-C again kills."
+            )
         for active in to_stop:
             active.is_stopping = True
             active.process.send_signal(signal.SIGTERM)
@@ -156,16 +242,12 @@ class Scheduler:
 
     def _watch(self) -> None:
         """Read the new events of the runs, and prune the poor ones of a search."""
-        if time.monotonic() - self._watched_at < WATCH_SECONDS:
-            return
-        self._watched_at = time.monotonic()
         for active in self.active:
             with suppress(OSError):
                 active.reader.read_new()
             history = active.reader.history
             if self.prunes and not active.is_stopping and self.study.should_prune(active.run.name, history):
                 active.is_stopping = True
-                self.study.prune(active.run)
                 (active.run.folder / STOP_FILE).touch()
                 self.screen.log(f"{active.run.name}: pruned at step {history.step}; it will save and stop")
         self.screen.update([(active.run, active.reader.history, active.is_stopping) for active in self.active])

@@ -10,24 +10,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from finetune.commands.printing import print_json, print_table
-from finetune.commands.sweep.axes import (
-    Axis,
-    Choices,
-    Values,
-    bounds_of,
-    is_inside,
-    parse_axes,
-    parse_space,
-    require_no_ranges,
-    value_text,
-)
+from finetune.commands.sweep.axes import Axis, parse_axes, value_text
 from finetune.commands.sweep.journal import lock_sweep
-from finetune.commands.sweep.launch import LaunchPlan, plan_launch
 from finetune.commands.sweep.results import (
     Objective,
     RunResult,
@@ -49,17 +37,25 @@ from finetune.commands.sweep.runs import (
     SweepRun,
     check_runs,
     grid_points,
-    job_facts,
     load_run,
     make_run,
     name_runs,
 )
-from finetune.commands.sweep.schedule import POLL_SECONDS, Scheduler, Start, StopSignals, prepare_data, shared_data
-from finetune.commands.sweep.screen import open_screen
+from finetune.commands.sweep.schedule import (
+    POLL_SECONDS,
+    LaunchPlan,
+    Scheduler,
+    Start,
+    StopSignals,
+    plan_launch,
+    prepare_data,
+    shared_data,
+)
+from finetune.commands.sweep.screen import SweepScreen
+from finetune.commands.sweep.space import bounds_of, choices_of, is_inside, parse_space
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
-from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.launch.child import start_child
 from finetune.runtime.supervision.writer_lock import is_locked
@@ -118,11 +114,16 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
     axes = parse_axes(request.overrides)
     if request.search is not None:
         space = parse_space(axes)
-        points = list(bounds_of(space))
+        points = list(bounds_of(space, axes))
     else:
-        require_no_ranges(axes)
-        space = {axis.key: Choices(axis.values) for axis in axes if axis.is_swept}
-        points = _grid_points(axes, max_runs=request.max_runs)
+        space = choices_of(axes)
+        count = math.prod(len(axis.values) for axis in axes)
+        if count > request.max_runs:
+            raise UserError(
+                f"--set: these values make {count:,} runs; at most {request.max_runs:,} are started. Remove values, or "
+                f"confirm with --max-runs {count}."
+            )
+        points = grid_points(axes)
     plan = plan_launch(
         request.job.absolute(),
         num_processes=request.processes_per_run,
@@ -133,14 +134,19 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
     planned = name_runs(points, axes, swept=swept, folder=Path(), names={})
     configs = check_runs(request.job, planned, num_processes=plan.num_processes)
     config = configs[planned[0].name].config
-    objective, folder = choose_objective(request.metric, config), sweep_folder(request, config)
+    objective = choose_objective(request.metric, config)
+    if request.folder is None and is_url(config.run.folder):
+        raise UserError(
+            "--folder: the job's run.folder is a URL, and a sweep is written to a folder of this machine. Name one."
+        )
+    folder = request.folder.absolute() if request.folder is not None else Path(f"{config.run.folder}-sweep")
 
     def open_session(stop: StopSignals) -> SweepSession:
         study = SweepStudy(folder, space=space, seed=request.seed)
         study.begin(config, swept=swept, job=request.job.absolute(), objective=objective)
         if request.search is not None:
             study.require_same_objective(objective)
-        runs = name_runs(points, axes, swept=study.swept, folder=folder, names=study.names)
+        runs = name_runs(points, axes, swept=study.facts.swept, folder=folder, names=study.names)
         by_name = {run.name: configs[unnamed.name] for run, unnamed in zip(runs, planned, strict=True)}
         return SweepSession(request, plan, axes, objective, study, runs, by_name, stop, start)
 
@@ -157,28 +163,6 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
             else:
                 session.run_search(request.search)
             return session.conclude()
-
-
-def sweep_folder(request: SweepRequest, config: RunConfig) -> Path:
-    """Return the folder of the sweep: `--folder`, or the job's run folder with `-sweep`."""
-    if request.folder is not None:
-        return request.folder.absolute()
-    if is_url(config.run.folder):
-        raise UserError(
-            "--folder: the job's run.folder is a URL, and a sweep is written to a folder of this machine. Name one."
-        )
-    return Path(f"{config.run.folder}-sweep")
-
-
-def _grid_points(axes: Sequence[Axis], *, max_runs: int) -> list[Values]:
-    """Return the points of the grid; raises UserError if there are more than `max_runs`."""
-    count = math.prod(len(axis.values) for axis in axes)
-    if count > max_runs:
-        raise UserError(
-            f"--set: these values make {count:,} runs; at most {max_runs:,} are started. Remove values, or confirm "
-            f"with --max-runs {count}."
-        )
-    return grid_points(axes)
 
 
 @dataclass
@@ -213,7 +197,7 @@ class SweepSession:
     def wait_for_writers(self) -> None:
         """Wait until processes of an earlier, killed call have saved and no longer write to the runs."""
         has_logged = False
-        for run in map(self.recorded_run, self.study.runs.values()):
+        for run in self.recorded_runs():
             while is_locked(run.folder) and self.stop.first is None:
                 if not has_logged:
                     has_logged = True
@@ -224,9 +208,9 @@ class SweepSession:
         """Start or continue every run that is due, and return when they have ended."""
         for run in self.runs:
             self.study.add(run)
-        due = [run for run in self.runs if self.is_due(run.name)]
+        due = [run for run in self.runs if self._is_due(run)]
         self.log(f"{len(self.runs)} runs, {len(due)} to do, {self.plan.at_once} at once, in {self.study.folder}")
-        for group, message in self.prepare(due):
+        for group, message in self._prepare(due):
             self.log(f"the data of {len(group)} runs cannot be prepared: {message}")
             for run in group:
                 due.remove(run)
@@ -236,30 +220,26 @@ class SweepSession:
 
     def run_search(self, num_runs: int) -> None:
         """Continue the runs of earlier calls that are due, then start new ones up to this number of runs."""
-        records = list(self.study.runs.values())
-        due = [self.recorded_run(record) for record in records if self._is_in_search(record)]
-        num_left = len(due) + max(0, num_runs - len(records))
+        known = self.recorded_runs()
+        due = [run for run in known if self._is_due(run) and is_inside(run.values, self.study.space)]
+        num_left = len(due) + max(0, num_runs - len(known))
         self.log(f"search of {num_runs} runs, {num_left} to do, in {self.study.folder}")
-        for _, message in self.prepare(self.runs) if num_left else ():
+        for _, message in self._prepare(self.runs) if num_left else ():
             raise UserError(f"the data cannot be prepared: {message}")
 
         def next_runs() -> Iterator[SweepRun]:
             yield from due
             while len(self.study.runs) < num_runs:
-                name, values = self.study.propose()
-                yield make_run(values, self.axes, name=name, folder=self.study.folder)
+                yield self._recorded_run(self.study.propose())
 
         self._run_all(next_runs(), num_runs=num_left)
 
-    def _is_in_search(self, record: RecordedRun) -> bool:
-        return self.is_due(record.name) and is_inside(record.values, self.study.space)
-
-    def is_due(self, name: str) -> bool:
+    def _is_due(self, run: SweepRun) -> bool:
         """Return whether to start the run: failed ones only with `--retry-failed`."""
-        state = self.study.outcome(name).state
+        state = self.study.outcome(run.name).state
         return state not in DONE and (state != FAILED or self.request.retries_failed)
 
-    def prepare(self, runs: Sequence[SweepRun]) -> Iterator[tuple[Sequence[SweepRun], str]]:
+    def _prepare(self, runs: Sequence[SweepRun]) -> Iterator[tuple[Sequence[SweepRun], str]]:
         """Tokenize the data that several of the runs share; yield those for which it failed, with the message."""
         for number, group in enumerate(shared_data(runs, self.configs), start=1):
             if self.stop.first is not None:
@@ -270,27 +250,25 @@ class SweepSession:
                 yield group, message
 
     def _run_all(self, runs: Iterator[SweepRun], *, num_runs: int) -> None:
-        with closing(open_screen(self.request.output, num_runs=num_runs)) as screen:
+        def load(run: SweepRun) -> LoadedConfig:
+            loaded = load_run(self.request.job, run, num_processes=self.plan.num_processes)
+            self.study.require_same_job(loaded.config, swept=self.study.facts.swept)
+            return loaded
+
+        with closing(SweepScreen(self.request.output, num_runs=num_runs)) as screen:
             Scheduler(
                 plan=self.plan,
                 study=self.study,
                 screen=screen,
                 stop=self.stop,
-                load=self.load,
-                next_run=partial(next, runs, None),
-                after_run=self.draw,
+                load=load,
+                runs=runs,
+                after_run=self._draw_page,
                 prunes=self.request.search is not None,
                 start=self.start,
             ).run_all()
 
-    def load(self, run: SweepRun) -> LoadedConfig:
-        """Return the run's config; raises UserError if the job file has changed since the sweep started."""
-        loaded = load_run(self.request.job, run, num_processes=self.plan.num_processes)
-        swept = self.study.swept
-        self.study.require_same_job(job_facts(loaded.config, swept=swept), swept=swept)
-        return loaded
-
-    def draw(self) -> None:
+    def _draw_page(self) -> None:
         """Write the page with the curves of all runs, once a minute at most."""
         if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_PAGES:
             self._drawn_at = time.monotonic()
@@ -298,10 +276,14 @@ class SweepSession:
 
     def results(self) -> list[RunResult]:
         """Return the results of all runs that the sweep has ever had, the best first."""
-        runs = map(self.recorded_run, self.study.runs.values())
+        runs = self.recorded_runs()
         return rank((read_result(run, self.study.outcome(run.name), self.objective) for run in runs), self.objective)
 
-    def recorded_run(self, record: RecordedRun) -> SweepRun:
+    def recorded_runs(self) -> list[SweepRun]:
+        """Return all runs that the sweep has ever had."""
+        return [self._recorded_run(record) for record in self.study.runs.values()]
+
+    def _recorded_run(self, record: RecordedRun) -> SweepRun:
         """Return a run as it was recorded; secrets, which are not recorded, come from this call's options."""
         fixed = [axis for axis in self.axes if axis.key not in record.values]
         typed = {(axis.key, value_text(value)): value for axis in self.axes for value in axis.values}
@@ -317,9 +299,8 @@ class SweepSession:
             print_json(results_json(results, self.objective, folder=self.study.folder, page=page))
         else:
             print()
-            print_table(results_table(results, self.objective, swept=self.study.swept))
-            again = self.request.command
-            for line in closing_lines(results, self.objective, job=self.request.job, again=again):
+            print_table(results_table(results, self.objective, swept=self.study.facts.swept))
+            for line in closing_lines(results, self.objective, job=self.request.job, again=self.request.command):
                 print(line)
             if page is not None:
                 print(f"curves of the runs: {page}")

@@ -20,7 +20,7 @@ from finetune.commands.sweep.results import (
     step_seconds,
     tokens_per_second,
 )
-from finetune.commands.sweep.runs import FAILED, FINISHED, STOPPED, Outcome
+from finetune.commands.sweep.runs import FAILED, FINISHED, STOPPED, Outcome, SweepRun
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
@@ -31,10 +31,8 @@ NAN = float("nan")
 
 def result(name, final, *, state=FINISHED, message="", best=None):
     outcome = Outcome(state, message, 8, 8)
-    overrides = (f"run.seed={name}",)
-    return RunResult(
-        name, {"run.seed": name}, overrides, Path("/s/runs") / name, outcome, final, best or final, 4, 8, 61.0, 1234.5
-    )
+    run = SweepRun(name, {"run.seed": name}, (f"run.seed={name}",), Path("/s"))
+    return RunResult(run, outcome, final, best or final, 4, 8, 61.0, 1234.5)
 
 
 RESULTS = [
@@ -47,9 +45,9 @@ RESULTS = [
 
 
 def test_results_are_ranked_with_the_best_finished_run_first():
-    assert [result.name for result in rank(RESULTS, LOSS)] == ["c", "a", "b", "d", "e"]
-    assert [result.name for result in rank(RESULTS, ACCURACY)] == ["a", "c", "b", "d", "e"]
-    assert best_of(rank(RESULTS, LOSS)).name == "c"
+    assert [result.run.name for result in rank(RESULTS, LOSS)] == ["c", "a", "b", "d", "e"]
+    assert [result.run.name for result in rank(RESULTS, ACCURACY)] == ["a", "c", "b", "d", "e"]
+    assert best_of(rank(RESULTS, LOSS)).run.name == "c"
     assert best_of(rank(RESULTS[3:], LOSS)) is None and best_of([]) is None
 
 

@@ -13,13 +13,16 @@ from finetune.commands.sweep.runs import (
     STOPPED,
     WAITING,
     RecordedRun,
+    SweepRun,
     check_runs,
     data_facts,
     grid_points,
     job_facts,
     name_runs,
     outcome_of,
+    own_overrides,
 )
+from finetune.config.load import load_config
 from finetune.errors import ConfigError, UserError
 
 
@@ -72,6 +75,17 @@ def test_job_facts_leave_out_swept_keys_and_keys_that_may_differ(job):
 def test_runs_share_tokenized_data_unless_a_swept_key_changes_the_data(job):
     loaded = check_runs(job, runs_of("train.learning_rate=1e-4,2e-4", "data.max_length=32,64"), num_processes=1)
     assert len({data_facts(each.config) for each in loaded.values()}) == 2
+
+
+def test_a_run_that_starts_from_a_checkpoint_resumes_from_its_own(job, tmp_path):
+    run = SweepRun("a: b #c", {}, (), tmp_path)
+    (job.parent / "other/checkpoints/step-000004").mkdir(parents=True)
+    begins = load_config(job, ["checkpoint.resume=other/checkpoints/step-000004"])
+    folder = f'run.folder="{tmp_path}/runs/a: b #c"'
+    assert own_overrides(run, begins) == [folder]
+    (run.folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert own_overrides(run, begins) == [folder, "checkpoint.resume=auto"]
+    assert load_config(job, own_overrides(run, begins)).config.run.folder == str(run.folder)
 
 
 def test_a_command_at_the_end_of_a_run_is_refused(job):

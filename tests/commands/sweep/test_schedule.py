@@ -1,19 +1,20 @@
-"""Slots, signals and failures of the scheduler, with fake processes."""
+"""Devices and threads of each run; slots, signals and failures of the scheduler, with fake processes."""
 
 import io
 import json
 import signal
 import time
+from pathlib import Path
 
 import pytest
+from optuna.distributions import CategoricalDistribution
 
 from finetune.commands.sweep import schedule
-from finetune.commands.sweep.axes import Choices
+from finetune.commands.sweep.axes import value_text
 from finetune.commands.sweep.journal import SweepJournal
-from finetune.commands.sweep.launch import LaunchPlan
 from finetune.commands.sweep.results import Objective
 from finetune.commands.sweep.runs import SweepRun
-from finetune.commands.sweep.schedule import Scheduler, StopSignals
+from finetune.commands.sweep.schedule import LaunchPlan, Scheduler, StopSignals, plan_launch, visible_devices
 from finetune.commands.sweep.screen import SweepScreen
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import load_config
@@ -41,7 +42,7 @@ class FakeProcess:
         self.signals.append(number)
 
 
-SPACE = {"run.seed": Choices(tuple("12345"))}
+SPACE = {"run.seed": CategoricalDistribution([value_text(name) for name in "12345"])}
 
 
 @pytest.fixture
@@ -75,14 +76,13 @@ def scheduling(job, folder, monkeypatch):
         study.begin(loaded.config, swept=list(SPACE), job=job, objective=Objective("loss", True))
         study.save()
         screen = SweepScreen(io.StringIO(), num_runs=len(runs))
-        waiting = iter(runs)
         scheduler = Scheduler(
             plan=plan,
             study=study,
             screen=screen,
             stop=stop or StopSignals(),
             load=load or (lambda run: loaded),
-            next_run=lambda: next(waiting, None),
+            runs=iter(runs),
             after_run=lambda: None,
             start=start,
         )
@@ -146,3 +146,55 @@ def test_a_full_disk_does_not_end_the_sweep_and_its_records_are_written_later(sc
     assert states == ["finished", "finished"] and len(num_failures) == 3
     assert capsys.readouterr().err.count("No space left on device") == 1
     assert [record.exit_code for record in SweepStudy(folder, space=SPACE).runs.values()] == [0, 0]
+
+
+CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
+EIGHT = tuple("01234567")
+
+
+@pytest.fixture
+def without_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_each_slot_of_a_sweep_gets_its_own_devices(without_devices):
+    plan = LaunchPlan(Path("job.yaml"), 2, None, at_once=4, devices=EIGHT, num_cores=32)
+    assert [plan.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == ["0,1", "2,3", "4,5", "6,7"]
+    assert plan.environment(0)["OMP_NUM_THREADS"] == "4"
+
+
+def test_more_runs_than_devices_share_the_devices(without_devices):
+    plan = LaunchPlan(Path("job.yaml"), 1, None, at_once=3, devices=("5", "7"), num_cores=2)
+    assert [plan.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["5", "7", "5"]
+    assert plan.environment(0)["OMP_NUM_THREADS"] == "1"
+
+
+def test_visible_devices_are_read_from_the_environment():
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, GPU-1a2b"}) == ("3", "GPU-1a2b")
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == visible_devices({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
+
+
+def test_without_devices_one_run_is_active_at_once_by_default(without_devices):
+    assert plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=None, at_once=None).at_once == 1
+    assert plan_launch(Path("job.yaml"), num_processes=2, accelerate_config=None, at_once=3).at_once == 3
+
+
+def test_the_number_of_processes_is_read_from_the_accelerate_config(without_devices, tmp_path):
+    plan = plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=CONFIGS / "ddp.yaml", at_once=None)
+    assert plan.num_processes == 2
+    with pytest.raises(UserError, match="on this machine only"):
+        plan_launch(
+            Path("job.yaml"), num_processes=None, accelerate_config=CONFIGS / "multi_node_ddp.yaml", at_once=None
+        )
+    (tmp_path / "job.yaml").write_text("train: {steps: 4}")
+    with pytest.raises(UserError, match="distributed_type: `None` is not supported"):
+        plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=tmp_path / "job.yaml", at_once=None)
+    with pytest.raises(UserError, match="it cannot be read"):
+        plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=tmp_path / "none.yaml", at_once=None)
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match="has 2 devices"):
+        plan_launch(Path("job.yaml"), num_processes=4, accelerate_config=None, at_once=None)

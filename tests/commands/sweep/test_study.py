@@ -7,16 +7,27 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-from finetune.commands.sweep.axes import Choices, Range
+from finetune.commands.sweep.axes import value_text
 from finetune.commands.sweep.journal import lock_sweep
 from finetune.commands.sweep.results import Objective, history_so_far
 from finetune.commands.sweep.runs import FAILED, FINISHED, INTERRUPTED, WAITING, SweepRun
+from finetune.commands.sweep.space import contains
 from finetune.commands.sweep.study import SweepStudy, trial_name
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
-SPACE = {"train.learning_rate": Range(1e-5, 1e-1, True), "train.schedule.name": Choices(("cosine", None, [1]))}
+
+def choices(*values):
+    return CategoricalDistribution(list(map(value_text, values)))
+
+
+def log_range(low, high):
+    return FloatDistribution(low, high, log=True)
+
+
+SPACE = {"train.learning_rate": log_range(1e-5, 1e-1), "train.schedule.name": choices("cosine", None, [1])}
 LOSS = Objective("loss", True)
 
 
@@ -60,8 +71,8 @@ def finish(study, name, losses, *, state="finished", code=0):
 def search(study, *, num_runs):
     """Search up to this number of runs, their loss being the learning rate; return the names in order."""
     while len(study.runs) < num_runs:
-        name, values = study.propose()
-        finish(study, name, {8: values["train.learning_rate"]})
+        record = study.propose()
+        finish(study, record.name, {8: record.values["train.learning_rate"]})
     return list(study.runs)
 
 
@@ -74,7 +85,8 @@ def test_an_interrupted_search_proposes_the_same_runs_as_an_undisturbed_one(open
     for number in (4, 11):
         study = opened()
         search(study, num_runs=number)
-        name, values = study.propose()
+        record = study.propose()
+        name, values = record.name, record.values
         study.start(run_of(study, name), now=0.0)  # and here the sweep is killed
         study = opened()
         assert study.outcome(name).state in (INTERRUPTED, WAITING)
@@ -84,7 +96,7 @@ def test_an_interrupted_search_proposes_the_same_runs_as_an_undisturbed_one(open
 
 def test_a_run_that_ended_while_the_sweep_was_killed_is_recorded_by_the_next_call(opened):
     study = opened()
-    name, _ = study.propose()
+    name = study.propose().name
     study.start(run_of(study, name), now=0.0)
     write_events(run_of(study, name), {4: 2.0, 8: 1.5})
     status = {"state": "finished", "time": time.time(), "step": 8, "num_steps": 8}
@@ -104,7 +116,7 @@ def trials(folder):
 
 def test_a_failed_run_that_is_started_again_gets_a_new_trial_and_keeps_its_name(opened):
     study = opened()
-    name, _ = study.propose()
+    name = study.propose().name
     assert finish(study, name, {}, state="failed", code=1).state == FAILED
     assert finish(study, name, {8: 1.0}).state == FINISHED
     study = opened()
@@ -116,30 +128,29 @@ def test_a_failed_run_that_is_started_again_gets_a_new_trial_and_keeps_its_name(
 def test_a_search_continues_with_other_ranges_and_choices(opened):
     search(opened(), num_runs=12)
     spaces = [
-        {"train.learning_rate": Range(1e-3, 1e-2, True), "train.schedule.name": Choices(("cosine", "constant"))},
-        {"train.learning_rate": Range(1e-3, 1.0, False), "train.schedule.name": Choices(("cosine", "constant"))},
+        {"train.learning_rate": log_range(1e-3, 1e-2), "train.schedule.name": choices("cosine", "constant")},
+        {"train.learning_rate": FloatDistribution(1e-3, 1.0), "train.schedule.name": choices("cosine", "constant")},
     ]
     for number, space in enumerate(spaces, start=1):
         study = opened(space=space)
         name = search(study, num_runs=12 + number)[-1]
         values = study.runs[name].values
-        assert all(values[key] in domain for key, domain in space.items())
+        assert all(contains(domain, values[key]) for key, domain in space.items())
 
 
 def test_a_run_worse_than_the_median_is_pruned(opened):
     study = opened()
     for number in range(4):
-        name, _ = study.propose()
+        name = study.propose().name
         write_events(run_of(study, name), {2: 1.0 + number, 4: 0.5 + number})
         assert not study.should_prune(name, history_so_far(run_of(study, name).folder))
         finish(study, name, {2: 1.0 + number, 4: 0.5 + number})
-    good, bad = study.propose()[0], study.propose()[0]
+    good, bad = study.propose().name, study.propose().name
     write_events(run_of(study, good), {2: 1.2})
     assert not study.should_prune(good, history_so_far(run_of(study, good).folder))
     assert not study.should_prune(bad, history_so_far(run_of(study, bad).folder))  # it has no events yet
     write_events(run_of(study, bad), {2: 9.0})
     assert study.should_prune(bad, history_so_far(run_of(study, bad).folder))
-    study.prune(run_of(study, bad))
     finish(study, bad, {2: 9.0}, state="stopped")
     assert opened().outcome(bad).state == "pruned"
     assert trials(study.folder)[-1].state == optuna.trial.TrialState.PRUNED
@@ -156,7 +167,7 @@ def test_search_run_names_are_short():
 
 
 def test_the_runs_of_a_grid_are_read_back_in_their_order_without_secrets(opened):
-    space = {"report.project": Choices(("a", "--password=hunter22", "b"))}
+    space = {"report.project": choices("a", "--password=hunter22", "b")}
     study = opened(space=space)
     for name in "zya":
         study.add(SweepRun(name, {"report.project": "--password=hunter22"}, (), study.folder))
@@ -165,12 +176,12 @@ def test_the_runs_of_a_grid_are_read_back_in_their_order_without_secrets(opened)
 
 
 def test_a_key_that_is_swept_later_had_the_value_of_the_job_in_earlier_runs(opened):
-    first = {"train.learning_rate": Choices((1e-4, 2e-4))}
+    first = {"train.learning_rate": choices(1e-4, 2e-4)}
     opened(space=first).add(SweepRun("a", {"train.learning_rate": 1e-4}, (), Path()))
-    both = {**first, "train.steps": Choices((10, 20))}
+    both = {**first, "train.steps": choices(10, 20)}
     for _ in range(2):
         study = opened(space=both)
-        assert study.swept == ("train.learning_rate", "train.steps")
+        assert study.facts.swept == ("train.learning_rate", "train.steps")
         assert study.names == {'{"train.learning_rate": 0.0001, "train.steps": 10}': "a"}
 
 
@@ -180,7 +191,7 @@ def test_a_changed_job_is_refused_by_the_names_of_its_keys(opened):
         opened(overrides=["train.steps=20", "train.optimizer.weight_decay=0.3"])
     assert "train.steps: `10` then, `20` now" in str(error.value)
     assert "train.optimizer.weight_decay: `" in str(error.value)
-    opened(space={**SPACE, "train.steps": Choices((10, 20))}, overrides=["train.steps=20"])
+    opened(space={**SPACE, "train.steps": choices(10, 20)}, overrides=["train.steps=20"])
 
 
 def test_nothing_is_written_before_the_study_is_saved(job, tmp_path):
