@@ -6,22 +6,25 @@ from typing import Annotated
 import typer
 
 from finetune.cli.exit_codes import handle_errors
-from finetune.cli.options import Config, ConfigsFolder, Overrides
+from finetune.cli.options import Config, ConfigsFolder, Dtype, Overrides, Trust
 from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
     from finetune.commands.verify import parity as parity_command
     from finetune.commands.verify import resume as resume_command
+    from finetune.commands.verify.serving import serving as serving_command
 
-HELP = "Test on your own job: the same losses under every strategy, and after a resume."
+HELP = (
+    "Test on your own job: the same losses under every strategy and after a resume, the same model where it is served."
+)
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def verify() -> None:
-    """Test on your own job: the same losses under every strategy, and after a resume."""
+    """Test on your own job: the same losses under every strategy and after a resume, the same model when served."""
 
 
 @app.command()
@@ -99,6 +102,47 @@ def resume(
         configs_folder=configs_folder,
     )
     return 0 if agree else 1
+
+
+@app.command()
+@handle_errors
+def serving(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_FOLDER", help="A finished run, its `final/`, or a model or adapter folder."),
+    ],
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[:URL]",
+            help="llama.cpp (reads the GGUF file in the folder, in this process), vllm, sglang, ollama (the address of "
+            "the running server can follow: vllm:http://host:8000/v1), or openai:URL for any other server.",
+        ),
+    ],
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Base model of a merged or full model, to measure what training changed."),
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Rows to compare. Default: those of the run, else synthetic ones."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the served model. Needed if the server has several.")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Data type in which the engine computes. Default: that of the folder.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of one request.")] = 120.0,
+    trust_remote_code: Trust = False,
+) -> int:
+    """Compare a served model with the exported folder: tokens, stop ids, log-probabilities, effect, greedy answers.
+
+    The reference is the folder under transformers in float32 on the CPU. Exit code 1 if anything differs by more than
+    rounding explains. The result is written to serving.json next to the folder.
+    """
+    options = serving_command.ServingOptions(engine, base, rows, model, dtype, timeout, trust_remote_code)
+    return 0 if serving_command.run_serving(folder, options) else 1
 
 
 def _words(written: str) -> list[str]:

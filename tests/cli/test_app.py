@@ -22,6 +22,7 @@ COMMANDS = (
     "verify",
     "checkpoint",
 )
+VERIFIED = (("verify", "parity"), ("verify", "resume"), ("verify", "serving"))
 
 
 def test_help_names_every_command(typed):
@@ -30,7 +31,7 @@ def test_help_names_every_command(typed):
     assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
 
 
-@pytest.mark.parametrize("command", [*[(name,) for name in COMMANDS], ("verify", "parity"), ("verify", "resume")])
+@pytest.mark.parametrize("command", [*[(name,) for name in COMMANDS], *VERIFIED])
 def test_every_command_explains_itself(typed, command):
     code, said, _ = typed(*command, "--help")
     assert code == 0
@@ -152,6 +153,15 @@ def test_resume_asks_for_the_stop_and_exits_1_when_the_runs_differ(typed, job, c
         "tolerance": 1e-4,
         "configs_folder": Path("accelerate_configs"),
     }
+
+
+def test_verify_serving_passes_engine_and_limits_and_exits_1_when_the_models_differ(typed, calls, tmp_path):
+    calls.answer = False
+    options = ("--engine", "vllm:http://host:8000/v1", "--dtype", "bfloat16", "--timeout", 5)
+    assert typed("verify", "serving", tmp_path, *options)[0] == 1
+    (_, options, _), (place, (folder, _), _) = calls.made
+    assert (place, folder) == ("finetune.commands.verify.serving.serving:run_serving", tmp_path)
+    assert options == ("vllm:http://host:8000/v1", None, None, None, "bfloat16", 5.0, False)
 
 
 def test_accumulations_are_whole_numbers(typed, job, calls):

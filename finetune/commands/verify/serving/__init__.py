@@ -1,0 +1,1 @@
+"""`finetune verify serving`: compares a served model with the folder that was exported."""

@@ -1,0 +1,148 @@
+"""`finetune verify serving`: checks that an engine serves the model of an exported folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.commands.verify.serving.comparison import Comparison, limits_of
+from finetune.commands.verify.serving.expected import ANSWER_TOKENS, ExpectedResults, compute_expected
+from finetune.commands.verify.serving.openai_client import OpenAIModel
+from finetune.commands.verify.serving.served_model import ServedModel, ServingError
+from finetune.errors import UserError
+from finetune.export.engines import find_engine
+from finetune.model.loading.saved import inspect_model_folder
+from finetune.runtime.files import atomic
+from finetune.runtime.run_folder import FINAL_FOLDER
+from finetune.runtime.text.library_output import quiet_libraries
+
+REPORT_NAME = "serving.json"
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """The options of the command."""
+
+    engine: str  # NAME or NAME:URL
+    base: Path | None = None
+    rows: Path | None = None
+    model: str | None = None
+    dtype: str | None = None
+    timeout_seconds: float = 120.0
+    trust_remote_code: bool = False
+
+
+def run_serving(folder: Path, options: ServingOptions) -> bool:
+    """Compare the served model with the folder's under transformers, print and write the report; return the verdict.
+
+    Raises ServingError if the engine cannot be reached or does not answer as its protocol says, UserError or ModelError
+    for a folder that cannot be compared.
+    """
+    quiet_libraries(is_main=True)
+    saved = inspect_model_folder(folder, key="folder", trust_remote_code=options.trust_remote_code)
+    name, _, url = options.engine.partition(":")
+    engine = find_engine(name, option="--engine")
+    address = url or engine.url
+    if address is None:
+        raise UserError(f"--engine {name}: write the server's URL, too: --engine {name}:http://localhost:8000/v1.")
+    served = OpenAIModel(engine, address, timeout_seconds=options.timeout_seconds)
+    served.choose(options.model, folder=saved.folder)  # before the model is loaded, which may take minutes
+    expected = compute_expected(
+        saved,
+        base=options.base,
+        rows=options.rows,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
+    served.arguments = expected.template_arguments
+    comparison = compare_served(served, expected)
+    report = {
+        "engine": served.title,
+        "model": served.name,
+        "folder": str(saved.folder),
+        "rows": expected.inputs.origin,
+        **comparison.facts,
+        "not compared": comparison.not_compared,
+        "problems": comparison.problems,
+    }
+    is_final = saved.folder.name == FINAL_FOLDER
+    path = saved.folder.with_name(REPORT_NAME if is_final else f"{saved.folder.name}.{REPORT_NAME}")
+    atomic.write_json(path, report)
+    _print(comparison, title=f"{served.title} serves `{served.name}`", path=path)
+    return not comparison.problems
+
+
+def compare_served(served: ServedModel, expected: ExpectedResults) -> Comparison:
+    """Return what is equal and what differs; raises ServingError if nothing shows which weights are served."""
+    comparison, inputs = Comparison(), expected.inputs
+    titles = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in inputs.prompts]
+    prompt_ids = _until_none(served.prompt_ids(prompt) for prompt in inputs.prompts)
+    comparison.compare_ids("prompts", titles, inputs.prompt_ids, prompt_ids)
+    text_ids = _until_none(served.text_ids(text) for text in inputs.texts)
+    comparison.compare_ids("texts", inputs.texts, inputs.text_ids, text_ids)
+    row = inputs.rows[0]
+    ordinary = next(token for token in reversed(row) if token not in expected.stops)
+    tokens = (*expected.stops, ordinary)
+    comparison.compare_stops(expected.stops, {token: served.ends_answer(token, ids=row) for token in tokens})
+    scores = _until_none(served.log_probabilities(row) for row in inputs.rows)
+    if scores[0] is not None:
+        _compare_scores(comparison, scores, expected)
+    answers = [served.answer(prompt, max_tokens=ANSWER_TOKENS) for prompt in inputs.prompts]
+    comparison.compare_answers(expected.answers, answers, num_tokens=[len(ids) for ids in inputs.prompt_ids])
+    if scores[0] is None and not any(answer.log_probabilities for answer in answers):
+        raise ServingError(
+            f"{served.title} reports no log-probabilities, neither of rows nor of answers, so its weights cannot be "
+            "compared. Use a version that does, or verify the same files with another engine."
+        )
+    comparison.not_compared += [f"{title} ({reason})" for title, reason in served.not_supported.items()]
+    return comparison
+
+
+def _compare_scores(comparison: Comparison, served: list[Sequence[float]], expected: ExpectedResults) -> None:
+    limits = limits_of(expected.scores, expected.rounded, dtype=expected.dtype, depth=expected.num_layers)
+    differences = comparison.compare_scores(expected.scores, served, limits=limits)
+    if expected.merged is not None:
+        exact = limits_of(expected.scores, None, dtype="float32", depth=expected.num_layers)
+        comparison.compare_merged(expected.scores, expected.merged, limits=exact)
+    if expected.base is None:
+        comparison.not_compared.append("the effect of training (give the base model's folder with --base)")
+    else:
+        comparison.compare_effect(expected.scores, expected.base, differences, limits=limits)
+
+
+def _until_none(values: Any) -> list[Any]:
+    """Return all values, or only None if the first one is: the engine is then not asked again."""
+    listed = []
+    for value in values:
+        listed.append(value)
+        if value is None:
+            return [None]
+    return listed
+
+
+def _print(comparison: Comparison, *, title: str, path: Path) -> None:
+    facts = comparison.facts
+    lines = [
+        f"  {name}: {counts['compared'] - counts['different']} of {counts['compared']} with the same tokens"
+        for name in ("prompts", "texts")
+        if (counts := facts.get(name))
+    ]
+    if stops := facts.get("stop ids"):
+        ids = [name for name in stops["expected"] if name not in stops["missing"]]
+        lines.append(f"  answers end at {', '.join(ids) or 'none of the expected tokens'}")
+    if scores := facts.get("log-probabilities"):
+        lines.append(
+            f"  log-probabilities of {scores['tokens']:,} tokens in {scores['rows']} rows: {scores['median']:.1e} in "
+            f"the median, {scores['worst']:.1e} at worst ({scores['allowed']:.1e} allowed, {scores['dtype']})"
+        )
+    if merged := facts.get("merged"):
+        lines.append(f"  adapter against merged: {merged['worst']:.1e} at worst")
+    if effect := facts.get("effect of training"):
+        lines.append(f"  effect of training: {effect['served part']:.3f} of {effect['size']:.2g}")
+    lines.append("  greedy answers: " + ", ".join(f"{number} {name}" for name, number in facts["answers"].items()))
+    lines += [f"  not compared: {text}" for text in comparison.not_compared]
+    print("\n".join([f"{title}, compared with transformers:", *lines]))
+    if comparison.problems:
+        print("It differs from the folder:\n" + "\n".join(f"  - {problem}" for problem in comparison.problems))
+    verdict = "differs" if comparison.problems else "verified"
+    print(f"{verdict}; details in {path}")

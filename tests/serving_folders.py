@@ -1,0 +1,88 @@
+"""Small exported folders of many families, with weights large enough that every part of the model matters."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from finetune.data.templates.chat_template import set_chat_template, stop_ids
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, 12 times in 2026.",
+    "def f(x):\n    return x ** 2  # a function of one variable\n",
+    "Ein kurzer Satz mit Ärger; und noch einer, der etwas länger ist.",
+    "What is the name of the largest river of this country? It is not known.",
+)
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+_GEMMA = {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "tie_word_embeddings": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "tie_word_embeddings": True},
+    "mistral": {**SIZES, "sliding_window": None},
+    "qwen2": SIZES,
+    "qwen3": {**SIZES, "head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": _GEMMA,
+    "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {**SIZES, "sliding_window": None},
+    "olmo2": SIZES,
+    "granite": {**SIZES, "logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "qwen3_moe": {**SIZES, **_EXPERTS, "head_dim": 16},
+}
+
+
+def make_tokenizer(*, bos: str | None = "<|begin|>", texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with ChatML that begins texts with BOS if there is one."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", *([bos] if bos else [])]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator([*texts] * 3, trainer)
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, special.index(bos))]
+        )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=special[0], pad_token=special[3], **({"bos_token": bos} if bos else {})
+    )
+    made.add_special_tokens({"additional_special_tokens": special[1:3]})
+    set_chat_template(made, "chatml")
+    if bos:
+        made.chat_template = "{{ bos_token }}" + str(made.chat_template)
+    return made
+
+
+def make_model(model_type: str, *, vocabulary_size: int, seed: int = 0, **values: Any) -> Any:
+    """Return a model in which biases, norms and scales differ from their initial values."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**FAMILIES[model_type], "vocab_size": vocabulary_size, **values})
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 4, 0, 3
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    """Write the folder as an export does, with every token that ends an answer."""
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(stop_ids(tokenizer)), pad_token_id=3
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
