@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING},
     "api": {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING},
-    "commands": {"run", "launch", "recipes", *BELOW_RUN},
+    "commands": {"run", "launch", "recipes", "migration", *BELOW_RUN},
+    "migration": {"config", "registry", "runtime", "errors"},
     "run": BELOW_RUN,
     "memory": BELOW_RUN - {"memory"},
     "train": {"task", *WINGS, "config", "registry", "runtime", "errors"},
@@ -77,7 +78,7 @@ THROUGH_OPTIONAL = (
 )
 """Packages that may be missing: only `runtime/optional.py` imports them, by name."""
 
-WITHOUT_TORCH = ("config", "registry", "register", "api", "cli", "launch", "recipes", "errors", "__main__")
+WITHOUT_TORCH = ("config", "migration", "registry", "register", "api", "cli", "launch", "recipes", "errors", "__main__")
 HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "numpy", "deepspeed"}
 
 IMPORTS_BY_NAME = {

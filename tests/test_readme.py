@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from finetune.cli.app import app
-from finetune.commands.init import make_recipe, recipes
+from finetune.commands.init.init import make_recipe, recipes
 from finetune.config.load import load_config
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import finetune.recipes
-from finetune.commands.init import make_recipe, recipes
+from finetune.commands.init.init import make_recipe, recipes
 from finetune.config.load import load_config
 from finetune.config.run_config import world_size_problems
 

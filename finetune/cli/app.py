@@ -15,7 +15,6 @@ from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):  # torch and pydantic: `--help` answers at once
     from finetune.commands import check as check_command
-    from finetune.commands import init as init_command
     from finetune.commands import migrate as migrate_command
     from finetune.commands import prepare as prepare_command
     from finetune.commands.launch import local as local_launch
@@ -190,24 +189,6 @@ def schema(config: OptionalConfig = None) -> None:
     if config is not None:
         config_load.load_config(config)  # its plugins add their keys
     print(config_schema.json_schema(), end="")
-
-
-@app.command()
-@handle_errors
-def init(
-    name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
-    into: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write to. Default: the name of the recipe.")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also write an accelerate file: ddp, fsdp2, zero2, zero3, ...")
-    ] = None,
-) -> None:
-    """Write a recipe, a commented job file, to a folder. Without a name, list the recipes.
-
-    The recipes `quickstart` and `image-digits` come with their data.
-    """
-    init_command.init(name, into, strategy=strategy)
 
 
 after_training.add_to(app)

@@ -1,4 +1,4 @@
-"""What is typed before a job is trained: `doctor`, `plan` and `rehearse`."""
+"""What is typed before a job is trained: `init`, `doctor`, `plan` and `rehearse`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,8 @@ from finetune.runtime.optional import lazily
 with lazily(freeze=True):  # torch
     from finetune.commands.doctor import data as doctor_data
     from finetune.commands.doctor import doctor as doctor_command
+    from finetune.commands.init import from_peer as from_peer_command
+    from finetune.commands.init import init as init_command
     from finetune.commands.plan import outlook as plan_outlook
     from finetune.commands.plan import plan as plan_command
     from finetune.commands.rehearse import rehearse as rehearse_command
@@ -39,8 +41,43 @@ Restart = Annotated[float, typer.Option(min=0.0, metavar="MINUTES", help="From a
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    for command in (doctor, plan, rehearse):
+    for command in (init, doctor, plan, rehearse):
         app.command()(command)
+
+
+@handle_errors
+def init(
+    name: Annotated[str | None, typer.Argument(help="The recipe, such as `quickstart`.")] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder to write to. Default: the name of the recipe or of the FILE."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also write an accelerate file: ddp, fsdp2, zero2, zero3, ...")
+    ] = None,
+    peer_file: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Make a job of a config of axolotl, TRL, LLaMA-Factory, ..."),
+    ] = None,
+    peer: Annotated[str | None, typer.Option(metavar="NAME", help="With --from: the trainer that it is for.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=1024, metavar="N", help="With --from: the number of GPUs it was used on.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="With --from: exit code 2 if keys are unknown.")] = False,
+) -> int:
+    """Write a recipe, a commented job file, to a folder. Without a name, list the recipes.
+
+    The recipes `quickstart` and `image-digits` come with their data. With --from, the job is made of a config of
+    another trainer: every key is mapped, or named with what to do instead (docs/migration.md).
+    """
+    if peer_file is not None:
+        if name is not None or strategy is not None:
+            raise UserError("--from: leave out the recipe and --strategy; the accelerate file follows from the config.")
+        return from_peer_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict)
+    if peer is not None or gpus is not None or strict:
+        raise UserError("--peer, --gpus, --strict: they need --from FILE.")
+    init_command.init(name, into, strategy=strategy)
+    return 0
 
 
 @handle_errors

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from finetune.commands.init import make_recipe
+from finetune.commands.init.init import make_recipe
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.plugins import used_entries
 from finetune.errors import FinetuneError, UserError

@@ -155,7 +155,7 @@ class NodeReader:
             raise ValueError
         if kind == "null":
             if node.value == "" and key:
-                self._complain(node, key, "there is no value after the colon. Write a value, or `null` for none.")
+                self._complain(node, key, EMPTY)
             return None
         if kind == "bool":
             return node.value.lower() == "true"
@@ -184,6 +184,7 @@ def _tag_error(node: Node) -> str:
     return f"the tag `{str(node.tag).replace(TAG, '!!')[:40]}` is not allowed. Write a plain value."
 
 
+EMPTY = "there is no value after the colon. Write a value, or `null` for none."
 NOT_EXPANDED = (
     "environment variables are not expanded. Write the value, or pass it with `--set` and let the shell expand it."
 )

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune.cli.app import app
-from finetune.commands.init import recipes
+from finetune.commands.init.init import recipes
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.registry.accelerate_files import accelerate_file_names
 

@@ -4,7 +4,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from finetune.commands.init import format_written
+from finetune.commands.init.init import format_written
 from finetune.errors import MissingPackage
 from finetune.recipes.digits import digit_files
 

@@ -40,7 +40,7 @@ def init(name: str | None, into: Path | None, *, strategy: str | None = None) ->
     for written in format_written(make_recipe(name, folder, strategy=strategy)):
         print(f"wrote {written}")
     if strategy is not None:
-        print(f"start with: {_launch_line(folder, strategy)}")
+        print(f"start with: {launch_line(folder, strategy)}")
 
 
 def recipes() -> dict[str, str]:
@@ -51,10 +51,16 @@ def recipes() -> dict[str, str]:
 def make_recipe(name: str | None, folder: Path, *, strategy: str | None = None) -> list[Path]:
     """Write the recipe's job file, its data if it has any, and the strategy's accelerate file; return their paths.
 
-    Existing files with the same content are left alone. Raises UserError, and writes nothing, if files with other
-    content exist or the recipe or the strategy is unknown.
+    Raises UserError, and writes nothing, if files with other content exist or the recipe or the strategy is unknown.
     """
-    contents = {**({} if name is None else _contents(name)), **_launch_files(strategy, folder)}
+    return write_files(folder, {**({} if name is None else _contents(name)), **launch_files(strategy, folder)})
+
+
+def write_files(folder: Path, contents: Files) -> list[Path]:
+    """Write the files into the folder and return their paths; those with the same content are left alone.
+
+    Raises UserError, and writes nothing, if files with other content exist.
+    """
     different = [file for file, content in contents.items() if _differs(folder / file, content)]
     if different:
         more = f" and {len(different) - _LISTED:,} more" if len(different) > _LISTED else ""
@@ -88,8 +94,13 @@ def _contents(name: str) -> Files:
     return {JOB_FILE: job, **_DATA.get(name, dict)()}
 
 
-def _launch_files(strategy: str | None, folder: Path) -> Files:
-    """Return the accelerate file of the strategy, and next to it the DeepSpeed config that it names."""
+def launch_files(
+    strategy: str | None, folder: Path, *, num_processes: int | None = None, offload: bool = False
+) -> Files:
+    """Return the accelerate file of the strategy, and next to it the DeepSpeed config that it names.
+
+    With a number of processes, it is that of the file; `offload` keeps the parameters of FSDP on the host.
+    """
     if strategy is None:
         return {}
     if strategy not in accelerate_file_names():
@@ -97,6 +108,11 @@ def _launch_files(strategy: str | None, folder: Path) -> Files:
     shipped = SHIPPED / f"{strategy}.yaml"
     text = read_text(shipped)
     text = text.replace(f"accelerate_configs/{strategy}.yaml", shlex.quote(str(folder / f"{strategy}.yaml")))
+    if num_processes is not None:
+        text = re.sub(r"(?m)^num_processes: .*$", f"num_processes: {num_processes}", text)
+        text = re.sub(r" --num_processes \d+", f" --num_processes {num_processes}", text)
+    if offload:
+        text = text.replace("fsdp_offload_params: false", "fsdp_offload_params: true")
     named = re.search(r"^( *deepspeed_config_file: )(\S+).*$", text, re.MULTILINE)
     if named is None:
         return {f"{strategy}.yaml": text}
@@ -106,8 +122,9 @@ def _launch_files(strategy: str | None, folder: Path) -> Files:
     return {f"{strategy}.yaml": text, path.name: settings}
 
 
-def _launch_line(folder: Path, strategy: str) -> str:
-    processes = "" if strategy == "single" else " --num_processes 2"
+def launch_line(folder: Path, strategy: str, *, num_processes: int = 2) -> str:
+    """Return the command that starts the job in the folder under the strategy."""
+    processes = "" if strategy == "single" else f" --num_processes {num_processes}"
     paths = [shlex.quote(str(folder / name)) for name in (f"{strategy}.yaml", JOB_FILE)]
     return f"accelerate launch --config_file {paths[0]}{processes} -m finetune --config {paths[1]}"
 

@@ -1,6 +1,6 @@
 import pytest
 
-from finetune.commands.init import make_recipe, recipes
+from finetune.commands.init.init import make_recipe, recipes
 from finetune.errors import UserError
 
 

@@ -1,0 +1,1 @@
+"""`finetune init`: recipes, jobs made of the configs of other trainers, and a job by five questions."""

@@ -1,0 +1,302 @@
+"""What every peer's config needs to become a job: batch, budget, schedule, precision, adapters, cadence, strategy.
+
+The facts have the same names, whatever the peer calls its keys.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from finetune.migration.draft import Draft, Outcome
+from finetune.migration.rules import is_off
+from finetune.migration.rules import path as path_of
+from finetune.registry.trackers import TRACKERS
+
+LEFT_OVER = {
+    **dict.fromkeys(("is_4bit", "is_8bit", "bits"), "the base is not quantized there, either"),
+    "adapter": "every parameter is trained, as here by default",
+    **dict.fromkeys(("bf16", "fp16", "dtype"), "another precision is chosen"),
+    "epochs": "the number of steps overrides it there, too",
+    **dict.fromkeys(("max_steps", "max_steps_per_epoch"), "it is off there, too"),
+    **dict.fromkeys(
+        ("warmup_steps", "warmup_ratio"), "there is no warmup there, either, or the other key overrides it"
+    ),
+    "validation_fraction": "no rows are split off there, or there is a validation set",
+    **dict.fromkeys(("eval_steps", "evals_per_epoch"), "without validation rows nothing is evaluated"),
+    "eval_strategy": "validation rows are evaluated at the end, if there are any",
+    **dict.fromkeys(("save_steps", "save_strategy", "saves_per_epoch"), "the last step is always saved"),
+    "save_limit": "the newest checkpoints are kept",
+    **dict.fromkeys(("keep_best", "best_metric", "is_greater_better"), "no best checkpoint is chosen there"),
+    "patience": "without validation rows nothing is evaluated",
+    "trackers": "every run writes events.jsonl and report.html",
+    **dict.fromkeys(("uses_wandb", "uses_trackio", "uses_swanlab"), "it is off there, too"),
+    **dict.fromkeys(("fsdp", "fsdp_offload", "fsdp_sharding", "fsdp_version"), "there is no FSDP there"),
+    **dict.fromkeys(("expert_parallel", "sequence_parallel"), "it is off there, too"),
+    "deepspeed": "it is off there, too",
+    "packing": "samples of a microbatch are concatenated without padding",
+    "train_on_inputs": "prompts are no targets here, either",
+}
+"""Why a fact that no key was written from is not needed."""
+
+ADDRESS_FACTS = ("path", "name", "config", "revision", "split", "data_files", "dataset", "take")
+SOURCE_KEYS = ("name", "path", "config", "revision", "split", "format", "columns", "template", "take")
+
+_SCHEDULES = {
+    **dict.fromkeys(("linear", "linear_with_warmup"), "linear"),
+    **dict.fromkeys(("cosine", "cosine_with_warmup", "cosine_with_min_lr"), "cosine"),
+    **dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
+    **dict.fromkeys(("warmup_stable_decay", "wsd"), "warmup_stable_decay"),
+}
+_ADAPT = "there: adapt it to the steps of your data"
+
+
+def complete(draft: Draft) -> None:
+    """Write the keys that follow from the facts; run it after the peer's own part, before its defaults."""
+    if draft.gpus == 0:  # not given: what the strategy of the file needs at least
+        is_sharded = any(not is_off(draft.get(name)) for name in ("deepspeed", "fsdp", "fsdp_version"))
+        groups = max(draft.get("sequence_parallel", 1), draft.get("expert_parallel", 1))
+        draft.gpus = max(groups, 2 if is_sharded else 1)
+    _adapter(draft)
+    _precision(draft)
+    _batch(draft)
+    _budget(draft)
+    _schedule(draft)
+    _evaluation(draft)
+    _checkpoints(draft)
+    _tracking(draft)
+    _strategy(draft)
+    for name, (_, leaf) in draft.facts.items():
+        reason = LEFT_OVER.get(name.partition(".")[0])
+        if reason is not None:
+            draft.outcomes.setdefault(leaf.key, Outcome("not_needed", reason))
+
+
+def source_of(written: str, folder: Path) -> dict[str, Any]:
+    """Return where rows are: a local file or folder, a URL, or else a dataset on the hub."""
+    if "://" in written or written.startswith(("/", "./", "~", "../")):
+        return {"path": written}
+    found = next((path for path in (Path(written), folder / written) if path.exists()), None)
+    return {"name": written} if found is None else {"path": str(found.absolute())}
+
+
+def put_source(draft: Draft, key: str, values: dict[str, Any], *facts: str, comment: str = "") -> None:
+    """Write a source of rows at our key: where the rows are, from the facts that say so, and how they are read."""
+    facts = tuple(name for name in facts if name in draft.facts)
+    address = [name for name in facts if name.partition(".")[0].removeprefix("test_") in ADDRESS_FACTS]
+    others = [name for name in facts if name not in address]
+    reading = [name for name in ("format", "columns", "template") if values.get(name)]
+    for name in SOURCE_KEYS:
+        if values.get(name) in (None, {}, ""):
+            continue
+        is_first = name in ("name", "path")
+        origin = address if is_first else others if name in reading[:1] else []
+        origin = [*origin, *others] if is_first and not reading else origin
+        draft.put(f"{key}.{name}", values[name], *origin, comment=comment if is_first else "")
+
+
+def _adapter(draft: Draft) -> None:
+    kind = {"qlora": "lora"}.get(draft.get("adapter", "full"), draft.get("adapter", "full"))
+    bits = 4 if draft.get("is_4bit") else 8 if draft.get("is_8bit") else draft.get("bits")
+    if bits is None and draft.get("adapter") == "qlora":
+        bits = 4
+    if bits is not None and kind == "full":
+        draft.refuse("a quantized base is trained through adapters: write `model.lora`.", "is_4bit", "is_8bit", "bits")
+    elif bits is not None:
+        draft.put("model.quantization.bits", bits, "is_4bit", "is_8bit", "bits")
+    if not draft.has("model.quantization.bits"):
+        draft.withdraw("model.quantization", Outcome("not_needed", LEFT_OVER["bits"]))
+    if draft.get("adapter_path"):
+        draft.withdraw("model.lora", Outcome("not_needed", "the config of the adapter in `model.adapter` has it"))
+        draft.put("model.adapter", path_of(draft.get("adapter_path")), "adapter_path", "adapter")
+        return
+    for section in ("lora", "oft"):
+        if section != kind:
+            draft.withdraw(f"model.{section}", Outcome("not_needed", "no such adapter is trained there, either"))
+        elif not draft.has(f"model.{section}"):
+            draft.put(f"model.{section}", {}, "adapter")
+        else:
+            draft.mapped(f"the section `model.{section}`", "adapter")
+
+
+def _precision(draft: Draft) -> None:
+    half = next((name for name in ("bf16", "fp16") if draft.get(name)), None)
+    trains_adapter = draft.get("adapter", "full") != "full"
+    wanted = draft.get("dtype")
+    if half is not None:
+        draft.put("train.precision", half, half)
+    if wanted is None and half == "bf16" and (trains_adapter or draft.loads_bf16):
+        draft.put("model.dtype", "bfloat16", comment="the weights are loaded in bf16 there, too")
+    elif wanted == "float16" and not trains_adapter:
+        draft.refuse("full fine-tuning in float16 loses small updates: write `train.precision: fp16`.", "dtype")
+    elif wanted is not None:
+        draft.put("model.dtype", wanted, "dtype")
+        if wanted != "float32" and half is None:
+            draft.put("train.precision", {"bfloat16": "bf16", "float16": "fp16"}[wanted], "dtype")
+    if draft.value("model.dtype") == "bfloat16" and not trains_adapter:
+        draft.note(
+            "weights and moments are bf16 without a float32 copy there, and so here: small updates are lost. "
+            "`model.dtype: float32` with `train.precision: bf16` keeps them, and so does "
+            "`train.optimizer.stochastic_rounding: true`."
+        )
+
+
+def _batch(draft: Draft) -> None:
+    micro, accumulation = draft.get("micro_batch", 1), draft.get("accumulation", 1)
+    world = max(1, draft.gpus // draft.get("sequence_parallel", 1))
+    total = micro * accumulation * world
+    product = f"{micro} per GPU x {accumulation} accumulated x {world} GPU{'s' if world > 1 else ''}"
+    draft.put(
+        "train.microbatch_size", micro, "micro_batch", comment="" if "micro_batch" in draft.facts else "the default"
+    )
+    draft.put("train.global_batch_size", total, "micro_batch", "accumulation", comment=product)
+    draft.note(
+        "the batch of a step grows with the number of GPUs there, and the learning rate that suits it with it; here "
+        f"`train.global_batch_size: {total}` ({product}) is the same on any number. For N GPUs there, write `--gpus N`."
+    )
+
+
+def _budget(draft: Draft) -> None:
+    steps, epochs, per_epoch = draft.get("max_steps", -1), draft.get("epochs"), draft.get("max_steps_per_epoch", -1)
+    if steps > 0:
+        draft.put("train.steps", steps, "max_steps")
+    elif per_epoch > 0:
+        total = per_epoch * int(epochs or 1)
+        draft.put("train.steps", total, "max_steps_per_epoch", "epochs", comment=f"{per_epoch} in each epoch")
+        draft.note(
+            f"each epoch stops after {per_epoch} steps there and starts over in another order; here {total} steps go "
+            "on through the data, so that more of it is seen."
+        )
+    elif epochs is not None:
+        draft.put("train.epochs", epochs, "epochs")
+
+
+def _schedule(draft: Draft) -> None:
+    written = draft.get("schedule")
+    warmup = next((name for name in ("warmup_steps", "warmup_ratio") if draft.get(name)), None)
+    if written is not None and written not in _SCHEDULES:
+        draft.refuse("choose linear, cosine, constant or warmup_stable_decay in `train.schedule.name`.", "schedule")
+    elif written is not None:
+        draft.put("train.schedule.name", _SCHEDULES[written], "schedule")
+    if written == "constant" and warmup is not None:
+        draft.drop("`constant` has no warmup there: `constant_with_warmup` has one", warmup)
+        draft.note("`constant` ignores the warmup there, and none is written here.")
+    elif warmup is not None:
+        value = draft.get(warmup)
+        name = "warmup_fraction" if value < 1 else "warmup_steps"
+        draft.put(f"train.schedule.{name}", value if value < 1 else int(value), warmup)
+    if draft.value("train.schedule.name") == "constant":
+        draft.withdraw(
+            "train.schedule.final_fraction", Outcome("not_needed", "a constant rate does not decay there, either")
+        )
+
+
+def _evaluation(draft: Draft) -> None:
+    fraction = draft.get("validation_fraction")
+    if fraction and not draft.has("data.validation"):
+        is_fraction = fraction < 1
+        value, comment = (fraction, "") if is_fraction else (0.05, f"{int(fraction)} rows {_ADAPT.partition(':')[0]}")
+        draft.put("data.validation.fraction", value, "validation_fraction", comment=comment)
+        draft.note("the rows that are split off for validation are others than there: `run.seed` and the row decide.")
+    if not draft.has("data.validation"):
+        draft.withdraw("evaluate", Outcome("not_needed", "without validation rows nothing is evaluated"))
+        return
+    steps, strategy = draft.get("eval_steps"), draft.get("eval_strategy", "")
+    times = draft.get("evals_per_epoch") or (1 if strategy == "epoch" else 0)
+    if steps and steps >= 1 and strategy not in ("epoch", "no"):
+        draft.put("evaluate.every_steps", int(steps), "eval_steps", "eval_strategy")
+    elif times or (steps and strategy != "no"):
+        often = f"{times:g} times per epoch" if times else f"after each {steps:g} of the run"
+        facts = ("evals_per_epoch", "eval_strategy") if times else ("eval_steps", "eval_strategy")
+        draft.put("evaluate.every_steps", 100, *facts, comment=f"{often} {_ADAPT}")
+    elif not draft.has("evaluate"):
+        draft.put("evaluate", {}, comment="at the end")
+    if "patience" in draft.facts:
+        draft.put("train.early_stopping.patience", draft.get("patience"), "patience")
+    if draft.get("keep_best"):
+        metric = str(draft.get("best_metric", "loss")).removeprefix("eval_")
+        draft.put("checkpoint.keep_best.metric", metric, "keep_best", "best_metric")
+        if draft.get("is_greater_better"):
+            draft.put("checkpoint.keep_best.goal", "maximize", "is_greater_better")
+        draft.note(
+            "the best weights are loaded at the end there; here the best checkpoint is kept: `finetune export` it."
+        )
+
+
+def _checkpoints(draft: Draft) -> None:
+    steps, strategy = draft.get("save_steps"), draft.get("save_strategy", "")
+    times = draft.get("saves_per_epoch") or (1 if strategy == "epoch" else 0)
+    if steps and steps >= 1 and strategy not in ("epoch", "no"):
+        draft.put("checkpoint.every_steps", int(steps), "save_steps", "save_strategy")
+    elif times or (steps and strategy != "no"):
+        often = f"{times:g} times per epoch" if times else f"after each {steps:g} of the run"
+        facts = ("saves_per_epoch", "save_strategy") if times else ("save_steps", "save_strategy")
+        draft.put("checkpoint.every_steps", 500, *facts, comment=f"{often} {_ADAPT}")
+    limit = draft.get("save_limit", 0)
+    if limit >= 1:
+        comment = "at least 2: the newest may still be being written" if limit == 1 else ""
+        draft.put("checkpoint.keep_last", max(2, limit), "save_limit", comment=comment)
+
+
+def _tracking(draft: Draft) -> None:
+    names = [name.lower() for name in draft.get("trackers", []) if not is_off(name) and name.lower() != "all"]
+    names += [name for name in ("wandb", "trackio", "swanlab") if draft.get(f"uses_{name}")]
+    known = [entry.name for entry in TRACKERS]
+    if unknown := [name for name in names if name not in known]:
+        draft.refuse(f"`{unknown[0]}` is not one of `report.trackers`: {', '.join(known)}.", "trackers")
+    elif names:
+        draft.put("report.trackers", list(dict.fromkeys(names)), "trackers", *(f"uses_{name}" for name in names))
+    if not draft.has("report.trackers"):
+        for key in ("project", "entity", "group", "tags", "run_name"):
+            draft.withdraw(f"report.{key}", Outcome("not_needed", "there is no tracker"))
+
+
+def _strategy(draft: Draft) -> None:
+    deepspeed, groups = draft.get("deepspeed"), draft.get("sequence_parallel", 1)
+    stage, is_offloaded = (None, False) if is_off(deepspeed) else zero_stage(deepspeed, draft.file.path.parent)
+    shards = [name for name in ("fsdp", "fsdp_version", "fsdp_sharding") if not is_off(draft.get(name))]
+    facts: tuple[str, ...] = ("deepspeed",)
+    if not is_off(deepspeed) and stage is None:
+        draft.refuse("which ZeRO stage it is cannot be read: write `finetune init --strategy zero3`.", "deepspeed")
+    if stage:
+        draft.strategy = f"zero{stage}{'_offload' if is_offloaded and stage > 1 else ''}"
+    elif shards or draft.get("fsdp_offload") or draft.get("expert_parallel", 1) > 1:
+        is_hybrid = any("hybrid" in str(draft.get(name)).lower() for name in ("fsdp", "fsdp_sharding"))
+        draft.strategy = "hsdp" if is_hybrid else "fsdp2"
+        facts = ("deepspeed", "fsdp", "fsdp_version", "fsdp_sharding", "fsdp_offload", "expert_parallel")
+        if shards and draft.get("fsdp_version", 1) == 1:
+            draft.note(
+                "FSDP1 there; fsdp2.yaml here, its successor. `finetune init --strategy fsdp1` writes the older one."
+            )
+    elif draft.gpus > 1:
+        draft.strategy = "ddp"
+    if groups > 1 and draft.strategy in ("ddp", "fsdp2"):
+        draft.strategy = f"{draft.strategy}_sequence_parallel"
+        facts = (*facts, "sequence_parallel")
+    elif groups > 1:
+        draft.refuse("only ddp and fsdp2 share the tokens of a row (docs/long-sequences.md).", "sequence_parallel")
+    if not is_off(deepspeed) and stage is None:
+        facts = facts[1:]
+    draft.mapped(f"accelerate file {draft.strategy}.yaml", *facts)
+
+
+def zero_stage(written: Any, folder: Path) -> tuple[int | None, bool]:
+    """Return the ZeRO stage of a DeepSpeed config, a path or a mapping, and whether it offloads; None if unknown."""
+    settings = written
+    if isinstance(written, str):
+        path = next((path for path in (Path(written), folder / written) if path.is_file()), None)
+        if path is None:
+            words = (
+                Path(written).stem.lower().replace("_", "").replace("-", "").replace("zero", "z").replace("stage", "z")
+            )
+            stages = [stage for stage in (0, 1, 2, 3) if f"z{stage}" in words]
+            return (stages[0] if len(stages) == 1 else None), "offload" in written.lower()
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None, False
+    if not isinstance(settings, dict):
+        return None, False
+    zero = settings.get("zero_optimization", {"stage": 0})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    is_offloaded = isinstance(zero, dict) and bool(zero.keys() & {"offload_optimizer", "offload_param"})
+    return (stage if stage in (0, 1, 2, 3) else None), is_offloaded

@@ -1,0 +1,204 @@
+"""A job while it is put together: our keys, the peer's keys that each is from, and what becomes of the others."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from finetune.config.schema import node_at
+from finetune.migration.rules import NoCounterpart, Rule, Table, is_off
+from finetune.migration.source import Leaf, PeerFile
+
+Fate = Literal["mapped", "not_needed", "not_possible", "unknown"]
+UNSET = "it is unset there, too"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of one of the peer's keys: our keys, the reason that it has none, or what to do instead."""
+
+    fate: Fate
+    text: str = ""
+
+
+@dataclass
+class Entry:
+    """One of our keys: its value, the peer's keys that it is from, and what else is to be known about it."""
+
+    value: Any
+    leaves: tuple[str, ...] = ()
+    comment: str = ""
+
+
+@dataclass
+class Draft:
+    """The job so far. Every leaf of the file gets exactly one outcome."""
+
+    file: PeerFile
+    gpus: int
+    entries: dict[str, Entry] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    facts: dict[str, tuple[Any, Leaf]] = field(default_factory=dict)
+    defaults: set[str] = field(default_factory=set)  # keys that the peer's file gives our default
+    notes: list[str] = field(default_factory=list)  # what meant something else there
+    files: dict[str, str] = field(default_factory=dict)  # to be written next to the job
+    strategy: str = "single"
+    loads_bf16: bool = False  # the peer loads weights in bf16 where it computes in it
+    out_of_scope: str = ""  # the objective that is not one of ours
+
+    def apply(self, table: Table) -> None:
+        """Look up every leaf in the table: write its key, keep its fact, or name it."""
+        for leaf in self.file.leaves.values():
+            rule = find_rule(table, leaf.pattern)
+            if rule is None:
+                self.outcomes[leaf.key] = Outcome(
+                    "unknown", "this key is not known here. Look for it in docs/reference.md."
+                )
+            elif leaf.value is None:
+                self.outcomes[leaf.key] = Outcome("not_needed", UNSET)
+            else:
+                self._apply(leaf, rule)
+
+    def _apply(self, leaf: Leaf, rule: Rule) -> None:
+        if rule.kind == "not_needed":
+            self.outcomes[leaf.key] = Outcome("not_needed", rule.why)
+            return
+        if rule.kind == "not_possible":
+            is_harmless = is_off(leaf.value)
+            fate: Fate = "not_needed" if is_harmless else "not_possible"
+            self.outcomes[leaf.key] = Outcome(fate, "it is off there, too" if is_harmless else rule.why)
+            return
+        try:
+            value = rule.convert(leaf.value)
+        except NoCounterpart as error:
+            self.outcomes[leaf.key] = Outcome("not_possible", str(error))
+            return
+        if rule.kind == "fact":
+            name = f"{rule.name}.{leaf.position}" if "[]" in leaf.pattern else rule.name
+            if name in self.facts and self.facts[name][0] != value:
+                self.outcomes[leaf.key] = Outcome("not_possible", f"`{self.facts[name][1].key}` has another value.")
+                return
+            self.facts.setdefault(name, (value, leaf))
+            if self.facts[name][1] is not leaf:
+                self.outcomes[leaf.key] = Outcome("not_needed", f"`{self.facts[name][1].key}` is the same")
+        elif is_default(rule.name, value) and rule.name not in self.entries:
+            self.defaults.add(rule.name)
+            self.outcomes[leaf.key] = Outcome("not_needed", "this is the default here, too")
+        else:
+            self._write(leaf, rule.name, value)
+        if rule.note:
+            self.note(rule.note)
+
+    def _write(self, leaf: Leaf, key: str, value: Any) -> None:
+        other = self.entries.get(key)
+        if other is None:
+            self.entries[key] = Entry(value, (leaf.key,))
+        elif other.value == value or value in (False, None):
+            other.leaves += (leaf.key,)
+        elif other.value in (False, None):
+            other.value, other.leaves = value, (*other.leaves, leaf.key)
+        else:
+            self.outcomes[leaf.key] = Outcome("not_possible", f"`{other.leaves[0]}` has set `{key}` already. Keep one.")
+            return
+        self.outcomes[leaf.key] = Outcome("mapped", key)
+
+    def note(self, text: str) -> None:
+        """Add a line to the comments at the top, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a fact; its leaf still needs an outcome."""
+        return self.facts[name][0] if name in self.facts else default
+
+    def is_named(self, name: str) -> bool:
+        """Return whether the leaf of a fact has its outcome already, or there is no such fact."""
+        return name not in self.facts or self.facts[name][1].key in self.outcomes
+
+    def put(self, key: str, value: Any, *facts: str, comment: str = "") -> None:
+        """Write our key, which is from these facts, or else from the peer's default that the comment names."""
+        leaves = tuple(self.facts[name][1].key for name in facts if name in self.facts)
+        self.entries[key] = Entry(value, leaves, comment)
+        for leaf in leaves:
+            self.outcomes[leaf] = Outcome("mapped", key)
+
+    def default(self, key: str, value: Any, comment: str) -> None:
+        """Write our key where it is not written yet: the peer's own default is another one."""
+        if key not in self.entries and key not in self.defaults:
+            self.put(key, value, comment=comment)
+
+    def mapped(self, text: str, *facts: str) -> None:
+        """Record that the facts are in the accelerate file, or in another file next to the job."""
+        self._record(Outcome("mapped", text), facts)
+
+    def drop(self, reason: str, *facts: str) -> None:
+        """Record that the facts are not needed, for this reason."""
+        self._record(Outcome("not_needed", reason), facts)
+
+    def refuse(self, instead: str, *facts: str) -> None:
+        """Record that the facts are not possible, and what to do instead."""
+        self._record(Outcome("not_possible", instead), facts)
+
+    def _record(self, outcome: Outcome, facts: Sequence[str]) -> None:
+        for name in facts:
+            if name in self.facts:
+                self.outcomes[self.facts[name][1].key] = outcome
+
+    def withdraw(self, prefix: str, outcome: Outcome) -> None:
+        """Remove our keys that begin like this; the leaves that they were from get the outcome instead."""
+        for key in [key for key in self.entries if key == prefix or key.startswith(f"{prefix}.")]:
+            for leaf in self.entries.pop(key).leaves:
+                is_elsewhere = any(leaf in entry.leaves for entry in self.entries.values())
+                self.outcomes[leaf] = self.outcomes[leaf] if is_elsewhere else outcome
+
+    def has(self, prefix: str) -> bool:
+        """Return whether one of our keys begins like this."""
+        return any(key == prefix or key.startswith(f"{prefix}.") for key in self.entries)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of one of our keys."""
+        return self.entries[key].value if key in self.entries else default
+
+    def keys_of(self, fate: Fate) -> list[str]:
+        """Return the peer's keys with this outcome, in the order of the file."""
+        return [key for key in self.file.leaves if self.outcomes[key].fate == fate]
+
+    def require_complete(self) -> None:
+        """Check that no key is lost: each leaf has one outcome, and each mapped one is in the job or its files."""
+        lost = self.file.leaves.keys() - self.outcomes.keys()
+        assert not lost, f"keys without an outcome: {sorted(lost)}"
+        written = {leaf for entry in self.entries.values() for leaf in entry.leaves}
+        mapped = set(self.keys_of("mapped"))
+        assert written <= mapped, f"keys in the job that are not mapped: {sorted(written - mapped)}"
+        unwritten = [key for key in mapped - written if " " not in self.outcomes[key].text]
+        assert not unwritten, f"mapped keys that are nowhere: {sorted(unwritten)}"
+
+
+def find_rule(table: Table, pattern: str) -> Rule | None:
+    """Return the rule of a key, or that of the nearest section in it with a rule for all of its keys."""
+    if pattern in table:
+        return table[pattern]
+    parts = re.split(r"\.", pattern)
+    for length in range(len(parts) - 1, 0, -1):
+        rule = table.get(f"{'.'.join(parts[:length])}.*")
+        if rule is not None:
+            return rule
+    return None
+
+
+def is_default(key: str, value: Any) -> bool:
+    """Return whether the value is the default of one of our keys."""
+    node = node_at(key) or {}
+    return "default" in node and node["default"] == value and type(node["default"]) is type(value)
+
+
+def nested(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Return the entries as nested sections; positions become lists."""
+    root: dict[str, Any] = {}
+    for key, entry in entries.items():
+        *sections, name = key.split(".")
+        inner = root
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = entry
+    return root

@@ -1,0 +1,79 @@
+"""From a peer's file to the texts of a job and its other files, with what became of every key."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.config.load import load_config
+from finetune.errors import ConfigError, Problem
+from finetune.migration.complete import complete
+from finetune.migration.detect import detect
+from finetune.migration.draft import Draft, Outcome
+from finetune.migration.source import read_peer_file
+from finetune.migration.write import job_text
+
+_MAX_REPAIRS = 6
+_MISSING = "does not exist"
+"""What a check reports for local files: they may come later, so no key is given up for them."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What was made of a peer's file: the draft, the job's text, and the problems that its check still has."""
+
+    title: str
+    draft: Draft
+    job: str
+    problems: Sequence[Problem]
+
+
+def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None) -> Migration:
+    """Return the job of a peer's file; raises UserError or ConfigError if the file cannot be read.
+
+    A key that the job's check refuses is taken out and named with the check's reason.
+    """
+    file = read_peer_file(path)
+    source = detect(file, peer)
+    draft = Draft(file, gpus or 0)
+    draft.apply(source.table)
+    source.prepare(draft)
+    complete(draft)
+    source.finish(draft)
+    draft.default("run.folder", f"./runs/{path.stem}", "no output folder there")
+    problems = _check(draft, source.title)
+    for _ in range(_MAX_REPAIRS):
+        refused = [problem for problem in problems if _is_given_up(draft, problem)]
+        if not refused:
+            break
+        problems = _check(draft, source.title)
+    draft.require_complete()
+    return Migration(source.title, draft, job_text(draft, title=source.title), problems)
+
+
+def _is_given_up(draft: Draft, problem: Problem) -> bool:
+    """Take a refused key out of the job and return True, unless it is a missing file or has no leaf."""
+    if _MISSING in problem.message or not draft.has(problem.key):
+        return False
+    if all(
+        key.startswith(("data.train", "task.name", "model.name"))
+        for key in draft.entries
+        if key.startswith(problem.key)
+    ):
+        return False
+    draft.withdraw(problem.key, Outcome("not_possible", problem.message))
+    return True
+
+
+def _check(draft: Draft, title: str) -> Sequence[Problem]:
+    """Return the problems of the job as it is now."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job.yaml"
+        job.write_text(job_text(draft, title=title), encoding="utf-8")
+        for name, text in draft.files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        try:
+            load_config(job, [])
+        except ConfigError as error:
+            return error.problems
+    return ()

@@ -1,0 +1,47 @@
+"""What is known of each trainer whose configs can be read, and what their rows and prompts have in common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from finetune.migration.draft import Draft
+from finetune.migration.rules import Table
+
+_INPUT = "{% if input is defined and input %}"
+ALPACA_TEXT = (
+    f"Below is an instruction that describes a task{_INPUT}, paired with an input that provides further context"
+    "{% endif %}. Write a response that appropriately completes the request.\n\n"
+    f"### Instruction:\n{{{{ instruction }}}}\n\n{_INPUT}### Input:\n{{{{ input }}}}\n\n{{% endif %}}### Response:\n"
+)
+"""The prompt of Stanford Alpaca, as a template of a row."""
+
+ALPACA_ROWS = {"prompt": ALPACA_TEXT, "completion": "{{ output }}"}
+
+PLAIN_TEMPLATE = """{#- No marks around turns: the prompt as it is, then the answer and end-of-sequence. -#}
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+"""A chat template for prompts that are texts of their own, as Alpaca's."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A trainer: the table of its keys, the keys that only it has, and the functions that complete a job."""
+
+    name: str
+    title: str
+    table: Table
+    signs: frozenset[str]  # keys that tell its configs from others'
+    prepare: Callable[[Draft], None]  # task, data and what only it has; before the common part
+    finish: Callable[[Draft], None]  # its own defaults, where they are others; after the common part
+
+
+def write_template(draft: Draft, name: str, text: str) -> None:
+    """Write a chat template next to the job, and have the job use it."""
+    draft.files[f"{name}.jinja"] = text
+    draft.put("data.chat_template", f"./{name}.jinja", comment="written next to this file")

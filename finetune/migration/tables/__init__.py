@@ -1,0 +1,1 @@
+"""The tables: one line per key of each peer."""

@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from finetune.cli.app import app
+
+THEIRS = """
+base_model: org/base-1b
+datasets:
+  - path: org/rows
+    type: chat_template
+output_dir: ./out
+sequence_len: 1024
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+learning_rate: 2e-5
+bf16: true
+deepspeed: deepspeed_configs/zero2.json
+"""
+
+
+def init(*words: str):
+    return CliRunner().invoke(app, ["init", *words])
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(THEIRS)
+    return path
+
+
+def test_job_and_accelerate_file_are_written_and_checked(tmp_path, theirs):
+    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"), "--gpus", "4")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["job.yaml", "zero2.json", "zero2.yaml"]
+    assert "num_processes: 4" in (tmp_path / "ours" / "zero2.yaml").read_text()
+    assert "theirs.yaml is a config of axolotl with 11 keys: 11 mapped, 0 not needed" in result.output
+    assert "job.yaml is ready." in result.output
+    assert "zero2.yaml --num_processes 4 -m finetune" in result.output
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "ours" / "job.yaml"), "--processes", "4"]).exit_code == 0
+
+
+def test_unknown_keys_are_named_and_strict_makes_them_an_error(tmp_path, theirs):
+    theirs.write_text(f"{THEIRS}sequence_lne: 3\n")
+    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
+    assert result.exit_code == 0
+    assert "line 14: sequence_lne: 3: unknown" in result.output
+    assert init("--from", str(theirs), "--into", str(tmp_path / "ours"), "--strict").exit_code == 2
+
+
+def test_a_folder_with_another_job_is_left_alone(tmp_path, theirs):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "job.yaml").write_text("mine\n")
+    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
+    assert result.exit_code == 2 and "already holds job.yaml" in result.output
+    assert (tmp_path / "ours" / "job.yaml").read_text() == "mine\n"
+
+
+def test_a_config_that_is_no_peers_is_one_message(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("colour: blue\n")
+    result = init("--from", str(path))
+    assert result.exit_code == 2
+    assert "has no key that tells whose it is. Write --peer with one of axolotl" in " ".join(result.output.split())
+    assert "choose one of axolotl" in init("--from", str(path), "--peer", "megatron").output
+    assert "Traceback" not in result.output
+
+
+def test_options_of_from_are_refused_without_it():
+    result = init("--strict")
+    assert result.exit_code == 2 and "they need --from FILE" in result.output
