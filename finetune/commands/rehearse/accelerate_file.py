@@ -72,20 +72,6 @@ class AccelerateFile:
         return f"{self.path.stem}: {machines} x {local} process{'es' * (local > 1)} = {self.num_processes}"
 
 
-@dataclass(frozen=True)
-class LaunchFile:
-    """The file for this machine: its values, its number of processes, and the changes."""
-
-    values: dict[str, Any]
-    processes: int
-    changes: tuple[Change, ...]
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Return the number of microbatches that are computed at a time on this machine."""
-        return self.processes // _parallelism(self.values)[_SEQUENCE]
-
-
 def read_accelerate_file(path: Path) -> AccelerateFile:
     """Return the file's content; raises UserError or StrategyError if it cannot be launched."""
     try:
@@ -96,7 +82,9 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
         problem = document.problems[0] if document.problems else "it has no keys."
         raise UserError(f"--accelerate {path}: {problem}")
     values, lines = document.values, document.lines
-    _find_deepspeed_file(values, path)
+    section = values.get("deepspeed_config")
+    if isinstance(section, dict) and isinstance(written := section.get("deepspeed_config_file"), str):
+        section["deepspeed_config_file"] = str(find_deepspeed_file(written, accelerate_file=path))
 
     def failure(key: str, message: str) -> StrategyError:
         return StrategyError(f"{path.name}{f', line {lines[key]}' if key in lines else ''}, {key}: {message}")
@@ -137,13 +125,6 @@ def data_parallel_size(path: Path, *, num_processes: int | None = None) -> int:
             f"{path.name}: distributed_type NO is for one process, and --processes is {num_processes}. Choose ddp."
         )
     return file.data_parallel_size
-
-
-def _find_deepspeed_file(values: dict[str, Any], path: Path) -> None:
-    """Make the path of the DeepSpeed config in the file absolute, if it is not in the current folder."""
-    section = values.get("deepspeed_config")
-    if isinstance(section, dict) and isinstance(written := section.get("deepspeed_config_file"), str):
-        section["deepspeed_config_file"] = str(find_deepspeed_file(written, accelerate_file=path))
 
 
 def _wrong_types(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -197,11 +178,13 @@ def _parallelism(values: dict[str, Any]) -> dict[str, int]:
     return {name: written.get(name) or 1 for name in (_COPIES, _SHARDS, _SEQUENCE)}
 
 
-def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, folder: Path) -> LaunchFile:
-    """Return the file for this number of processes on this machine; changed DeepSpeed configs are written to `folder`.
+def for_this_machine(
+    file: AccelerateFile, *, processes: int, is_fp16: bool, folder: Path
+) -> tuple[AccelerateFile, list[Change]]:
+    """Return the file for this number of processes on this machine, and the changes.
 
-    Raises UserError for a number of processes that cannot represent the real one. `is_fp16`: the job trains in fp16,
-    which CPUs do not support.
+    A changed DeepSpeed config is written to `folder`. `is_fp16`: the job trains in fp16, which CPUs do not support.
+    Raises UserError for a number of processes that cannot represent the real one.
     """
     values = json.loads(json.dumps(file.values))
     is_single = file.distributed_type == "NO"
@@ -227,37 +210,34 @@ def for_this_machine(file: AccelerateFile, *, processes: int, is_fp16: bool, fol
             was = section.pop(key, None)
             if was not in (None, True, False, "static", "standard"):
                 changes.append(Change(f"{prefix}{key}", was, None, "only for the real machines"))
-    changes += _share_rows(values, processes)
-    changes += _share_copies(values, processes)
+    changes += _share_processes(values, processes)
     if (values.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
         values["fsdp_config"]["fsdp_offload_params"] = False
         changes.append(Change("fsdp_config.fsdp_offload_params", True, False, "a CPU cannot offload"))
     if is_fp16:
         changes += _without_fp16(values, folder)
-    return LaunchFile(values, processes, tuple(change for change in changes if change.was != change.now))
+    local = replace(file, values=values, num_processes=processes, num_machines=1)
+    return local, [change for change in changes if change.was != change.now]
 
 
-def _share_rows(values: dict[str, Any], processes: int) -> Iterator[Change]:
-    """Limit sequence parallelism to 2 processes: the small model has few attention heads."""
-    size = _parallelism(values)[_SEQUENCE]
-    if size > 1:
-        now = 2 if processes % 2 == 0 else 1
-        yield Change(f"parallelism_config.{_SEQUENCE}", size, now, "processes on this machine")
-        values["parallelism_config"][_SEQUENCE] = now
+def _share_processes(values: dict[str, Any], processes: int) -> Iterator[Change]:
+    """Divide the processes among those that share rows, copies and shards.
 
-
-def _share_copies(values: dict[str, Any], processes: int) -> Iterator[Change]:
-    """Divide the processes among copies and shards, with two copies if the file has several."""
+    At most two share rows: the small model has few attention heads. There are two copies if the file has several.
+    """
     sizes = _parallelism(values)
-    if "parallelism_config" not in values or max(sizes[_COPIES], sizes[_SHARDS]) == 1:
-        return
-    copies = 2 if sizes[_COPIES] > 1 else 1
-    if copies > 1 and (processes < 4 or processes % 2):
-        raise UserError(
-            f"--processes {processes}: the accelerate file has {sizes[_COPIES]} copies of a model that is sharded over "
-            f"{sizes[_SHARDS]} processes, which needs at least 2 x 2 processes. Write --processes 4."
-        )
-    for name, now in ((_COPIES, copies), (_SHARDS, processes // copies // sizes[_SEQUENCE])):
+    small: dict[str, int] = {}
+    if sizes[_SEQUENCE] > 1:
+        small[_SEQUENCE] = 2 if processes % 2 == 0 else 1
+    if max(sizes[_COPIES], sizes[_SHARDS]) > 1:
+        copies = 2 if sizes[_COPIES] > 1 else 1
+        if copies > 1 and (processes < 4 or processes % 2):
+            raise UserError(
+                f"--processes {processes}: the accelerate file has {sizes[_COPIES]} copies of a model that is sharded "
+                f"over {sizes[_SHARDS]} processes, which needs at least 2 x 2 processes. Write --processes 4."
+            )
+        small |= {_COPIES: copies, _SHARDS: processes // copies // small.get(_SEQUENCE, 1)}
+    for name, now in small.items():
         yield Change(f"parallelism_config.{name}", sizes[name], now, "processes on this machine")
         values["parallelism_config"][name] = now
 

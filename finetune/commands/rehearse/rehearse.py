@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.rehearse.accelerate_file import (
-    AccelerateFile,
-    LaunchFile,
-    for_this_machine,
-    read_accelerate_file,
-)
+from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_this_machine, read_accelerate_file
 from finetune.commands.rehearse.job import (
     Schedule,
     as_overrides,
@@ -26,7 +21,7 @@ from finetune.commands.rehearse.job import (
     required_sizes,
 )
 from finetune.commands.rehearse.report import Change, Rehearsal
-from finetune.commands.rehearse.rows import MinimumRows, choose_rows
+from finetune.commands.rehearse.rows import choose_rows
 from finetune.commands.rehearse.runs import (
     Launch,
     PhaseError,
@@ -48,11 +43,10 @@ from finetune.commands.rehearse.small_model import (
     write_model_copy,
     write_new_adapter,
 )
-from finetune.commands.rehearse.targets import match_targets
+from finetune.commands.rehearse.targets import check_targets, match_targets
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
-from finetune.config.sections.train import TrainSection
 from finetune.errors import FinetuneError, UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
@@ -165,7 +159,17 @@ class _Phases:
         with _phase("model"):
             self._shrink_model(loaded)
         with _phase("data"):
-            self._choose_rows(config, schedule)
+            batch, batching = schedule.global_batch_size, config.data.batching
+            tokens = 0 if batching.by == "samples" else batching.tokens or config.data.max_length or 0
+            overrides, changes = choose_rows(
+                config,
+                num_first=max(2 * batch, _MIN_FIRST_ROWS),
+                num_characters=2 * batch * tokens * _CHARACTERS_PER_TOKEN,
+                folder=self._folder / "data",
+            )
+            self._values |= overrides
+            self._report.replaced += changes
+            self._report.passed("data", *(f"{change.key}: {change.now}" for change in changes))
         with _phase("job"):
             self._replace(job_changes(config, schedule, folder=self._folder))
             loaded = load_config(self._request.config, self._overrides())
@@ -174,7 +178,7 @@ class _Phases:
             self._report.passed("template", *template_evidence(loaded.config, data))
         self._launch(local_file, schedule, loaded)
 
-    def _read_job(self) -> tuple[LoadedConfig, AccelerateFile, LaunchFile]:
+    def _read_job(self) -> tuple[LoadedConfig, AccelerateFile, AccelerateFile]:
         """Read both files and check them for the real number of processes."""
         loaded = load_config(self._request.config, self._request.overrides)
         file = read_accelerate_file(self._request.accelerate)
@@ -185,10 +189,17 @@ class _Phases:
                 f"--processes {processes}: each takes at least {format_size(_PROCESS_BYTES)}, and {format_size(free)} "
                 f"are free on this machine. Write --processes {max(1, free // _PROCESS_BYTES)} or fewer."
             )
-        is_fp16 = loaded.config.train.precision == "fp16"
-        local_file = for_this_machine(file, processes=processes, is_fp16=is_fp16, folder=self._folder)
-        self._report.replaced += local_file.changes
-        self._report.passed("job", f"{file.text}; {_format_batch(loaded.config.train, file.data_parallel_size)}")
+        train, world = loaded.config.train, file.data_parallel_size
+        is_fp16 = train.precision == "fp16"
+        local_file, changes = for_this_machine(file, processes=processes, is_fp16=is_fp16, folder=self._folder)
+        self._report.replaced += changes
+        batch = f"global batch {train.global_batch_size}"
+        if isinstance(train.microbatch_size, int):
+            accumulation = train.global_batch_size // (world * train.microbatch_size)
+            batch += f" = {world} x {train.microbatch_size} x {accumulation} accumulated"
+        else:
+            batch += f" on {world} processes, with the largest microbatch that fits"
+        self._report.passed("job", f"{file.text}; {batch}")
         return loaded, file, local_file
 
     def _shrink_model(self, loaded: LoadedConfig) -> None:
@@ -198,21 +209,21 @@ class _Phases:
         require_adaptable(loaded)
         require_routers(loaded)
         architecture = shrink_architecture(config.model, head=head, sizes=required_sizes(config))
-        targets = match_targets(config, architecture)
-        self._report.replaced += [*architecture.changes, *targets.changes]
-        self._values |= targets.overrides
+        matched = list(check_targets(config, architecture))
+        self._report.replaced += architecture.changes
+        self._replace(match_targets(config, architecture))
         if config.model.from_config is None:
             self._copy_model(config.model, architecture, head=head)
         elif architecture.changes:
             self._values["model.from_config.values"] = from_config_values(config.model.from_config, architecture)
         if config.task.distillation is not None:
             self._copy_teacher(config, config.task.distillation.teacher)
-        stacks = []
+        facts = [f"{architecture.config.model_type} with {architecture.num_parameters:,} parameters"]
         for stack in architecture.real_stacks[:2]:
             num_kinds = len(set(stack.kinds))
-            stacks.append(f"{stack.name}: {len(stack.kinds)} layers of {num_kinds} kind{'s' * (num_kinds > 1)}")
-        model = f"{architecture.config.model_type} with {architecture.num_parameters:,} parameters"
-        self._report.passed("model", f"{model}; {', '.join(stacks)}" if stacks else model, *targets.matched)
+            facts.append(f"{stack.name}: {len(stack.kinds)} layers of {num_kinds} kind{'s' * (num_kinds > 1)}")
+        model, *stacks = facts
+        self._report.passed("model", f"{model}; {', '.join(stacks)}" if stacks else model, *matched)
 
     def _copy_model(self, section: ModelSection, architecture: Architecture, *, head: str) -> None:
         folder, in_config = self._folder / "model", "it is in the small model's config"
@@ -241,15 +252,6 @@ class _Phases:
         )  # other weights than the student's, or the loss would be 0
         self._replace([Change("task.distillation.teacher", name, str(folder), "a small model, like the student")])
 
-    def _choose_rows(self, config: RunConfig, schedule: Schedule) -> None:
-        batch, data = schedule.global_batch_size, config.data
-        tokens = 0 if data.batching.by == "samples" else data.batching.tokens or data.max_length or 0
-        minimum = MinimumRows(max(2 * batch, _MIN_FIRST_ROWS), 2 * batch * tokens * _CHARACTERS_PER_TOKEN)
-        chosen = choose_rows(config, minimum=minimum, folder=self._folder / "data")
-        self._report.replaced += chosen.changes
-        self._values |= chosen.overrides
-        self._report.passed("data", *chosen.lines)
-
     def _replace(self, changes: Iterable[Change]) -> None:
         changed = [change for change in changes if change.was != change.now]
         self._report.replaced += changed
@@ -259,12 +261,12 @@ class _Phases:
     def _overrides(self) -> tuple[str, ...]:
         return (*self._request.overrides, *as_overrides(self._values))
 
-    def _launch(self, local_file: LaunchFile, schedule: Schedule, loaded: LoadedConfig) -> None:
+    def _launch(self, local_file: AccelerateFile, schedule: Schedule, loaded: LoadedConfig) -> None:
         """Run the job until its last step is saved, kill it, resume it from the step before, and compare."""
         file, run = self._folder / "accelerate.json", self._folder / "run"
         atomic.write_json(file, local_file.values)
         job = self._request.config.absolute()
-        launch = Launch(file, local_file.processes, job, self._overrides(), run, deadline=self._deadline)
+        launch = Launch(file, local_file.num_processes, job, self._overrides(), run, deadline=self._deadline)
         run_until_saved(launch, step=schedule.steps, log=self._folder / "first.log")
         self._report.passed("strategy", *strategy_evidence(run))
         self._report.passed("steps", *steps_evidence(run))
@@ -283,12 +285,3 @@ class _Phases:
         if export_error is not None:
             raise export_error
         self._report.passed("export", *export_evidence(loaded.config, run))
-
-
-def _format_batch(train: TrainSection, processes: int) -> str:
-    """Return the division of the global batch among the real processes."""
-    if not isinstance(train.microbatch_size, int):
-        return f"global batch {train.global_batch_size} on {processes} processes, with the largest microbatch that fits"
-    accumulation = train.global_batch_size // (processes * train.microbatch_size)
-    shares = f"{processes} x {train.microbatch_size} x {accumulation} accumulated"
-    return f"global batch {train.global_batch_size} = {shares}"

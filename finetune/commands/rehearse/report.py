@@ -32,6 +32,8 @@ class Change:
 
 def _shown(value: Any) -> str:
     """Return the value on one line, truncated if it is long."""
+    if isinstance(value, list) and len(value) > 3 and isinstance(value[0], str):
+        return f"{', '.join(value[:2])}, ... ({len(value)} names)"
     text = "unset" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 

@@ -4,14 +4,13 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.commands.rehearse.report import Change
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.data import SourceSection, ValidationSourceSection
+from finetune.data.sources.files import Origin
 from finetune.data.sources.local import ImageFolder
 from finetune.data.sources.source import Source, find_origin, open_source
 from finetune.runtime.optional import no_op
@@ -19,67 +18,49 @@ from finetune.runtime.optional import no_op
 NUM_LONGEST, NUM_DRAWN = 16, 16
 MAX_READ_ROWS, MAX_READ_SECONDS = 50_000, 20.0
 MAX_ROWS, MAX_TAKEN = 5_000, 256
-MIN_FRACTION = 0.1
 IMAGES_PER_CLASS = 16
 _IMAGE_COLUMNS = ("image", "images")
 _WRITTEN_AS_JSON = ("delimiter", "quotes", "encoding", "records", "name", "config", "revision", "take")
 
 
-@dataclass(frozen=True)
-class MinimumRows:
-    """The minimum number of first rows, and of their characters in total."""
+class _ReadRows(NamedTuple):
+    """The chosen rows, the number of rows that were read, and whether those are all."""
 
-    num_rows: int
-    num_characters: int
-
-
-@dataclass(frozen=True)
-class ChosenRows:
-    """Overrides that make the job read these rows, the changes, and a line for each source."""
-
-    overrides: dict[str, Any]
-    changes: tuple[Change, ...]
-    lines: tuple[str, ...]
+    rows: list[Any]
+    num_read: int
+    is_whole: bool
 
 
-def choose_rows(config: RunConfig, *, minimum: MinimumRows, folder: Path) -> ChosenRows:
-    """Write a few rows of every source of the job into `folder`; raises DataError if a source cannot be read."""
+def choose_rows(
+    config: RunConfig, *, num_first: int, num_characters: int, folder: Path
+) -> tuple[dict[str, Any], list[Change]]:
+    """Write a few rows of every source into `folder`; return the overrides that read them, and a change per source.
+
+    Of each source these are at least its first rows up to both numbers. Raises DataError if one cannot be read.
+    """
     overrides: dict[str, Any] = {}
     changes: list[Change] = []
-    lines: list[str] = []
-    for key, section in _sources(config):
+    train, validation = config.data.train, config.data.validation
+    sources: dict[str, SourceSection] = {f"data.train.mix.{number}": own for number, own in enumerate(train.mix)}
+    sources = sources or {"data.train": train}
+    if isinstance(validation, ValidationSourceSection) and (validation.path or validation.name):
+        sources["data.validation"] = validation
+    for key, section in sources.items():
         source = open_source(section, key=key, log=no_op)
-        values, rows = _written_rows(source, section, minimum=minimum, folder=folder / key)
+        origin = find_origin(section, key=key, log=no_op)
+        if isinstance(origin, ImageFolder):
+            values, rows = _copy_images(origin, folder / key)
+        else:
+            chosen = _read(source, num_first=num_first, num_characters=num_characters)
+            values, rows = _write(chosen, section, origin, folder=folder / key)
         overrides |= {f"{key}.{name}": value for name, value in values.items()}
         changes.append(Change(key, str(section.path or section.name), rows, "enough for a few steps"))
-        lines.append(f"{key}: {rows}")
-    for name in ("fraction", "hash_fraction"):
-        fraction = getattr(config.data.validation, name, None)
-        if fraction is not None and fraction < MIN_FRACTION:
-            overrides[f"data.validation.{name}"] = MIN_FRACTION
-            why = "a smaller share of few rows could be empty"
-            changes.append(Change(f"data.validation.{name}", fraction, MIN_FRACTION, why))
-    return ChosenRows(overrides, tuple(changes), tuple(lines))
+    return overrides, changes
 
 
-def _sources(config: RunConfig) -> Iterator[tuple[str, SourceSection]]:
-    train, validation = config.data.train, config.data.validation
-    if train.mix:
-        yield from ((f"data.train.mix.{number}", section) for number, section in enumerate(train.mix))
-    else:
-        yield "data.train", train
-    if isinstance(validation, ValidationSourceSection) and (validation.path or validation.name):
-        yield "data.validation", validation
-
-
-def _written_rows(
-    source: Source, section: SourceSection, *, minimum: MinimumRows, folder: Path
-) -> tuple[dict[str, Any], str]:
-    """Write rows of the source, and return the values of its section and a description of the rows."""
-    origin = find_origin(section, key=source.key, log=no_op)
-    if isinstance(origin, ImageFolder):
-        return _copy_images(origin, folder)
-    rows, num_read, is_whole = _read(source, minimum)
+def _write(chosen: _ReadRows, section: SourceSection, origin: Origin, *, folder: Path) -> tuple[dict[str, Any], str]:
+    """Write the rows of the source, and return the values of its section and a description of the rows."""
+    rows, num_read = chosen.rows, chosen.num_read
     taken = min(len(rows), MAX_TAKEN)
     if section.has_positions or origin.class_names():
         why = "columns by position and class names do not allow a selection"
@@ -104,7 +85,7 @@ def _written_rows(
             values["image_root"] = str(folders[0])
     if len(rows) == num_read:
         return values, f"all {num_read:,} rows"
-    read = f"{num_read:,} rows{'' if is_whole else ' (the beginning)'}"
+    read = f"{num_read:,} rows{'' if chosen.is_whole else ' (the beginning)'}"
     longest = max(map(_length, rows))
     return values, (
         f"{len(rows):,} of {read} read: the first, the {NUM_LONGEST} longest (up to {longest:,} characters), "
@@ -116,8 +97,7 @@ def _length(row: Any) -> int:
     return len(str(row))
 
 
-def _read(source: Source, minimum: MinimumRows) -> tuple[list[Any], int, bool]:
-    """Return the chosen rows, the number of rows that were read, and whether those are all."""
+def _read(source: Source, *, num_first: int, num_characters: int) -> _ReadRows:
     first: list[Any] = []
     longest: list[tuple[int, int, Any]] = []
     drawn: list[tuple[int, Any]] = []
@@ -125,7 +105,7 @@ def _read(source: Source, minimum: MinimumRows) -> tuple[list[Any], int, bool]:
     deadline = time.monotonic() + MAX_READ_SECONDS
     for number, raw in enumerate(source.rows(), start=1):
         row = dict(raw.parse())
-        if len(first) < MAX_ROWS and (len(first) < minimum.num_rows or characters < minimum.num_characters):
+        if len(first) < MAX_ROWS and (len(first) < num_first or characters < num_characters):
             first.append(row)
             characters += _length(row)
             continue
@@ -139,7 +119,7 @@ def _read(source: Source, minimum: MinimumRows) -> tuple[list[Any], int, bool]:
             is_whole = False
             break
     others = {number: row for _, number, row in longest} | dict(drawn)
-    return [*first, *(others[number] for number in sorted(others))], number, is_whole
+    return _ReadRows([*first, *(others[number] for number in sorted(others))], number, is_whole)
 
 
 def _copy_images(origin: ImageFolder, folder: Path) -> tuple[dict[str, Any], str]:

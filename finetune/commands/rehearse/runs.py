@@ -1,10 +1,9 @@
 """The launches of a rehearsal: one that is killed and one that resumes, and the phase and error of a failure."""
 
-import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from finetune.run.setup.data import TrainingData
 from finetune.runtime.processes import free_port
 from finetune.runtime.resources import format_size
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER, FINAL_FOLDER
-from finetune.runtime.supervision.status import STATUS_FILE
+from finetune.runtime.supervision.status import read_status
 
 _POLL_SECONDS = 0.1
 _MAX_ERROR_LINES = 25
@@ -66,26 +65,20 @@ class Launch:
 
 def run_until_saved(launch: Launch, *, step: int, log: Path) -> None:
     """Run the job until the checkpoint of this step is complete, then kill all its processes; raises PhaseError."""
-    with child_process(launch.command, log=log, environment=ENVIRONMENT) as process:
-        while process.poll() is None:
-            if step in _saved_steps(launch.run):
-                return
-            _wait(launch, log)
-    if step not in _saved_steps(launch.run):
-        raise _failure(launch, log, phase=_phase_of(launch.run), code=process.returncode)
+    _run(launch, log, until=("CheckpointSaved", step))
+    if ("CheckpointSaved", step) not in _reached(launch.run):
+        raise _failure(launch, log, phase=_phase_of(launch.run))
 
 
 def run_to_end(launch: Launch, *, step: int, last: int, log: Path) -> None:
     """Run the job to its end, resuming from this step; raises PhaseError."""
-    known = len(_events(launch.run))
-    with child_process(launch.command, log=log, environment=ENVIRONMENT) as process:
-        while process.poll() is None:
-            _wait(launch, log)
-    events = _events(launch.run)[known:]
-    if process.returncode != 0 or not _has(events, "RunEnded", step=last):
-        taken = _has(events, "StepTaken", step=last) and last in _saved_steps(launch.run)
-        raise _failure(launch, log, phase="export" if taken else "resume", code=process.returncode)
-    if not _has(events, "RunStarted", step=step):
+    known = len(_reached(launch.run))
+    code = _run(launch, log)
+    reached = _reached(launch.run)[known:]
+    if code != 0 or ("RunEnded", last) not in reached:
+        is_trained = {("StepTaken", last), ("CheckpointSaved", last)} <= set(reached)
+        raise _failure(launch, log, phase="export" if is_trained else "resume")
+    if ("RunStarted", step) not in reached:
         raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
 
 
@@ -109,15 +102,20 @@ def compare_resumed(uninterrupted: CompletedRun, run: Path, *, step: int, log: P
     return resumed
 
 
-def _wait(launch: Launch, log: Path) -> None:
-    if time.monotonic() > launch.deadline:
-        raise PhaseError(
-            _phase_of(launch.run),
-            "the time limit of the rehearsal was reached. Raise --time-limit, or shorten data.max_length with --set.",
-            exit_code=1,
-            log=log,
-        )
-    time.sleep(_POLL_SECONDS)
+def _run(launch: Launch, log: Path, *, until: tuple[str, int] | None = None) -> int | None:
+    """Run the job to its end, or until it logs this event at this step; return its exit code, None if it was killed."""
+    with child_process(launch.command, log=log, environment=ENVIRONMENT) as process:
+        while process.poll() is None and (until is None or until not in _reached(launch.run)):
+            if time.monotonic() > launch.deadline:
+                raise PhaseError(
+                    _phase_of(launch.run),
+                    "the time limit of the rehearsal was reached. Raise --time-limit, or shorten data.max_length with "
+                    "--set.",
+                    exit_code=1,
+                    log=log,
+                )
+            time.sleep(_POLL_SECONDS)
+        return process.poll()
 
 
 def _events(run: Path) -> list[dict[str, Any]]:
@@ -125,38 +123,25 @@ def _events(run: Path) -> list[dict[str, Any]]:
     return read_events(path) if path.exists() else []
 
 
-def _has(events: Sequence[Mapping[str, Any]], name: str, *, step: int | None = None) -> bool:
-    return any(event["event"] == name and step in (None, event.get("step")) for event in events)
-
-
-def _saved_steps(run: Path) -> set[int]:
-    return {event["step"] for event in _events(run) if event["event"] == "CheckpointSaved"}
+def _reached(run: Path) -> list[tuple[str, int | None]]:
+    """Return the name and the step of each event of the run."""
+    return [(event["event"], event.get("step")) for event in _events(run)]
 
 
 def _phase_of(run: Path) -> str:
     """Return the phase that the first launch reached, by its events."""
-    events = _events(run)
-    if not _has(events, "RunStarted"):
+    names = {name for name, _ in _reached(run)}
+    if "RunStarted" not in names:
         return "strategy"
-    error = _status(run).get("error") or {}
-    steps = max((event["step"] for event in events if event["event"] == "StepTaken"), default=0)
-    if error.get("type") in ("CheckpointError", "DiskError") or (steps and not error and not _saved_steps(run)):
-        return "checkpoint"
-    return "steps"
+    error = read_status(run).get("error") or {}
+    is_saving = "StepTaken" in names and not error and "CheckpointSaved" not in names
+    return "checkpoint" if is_saving or error.get("type") in ("CheckpointError", "DiskError") else "steps"
 
 
-def _status(run: Path) -> dict[str, Any]:
-    try:
-        status: dict[str, Any] = json.loads((run / STATUS_FILE).read_text(encoding="utf-8"))
-        return status
-    except (OSError, ValueError):
-        return {}
-
-
-def _failure(launch: Launch, log: Path, *, phase: str, code: int) -> PhaseError:
+def _failure(launch: Launch, log: Path, *, phase: str) -> PhaseError:
     """Return the error that the run reported, with its exit code."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    status = _status(launch.run)
+    status = read_status(launch.run)
     own = status.get("exit_code")
     message = error_in(text) or (status.get("error") or {}).get("message") or _tail(text)
     is_user_error = own == UserError.exit_code or (own is None and error_in(text) is not None)

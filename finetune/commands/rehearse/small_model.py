@@ -5,6 +5,7 @@ with all files of the real model except the weights.
 """
 
 import copy
+import functools
 import shutil
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,41 +50,57 @@ _IGNORED_VALUES = ("transformers_version", "dtype", "torch_dtype", "_name_or_pat
 
 @dataclass(frozen=True)
 class Architecture:
-    """The real model on the meta device and the config of the small one, with the differences."""
+    """The real model and the small one on the meta device, with the small one's config and its differences."""
 
     real: PreTrainedModel
+    small: PreTrainedModel
     config: PreTrainedConfig
-    changes: tuple[Change, ...]
-    real_stacks: tuple[LayerStack, ...]
-    small_stacks: tuple[LayerStack, ...]
-    small_parameters: tuple[str, ...]
-    small_modules: tuple[str, ...]
+    changes: tuple[Change, ...] = ()
 
     @property
     def num_parameters(self) -> int:
         """Return the number of parameters of the real model."""
         return _num_parameters(self.real)
 
+    @functools.cached_property
+    def real_stacks(self) -> tuple[LayerStack, ...]:
+        """Return the stacks of layers of the real model."""
+        return find_stacks(self.real, with_sizes=False)
+
+    @functools.cached_property
+    def small_stacks(self) -> tuple[LayerStack, ...]:
+        """Return the stacks of layers of the small model."""
+        return find_stacks(self.small, with_sizes=False)
+
 
 def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Architecture:
     """Return the real architecture and the small one; raises ModelError if it cannot be built or reduced."""
     real, config = meta_model(section, head=head), load_model_config(section)
-    if _num_parameters(real) <= SMALL_PARAMETERS:
-        return _architecture(real, real, config=config, small=config)
+    whole = Architecture(real, real, config)
+    if whole.num_parameters <= SMALL_PARAMETERS:
+        return whole
     values = config.to_dict()
-    layers = _kept_layers(values, find_stacks(real, with_sizes=False))
+    layers = _kept_layers(values, whole.real_stacks)
     errors = []
     for level in (0, 1, 2):
         try:
             small = type(config).from_dict(shrunk_values(values, layers=layers, level=level, sizes=sizes))
-            built = _checked(small, section, head=head, real=real)
+            with torch.device("meta"):
+                built = build_small(small, section, head=head)
+            changes = [
+                replace(change, key=f"config.{change.key}")
+                for change in changed_values(config.to_dict(), small.to_dict())
+                if change.key.rpartition(".")[2] not in _IGNORED_VALUES
+            ]
+            architecture = Architecture(real, built, small, tuple(changes))
+            _check(architecture, section, head=head)
         except Exception as error:  # inconsistent values: libraries raise any error
             lines = str(error).splitlines() or [""]
             errors.append(f"{type(error).__name__}: {lines[0][:200]}")
         else:
-            return _architecture(real, built, config=config, small=small)
-    if _num_parameters(real) <= MAX_PARAMETERS:
-        return _architecture(real, real, config=config, small=config)
+            return architecture
+    if whole.num_parameters <= MAX_PARAMETERS:
+        return whole
     raise ModelError(
         f"model: `{config.model_type}` cannot be reduced ({'; '.join(dict.fromkeys(errors))}). Rehearse the "
         "job with a small model of the same type: --set model.name=FOLDER."
@@ -124,55 +141,29 @@ def kept_layers(layer_kinds: Sequence[Hashable], *, can_pick: bool) -> tuple[int
     return tuple(range(min(num_needed, len(layer_kinds))))
 
 
-def _checked(config: PreTrainedConfig, section: ModelSection, *, head: str, real: PreTrainedModel) -> PreTrainedModel:
-    """Return the small model on the meta device; raises if it does not represent the real one or cannot run."""
-    with torch.device("meta"):
-        meta = _build(config, section, head=head)
-    if _num_parameters(meta) > MAX_PARAMETERS:
+def _check(architecture: Architecture, section: ModelSection, *, head: str) -> None:
+    """Raise an error if the small model does not represent the real one, or cannot run."""
+    if _num_parameters(architecture.small) > MAX_PARAMETERS:
         raise ModelError("too many parameters remain")
-    small = {stack.name: set(stack.kinds) for stack in find_stacks(meta, with_sizes=False)}
-    for stack in find_stacks(real, with_sizes=False):
+    small = {stack.name: set(stack.kinds) for stack in architecture.small_stacks}
+    for stack in architecture.real_stacks:
         if small.get(stack.name, set(stack.kinds)) != set(stack.kinds):
             raise ModelError(f"not every layer type of `{stack.name}` was kept")
-    model = build_small(config, section, head=head)
+    model = build_small(architecture.config, section, head=head)
     model.config.use_cache = False  # as in training
     error = forward_error(model)
     if error is not None:
         raise error
-    return meta
 
 
 def build_small(config: PreTrainedConfig, section: ModelSection, *, head: str, seed: int = 0) -> PreTrainedModel:
     """Return the small model with random weights, of the class in its config if transformers has it."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return _build(config, section, head=head)
-
-
-def _build(config: PreTrainedConfig, section: ModelSection, *, head: str) -> PreTrainedModel:
-    built: PreTrainedModel = build_from_config(
-        HEADS[head], copy.deepcopy(config), dtype=torch.float32, trust_remote_code=section.trust_remote_code
-    )
+        built: PreTrainedModel = build_from_config(
+            HEADS[head], copy.deepcopy(config), dtype=torch.float32, trust_remote_code=section.trust_remote_code
+        )
     return built.eval()
-
-
-def _architecture(
-    real: PreTrainedModel, built: PreTrainedModel, *, config: PreTrainedConfig, small: PreTrainedConfig
-) -> Architecture:
-    changes = [
-        replace(change, key=f"config.{change.key}")
-        for change in changed_values(config.to_dict(), small.to_dict())
-        if change.key.rpartition(".")[2] not in _IGNORED_VALUES
-    ]
-    return Architecture(
-        real=real,
-        config=small,
-        changes=tuple(changes),
-        real_stacks=find_stacks(real, with_sizes=False),
-        small_stacks=find_stacks(built, with_sizes=False),
-        small_parameters=tuple(name for name, _ in built.named_parameters(remove_duplicate=False)),
-        small_modules=tuple(name for name, _ in built.named_modules()),
-    )
 
 
 def from_config_values(written: FromConfigSection, architecture: Architecture) -> Values:
@@ -203,7 +194,20 @@ def write_model_copy(
     saved_heads = {"ForCausalLM": "causal_lm", "ForMaskedLM": "masked_lm", "LMHeadModel": "causal_lm"}
     head = next((saved for ending, saved in saved_heads.items() if named.endswith(ending)), head)
     build_small(architecture.config, section, head=head, seed=seed).save_pretrained(folder)
-    source = _source_folder(section)
+    origin = pretrained_arguments(section)
+    if is_local_path(str(section.name)):
+        source = Path(origin["source"])
+    else:
+        with loading_errors(str(section.name), key="model.name"):
+            source = Path(
+                snapshot_download(
+                    origin["source"],
+                    revision=section.revision,
+                    cache_dir=section.cache_folder,
+                    allow_patterns=_DOWNLOADED,
+                    local_files_only=origin["local_files_only"],
+                )
+            )
     for path in _small_files(source):
         target = folder / path.relative_to(source)
         if target != folder / "config.json":
@@ -221,22 +225,6 @@ def write_new_adapter(
     for path in _small_files(real):
         if path.name != "adapter_config.json":
             shutil.copyfile(path, folder / path.name)
-
-
-def _source_folder(section: ModelSection) -> Path:
-    origin = pretrained_arguments(section)
-    if is_local_path(str(section.name)):
-        return Path(origin["source"])
-    with loading_errors(str(section.name), key="model.name"):
-        return Path(
-            snapshot_download(
-                origin["source"],
-                revision=section.revision,
-                cache_dir=section.cache_folder,
-                allow_patterns=_DOWNLOADED,
-                local_files_only=origin["local_files_only"],
-            )
-        )
 
 
 def _small_files(folder: Path) -> Iterator[Path]:

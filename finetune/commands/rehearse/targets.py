@@ -6,7 +6,6 @@ the names of the layers that represent its matches.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,45 +24,26 @@ Matches = Callable[[str, str], bool]
 """Whether a name matches a pattern."""
 
 
-@dataclass(frozen=True)
-class ShrinkTargets:
-    """Overrides for the small model, the changes, and a line for each match with the real one."""
-
-    overrides: Mapping[str, Any]
-    changes: tuple[Change, ...]
-    matched: tuple[str, ...]
-
-
-def match_targets(config: RunConfig, architecture: Architecture) -> ShrinkTargets:
-    """Return the job's names for the small model; raises ModelError for a name without a match."""
-    matched = tuple(_check_real(config, architecture))
+def match_targets(config: RunConfig, architecture: Architecture) -> list[Change]:
+    """Return a change for each key of the job whose names are others in the small model."""
     names = _Names(architecture)
-    overrides: dict[str, Any] = {}
     changes = []
     for key, written, matches in _patterns(config):
         if isinstance(written, Mapping):
-            now: Any = {
-                name: value for pattern, value in written.items() for name in names.for_small([pattern], matches)
-            }
+            was: Any = dict(written)
+            now: Any = {name: value for pattern, value in was.items() for name in names.for_small([pattern], matches)}
         else:
-            now = names.for_small(written, matches)
-        if list(now) != list(written):
-            overrides[key] = now
-            changes.append(Change(key, _shown(written), _shown(now), _WHY))
+            was, now = list(written), names.for_small(written, matches)
+        if list(now) != list(was):
+            changes.append(Change(key, was, now, _WHY))
     layers = config.model.lora.layers if config.model.lora is not None else ()
     small_layers = names.small_layers(layers)
     if small_layers != list(layers):
-        overrides["model.lora.layers"] = small_layers
         changes.append(Change("model.lora.layers", list(layers), small_layers, _WHY))
-    return ShrinkTargets(overrides, tuple(changes), matched)
+    return changes
 
 
-def _shown(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])}, ... ({len(names)} names)"
-
-
-def _check_real(config: RunConfig, architecture: Architecture) -> Iterator[str]:
+def check_targets(config: RunConfig, architecture: Architecture) -> Iterator[str]:
     """Yield a line for each match of the job's names in the real model; raises ModelError."""
     real, section = architecture.real, config.model
     modules = [name for name, _ in real.named_modules()]
@@ -137,18 +117,15 @@ class _Names:
     """The names in both models, and which layer of the real one a layer of the small one stands for."""
 
     def __init__(self, architecture: Architecture) -> None:
-        real = architecture.real
-        self._real_parameters = [name for name, _ in real.named_parameters(remove_duplicate=False)]
-        self._real_modules = [name for name, _ in real.named_modules()]
-        self._architecture = architecture
+        models = (architecture.real, architecture.small)
+        self._parameters = [[name for name, _ in model.named_parameters(remove_duplicate=False)] for model in models]
+        self._modules = [[name for name, _ in model.named_modules()] for model in models]
         small = {stack.name: stack for stack in architecture.small_stacks}
         self._stacks = [(stack, small[stack.name]) for stack in architecture.real_stacks if stack.name in small]
 
     def for_small(self, patterns: Iterable[str], matches: Matches) -> list[str]:
         """Return the names for the small model; a pattern with the same matches there is kept."""
-        is_parameter = matches is fnmatchcase
-        real = self._real_parameters if is_parameter else self._real_modules
-        small = self._architecture.small_parameters if is_parameter else self._architecture.small_modules
+        real, small = self._parameters if matches is fnmatchcase else self._modules
         names: list[str] = []
         for pattern in patterns:
             selected = {name for name in small if matches(self._renamed(name, to_real=True), pattern)}

@@ -15,7 +15,6 @@ from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_diffe
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
 from finetune.errors import ConfigError, Problem, UserError
-from finetune.runtime.files.read import read_json
 from finetune.runtime.supervision import status as status_file
 
 RUNS_FOLDER, LOGS_FOLDER = "runs", "logs"
@@ -199,15 +198,6 @@ class Outcome:
     message: str = ""
     step: int = 0
     num_steps: int | None = None
-
-
-def read_status(folder: Path) -> Mapping[str, Any]:
-    """Return the status file of a run; empty if it cannot be read."""
-    try:
-        status = read_json(folder / status_file.STATUS_FILE)
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> Outcome:

@@ -10,9 +10,10 @@ from rich.live import Live
 from rich.table import Table
 
 from finetune.commands.sweep.results import step_seconds, tokens_per_second
-from finetune.commands.sweep.runs import Outcome, SweepRun, read_status
+from finetune.commands.sweep.runs import Outcome, SweepRun
 from finetune.report.console import format_duration, format_metrics
 from finetune.report.history import RunHistory
+from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.rich_console import SafeConsole, styled_stream
 
 SECONDS_BETWEEN_LINES = 30.0

@@ -36,7 +36,6 @@ from finetune.commands.sweep.runs import (
     job_facts,
     outcome_of,
     point_key,
-    read_status,
 )
 from finetune.commands.sweep.space import Distribution, Space, contains
 from finetune.config.formatting import truncate
@@ -44,6 +43,7 @@ from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
 from finetune.report.history import RunHistory
 from finetune.runtime.files.read import parse_as
+from finetune.runtime.supervision.status import read_status
 from finetune.runtime.text.redact import comparable_config
 
 JOURNAL_FILE, EARLIER_FILE = "sweep.journal", "sweep.json"

@@ -86,6 +86,15 @@ def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
     )  # as it will be read from the file
 
 
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return the status file of the run in the folder; empty if it cannot be read."""
+    try:
+        facts = read_json(folder / STATUS_FILE)
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
 class StatusFile:
     """The status file of one launch. Rank 0 writes it; the first rank that ends the run alone is recorded in it.
 
@@ -127,7 +136,7 @@ class StatusFile:
         """Replace the file of the previous launch."""
         if self._rank == 0:
             with suppress(OSError), self._alone():
-                self._facts["previous"] = previous_end(self._read())
+                self._facts["previous"] = previous_end(read_status(self._folder))
                 self._write(self._facts)
 
     @property
@@ -141,7 +150,7 @@ class StatusFile:
         if self._rank == 0:
             with suppress(OSError), self._alone():
                 is_ours = self.first() is None
-                self._write(self._facts | self._step() if is_ours else self._read() | dict(facts))
+                self._write(self._facts | self._step() if is_ours else read_status(self._folder) | dict(facts))
 
     def met(self, peers: Sequence[Peer]) -> None:
         """Record all processes of the run."""
@@ -173,7 +182,7 @@ class StatusFile:
         try:
             with self._alone():
                 first = self.first()
-                facts = self._read()
+                facts = read_status(self._folder)
                 if (
                     first is None and facts.get("launch") == self._launch
                 ):  # otherwise the file belongs to another launch
@@ -184,7 +193,7 @@ class StatusFile:
 
     def first(self) -> RankExit | None:
         """Return the exit of the rank that ended the run alone, if any."""
-        facts = self._read()
+        facts = read_status(self._folder)
         try:
             if facts.get("launch") != self._launch or facts.get("ended_by") is None or facts["time"] < self._since:
                 return None
@@ -196,7 +205,7 @@ class StatusFile:
 
     def refreshed_at(self) -> float | None:
         """Return when rank 0 last wrote the file, by its clock (unix seconds); None if that cannot be read."""
-        facts = self._read()
+        facts = read_status(self._folder)
         return facts["time"] if facts.get("launch") == self._launch and isinstance(facts.get("time"), float) else None
 
     def _keep(self) -> None:
@@ -209,13 +218,6 @@ class StatusFile:
 
     def _step(self) -> dict[str, int]:
         return {"step": self._progress.step} if self._progress is not None else {}
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            facts = read_json(self._folder / STATUS_FILE)
-        except (OSError, ValueError):
-            return {}
-        return facts if isinstance(facts, dict) else {}
 
     def _write(self, facts: dict[str, Any]) -> None:
         now = self._clock()

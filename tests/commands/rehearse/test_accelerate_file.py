@@ -11,6 +11,7 @@ CONFIGS = Path(__file__).parents[3] / "accelerate_configs"
 
 
 def local_file(path, tmp_path, *, processes=4, is_fp16=False):
+    """Return the file for this machine, and the changes."""
     return for_this_machine(read_accelerate_file(path), processes=processes, is_fp16=is_fp16, folder=tmp_path)
 
 
@@ -22,9 +23,9 @@ def written(tmp_path, text):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_file_can_be_launched_on_this_machine(path, tmp_path):
-    launch = local_file(path, tmp_path)
-    assert launch.values["num_machines"] == 1 and launch.values["num_processes"] == launch.processes
-    assert launch.processes == (1 if path.stem == "single" else 4)
+    launch, _ = local_file(path, tmp_path)
+    assert launch.values["num_machines"] == 1 and launch.values["num_processes"] == launch.num_processes
+    assert launch.num_processes == (1 if path.stem == "single" else 4)
     assert "main_process_ip" not in launch.values
     kept = read_accelerate_file(path).values
     assert launch.values["distributed_type"] == kept["distributed_type"]
@@ -32,10 +33,10 @@ def test_every_shipped_file_can_be_launched_on_this_machine(path, tmp_path):
 
 
 def test_hsdp_is_rehearsed_with_two_copies_of_two_shards(tmp_path):
-    launch = local_file(CONFIGS / "multi_node_hsdp.yaml", tmp_path)
+    launch, changes = local_file(CONFIGS / "multi_node_hsdp.yaml", tmp_path)
     sizes = launch.values["parallelism_config"]
     assert (sizes["parallelism_config_dp_replicate_size"], sizes["parallelism_config_dp_shard_size"]) == (2, 2)
-    assert any(change.key.endswith("shard_size") and (change.was, change.now) == (8, 2) for change in launch.changes)
+    assert any(change.key.endswith("shard_size") and (change.was, change.now) == (8, 2) for change in changes)
     with pytest.raises(UserError, match="Write --processes 4"):
         local_file(CONFIGS / "multi_node_hsdp.yaml", tmp_path, processes=3)
 
@@ -43,19 +44,21 @@ def test_hsdp_is_rehearsed_with_two_copies_of_two_shards(tmp_path):
 def test_sequence_parallelism_is_rehearsed_with_two_processes(tmp_path):
     text = "distributed_type: FSDP\nnum_processes: 16\nparallelism_config:\n  parallelism_config_sp_size: 8\n"
     file = read_accelerate_file(written(tmp_path, text))
-    launch = for_this_machine(file, processes=4, is_fp16=False, folder=tmp_path)
+    launch, changes = for_this_machine(file, processes=4, is_fp16=False, folder=tmp_path)
     assert (file.data_parallel_size, launch.data_parallel_size) == (2, 2)
-    assert "parallelism_config.parallelism_config_sp_size: 8 -> 2" in " ".join(map(str, launch.changes))
+    assert "parallelism_config.parallelism_config_sp_size: 8 -> 2" in " ".join(map(str, changes))
     with pytest.raises(StrategyError, match="3 does not divide the 16 processes"):
         read_accelerate_file(written(tmp_path, text.replace("size: 8", "size: 3")))
 
 
 def test_fp16_in_job_and_file_is_replaced_by_bf16(tmp_path):
     path = written(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: fp16\n")
-    launch = local_file(path, tmp_path, is_fp16=True)
+    launch, changes = local_file(path, tmp_path, is_fp16=True)
     assert launch.values["mixed_precision"] == "bf16"
-    assert "mixed_precision: fp16 -> bf16 (a CPU does not train in fp16)" in map(str, launch.changes)
-    assert local_file(path, tmp_path).values["mixed_precision"] == "fp16"  # the job says otherwise: the run refuses it
+    assert "mixed_precision: fp16 -> bf16 (a CPU does not train in fp16)" in map(str, changes)
+    assert (
+        local_file(path, tmp_path)[0].values["mixed_precision"] == "fp16"
+    )  # the job says otherwise: the run refuses it
 
 
 @pytest.mark.parametrize(
@@ -105,4 +108,4 @@ def test_a_damaged_deepspeed_config_is_refused_or_left_as_it_is(tmp_path, conten
         with pytest.raises(StrategyError, match=r"ds\.json is not valid JSON"):
             for_this_machine(file, processes=2, is_fp16=True, folder=tmp_path)
     else:
-        assert for_this_machine(file, processes=2, is_fp16=True, folder=tmp_path).processes == 2
+        assert for_this_machine(file, processes=2, is_fp16=True, folder=tmp_path)[0].num_processes == 2

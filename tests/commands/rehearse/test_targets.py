@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.commands.rehearse.small_model import shrink_architecture
-from finetune.commands.rehearse.targets import match_targets, real_layer, small_layer
+from finetune.commands.rehearse.targets import check_targets, match_targets, real_layer, small_layer
 from finetune.commands.rehearse.widths import Sizes
 from finetune.config.load import load_config
 from finetune.config.sections.model import FromConfigSection, ModelSection
@@ -28,40 +28,41 @@ def architecture():
 
 
 def matched(job, architecture, *overrides):
+    """Return the new values of the keys that change, and the lines about names in the real model."""
     sets = [
         "model.name=null",
         f'model.from_config={{"model_type": "llama", "values": {json.dumps(LLAMA)}}}',
         "model.tokenizer.train={}",
     ]
-    return match_targets(load_config(job, [*sets, *overrides]).config, architecture)
+    config = load_config(job, [*sets, *overrides]).config
+    lines = list(check_targets(config, architecture))
+    return {change.key: change.now for change in match_targets(config, architecture)}, lines
 
 
 def test_patterns_that_select_no_layers_are_unchanged(job, architecture):
-    targets = matched(job, architecture, 'model.freeze=["model.embed_tokens.*", "*.mlp.*"]')
-    assert targets.overrides == {} and targets.changes == ()
-    assert "parameters of the real model are trained" in targets.matched[0]
+    changed, lines = matched(job, architecture, 'model.freeze=["model.embed_tokens.*", "*.mlp.*"]')
+    assert changed == {} and "parameters of the real model are trained" in lines[0]
 
 
 def test_the_last_real_layer_is_mapped_to_the_last_small_one(job, architecture):
-    targets = matched(job, architecture, 'model.train_only=["model.layers.31.*"]')
-    names = targets.overrides["model.train_only"]
+    names = matched(job, architecture, 'model.train_only=["model.layers.31.*"]')[0]["model.train_only"]
     assert names and all(name.startswith("model.layers.1.") for name in names)
 
 
 def test_a_middle_layer_is_mapped_by_its_depth(job, architecture):
-    names = matched(job, architecture, 'model.freeze=["model.layers.20.self_attn.*"]').overrides["model.freeze"]
+    names = matched(job, architecture, 'model.freeze=["model.layers.20.self_attn.*"]')[0]["model.freeze"]
     assert all(name.startswith("model.layers.1.self_attn.") for name in names) and len(names) == 4
 
 
 def test_layers_of_lora_are_mapped_to_the_small_model(job, architecture):
-    found = matched(job, architecture, "model.lora.layers=[0, 1, 2]", "model.lora.rank=4").overrides
+    found, _ = matched(job, architecture, "model.lora.layers=[0, 1, 2]", "model.lora.rank=4")
     assert found == {"model.lora.layers": [0]}
-    found = matched(job, architecture, f"model.lora.layers={list(range(16, 32))}").overrides
+    found, _ = matched(job, architecture, f"model.lora.layers={list(range(16, 32))}")
     assert found == {"model.lora.layers": [1]}
 
 
 def test_a_target_module_of_one_layer_is_mapped(job, architecture):
-    found = matched(job, architecture, 'model.lora.target_modules=["layers.31.self_attn.q_proj", "v_proj"]').overrides
+    found, _ = matched(job, architecture, 'model.lora.target_modules=["layers.31.self_attn.q_proj", "v_proj"]')
     assert found == {"model.lora.target_modules": ["model.layers.1.self_attn.q_proj", "v_proj"]}
 
 
