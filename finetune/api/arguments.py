@@ -5,12 +5,12 @@ And what libraries write into the environment when they are imported does not st
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from finetune.config.formatting import did_you_mean, format_list
 from finetune.errors import UserError
+from finetune.runtime.processes import restored_environment
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,12 +29,7 @@ def api_function(function: Callable[P, R]) -> Callable[P, R]:
             if name not in names:
                 hint = did_you_mean(name, names) or f"It takes {format_list(names)}."
                 raise UserError(f"{function.__name__}: there is no argument `{name}`. {hint}")
-        environment = dict(os.environ)
-        try:
+        with restored_environment():
             return function(*args, **kwargs)
-        finally:
-            for name in os.environ.keys() - environment.keys():
-                del os.environ[name]
-            os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
 
     return call

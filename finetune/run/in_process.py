@@ -33,7 +33,7 @@ from finetune.run.state.preflight import prefetch_checksums, preflight
 from finetune.run.state.result import RunResult, read_result
 from finetune.run.train import train_for_caller
 from finetune.runtime import distributed
-from finetune.runtime.processes import restored_parent_signal
+from finetune.runtime.processes import restored_environment, restored_parent_signal
 from finetune.runtime.supervision import signals
 from finetune.runtime.supervision.status import begin_launch
 from finetune.runtime.text.terminal import guarded_output
@@ -104,15 +104,11 @@ def isolated_run() -> Iterator[None]:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    before = dict(os.environ)
+def _open_file_limit() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -211,7 +207,8 @@ def _random_states() -> Iterator[None]:
 
 
 _RESTORED: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
-    _environment,
+    restored_environment,
+    _open_file_limit,
     restored_parent_signal,
     restored_child_signal,
     warnings.catch_warnings,

@@ -121,6 +121,18 @@ def terminate_with_parent(parent: int) -> None:
 
 
 @contextmanager
+def restored_environment() -> Iterator[None]:
+    """Restore os.environ at the end of the context."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+@contextmanager
 def restored_parent_signal() -> Iterator[None]:
     """Restore afterwards which signal this process gets when its parent dies; elsewhere than on Linux nothing."""
     before = ctypes.c_int()

@@ -291,11 +291,13 @@ class StepEngine:
         """Seed as the loop seeds the step, further calls by their number; afterwards the caller's numbers go on."""
         python, numpy = random.getstate(), np.random.get_state()
         call = (f"call {num_calls}",) if num_calls else ()
-        with seeds.keep_random_state():
-            seeds.seed_everything(self.parts.seed, "step", self.progress.step, distributed.rank(), *call)
-            yield
-        random.setstate(python)
-        np.random.set_state(numpy)
+        try:
+            with seeds.keep_random_state():
+                seeds.seed_everything(self.parts.seed, "step", self.progress.step, distributed.rank(), *call)
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
     def _record(self, opened: _OpenStep) -> StepRecord:
         progress = self.progress
