@@ -172,18 +172,27 @@ class _AnyEvent(BaseModel):
 
 @functools.cache
 def _schemas() -> Mapping[str, type[BaseModel]]:
-    """Return a model for each class of event. Fields may be missing, since older versions wrote fewer.
+    """Return a model for each class of event.
 
-    NaN and infinities are written as strings, which floats may be.
+    Older versions wrote fewer fields of a start and of a step; of other events, only those with a default may be
+    missing. NaN and infinities are written as strings, which floats may be.
     """
     schemas = {}
     for event in Event.__subclasses__():
-        fields: dict[str, Any] = {field.name: (field.type, None) for field in dataclasses.fields(event)}
+        may_be_missing = event in (RunStarted, StartedUp, StepTaken)
+        fields: dict[str, Any] = {
+            field.name: (field.type, None if may_be_missing or not _is_required(field) else ...)
+            for field in dataclasses.fields(event)
+        }
         fields["step"] = (Step, ...)
         if "samples_sha256" in fields:
             fields["samples_sha256"] = (Digest, "")
         schemas[event.__name__] = create_model(event.__name__, __base__=_AnyEvent, **fields)
     return schemas
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _is_bounded(value: Any, depth: int = 0) -> bool:

@@ -292,7 +292,7 @@ class RunHistory:
         self._count("seconds", steps, seconds)
         self._count("device_seconds", steps, seconds * self.num_processes)
         self.last_step = batch[-1]
-        self.recent.extend(batch)
+        self.recent.extend(event for event in batch if all(name in event for name in ("loss", "seconds", "num_tokens")))
 
     def _count(self, name: str, steps: Sequence[float], amounts: np.ndarray) -> None:
         sums = getattr(self, name) + np.cumsum(np.nan_to_num(amounts))

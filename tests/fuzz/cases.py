@@ -233,7 +233,7 @@ class _Elements(HTMLParser):
 
 def _marked_up(folder: Path) -> str | None:
     """Return the page whose texts have become elements."""
-    for page in folder.rglob("*.html"):
+    for page in filter(Path.is_file, folder.rglob("*.html")):
         elements = _Elements()
         elements.feed(page.read_text(encoding="utf-8", errors="replace"))
         if wrong := [each for each in elements.found if each == "pwned" or each.startswith(("on", "a script"))]:

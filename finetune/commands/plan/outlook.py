@@ -1,5 +1,6 @@
 """Hours and cost of the whole job, and the interval between checkpoints that limits the loss at preemptions."""
 
+import math
 from dataclasses import dataclass
 
 from finetune.commands.plan.cost.assumptions import (
@@ -46,13 +47,16 @@ class Saving:
 
 @dataclass(frozen=True)
 class Offer:
-    """The job at one price, including preemptions or failures; None if the number of steps is unknown."""
+    """The job at one price, including preemptions or failures; hours and cost are None if the steps are unknown.
+
+    Without `usd_per_million_tokens` the job would never end: it is preempted before it has restarted.
+    """
 
     price: Price
     is_spot: bool
-    hours: float | None
-    usd: float | None
-    usd_per_million_tokens: float
+    hours: float | None = None
+    usd: float | None = None
+    usd_per_million_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,8 @@ def _offer(
         restart=assumed.restart_seconds,
         between_failures=saving.hours_between_failures * 3600,
     )
+    if not math.isfinite(stretch):
+        return Offer(price, is_spot)
     usd_per_hour = price_per_gpu * hardware.num_gpus
     hours = None if num_steps is None else num_steps * step_seconds / 3600 * stretch
     per_million = usd_per_hour / 3600 * stretch / tokens_per_second * 1e6

@@ -1,5 +1,6 @@
 """A plan on the terminal: the chosen strategy first, then the alternatives, and the assumptions."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -9,7 +10,7 @@ from finetune.commands.plan.cost.assumptions import GPUS_PER_NODE
 from finetune.commands.plan.cost.scaling import amdahl_share, efficiency, most_that_pay
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
-from finetune.commands.plan.outlook import Outlook
+from finetune.commands.plan.outlook import Offer, Outlook
 from finetune.commands.plan.result import HardwarePlan, Plan
 from finetune.commands.plan.strategies import MULTI_NODE_FILES, StrategyPlan, accelerate_file
 from finetune.commands.printing import print_facts, print_table
@@ -80,10 +81,9 @@ def _print_several(plan: Plan) -> None:
 
 
 def _format_cheapest(outlook: Outlook) -> str:
-    offers = [candidate for candidate in outlook.offers if not candidate.is_spot]
-    best = min(offers, key=lambda candidate: candidate.usd_per_million_tokens, default=None)
-    if best is None:
-        return "no price known"
+    best = min((offer for offer in outlook.offers if not offer.is_spot), key=_cost_of_tokens, default=None)
+    if best is None or best.usd_per_million_tokens is None:
+        return "no price known" if best is None else "never ends"
     if best.usd is None:
         return f"${best.usd_per_million_tokens:.3f} per million tokens"
     return f"{_format_usd(best.usd)} ({best.price.provider})"
@@ -275,7 +275,7 @@ def _variants_table(variants: Sequence[StrategyPlan], job: PlannedJob) -> Table:
 
 def _prices_table(outlook: Outlook) -> Table:
     table = _table("provider", "offer", "USD/GPU-hour", "hours", "USD", "USD/million tokens")
-    for offer in sorted(outlook.offers, key=lambda entry: entry.usd_per_million_tokens):
+    for offer in sorted(outlook.offers, key=_cost_of_tokens):
         price = offer.price.spot if offer.is_spot else offer.price.on_demand
         table.add_row(
             offer.price.provider,
@@ -283,9 +283,13 @@ def _prices_table(outlook: Outlook) -> Table:
             f"{price:.2f}",
             "" if offer.hours is None else f"{offer.hours:,.1f}",
             "" if offer.usd is None else f"{offer.usd:,.2f}",
-            f"{offer.usd_per_million_tokens:.4f}",
+            "never ends" if offer.usd_per_million_tokens is None else f"{offer.usd_per_million_tokens:.4f}",
         )
     return table
+
+
+def _cost_of_tokens(offer: Offer) -> float:
+    return math.inf if offer.usd_per_million_tokens is None else offer.usd_per_million_tokens
 
 
 def _scaling_table(planned: HardwarePlan, plan: Plan) -> Table:

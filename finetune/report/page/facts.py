@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter
+
 from finetune.report.history import RunHistory
 from finetune.runtime.files.read import read_json, read_regular
 from finetune.runtime.resources import format_size
@@ -21,13 +23,28 @@ _LOWER_IS_BETTER = ("loss", "perplexity", "error")
 STALE_SECONDS = 120.0
 
 
+class AuditedSource(BaseModel):
+    """A source of rows in audit.json."""
+
+    key: str = ""
+    counts: dict[str, int] = {}
+    duplicates: int | None = None
+
+
+class Audit(BaseModel):
+    """What the page shows of audit.json."""
+
+    sources: tuple[AuditedSource, ...] = ()
+    validation: AuditedSource | None = None
+
+
 @dataclass(frozen=True)
 class RunFiles:
     """The contents of the files next to events.jsonl; `missing` names missing and damaged files."""
 
     status: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    audit: Mapping[str, Any] = field(default_factory=dict)
+    audit: Audit = field(default_factory=Audit)
     config: str = ""  # resolved.yaml
     missing: tuple[str, ...] = ()
 
@@ -57,7 +74,7 @@ def read_run_files(folder: Path) -> RunFiles:
     for name, file in (("status", "status.json"), ("environment", "environment.json"), ("audit", "audit.json")):
         try:
             content = read_json(folder / file, max_bytes=_TABLE_BYTES)
-            values[name] = content if isinstance(content, dict) else {}
+            values[name] = _OBJECTS[name].validate_python(content)
         except (OSError, ValueError):
             missing.append(file)
     try:
@@ -66,6 +83,13 @@ def read_run_files(folder: Path) -> RunFiles:
     except OSError:
         missing.append("resolved.yaml")
     return RunFiles(**values, missing=tuple(missing))
+
+
+_OBJECTS: Mapping[str, TypeAdapter[Any]] = {
+    "status": TypeAdapter(dict[str, Any]),
+    "environment": TypeAdapter(dict[str, Any]),
+    "audit": TypeAdapter(Audit),
+}
 
 
 def run_state(history: RunHistory, status: Mapping[str, Any], *, now: float) -> tuple[str, str]:
@@ -79,7 +103,7 @@ def run_state(history: RunHistory, status: Mapping[str, Any], *, now: float) -> 
         return ("finished" if is_final else "stopped", reason)
     state = str(status.get("state", "unknown"))
     if state == "failed":
-        error = status.get("error") or {}
+        error = status["error"] if isinstance(status.get("error"), Mapping) else {}
         return "failed", f"rank {error.get('rank')}: {error.get('type')}: {error.get('message')}"
     seen = max(history.updated, status["time"] if isinstance(status.get("time"), float) else 0.0)
     if state in ("running", "starting") and now - seen > STALE_SECONDS:
@@ -95,9 +119,9 @@ def tiles(history: RunHistory) -> Iterator[Tile]:
     yield Tile(
         "training time", format_duration(history.seconds), f"start-up {format_duration(history.startup_seconds)}"
     )
-    recent = [event for event in history.recent if event["seconds"] > 0]
+    recent = [event for event in history.recent if float(event["seconds"]) > 0]
     if recent:
-        rates = sorted(event["num_tokens"] / event["seconds"] for event in recent)
+        rates = sorted(float(event["num_tokens"]) / float(event["seconds"]) for event in recent)
         yield Tile(
             f"{history.unit} per second", f"{rates[len(rates) // 2]:,.0f}", f"median of the last {len(rates)} steps"
         )
@@ -148,17 +172,16 @@ def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, value in environment.items() if (text := _text(value))]
 
 
-def audit_rows(audit: Mapping[str, Any]) -> list[list[str]]:
+def audit_rows(audit: Audit) -> list[list[str]]:
     """Return the table of the data: a row of names, then a row for each source and the validation data."""
     columns = {"rows": "rows", "samples": "samples", "tokens": "tokens", "targets": "targets"}
     more = {"truncated_rows": "cut", "long_rows": "too long", "rows_without_target": "no target", "longest": "longest"}
-    sources = [*audit.get("sources", ()), *([audit["validation"]] if audit.get("validation") else ())]
-    counts = [(source.get("key", ""), source.get("counts") or {}, source.get("duplicates")) for source in sources]
-    shown = columns | {key: name for key, name in more.items() if any(row.get(key) for _, row, _ in counts)}
+    sources = [*audit.sources, *([audit.validation] if audit.validation else ())]
+    shown = columns | {key: name for key, name in more.items() if any(source.counts.get(key) for source in sources)}
     head = ["source", *shown.values(), "duplicates"]
     rows = [
-        [key, *(f"{counts_of_key.get(name, 0):,}" for name in shown), _count(same)]
-        for key, counts_of_key, same in counts
+        [source.key, *(f"{source.counts.get(name, 0):,}" for name in shown), _count(source.duplicates)]
+        for source in sources
     ]
     return [head, *rows] if rows else []
 

@@ -68,3 +68,10 @@ def test_twice_the_gpus_are_nearly_twice_as_fast_at_nearly_the_same_cost_per_tok
     assert 1.8 < points[16].tokens_per_second / points[8].tokens_per_second <= 2.0
     assert points[16].tokens_per_usd is not None and points[8].tokens_per_usd is not None
     assert points[16].tokens_per_usd <= points[8].tokens_per_usd
+
+
+def test_a_job_that_is_preempted_before_it_has_restarted_never_ends(planned: Planned):
+    assumed = Assumed(hours_between_preemptions=0.001, restart_seconds=1e6)
+    outlook = planned("8b", gpus="8xH100", assumed=assumed).machines[0].outlook
+    spot = [offer for offer in outlook.offers if offer.is_spot]
+    assert spot and all(offer.usd is offer.usd_per_million_tokens is None for offer in spot)

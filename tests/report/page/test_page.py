@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from finetune.report.history import HistoryReader
-from finetune.report.page.facts import audit_rows, config_lines, format_count, format_duration, phase_rows
+from finetune.report.page.facts import (
+    Audit,
+    AuditedSource,
+    audit_rows,
+    config_lines,
+    format_count,
+    format_duration,
+    phase_rows,
+)
 from finetune.report.page.html import script_json
 from finetune.report.page.page import report_page, write_report
 from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
@@ -207,7 +215,7 @@ def test_phases_are_shares_of_the_wall_time():
 
 def test_the_data_table_omits_columns_without_values():
     counts = {"rows": 10, "samples": 9, "tokens": 90, "targets": 30, "long_rows": 1}
-    head, row = audit_rows({"sources": [{"key": "data.train", "counts": counts, "duplicates": 2}]})
+    head, row = audit_rows(Audit(sources=[AuditedSource(key="data.train", counts=counts, duplicates=2)]))
     assert head == ["source", "rows", "samples", "tokens", "targets", "too long", "duplicates"]
     assert row == ["data.train", "10", "9", "90", "30", "1", "2"]
 
