@@ -37,7 +37,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"api", "register", "errors", "finetune.runtime.optional", "finetune.run.state.result"},  # the names of the API
     "__main__": {"cli"},
     "cli": {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING},
-    "api": {"commands", "run", "launch", "config", "registry", "errors", "finetune.runtime.optional", *PRINTING},
+    "api": {
+        "commands",
+        "run",
+        "launch",
+        "config",
+        "registry",
+        "errors",
+        "finetune.runtime.optional",
+        "finetune.runtime.processes",
+        *PRINTING,
+    },
     "commands": {"run", "launch", "recipes", "migration", *BELOW_RUN},
     "migration": {"config", "registry", "runtime", "errors"},
     "run": BELOW_RUN,
