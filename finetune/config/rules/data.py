@@ -68,8 +68,7 @@ _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", 
 _FORMAT_ADVICE: Mapping[str, str] = {
     "preference": "To train on the chosen answer: `prompt_completion`, `columns: {completion: chosen}`",
     "labelled": "To train the model to write the label: `prompt_completion`, `template: {prompt: '{{ text }}', "
-    "completion: "
-    "'{{ label }}'}`",
+    "completion: '{{ label }}'}`",
 }
 
 

@@ -62,10 +62,9 @@ class SourceSection(Section):
         {},
     )
     template: dict[str, Any] = key(
-        "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. "
-        "A column of turns takes a list of `{role, content}` of such texts, or one text that renders to JSON. "
-        "`row` holds "
-        "all columns; the filters `tojson` and `fromjson` exist.",
+        "From the format's column name to a Jinja text over your columns: `{prompt: 'Q: {{ question }}'}`. A column "
+        "of turns takes a list of `{role, content}` of such texts, or one text that renders to JSON. `row` holds all "
+        "columns; the filters `tojson` and `fromjson` exist.",
         {},
     )
     delimiter: Delimiter | None = key(
@@ -180,9 +179,8 @@ class BatchingSection(Section):
     )
     tokens: Length | None = key("Budget of a pack or a batch by tokens; unset, `data.max_length`.", None)
     padding_free: bool | Auto = key(
-        "Concatenate the samples of a forward pass instead of padding them; no sample attends to another. "
-        "`auto`: where "
-        "the task and the model are known to support it. Packs are never padded.",
+        "Concatenate the samples of a forward pass instead of padding them; no sample attends to another. `auto`: "
+        "where the task and the model are known to support it. Packs are never padded.",
         "auto",
     )
     length_window_steps: Count | Auto = key(

@@ -219,15 +219,14 @@ class ModelSection(NamedSection):
     )
     compile: Literal["off", "regional", "full"] = key(
         "torch.compile. `regional`: each kind of layer once, which is quick; `full`: the whole body, which takes "
-        "minutes "
-        "for a large model. For GPUs; the first steps take longer.",
+        "minutes for a large model. For GPUs; the first steps take longer.",
         "off",
     )
     batch_norm: BatchNorm | None = key(
         "`frozen`: batch norms keep their running statistics, as is usual in fine-tuning and the default for "
-        "pre-trained "
-        "weights. A number: they normalize over that many consecutive samples of the step (Hoffer et al., 2017, "
-        "arXiv:1705.08741), independent of processes and microbatches. Required for a new model with batch norms.",
+        "pre-trained weights. A number: they normalize over that many consecutive samples of the step (Hoffer et "
+        "al., 2017, arXiv:1705.08741), independent of processes and microbatches. Required for a new model with "
+        "batch norms.",
         None,
     )
     freeze: Strings = key("Patterns (`fnmatch`, such as `model.embed_tokens.*`) of frozen parameters.", ())

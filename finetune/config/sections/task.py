@@ -179,9 +179,8 @@ class TaskSection(Section):
         0.0,
     )
     z_loss: float = key(
-        "Weight of the squared log of the softmax's denominator, which is added to the cross-entropy (Chowdhery "
-        "et al., "
-        "2022, arXiv:2204.02311).",
+        "Weight of the squared log of the softmax's denominator, which is added to the cross-entropy (Chowdhery et "
+        "al., 2022, arXiv:2204.02311).",
         0.0,
         ge=0.0,
         le=MAX_FACTOR,

@@ -56,8 +56,7 @@ class OptimizerSection(Section):
     )
     in_backward: bool = key(
         "Update each parameter as soon as its gradient is computed, then free the gradient (Lv et al., 2023, "
-        "arXiv:2306.09782). One "
-        "process, one microbatch per step, no clipping.",
+        "arXiv:2306.09782). One process, one microbatch per step, no clipping.",
         False,
     )
     lora_plus_ratio: float = key(
@@ -67,9 +66,8 @@ class OptimizerSection(Section):
         le=MAX_FACTOR,
     )
     layer_decay: float = key(
-        "Learning rate of each layer as a fraction of the next layer's; the embeddings have the lowest (Howard "
-        "& Ruder, "
-        "2018, arXiv:1801.06146).",
+        "Learning rate of each layer as a fraction of the next layer's; the embeddings have the lowest (Howard & "
+        "Ruder, 2018, arXiv:1801.06146).",
         1.0,
         gt=0.0,
         le=1.0,

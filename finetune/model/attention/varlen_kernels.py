@@ -60,9 +60,8 @@ def missing_kernel_warning(*, is_half: bool, has_sinks: bool = False) -> str | N
         )
     if _available.flash is None and _available.torch_varlen is None:
         return (
-            "attention: packed rows are computed sample by sample, which is slow: flash attention is not "
-            "installed, and "
-            "this torch has no varlen kernel. Install `flash-attn`, or torch 2.11 or newer."
+            "attention: packed rows are computed sample by sample, which is slow: flash attention is not installed, "
+            "and this torch has no varlen kernel. Install `flash-attn`, or torch 2.11 or newer."
         )
     if has_sinks:
         return "attention: packed rows are computed sample by sample: no varlen kernel supports attention sinks."
