@@ -29,7 +29,7 @@ Prices = Annotated[
     Path | None, typer.Option(metavar="FILE", help="YAML file of prices, in the form of the package's own.")
 ]
 GpuTable = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="YAML file of further kinds of GPUs, in that form, too.")
+    Path | None, typer.Option(metavar="FILE", help="YAML file of further GPU models, in the same form.")
 ]
 Network = Annotated[float | None, typer.Option(min=0.001, metavar="GBIT", help="Network of each machine in Gbit/s.")]
 Disk = Annotated[float, typer.Option(min=0.001, metavar="GB", help="GB/s that checkpoints are written with.")]
@@ -85,7 +85,7 @@ def init(
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="JOB.yaml", help="Check also what this job reads, writes and communicates."),
+        typer.Option("--config", metavar="JOB.yaml", help="Also check what this job reads, writes and communicates."),
     ] = None,
     override: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print facts and findings as JSON.")] = False,

@@ -51,7 +51,7 @@ Stop = Annotated[
 Cpu = Annotated[bool, typer.Option("--cpu", help="Request no GPUs; --gpus-per-node then counts processes.")]
 
 
-HostRange = Annotated[str, typer.Option(metavar="N or LEAST:MOST", help="Number of hosts, or the least and the most.")]
+HostRange = Annotated[str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts, or minimum and maximum.")]
 Supervised = Annotated[
     bool,
     typer.Option(
@@ -68,7 +68,9 @@ Interface = Annotated[
 ]
 SharedFolder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Where supervisors meet; shared by all hosts. Default: the run folder."),
+    typer.Option(
+        metavar="FOLDER", help="Folder of the supervisors' messages, shared by all hosts. Default: the run folder."
+    ),
 ]
 LostAfter = Annotated[
     float, typer.Option(min=2.0, metavar="SECONDS", help="A host counts as lost after this much silence.")
@@ -156,9 +158,9 @@ def slurm(
     activate: Annotated[Path | None, typer.Option(help="Virtual environment. Default: that of this command.")] = None,
     env_file: Annotated[Path | None, typer.Option(metavar="FILE", help="NAME=VALUE lines of mode 0600.")] = None,
     container: Annotated[Text, typer.Option(metavar="IMAGE", help="Run the ranks in this image.")] = None,
-    container_runtime: Annotated[Literal["apptainer", "pyxis"], typer.Option(help="What runs it.")] = "apptainer",
+    container_runtime: Annotated[Literal["apptainer", "pyxis"], typer.Option(help="Container runtime.")] = "apptainer",
     mount: Annotated[list[Path] | None, typer.Option(help="Further folder that the container sees.")] = None,
-    ranks: Annotated[Literal["accelerate", "srun"], typer.Option(help="What starts the ranks.")] = "accelerate",
+    ranks: Annotated[Literal["accelerate", "srun"], typer.Option(help="How the ranks are started.")] = "accelerate",
     log_folder: Annotated[Path | None, typer.Option(help="Logs of the ranks. Default: `logs/` of the run.")] = None,
     sweep: Annotated[Texts, typer.Option(metavar="KEY=V1,V2,...", help="An array: a run for each combination.")] = None,
     sweep_folder: Annotated[Path | None, typer.Option(help="Folder of its runs. Default: run.folder-sweep.")] = None,
@@ -193,7 +195,7 @@ def kubernetes(
     kind: Annotated[Literal["jobset", "trainjob"], typer.Option(help="A JobSet, or Kubeflow's TrainJob.")] = "jobset",
     namespace: Annotated[Text, typer.Option(help="Namespace. Default: that of kubectl.")] = None,
     claim: Annotated[Texts, typer.Option(metavar="CLAIM:/PATH", help="Volume claim, and where it is mounted.")] = None,
-    in_image: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Folder that the image has.")] = None,
+    in_image: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Folder that is in the image.")] = None,
     secret: Annotated[
         Texts, typer.Option(metavar="NAME", help="Secret whose keys become variables, or VARIABLE=NAME:KEY for one.")
     ] = None,
@@ -202,7 +204,7 @@ def kubernetes(
     node_selector: Annotated[Texts, typer.Option(metavar="LABEL=VALUE", help="Label of the hosts.")] = None,
     service_account: Annotated[Text, typer.Option(help="Service account of the pods, for object storage.")] = None,
     runtime: Annotated[Text, typer.Option(help="TrainJob: runtime of the cluster. Default: one of its own.")] = None,
-    max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of starts.")] = 100,
+    max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of starts.")] = 100,
 ) -> int:
     """Print a JobSet or a TrainJob, with the job's files: started again as a whole when a pod is lost."""
     given = locals()
@@ -232,15 +234,15 @@ def skypilot(
     gpu: Annotated[Text, typer.Option(help="GPU of the machines, as SkyPilot calls it: H100.")] = None,
     bucket: Annotated[Texts, typer.Option(metavar="/PATH=URL", help="Bucket that is mounted at a path.")] = None,
     volume: Annotated[Texts, typer.Option(metavar="/PATH=NAME", help="Volume that is mounted at a path.")] = None,
-    setup: Annotated[Text, typer.Option(help="What installs finetune. Default: pip install.")] = None,
+    setup: Annotated[Text, typer.Option(help="Command that installs finetune. Default: pip install.")] = None,
     infra: Annotated[Text, typer.Option(help="Where: aws, gcp/us-central1. Default: the cheapest.")] = None,
     image: Annotated[Text, typer.Option(help="Image of the machines, such as docker:IMAGE.")] = None,
-    spot: Annotated[bool, typer.Option("--spot/--no-spot", help="Machines that may be taken away.")] = True,
+    spot: Annotated[bool, typer.Option("--spot/--no-spot", help="Use spot machines, which may be preempted.")] = True,
     strategy: Annotated[Text, typer.Option(help="Recovery strategy of SkyPilot.")] = None,
     disk_gb: Annotated[int | None, typer.Option(min=1, help="Disk of each machine.")] = None,
     secret: Annotated[Texts, typer.Option(metavar="NAME", help="Variable whose value is sent as a secret.")] = None,
 ) -> int:
-    """Print the task of a managed job: recovered when its machines are taken away, it resumes from its bucket."""
+    """Print the task of a managed job: recovered when its machines are preempted, it resumes from its bucket."""
     given = locals()
     words = _chosen(skypilot_command.SkypilotArguments, given)
     return skypilot_command.launch_skypilot(

@@ -41,7 +41,7 @@ Search = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Search with N runs (TPE, poor runs are pruned) instead of a grid."),
 ]
-MaxRuns = Annotated[int, typer.Option(min=1, metavar="N", help="Largest number of runs that is started.")]
+MaxRuns = Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of runs to start.")]
 
 
 def add_to(app: typer.Typer) -> None:

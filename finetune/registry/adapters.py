@@ -1,4 +1,4 @@
-"""The other adapters of peft that `model.peft.type` chooses from, and what is known of each."""
+"""The adapter types that `model.peft.type` accepts, and their properties."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from finetune.registry.table import Entry, Table
 
 @dataclass(frozen=True, kw_only=True)
 class PeftTypeEntry(Entry):
-    """A type of adapter, by peft's name in small letters. Types that are not here run where all weights are whole."""
+    """A type of adapter, by peft's name in lowercase. Unlisted types run only where no strategy shards the weights."""
 
     is_merged_exactly: bool = False
     is_proven_sharded: bool = False  # under FSDP2: losses, resume and export are those of one process

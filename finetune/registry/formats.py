@@ -1,4 +1,4 @@
-"""The formats of rows that `format` of a source chooses from, and what only plugins add: sources, chat templates."""
+"""The row formats that `format` of a source accepts; and sources and chat templates, which only plugins add."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class FormatEntry(Entry):
     optional: tuple[str, ...] = ()
     classes: str | None = None  # the column that has classes, whose numbers a dataset may name
     usual_task: str  # the task that is most often trained on such rows
-    like: str = ""  # the format of this package whose rows it makes of its own: tasks that read those read these, too
+    like: str = ""  # a built-in format whose rows it returns: tasks that read that format read this one, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,7 +44,7 @@ FORMATS = Table(
         ),
         FormatEntry(
             name="conversations",
-            description="from/value turns, with the same others and `system`",
+            description="from/value turns, `tools`, `images`, `system`",
             implementation="finetune.data.formats.row_format:read_conversations",
             required=("conversations",),
             optional=("system", *_OF_TURNS),
@@ -116,7 +116,7 @@ FORMATS = Table(
         ),
         FormatEntry(
             name="pairs",
-            description="anchor/positive, and `negative` or a list of `negatives`",
+            description="anchor/positive, `negative` or a list of `negatives`",
             implementation="finetune.data.formats.row_format:read_pairs",
             required=("anchor", "positive"),
             optional=_NEGATIVES,
@@ -124,7 +124,7 @@ FORMATS = Table(
         ),
         FormatEntry(
             name="retrieval",
-            description="query/positive, and negatives likewise",
+            description="query/positive, `negative` or a list of `negatives`",
             implementation="finetune.data.formats.row_format:read_retrieval",
             required=("query", "positive"),
             optional=_NEGATIVES,

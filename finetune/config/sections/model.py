@@ -105,7 +105,7 @@ class OftSection(Section):
 
 
 class PeftSection(Section):
-    """Another adapter of peft, with the arguments of its config; what is known of each: docs/how-to/adapters.md."""
+    """Another adapter of peft, with the arguments of its config; their properties: docs/how-to/adapters.md."""
 
     type: Name = key(
         f"Its type, by peft's name: {', '.join(f'`{name}`' for name in trainable_types())} are proven; others run on "
@@ -170,7 +170,7 @@ class RopeScalingSection(Section):
     )
     factor: float = key("How many times as many positions as in pre-training.", gt=1, le=4096)
     original_max_position_embeddings: Length | None = key(
-        "Positions of pre-training; unset, those that the model's config tells.", None
+        "Positions of pre-training; unset, those in the model's config.", None
     )
 
 

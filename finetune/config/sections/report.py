@@ -16,7 +16,7 @@ class ProfileSection(Section):
     start: Positive = key("The first step that is profiled; steps before it warm up.", 10)
     steps: Positive = key("How many steps are profiled. Each one adds to the trace: a few are enough.", 3)
     memory: bool = key(
-        "Write what lives in memory, too: torch's snapshot of a GPU, or the live bytes by phase on a CPU.", True
+        "Also write what is in memory: torch's snapshot of a GPU, or the live bytes by phase on a CPU.", True
     )
     stacks: bool = key("Record the Python stack of every operator: slower, and a larger trace.", False)
 
@@ -40,7 +40,7 @@ class ReportSection(Section):
         "does so, too.",
         False,
     )
-    profile: ProfileSection | None = key("Say where the time of some steps goes; unset, nothing is profiled.", None)
+    profile: ProfileSection | None = key("Profile some steps; unset, nothing is profiled.", None)
     prometheus: int | None = key(
         "Serve `/metrics` for Prometheus on this port of the main process (extra `monitoring`); unset, nothing is "
         "served.",

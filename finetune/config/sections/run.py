@@ -32,19 +32,20 @@ class OnEndSection(Section):
         "`each_host`: every machine of the run; `first_host`: only the one with rank 0.", "each_host"
     )
     restart_seconds: float = key(
-        "After any end but `finished`, wait so long for the run to be started again; then it is not run.",
+        "After any end but `finished`, wait this long for the run to be started again; if it is, the "
+        "command is not run.",
         60.0,
         ge=0.0,
         le=7 * 24 * 3600.0,
     )
     idle_after_seconds: float = key(
-        "A machine on which the run makes no progress for so long is `idle`: it hangs, is suspended, or its launcher "
+        "A machine on which the run makes no progress for this long is `idle`: it hangs, is suspended, or its launcher "
         "waits. More than `run.hang_after_seconds`, whose report comes first.",
         3600.0,
         gt=0.0,
         le=30 * 24 * 3600.0,
     )
-    timeout_seconds: float = key("The command is killed after so long.", 600.0, gt=0.0, le=24 * 3600.0)
+    timeout_seconds: float = key("Kill the command after this time.", 600.0, gt=0.0, le=24 * 3600.0)
 
 
 class RunSection(Section):
@@ -72,7 +73,7 @@ class RunSection(Section):
         "Poll this cloud's metadata service for spot interruption notices; on one, save and stop.", None
     )
     hours_between_interruptions: float | None = key(
-        "How often the machines of this job are taken away, for the advice on `checkpoint.every_steps`; unset, as "
+        "How often the machines of this job are preempted, for the advice on `checkpoint.every_steps`; unset, as "
         "often as this run was interrupted so far.",
         None,
         gt=0.0,
