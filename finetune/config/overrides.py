@@ -1,7 +1,6 @@
 """`--set train.learning_rate=1e-4`: values from the command line that override the file's."""
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +10,7 @@ from finetune.config.section import KeyLocation, expand_names
 from finetune.config.yaml import read_yaml
 from finetune.errors import Problem
 from finetune.runtime.text.redact import redacted_command
+from finetune.runtime.text.terminal import format_json
 
 
 @dataclass
@@ -68,7 +68,7 @@ def override_text(key: str, value: Any) -> str:
     >>> override_text("train.learning_rate", 1e-4), override_text("model.lora", {"rank": 8})
     ('train.learning_rate=0.0001', 'model.lora={"rank": 8}')
     """
-    return f"{key}={json.dumps(value)}"
+    return f"{key}={format_json(value)}"
 
 
 def override_label(override: str) -> str:

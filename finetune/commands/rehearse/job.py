@@ -1,7 +1,6 @@
 """Overrides of the job file for a few steps on a CPU, each with the reason."""
 
 import importlib.util
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -116,9 +115,47 @@ def required_sizes(config: RunConfig) -> Sizes:
 
 def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[Change]:
     """Return a change for each key of the job with another value in the rehearsal."""
+    run, model, train, resume = config.run, config.model, config.train, str(config.checkpoint.resume)
+    is_own = resume in ("auto", "never")
+    values: dict[str, tuple[Any, str]] = {
+        "run.folder": (str(folder / "run"), f"{_OUTSIDE}{', and not uploaded' if is_url(str(run.folder)) else ''}"),
+        "data.cache_folder": (str(folder / "cache"), _OUTSIDE),
+        **_FIXED,
+        "train.steps": (schedule.steps, _FEW_STEPS),
+        "train.global_batch_size": (schedule.global_batch_size, _SMALL),
+        "train.microbatch_size": (schedule.microbatch_size, _SMALL),
+        "checkpoint.every_steps": (schedule.saved_at, _FEW_STEPS),
+        "checkpoint.resume": ("auto", "the rehearsal resumes its own run" if is_own else "it is for the real model"),
+        "evaluate.every_steps": (schedule.saved_at, _FEW_STEPS),
+    }
+    limits = {f"train.unfreeze.{index}.after_steps": (1, _FEW_STEPS) for index in range(len(train.unfreeze))}
+    for key, (limit, why) in {**_LIMITS, **limits}.items():
+        written = _at(config, key.split("."))
+        if isinstance(written, int) and written > limit:
+            values[key] = limit, why
+    if (train.schedule.warmup_steps or 0) >= schedule.steps:
+        values["train.schedule.warmup_steps"] = 1, _FEW_STEPS
+    if train.early_stopping is not None and train.early_stopping.patience <= schedule.steps:
+        values["train.early_stopping.patience"] = schedule.steps + 1, _FEW_STEPS
+    for name in ("fraction", "hash_fraction"):
+        fraction = getattr(config.data.validation, name, None)
+        if fraction is not None and fraction < MIN_FRACTION:
+            values[f"data.validation.{name}"] = MIN_FRACTION, "a smaller share of few rows could be empty"
+    if LOSS_KERNELS[train.loss_kernel].module is not None:
+        values["train.loss_kernel"] = "auto", _GPU_ONLY
+    if model.attention.startswith("flash"):
+        values["model.attention"] = "auto", _GPU_ONLY
+    if config.data.pin_memory is True:
+        values["data.pin_memory"] = "auto", _GPU_ONLY
+    if train.precision == "fp16":
+        values["train.precision"] = "bf16", _FP16
+        if model.dtype == "float16":
+            values["model.dtype"] = "bfloat16", _FP16
+    if model.quantization is not None and importlib.util.find_spec(model.quantization.method) is None:
+        values["model.quantization"] = None, f"{model.quantization.method} is not installed here"
     unused = unused_keys(config)
     changes = []
-    for key, now, why in _rehearsed_values(config, schedule, folder=folder):
+    for key, (now, why) in values.items():
         *path, name = key.split(".")
         section = _at(config, path)
         if section is None or key in unused:
@@ -145,46 +182,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _rehearsed_values(config: RunConfig, schedule: Schedule, *, folder: Path) -> Iterator[tuple[str, Any, str]]:
-    """Yield keys, their values in the rehearsal, and the reasons."""
-    run, model, train, resume = config.run, config.model, config.train, str(config.checkpoint.resume)
-    is_own = resume in ("auto", "never")
-    yield "run.folder", str(folder / "run"), f"{_OUTSIDE}{', and not uploaded' if is_url(str(run.folder)) else ''}"
-    yield "data.cache_folder", str(folder / "cache"), _OUTSIDE
-    yield from ((key, now, why) for key, (now, why) in _FIXED.items())
-    yield "train.steps", schedule.steps, _FEW_STEPS
-    yield "train.global_batch_size", schedule.global_batch_size, _SMALL
-    yield "train.microbatch_size", schedule.microbatch_size, _SMALL
-    yield "checkpoint.every_steps", schedule.saved_at, _FEW_STEPS
-    yield "checkpoint.resume", "auto", "the rehearsal resumes its own run" if is_own else "it is for the real model"
-    yield "evaluate.every_steps", schedule.saved_at, _FEW_STEPS
-    limits = {f"train.unfreeze.{index}.after_steps": (1, _FEW_STEPS) for index in range(len(train.unfreeze))}
-    for key, (limit, why) in {**_LIMITS, **limits}.items():
-        written = _at(config, key.split("."))
-        if isinstance(written, int) and written > limit:
-            yield key, limit, why
-    if (train.schedule.warmup_steps or 0) >= schedule.steps:
-        yield "train.schedule.warmup_steps", 1, _FEW_STEPS
-    if train.early_stopping is not None and train.early_stopping.patience <= schedule.steps:
-        yield "train.early_stopping.patience", schedule.steps + 1, _FEW_STEPS
-    for name in ("fraction", "hash_fraction"):
-        fraction = getattr(config.data.validation, name, None)
-        if fraction is not None and fraction < MIN_FRACTION:
-            yield f"data.validation.{name}", MIN_FRACTION, "a smaller share of few rows could be empty"
-    if LOSS_KERNELS[train.loss_kernel].module is not None:
-        yield "train.loss_kernel", "auto", _GPU_ONLY
-    if model.attention.startswith("flash"):
-        yield "model.attention", "auto", _GPU_ONLY
-    if config.data.pin_memory is True:
-        yield "data.pin_memory", "auto", _GPU_ONLY
-    if train.precision == "fp16":
-        yield "train.precision", "bf16", _FP16
-        if model.dtype == "float16":
-            yield "model.dtype", "bfloat16", _FP16
-    if model.quantization is not None and importlib.util.find_spec(model.quantization.method) is None:
-        yield "model.quantization", None, f"{model.quantization.method} is not installed here"
-
-
 def not_verified(changes: Iterable[Change]) -> Iterator[str]:
     """Yield the properties that the rehearsal cannot verify because of these changes."""
     for change in changes:
@@ -192,8 +189,3 @@ def not_verified(changes: Iterable[Change]) -> Iterator[str]:
         is_own = change.key == "checkpoint.resume" and change.was == "never"
         if change.key in _UNVERIFIED and not is_local and not is_own:
             yield _UNVERIFIED[change.key]
-
-
-def as_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the values in the form of `--set`: JSON is YAML."""
-    return tuple(f"{key}={json.dumps(value)}" for key, value in values.items())

@@ -13,8 +13,6 @@ from typing import Any
 
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, for_this_machine, read_accelerate_file
 from finetune.commands.rehearse.job import (
-    Schedule,
-    as_overrides,
     job_changes,
     not_verified,
     plan_schedule,
@@ -22,20 +20,7 @@ from finetune.commands.rehearse.job import (
 )
 from finetune.commands.rehearse.report import Change, Rehearsal
 from finetune.commands.rehearse.rows import choose_rows
-from finetune.commands.rehearse.runs import (
-    Launch,
-    PhaseError,
-    checkpoint_evidence,
-    compare_resumed,
-    export_evidence,
-    resume_evidence,
-    run_to_end,
-    run_until_saved,
-    set_aside,
-    steps_evidence,
-    strategy_evidence,
-    template_evidence,
-)
+from finetune.commands.rehearse.runs import Launch, PhaseError, launch_and_resume, phase, template_evidence
 from finetune.commands.rehearse.small_model import (
     Architecture,
     from_config_values,
@@ -45,9 +30,10 @@ from finetune.commands.rehearse.small_model import (
 )
 from finetune.commands.rehearse.targets import check_targets, match_targets
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
+from finetune.config.overrides import override_text
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
-from finetune.errors import FinetuneError, UserError
+from finetune.errors import UserError
 from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_training_data
@@ -124,17 +110,6 @@ def _work_folder(keep: Path | None) -> Iterator[Path]:
     yield keep.resolve()
 
 
-@contextmanager
-def _phase(name: str) -> Iterator[None]:
-    """Turn an error into the failure of this phase."""
-    try:
-        yield
-    except PhaseError:
-        raise
-    except FinetuneError as error:
-        raise PhaseError(name, str(error), exit_code=error.exit_code) from error
-
-
 class _Phases:
     """The phases in order; each adds the overrides that the next ones need."""
 
@@ -147,7 +122,7 @@ class _Phases:
 
     def run(self) -> None:
         """Go through all phases; raises PhaseError."""
-        with _phase("job"):
+        with phase("job"):
             loaded, file, local_file = self._read_job()
         config = loaded.config
         schedule = plan_schedule(
@@ -156,9 +131,9 @@ class _Phases:
             processes=local_file.data_parallel_size,
             real_processes=file.data_parallel_size,
         )
-        with _phase("model"):
+        with phase("model"):
             self._shrink_model(loaded)
-        with _phase("data"):
+        with phase("data"):
             batch, batching = schedule.global_batch_size, config.data.batching
             tokens = 0 if batching.by == "samples" else batching.tokens or config.data.max_length or 0
             overrides, changes = choose_rows(
@@ -170,13 +145,22 @@ class _Phases:
             self._values |= overrides
             self._report.replaced += changes
             self._report.passed("data", *(f"{change.key}: {change.now}" for change in changes))
-        with _phase("job"):
+        with phase("job"):
             self._replace(job_changes(config, schedule, folder=self._folder))
             loaded = load_config(self._request.config, self._overrides())
-        with _phase("template"):
+        with phase("template"):
             data = make_training_data(loaded.config, RunLog(is_main=True, write=no_op))
             self._report.passed("template", *template_evidence(loaded.config, data))
-        self._launch(local_file, schedule, loaded)
+        launch = Launch(
+            self._folder / "accelerate.json",
+            local_file.num_processes,
+            self._request.config.absolute(),
+            self._overrides(),
+            self._folder / "run",
+            deadline=self._deadline,
+        )
+        atomic.write_json(launch.accelerate, local_file.values)
+        launch_and_resume(launch, schedule, merges=loaded.config.export.merge, report=self._report)
 
     def _read_job(self) -> tuple[LoadedConfig, AccelerateFile, AccelerateFile]:
         """Read both files and check them for the real number of processes."""
@@ -259,29 +243,4 @@ class _Phases:
         self._values |= {change.key: change.now for change in changed}
 
     def _overrides(self) -> tuple[str, ...]:
-        return (*self._request.overrides, *as_overrides(self._values))
-
-    def _launch(self, local_file: AccelerateFile, schedule: Schedule, loaded: LoadedConfig) -> None:
-        """Run the job until its last step is saved, kill it, resume it from the step before, and compare."""
-        file, run = self._folder / "accelerate.json", self._folder / "run"
-        atomic.write_json(file, local_file.values)
-        job = self._request.config.absolute()
-        launch = Launch(file, local_file.num_processes, job, self._overrides(), run, deadline=self._deadline)
-        run_until_saved(launch, step=schedule.steps, log=self._folder / "first.log")
-        self._report.passed("strategy", *strategy_evidence(run))
-        self._report.passed("steps", *steps_evidence(run))
-        uninterrupted = set_aside(run, keep=schedule.saved_at, folder=self._folder / "uninterrupted")
-        with _phase("checkpoint"):
-            self._report.passed("checkpoint", *checkpoint_evidence(run))
-        log, export_error = self._folder / "resumed.log", None
-        try:
-            run_to_end(launch, step=schedule.saved_at, last=schedule.steps, log=log)
-        except PhaseError as error:
-            if error.phase != "export":
-                raise
-            export_error = error
-        resumed = compare_resumed(uninterrupted, run, step=schedule.saved_at, log=log)
-        self._report.passed("resume", *resume_evidence(resumed, step=schedule.saved_at))
-        if export_error is not None:
-            raise export_error
-        self._report.passed("export", *export_evidence(loaded.config, run))
+        return (*self._request.overrides, *(override_text(key, value) for key, value in self._values.items()))

@@ -3,7 +3,8 @@
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 
 from finetune.checkpoint.format import layout
 from finetune.checkpoint.read.inventory import find_problems, read_entry
+from finetune.commands.rehearse.job import Schedule
+from finetune.commands.rehearse.report import Rehearsal
 from finetune.commands.verify.resume import CompletedRun, differences, read_completed_run, short_digest
 from finetune.config.run_config import RunConfig
 from finetune.errors import CheckpointError, FinetuneError, UserError
@@ -63,43 +66,59 @@ class Launch:
         )
 
 
-def run_until_saved(launch: Launch, *, step: int, log: Path) -> None:
-    """Run the job until the checkpoint of this step is complete, then kill all its processes; raises PhaseError."""
-    _run(launch, log, until=("CheckpointSaved", step))
-    if ("CheckpointSaved", step) not in _reached(launch.run):
-        raise _failure(launch, log, phase=_phase_of(launch.run))
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Turn an error into the failure of this phase."""
+    try:
+        yield
+    except PhaseError:
+        raise
+    except FinetuneError as error:
+        raise PhaseError(name, str(error), exit_code=error.exit_code) from error
 
 
-def run_to_end(launch: Launch, *, step: int, last: int, log: Path) -> None:
-    """Run the job to its end, resuming from this step; raises PhaseError."""
-    known = len(_reached(launch.run))
+def launch_and_resume(launch: Launch, schedule: Schedule, *, merges: bool, report: Rehearsal) -> None:
+    """Run the job until its last step is saved, kill it, resume it from the step before, and compare both.
+
+    The later checkpoints of the first launch are set aside, as if it had been killed after the step before. Raises
+    PhaseError.
+    """
+    run, step, last = launch.run, schedule.saved_at, schedule.steps
+    log, uninterrupted = run.with_name("first.log"), run.with_name("uninterrupted")
+    _run(launch, log, until=("CheckpointSaved", last))
+    events = _events(run)
+    if ("CheckpointSaved", last) not in _reached(run):
+        raise _failure(launch, log, phase=_phase_of(run))
+    started = next(event for event in events if event["event"] == "RunStarted")
+    report.passed("strategy", str(started["strategy"]), *map(str, started["arithmetic"][:_MAX_LINES]))
+    report.passed("steps", *_steps_evidence(events))
+
+    (uninterrupted / CHECKPOINTS_FOLDER).mkdir(parents=True)
+    shutil.copyfile(run / "events.jsonl", uninterrupted / "events.jsonl")
+    saved = layout.steps(run / CHECKPOINTS_FOLDER)
+    for number, path in saved.items():
+        if number > step:
+            shutil.move(path, uninterrupted / CHECKPOINTS_FOLDER / path.name)
+    shutil.rmtree(run / FINAL_FOLDER, ignore_errors=True)
+    with phase("checkpoint"):
+        report.passed("checkpoint", f"step {step}: {_checkpoint_evidence(saved[step])}")
+
+    log, known = run.with_name("resumed.log"), len(events)
     code = _run(launch, log)
-    reached = _reached(launch.run)[known:]
-    if code != 0 or ("RunEnded", last) not in reached:
-        is_trained = {("StepTaken", last), ("CheckpointSaved", last)} <= set(reached)
-        raise _failure(launch, log, phase="export" if is_trained else "resume")
+    reached = _reached(run)[known:]
+    has_ended = code == 0 and ("RunEnded", last) in reached
+    if not has_ended and not {("StepTaken", last), ("CheckpointSaved", last)} <= set(reached):
+        raise _failure(launch, log, phase="resume")
     if ("RunStarted", step) not in reached:
         raise PhaseError("resume", f"the run did not resume from step {step}.", exit_code=1, log=log)
-
-
-def set_aside(run: Path, *, keep: int, folder: Path) -> CompletedRun:
-    """Move later checkpoints than that of the step `keep` to `folder`, and return the uninterrupted history."""
-    (folder / CHECKPOINTS_FOLDER).mkdir(parents=True)
-    shutil.copyfile(run / "events.jsonl", folder / "events.jsonl")
-    for step, path in layout.steps(run / CHECKPOINTS_FOLDER).items():
-        if step > keep:
-            shutil.move(path, folder / CHECKPOINTS_FOLDER / path.name)
-    shutil.rmtree(run / FINAL_FOLDER, ignore_errors=True)
-    return read_completed_run(folder)
-
-
-def compare_resumed(uninterrupted: CompletedRun, run: Path, *, step: int, log: Path) -> CompletedRun:
-    """Return the history of the resumed run; raises PhaseError if it differs from the uninterrupted one."""
     resumed = read_completed_run(run)
-    problems = list(differences(uninterrupted, resumed, stop_at=step, tolerance=None))
+    problems = list(differences(read_completed_run(uninterrupted), resumed, stop_at=step, tolerance=None))
     if problems:
         raise PhaseError("resume", f"the resumed run differs: {'; '.join(problems)}.", exit_code=1, log=log)
-    return resumed
+    report.passed("resume", *_resume_evidence(resumed, step=step))
+    if not has_ended:
+        raise _failure(launch, log, phase="export")
+    report.passed("export", *_export_evidence(run, merges=merges))
 
 
 def _run(launch: Launch, log: Path, *, until: tuple[str, int] | None = None) -> int | None:
@@ -143,7 +162,12 @@ def _failure(launch: Launch, log: Path, *, phase: str) -> PhaseError:
     text = log.read_text(encoding="utf-8", errors="replace")
     status = read_status(launch.run)
     own = status.get("exit_code")
-    message = error_in(text) or (status.get("error") or {}).get("message") or _tail(text)
+    message = error_in(text) or (status.get("error") or {}).get("message")
+    if not message:  # the end of the first traceback, else the last lines
+        _, traceback, first = text.partition("Traceback (most recent call last)")
+        lines = [line for line in (traceback + first if traceback else text).splitlines() if line.strip()]
+        last = next((n for n, line in enumerate(lines) if n > 0 and not line[0].isspace()), len(lines) - 1)
+        message = "\n".join(lines[max(last - 4, 0) : last + 1] if traceback else lines[-8:])
     is_user_error = own == UserError.exit_code or (own is None and error_in(text) is not None)
     return PhaseError(phase, message, exit_code=UserError.exit_code if is_user_error else 1, log=log)
 
@@ -165,17 +189,6 @@ def error_in(log: str) -> str | None:
             break
         rest.append(line)
     return "\n".join([first, *rest[:_MAX_ERROR_LINES]])
-
-
-def _tail(text: str) -> str:
-    """Return the end of the first traceback, else the last lines."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    if starts:
-        first = lines[starts[0] :]
-        last = next((n for n, line in enumerate(first[1:], start=1) if line and not line[0].isspace()), len(first) - 1)
-        return "\n".join(first[max(last - 4, 0) : last + 1])
-    return "\n".join(lines[-8:])
 
 
 _MAX_LINES = 4
@@ -201,16 +214,8 @@ def template_evidence(config: RunConfig, data: TrainingData) -> Iterator[str]:
         yield f"{data.training.order.num_positions:,} packs"
 
 
-def strategy_evidence(run: Path) -> Iterator[str]:
-    """Yield the strategy, the number of processes and the batch."""
-    started = next(event for event in _events(run) if event["event"] == "RunStarted")
-    yield str(started["strategy"])
-    yield from (str(line) for line in islice(started["arithmetic"], _MAX_LINES))
-
-
-def steps_evidence(run: Path) -> Iterator[str]:
+def _steps_evidence(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the losses, the metrics and the number of generated answers."""
-    events = _events(run)
     taken = {event["step"]: event for event in events if event["event"] == "StepTaken"}
     losses = ", ".join(f"{event['loss']:.4f}" for event in taken.values())
     yield f"{len(taken)} steps, losses {losses}"
@@ -223,19 +228,17 @@ def steps_evidence(run: Path) -> Iterator[str]:
         yield f"{answers} answers generated"
 
 
-def checkpoint_evidence(run: Path) -> Iterator[str]:
-    """Yield the checkpoint's size, every file compared with its digest; raises CheckpointError."""
-    step, path = max(layout.steps(run / CHECKPOINTS_FOLDER).items())
+def _checkpoint_evidence(path: Path) -> str:
+    """Return the checkpoint's size, every file compared with its digest; raises CheckpointError."""
     problems, bad = find_problems(read_entry(path), read_all=True)
     if problems or bad:
         raise CheckpointError(f"{path}: {'; '.join(problems)}")
     files = [file for file in path.rglob("*") if file.is_file()]
     size = format_size(sum(file.stat().st_size for file in files))
-    yield f"step {step}: {len(files)} files, {size}, every digest matches its manifest"
+    return f"{len(files)} files, {size}, every digest matches its manifest"
 
 
-def resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
-    """Yield the comparison of the resumed run with the uninterrupted one."""
+def _resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
     steps = resumed.steps
     first = int(np.searchsorted(steps.numbers, step, side="right"))
     yield (
@@ -248,12 +251,10 @@ def resume_evidence(resumed: CompletedRun, *, step: int) -> Iterator[str]:
         yield f"state after step {steps.numbers[-1]}: {resumed.state_sha256[: len(samples)]}"
 
 
-def export_evidence(config: RunConfig, run: Path) -> Iterator[str]:
-    """Yield the files of the export and the result of its verification."""
-    final = run / FINAL_FOLDER
-    names = sorted(path.name for path in final.iterdir())
+def _export_evidence(run: Path, *, merges: bool) -> Iterator[str]:
+    names = sorted(path.name for path in (run / FINAL_FOLDER).iterdir())
     notes = [str(event["message"]) for event in _events(run) if event["event"] == "Noted"]
     verified = [note for note in notes if "verified" in note]
-    exported = "merged model" if config.export.merge else "adapter" if "adapter_config.json" in names else "model"
+    exported = "merged model" if merges else "adapter" if "adapter_config.json" in names else "model"
     yield f"{exported} of {len(names)} files{f': {verified[-1]}' if verified else ''}"
     yield f"final/: {', '.join(names)}"

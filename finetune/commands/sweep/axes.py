@@ -106,11 +106,6 @@ def value_text(value: Any) -> str:
     return format_json(comparable_config(value), sort_keys=True)
 
 
-def override_of(key: str, value: Any) -> str:
-    """Return the `KEY=VALUE` of a run; YAML reads exactly this value from it."""
-    return f"{key}={format_json(value)}"
-
-
 _WORD = re.compile(r"[A-Za-z_][\w.+-]*")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import ConfigDict, with_config
 
-from finetune.commands.sweep.axes import Axis, Values, override_of, run_name, value_text
+from finetune.commands.sweep.axes import Axis, Values, run_name, value_text
 from finetune.config.limits import MAX_LISTED
 from finetune.config.load import LoadedConfig, load_config, require_divisible_batch
+from finetune.config.overrides import override_text
 from finetune.config.resume_keys import COMPARED_BY_CONTENT, keys_that_may_differ, keys_that_must_match
 from finetune.config.run_config import RunConfig
 from finetune.config.section import parent_keys, with_location
@@ -48,7 +49,7 @@ def grid_points(axes: Sequence[Axis]) -> list[Values]:
 
 def make_run(values: Values, axes: Sequence[Axis], *, name: str, folder: Path) -> SweepRun:
     """Return the run with these values of swept keys and the only value of every other key, in the written order."""
-    overrides = tuple(override_of(axis.key, values.get(axis.key, axis.values[0])) for axis in axes)
+    overrides = tuple(override_text(axis.key, values.get(axis.key, axis.values[0])) for axis in axes)
     return SweepRun(name, values, overrides, folder)
 
 
@@ -79,7 +80,7 @@ def own_overrides(run: SweepRun, loaded: LoadedConfig) -> list[str]:
 
     A job that starts from another checkpoint (`checkpoint.resume`) does so until the run has its own.
     """
-    texts = [override_of("run.folder", str(run.folder.absolute()))]
+    texts = [override_text("run.folder", str(run.folder.absolute()))]
     if loaded.config.run.local_folder is not None:
         texts.append("run.local_folder=null")
     starts_elsewhere = loaded.config.checkpoint.resume not in ("auto", "never")
@@ -202,29 +203,31 @@ class Outcome:
 
 def outcome_of(status: Mapping[str, Any], record: RecordedRun) -> Outcome:
     """Return the run's outcome; a process that exited unexpectedly counts as interrupted, and resumes."""
-    counts = [
-        value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-        for value in (status.get("step"), status.get("num_steps"))
-    ]
-    return Outcome(*_state(status, record), counts[0] or 0, counts[1])
-
-
-def _state(status: Mapping[str, Any], record: RecordedRun) -> tuple[str, str]:
     state, code, written = status.get("state"), record.exit_code, status.get("time")
-    if record.is_pruned and state != status_file.FINISHED:  # it may have finished before it read the STOP file
-        return PRUNED, ""
     is_older = record.started is None or not isinstance(written, int | float) or written < record.started
-    if is_older and code is not None and code > 0:
-        return FAILED, record.message or f"exit code {code}"  # before it wrote any status
-    if state == status_file.FINISHED:
-        return FINISHED, ""
-    if state == status_file.STOPPED:
-        return STOPPED, str(status.get("reason") or "")
-    if state == status_file.FAILED:
+    message = ""
+    if record.is_pruned and state != status_file.FINISHED:  # it may have finished before it read the STOP file
+        state = PRUNED
+    elif is_older and code is not None and code > 0:  # before it wrote any status
+        state, message = FAILED, record.message or f"exit code {code}"
+    elif state == status_file.FINISHED:
+        state = FINISHED
+    elif state == status_file.STOPPED:
+        state, message = STOPPED, str(status.get("reason") or "")
+    elif state == status_file.FAILED:
         error = status.get("error")
         error = error if isinstance(error, dict) else {}
+        state = INTERRUPTED if error.get("type") in _RESUMABLE_ERRORS else FAILED
         message = str(error.get("message") or record.message or "")
-        return (INTERRUPTED if error.get("type") in _RESUMABLE_ERRORS else FAILED), message
-    if code is None:
-        return (WAITING, "") if state is None else (INTERRUPTED, "its process was killed with the sweep")
-    return INTERRUPTED, f"killed by signal {-code}" if code < 0 else f"exited unexpectedly with exit code {code}"
+    elif code is not None:
+        how = f"killed by signal {-code}" if code < 0 else f"exited unexpectedly with exit code {code}"
+        state, message = INTERRUPTED, how
+    elif state is None:
+        state = WAITING
+    else:
+        state, message = INTERRUPTED, "its process was killed with the sweep"
+    step, num_steps = (
+        count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
+        for count in (status.get("step"), status.get("num_steps"))
+    )
+    return Outcome(state, message, step or 0, num_steps)

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
-from finetune.commands.sweep.runs import LOGS_FOLDER, SweepRun, data_facts, own_overrides
+from finetune.commands.sweep.runs import LOGS_FOLDER, SweepRun, own_overrides
 from finetune.commands.sweep.screen import SweepScreen
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import LoadedConfig
@@ -265,14 +265,6 @@ def last_message(log: Path) -> str:
     starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     first = starts[-1] if starts else max(0, len(lines) - _MAX_MESSAGE_LINES)
     return printable("\n".join(lines[first:][:_MAX_MESSAGE_LINES])).removeprefix("error: ")
-
-
-def shared_data(runs: Iterable[SweepRun], configs: Mapping[str, LoadedConfig]) -> list[list[SweepRun]]:
-    """Return the groups of two or more runs that read the same tokenized data."""
-    groups: dict[object, list[SweepRun]] = {}
-    for run in runs:
-        groups.setdefault(data_facts(configs[run.name].config), []).append(run)
-    return [group for group in groups.values() if len(group) > 1]
 
 
 def prepare_data(run: SweepRun, *, number: int, plan: LaunchPlan, stop: StopSignals, start: Start) -> str | None:

@@ -20,7 +20,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from pydantic import ConfigDict, TypeAdapter, with_config
 
-from finetune.commands.sweep.axes import Values, run_name, value_text
+from finetune.commands.sweep.axes import run_name, value_text
 from finetune.commands.sweep.journal import LOCK_FILE, SweepJournal
 from finetune.commands.sweep.results import PAGE, TRAIN_LOSS, Objective, history_so_far, measurements
 from finetune.commands.sweep.runs import (
@@ -203,7 +203,8 @@ class SweepStudy:
         for key, domain in self.space.items():
             value = trial.params[self._parameters[key]]
             values[key] = json.loads(value) if isinstance(domain, CategoricalDistribution) else value
-        name = trial_name(values, number)
+        rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()}
+        name = f"{number:03d},{run_name(rounded)}"
         self._open_trials[name] = trial
         self._record(RecordedRun(name, values))
         return self.runs[name]
@@ -300,16 +301,6 @@ class SweepStudy:
         for step, value in measurements(history, self.objective.metric):
             if step not in known:
                 trial.report(value, step)
-
-
-def trial_name(values: Values, number: int) -> str:
-    """Return the name of a run of a search: its number, and its values with four digits.
-
-    >>> trial_name({"train.learning_rate": 0.00012345678}, 3)
-    '003,learning_rate=0.0001235'
-    """
-    rounded = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()}
-    return f"{number:03d},{run_name(rounded)}"
 
 
 def _may_follow(earlier: BaseDistribution, domain: Distribution) -> bool:

@@ -36,6 +36,7 @@ from finetune.commands.sweep.runs import (
     RecordedRun,
     SweepRun,
     check_runs,
+    data_facts,
     grid_points,
     load_run,
     make_run,
@@ -49,7 +50,6 @@ from finetune.commands.sweep.schedule import (
     StopSignals,
     plan_launch,
     prepare_data,
-    shared_data,
 )
 from finetune.commands.sweep.screen import SweepScreen
 from finetune.commands.sweep.space import bounds_of, choices_of, is_inside, parse_space
@@ -241,7 +241,11 @@ class SweepSession:
 
     def _prepare(self, runs: Sequence[SweepRun]) -> Iterator[tuple[Sequence[SweepRun], str]]:
         """Tokenize the data that several of the runs share; yield those for which it failed, with the message."""
-        for number, group in enumerate(shared_data(runs, self.configs), start=1):
+        groups: dict[object, list[SweepRun]] = {}
+        for run in runs:
+            groups.setdefault(data_facts(self.configs[run.name].config), []).append(run)
+        shared = [group for group in groups.values() if len(group) > 1]
+        for number, group in enumerate(shared, start=1):
             if self.stop.first is not None:
                 return
             self.log("preparing the data that the runs share")

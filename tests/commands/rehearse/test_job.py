@@ -1,11 +1,11 @@
 """The job's own settings for a few steps: which are kept, which are replaced, and what that leaves unverified."""
 
-import json
 from pathlib import Path
 
-from finetune.commands.rehearse.job import as_overrides, job_changes, not_verified, plan_schedule, required_sizes
+from finetune.commands.rehearse.job import job_changes, not_verified, plan_schedule, required_sizes
 from finetune.commands.rehearse.runs import error_in
 from finetune.config.load import load_config
+from finetune.config.overrides import override_text
 
 
 def changes_of(job, *overrides):
@@ -27,7 +27,7 @@ def test_the_rehearsed_job_is_a_valid_job(job, tmp_path):
         "report.trackers=[tensorboard]",
     )
     changes = changes_of(job, *overrides)
-    again = load_config(job, [*overrides, *as_overrides({key: change.now for key, change in changes.items()})]).config
+    again = load_config(job, [*overrides, *(override_text(key, change.now) for key, change in changes.items())]).config
     assert (again.train.steps, again.train.schedule.warmup_steps, again.data.num_workers) == (4, 1, 1)
     assert again.checkpoint.every_steps == again.evaluate.every_steps == 2
     assert again.report.trackers == () and again.train.early_stopping.patience == 5
@@ -61,4 +61,3 @@ def test_the_error_of_a_rank_is_read_without_the_launchers_lines():
     log = "warming up\n[rank 1] error: 2 problems\n  line 3\n  line 4\nW1123 Sending process 7 closing signal\n"
     assert error_in(log) == "2 problems\n  line 3\n  line 4"
     assert error_in("Traceback (most recent call last):\nValueError: bug\n") is None
-    assert json.loads(as_overrides({"a": "ü"})[0].partition("=")[2]) == "ü"

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from finetune.commands.sweep.axes import override_of, parse_axes, run_name, short_keys, shown_value
+from finetune.commands.sweep.axes import parse_axes, run_name, short_keys, shown_value
+from finetune.config.overrides import override_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import ConfigError
 
@@ -30,7 +31,7 @@ def test_commas_separate_except_within_brackets_and_quotes(text, values):
 
 @pytest.mark.parametrize("value", [1e-4, 2e-05, "x: 1", "null", "4", "a,b", [1, "b"], {"rank": 4}, None, True, "ü 😀"])
 def test_a_run_is_given_exactly_the_value(value):
-    key, _, text = override_of("train.key", value).partition("=")
+    key, _, text = override_text("train.key", value).partition("=")
     assert (key, read_yaml(text).values) == ("train.key", value)
 
 

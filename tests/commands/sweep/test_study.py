@@ -14,7 +14,7 @@ from finetune.commands.sweep.journal import lock_sweep
 from finetune.commands.sweep.results import Objective, history_so_far
 from finetune.commands.sweep.runs import FAILED, FINISHED, INTERRUPTED, WAITING, SweepRun
 from finetune.commands.sweep.space import contains
-from finetune.commands.sweep.study import SweepStudy, trial_name
+from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
@@ -162,8 +162,9 @@ def test_a_search_with_another_metric_is_refused(opened):
         study.require_same_objective(Objective("accuracy", False))
 
 
-def test_search_run_names_are_short():
-    assert trial_name({"train.learning_rate": 0.00012345678}, 3) == "003,learning_rate=0.0001235"
+def test_the_name_of_a_run_of_a_search_is_its_number_and_its_rounded_values(opened):
+    record = opened(space={"train.learning_rate": log_range(1e-5, 1e-1)}).propose()
+    assert record.name == f"000,learning_rate={float(format(record.values['train.learning_rate'], '.4g')):g}"
 
 
 def test_the_runs_of_a_grid_are_read_back_in_their_order_without_secrets(opened):

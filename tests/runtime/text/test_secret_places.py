@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from finetune.commands.sweep.axes import override_of, run_name, value_text
+from finetune.commands.sweep.axes import run_name, value_text
 from finetune.config.explain import resolved_yaml
 from finetune.config.formatting import format_value
 from finetune.config.load import LoadedConfig, load_config
-from finetune.config.overrides import override_label
+from finetune.config.overrides import override_label, override_text
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.yaml import read_yaml
 from finetune.report.events import Warned
@@ -131,7 +131,7 @@ def test_a_secret_is_redacted_in_every_output(load, place, name):
     for secret in SECRETS:
         value = PLACES[place](name, secret)
         key = "run.on_end" if place in _WORDS else "model.from_config.values.other"
-        override = override_of(key, value)
+        override = override_text(key, value)
         loaded = load(override)
         in_file = load(values=json.dumps({"other": value}))
         written = {
