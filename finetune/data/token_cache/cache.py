@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from finetune.data.sources.source import Source
 from finetune.data.token_cache.build import OnProgress, build_set, num_written_rows, refuse_counts, refuse_shares
 from finetune.data.token_cache.chunks import Encode, Encoding, EncodingPlan
 from finetune.data.token_cache.encoder_pool import EncoderPool, WorkersLost
-from finetune.data.token_cache.integrity import DamagedSet, quarantine_set, quarantined_copies
+from finetune.data.token_cache.integrity import DamagedSet, quarantine_set
 from finetune.data.token_cache.store import FORMAT_VERSION, Identity, TokenCache
 from finetune.data.workers import num_prepare_workers
 from finetune.errors import DataError
@@ -47,14 +47,20 @@ def open_verified(
             last_damage: DamagedSet = damage
             _quarantine(damage, partial(_is_damaged, folder, identity), key=key, log=log)
             continue
-        if copies := quarantined_copies(folder):
+        if copies := sorted(folder.parent.glob(f".damaged-{folder.name}-*")):
             log(
                 f"warning: {key}: its prepared set was damaged and has been rebuilt; the damaged one is kept as "
                 f"{', '.join(map(str, copies))}. Check the disk and the memory of this machine, then delete it."
             )
-        if not _is_small(prepared):
+        if prepared.verification.size_bytes > VERIFIED_AT_ONCE_BYTES:
             prepared.verification.start()
-        prepared.rebuild = partial(_rebuild, build=build, identity=identity, key=key, log=log)
+
+        def rebuild(former: TokenCache) -> TokenCache:
+            damage = DamagedSet(folder, former.verification.problem or "")
+            _quarantine(damage, former.is_still_damaged, key=key, log=log)
+            return open_verified(folder, build, identity=identity, key=key, log=log)[0]
+
+        prepared.rebuild = rebuild
         return prepared, is_new
     raise DataError(
         f"{key}: {last_damage}, and the rebuilt sets were damaged, too. Check the disk and the memory of this machine, "
@@ -73,13 +79,9 @@ def _open(folder: Path, identity: Identity) -> TokenCache:
     prepared = TokenCache(folder, shards=identity.shards)
     if prepared.fingerprint != identity.fingerprint:
         raise DamagedSet(folder, "it was made from other data or settings")
-    if _is_small(prepared):
+    if prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES:
         prepared.verify()
     return prepared
-
-
-def _is_small(prepared: TokenCache) -> bool:
-    return prepared.verification.size_bytes <= VERIFIED_AT_ONCE_BYTES
 
 
 def _is_damaged(folder: Path, identity: Identity) -> bool:
@@ -88,12 +90,6 @@ def _is_damaged(folder: Path, identity: Identity) -> bool:
     except DamagedSet:
         return True
     return False
-
-
-def _rebuild(prepared: TokenCache, *, build: Callable[[], bool], identity: Identity, key: str, log: Log) -> TokenCache:
-    damage = DamagedSet(prepared.folder, prepared.verification.problem or "")
-    _quarantine(damage, prepared.is_still_damaged, key=key, log=log)
-    return open_verified(prepared.folder, build, identity=identity, key=key, log=log)[0]
 
 
 def _quarantine(damage: DamagedSet, is_damaged: Callable[[], bool], *, key: str, log: Log) -> None:
@@ -143,12 +139,12 @@ def prepare_set(
     """
     section = encoding.section
     identity = identify(source, encoding)
-    folder = set_folder(section, identity)
+    folder = cache_folder(section) / "prepared" / folder_name(identity)
     log_older_versions(folder, key=source.key, log=log)
     if not builds and not folder.is_dir():
         raise NotPrepared(f"{source.key}: is not prepared. Run `finetune prepare --config JOB.yaml`.")
     plan = encoding.plan(source.format)
-    progress = _ReportedProgress(source, on_progress) if on_progress else _LoggedProgress(source.key, log)
+    progress = _progress(source, on_progress, log=log)
     build_staged = partial(
         _build, source=source, plan=plan, identity=identity, section=section, advance=progress, log=log
     )
@@ -185,11 +181,6 @@ def log_older_versions(folder: Path, *, key: str, log: Log) -> None:
             f"{key}: {', '.join(map(str, existing))} was prepared in an older format of finetune. "
             f"It is prepared again as {folder.name}; the older one can be deleted."
         )
-
-
-def set_folder(section: DataSection, identity: Identity) -> Path:
-    """Return the folder of the set with that identity, which may not exist yet."""
-    return cache_folder(section) / "prepared" / folder_name(identity)
 
 
 def folder_name(identity: Identity) -> str:
@@ -265,30 +256,17 @@ def _build(
     fault_point("prepare.done", step=counts.rows)
 
 
-class _LoggedProgress:
-    """Logs the number of rows done, at intervals."""
+def _progress(source: Source, on_progress: OnSourceProgress | None, *, log: Log) -> OnProgress:
+    """Return a function that reports the number of rows done and the total number, or logs the first at intervals."""
+    if on_progress is not None:
+        num_rows = cache(source.num_rows)  # which may count the lines of files
+        return lambda rows: on_progress(source.key, rows, num_rows())
+    num_logged = 0
 
-    def __init__(self, key: str, log: Log) -> None:
-        self._key = key
-        self._log = log
-        self._logged = 0
+    def log_rows(rows: int) -> None:
+        nonlocal num_logged
+        if rows - num_logged >= _ROWS_BETWEEN_LOGS:
+            num_logged = rows
+            log(f"{source.key}: {rows:,} rows tokenized")
 
-    def __call__(self, rows: int) -> None:
-        if rows - self._logged >= _ROWS_BETWEEN_LOGS:
-            self._logged = rows
-            self._log(f"{self._key}: {rows:,} rows tokenized")
-
-
-class _ReportedProgress:
-    """Reports the number of rows done and the total number."""
-
-    def __init__(self, source: Source, on_progress: OnSourceProgress) -> None:
-        self._source = source
-        self._on_progress = on_progress
-
-    @cached_property
-    def _num_rows(self) -> int | None:
-        return self._source.num_rows()
-
-    def __call__(self, rows: int) -> None:
-        self._on_progress(self._source.key, rows, self._num_rows)
+    return log_rows

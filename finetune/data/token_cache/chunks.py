@@ -75,37 +75,32 @@ def encode_chunk(plan: EncodingPlan, raws: Sequence[RawRow]) -> Chunk:
     with_sample = {row_index for row_index, _ in trainable}
     without = [row_index for row_index in range(len(raws)) if row_index not in with_sample and row_index not in is_long]
     longest = max(encoded, key=lambda indexed: _whole_length(indexed[1]), default=None)
+
+    def num_rows(flag: str) -> int:
+        return len({row_index for row_index, sample in encoded if getattr(sample, flag)})
+
     counts = Counts(
         rows=len(raws),
         rows_without_target=len(without),
         first_without_target=raws[without[0]].location if without else "",
         empty_rows=sum(_has_no_text(rows[row_index]) for row_index in without),
-        control_rows=_num_rows(encoded, "has_control_names"),
-        turn_mark_rows=_num_rows(encoded, "has_turn_marks"),
-        argument_rows=_num_rows(encoded, "has_arguments"),
-        override_rows=_num_rows(encoded, "has_overrides"),
-        dropped_reasoning_rows=_num_rows(encoded, "has_dropped_reasoning"),
+        control_rows=num_rows("has_control_names"),
+        turn_mark_rows=num_rows("has_turn_marks"),
+        argument_rows=num_rows("has_arguments"),
+        override_rows=num_rows("has_overrides"),
+        dropped_reasoning_rows=num_rows("has_dropped_reasoning"),
         longest=_whole_length(longest[1]) if longest else 0,
         longest_place=raws[longest[0]].location if longest else "",
     )
     if any(isinstance(outcome, tuple) for outcome in outcomes):
-        counts = replace(counts, answers=len(encoded), repeated_tokens=_num_repeated(encoded))
+        longest_of: dict[int, int] = {}  # by row, before truncation: the other samples of the row repeat its tokens
+        for row_index, sample in encoded:
+            longest_of[row_index] = max(sample.length, longest_of.get(row_index, 0))
+        repeated = sum(sample.length for _, sample in encoded) - sum(longest_of.values())
+        counts = replace(counts, answers=len(encoded), repeated_tokens=repeated)
     else:
         lost = replace(lost, long_answers=0)
     return _assemble_chunk(plan, [(raws[row_index], sample) for row_index, sample in trainable], counts.plus(lost))
-
-
-def _num_rows(encoded: Sequence[tuple[int, Features]], flag: str) -> int:
-    """Return the number of rows that have a sample with the flag."""
-    return len({row_index for row_index, sample in encoded if getattr(sample, flag)})
-
-
-def _num_repeated(samples: Sequence[tuple[int, Features]]) -> int:
-    """Return the number of tokens of all samples but the longest of each row, before truncation."""
-    longest: dict[int, int] = {}
-    for row_index, sample in samples:
-        longest[row_index] = max(sample.length, longest.get(row_index, 0))
-    return sum(sample.length for _, sample in samples) - sum(longest.values())
 
 
 def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
@@ -113,15 +108,13 @@ def _outcomes(encode: Encode, rows: Sequence[Row]) -> Sequence[Outcome]:
     try:
         return encode(rows)
     except FAULTS_OF_VALUES:
-        return [_encode_row(encode, row) for row in rows]
-
-
-def _encode_row(encode: Encode, row: Row) -> Outcome:
-    try:
-        (outcome,) = encode([row])
-    except FAULTS_OF_VALUES as error:
-        return DataError(f"cannot be encoded: {error}.")
-    return outcome
+        outcomes: list[Outcome] = []
+    for row in rows:
+        try:
+            outcomes += encode([row])
+        except FAULTS_OF_VALUES as error:
+            outcomes.append(DataError(f"cannot be encoded: {error}."))
+    return outcomes
 
 
 def _encoded(raws: Sequence[RawRow], outcomes: Sequence[Outcome]) -> Iterator[tuple[int, Features]]:
@@ -171,6 +164,10 @@ def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Featur
     lengths = {name: np.array([len(sample.arrays[name]) for sample in samples], np.int64) for name in names}
     num_targets = np.array([sample.num_targets for sample in samples], np.int32)
     tokens = values[names[0]] if names else np.zeros(0, np.uint32)
+    origins: list[tuple[int, str]] = []
+    for index, (raw, _) in enumerate(trainable):
+        if not origins or origins[-1][1] != raw.origin:
+            origins.append((index, raw.origin))
     sample_counts = Counts(
         samples=len(samples),
         tokens=len(tokens),
@@ -184,7 +181,7 @@ def _assemble_chunk(plan: EncodingPlan, trainable: Sequence[tuple[RawRow, Featur
         digests=_digests(values, lengths),
         checksums=sample_checksums(values, lengths, num_samples=len(samples)),
         row_numbers=np.array([raw.number for raw, _ in trainable], np.int64),
-        origins=tuple(_origin_starts([raw.origin for raw, _ in trainable])),
+        origins=tuple(origins),
         counts=counts.plus(sample_counts),
     )
 
@@ -203,15 +200,6 @@ def _slices(array: np.ndarray, lengths: Sequence[int]) -> Iterator[memoryview]:
     """Yield the bytes of each sample."""
     content, size = memoryview(array.tobytes()), array.itemsize
     return (content[a * size : b * size] for a, b in pairwise(accumulate(lengths, initial=0)))
-
-
-def _origin_starts(origins: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield each origin with the index of its first sample."""
-    previous = None
-    for index, origin in enumerate(origins):
-        if origin != previous:
-            yield index, origin
-        previous = origin
 
 
 def _has_no_text(row: Row) -> bool:

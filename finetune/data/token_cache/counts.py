@@ -61,16 +61,11 @@ class Counts:
         """Return whether samples consist of tokens; an image, for example, has length 1."""
         return self.longest > 1
 
-    @property
-    def long_samples(self) -> str:
-        """Return the number of rows that were dropped as too long, and of answers if they are separate samples."""
-        rows = f"{self.long_rows:,} rows"
-        return f"{self.long_answers:,} answers in {rows}" if self.answers else rows
-
     def lines(self) -> tuple[str, ...]:
         """Return the counts as lines for the user; zero counts have no line."""
         share = self.targets / self.tokens if self.tokens else 0.0
         dropped = f"{self.dropped_tokens:,} tokens dropped"
+        long_rows = f"{self.long_answers:,} answers in " * bool(self.answers) + f"{self.long_rows:,} rows"
         lines = {
             f"{self.rows:,} rows -> {self.samples:,} samples": True,
             f"{self.tokens:,} tokens, of which {self.targets:,} targets ({share:.1%})": self.has_tokens,
@@ -81,9 +76,7 @@ class Counts:
             f"{self.truncated_targets:,} of them targets": self.truncated_rows,
             **dict.fromkeys(self.answer_lines, True),
             f"split into windows: {self.split_rows:,} rows, {dropped} in windows without a target": self.split_rows,
-            f"dropped as too long: {self.long_samples}, {dropped}, {self.dropped_targets:,} of them targets": (
-                self.long_rows
-            ),
+            f"dropped as too long: {long_rows}, {dropped}, {self.dropped_targets:,} of them targets": (self.long_rows),
             f"dropped without a target: {self.rows_without_target:,} rows": self.rows_without_target,
             f"excluded because they are also in data.validation: {self.excluded_rows:,} rows": self.excluded_rows,
             f"empty: {self.empty_rows:,} of these": self.empty_rows,

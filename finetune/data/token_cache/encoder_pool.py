@@ -87,7 +87,7 @@ class EncoderPool:
                 initializer=_set_plan,
                 initargs=(loaded_plugins(), pickle.dumps((self._plan, options_in_use()))),
             )
-            self._starting = [self._pool.submit(_is_started) for _ in range(self._num_workers)]
+            self._starting = [self._pool.submit(bool) for _ in range(self._num_workers)]
         return self._pool if self._is_worker_ready() else None
 
     def _is_worker_ready(self) -> bool:
@@ -120,10 +120,6 @@ def _set_plan(plugins: Sequence[Plugin], pickled: bytes) -> None:
     plan, options = pickle.loads(pickled)
     use_options(options)
     _plans[:] = [plan]
-
-
-def _is_started() -> bool:
-    return True
 
 
 def _encode_with_plan(raws: Sequence[RawRow]) -> Chunk:

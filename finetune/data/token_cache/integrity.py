@@ -69,12 +69,6 @@ def quarantine_set(folder: Path, is_damaged: Callable[[], bool], *, log: Callabl
         ) from error
 
 
-def quarantined_copies(folder: Path) -> list[Path]:
-    """Return the quarantined copies of this folder that still exist."""
-    prefix = f".damaged-{folder.name}-"
-    return sorted(path for path in folder.parent.iterdir() if path.name.startswith(prefix))
-
-
 def format_damage(damage: str, stores: Iterable[tuple[Path, Callable[[], bool]]]) -> tuple[str, ...]:
     """Return messages about damaged data that was delivered from these folders.
 

@@ -205,15 +205,29 @@ class SequencesLengthLimit:
         """Return the samples that replace a sample beyond the limit, and counts of the losses."""
         if self.over_length != "truncate":
             return (), dropped_counts(features)
-        keep = np.zeros(features.length, dtype=bool)
+        bounds = list(sequence_bounds(features))
         excess = features.longest - self.max_length if self.truncate_side == "start" else 0
-        firsts = []
-        for start, end in sequence_bounds(features):
-            first = min(start + excess, end)
+        keep = np.zeros(features.length, dtype=bool)
+        firsts = [min(start + excess, end) for start, end in bounds]
+        for first, (_, end) in zip(firsts, bounds, strict=True):
             keep[first : min(end, first + self.max_length)] = True
-            firsts.append(first)
-        shorter = _with_kept_tokens(features, keep, firsts=firsts if excess else [])
-        lost = _answer_counts(features, keep, firsts=firsts if excess else [])
+        before = features.arrays["is_target"]
+        after: np.ndarray = before & keep
+        if excess:  # the first token of a sequence cut at the start is not a target
+            after[[first for first in firsts if first < len(after)]] = False
+        answers = [(before[start:end].sum(), after[start:end].sum()) for start, end in bounds]
+        is_lost = any(num_targets and not num_kept for num_targets, num_kept in answers)
+        is_cut = any(num_kept < num_targets for num_targets, num_kept in answers)
+        if not all(num_kept for _, num_kept in answers):
+            after[:] = False
+        arrays = {
+            **features.arrays,
+            "input_ids": features.arrays["input_ids"][keep],
+            "is_target": after[keep],
+            LENGTHS_OF_SEQUENCES: np.array([keep[start:end].sum() for start, end in bounds], np.int32),
+        }
+        shorter = Features(arrays, features.sample_id)
+        lost = Counts(cut_answer_rows=int(is_cut and not is_lost), lost_answer_rows=int(is_lost))
         return (shorter,), truncation_counts(features, shorter).plus(lost)
 
 
@@ -223,33 +237,3 @@ def sequence_bounds(features: Features) -> Iterator[tuple[int, int]]:
     for length in features.arrays[LENGTHS_OF_SEQUENCES].tolist():
         yield end, end + length
         end += length
-
-
-def _answer_counts(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Counts:
-    """Return the counts for an answer that lost some, or all, of its targets."""
-    before, after = features.arrays["is_target"], _kept_targets(features, keep, firsts=firsts)
-    answers = [(before[start:end].sum(), after[start:end].sum()) for start, end in sequence_bounds(features)]
-    is_lost = any(num_targets and not num_kept for num_targets, num_kept in answers)
-    is_cut = any(num_kept < num_targets for num_targets, num_kept in answers)
-    return Counts(cut_answer_rows=int(is_cut and not is_lost), lost_answer_rows=int(is_lost))
-
-
-def _kept_targets(features: Features, keep: np.ndarray, *, firsts: list[int]) -> np.ndarray:
-    """Return which kept tokens are targets; the first token of a sequence cut at the start is not."""
-    is_target: np.ndarray = features.arrays["is_target"] & keep
-    is_target[[first for first in firsts if first < len(is_target)]] = False
-    return is_target
-
-
-def _with_kept_tokens(features: Features, keep: np.ndarray, *, firsts: list[int]) -> Features:
-    """Return the sample with only the kept tokens, without any targets if a sequence has none left."""
-    is_target = _kept_targets(features, keep, firsts=firsts)
-    is_target &= all(is_target[start:end].any() for start, end in sequence_bounds(features))
-    lengths = np.array([keep[start:end].sum() for start, end in sequence_bounds(features)], np.int32)
-    arrays = {
-        **features.arrays,
-        "input_ids": features.arrays["input_ids"][keep],
-        "is_target": is_target[keep],
-        LENGTHS_OF_SEQUENCES: lengths,
-    }
-    return Features(arrays, features.sample_id)

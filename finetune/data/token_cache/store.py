@@ -22,6 +22,7 @@ from finetune.data.token_cache.integrity import DamagedSet, format_damage, sampl
 from finetune.data.token_cache.samples import StoredSamples
 from finetune.errors import DataError
 from finetune.runtime.files.digests import Damaged, read_json_with_digest
+from finetune.runtime.files.read import first_problem
 
 FORMAT_VERSION = 4
 MANIFEST = "counts.json"
@@ -68,9 +69,12 @@ class TokenCache(Dataset[Features]):
         self.shards = tuple(shards)
         self.rebuild: Callable[[TokenCache], TokenCache] | None = None  # after quarantining the damaged folder
         try:
-            self._open(_read_manifest(folder), is_verified=is_verified)
+            manifest = TokenCacheManifest.model_validate(read_json_with_digest(folder / MANIFEST))
+            self._open(manifest, is_verified=is_verified)
         except Damaged as damage:
             raise DamagedSet(folder, str(damage)) from damage
+        except ValidationError as error:
+            raise DamagedSet(folder, f"{MANIFEST}: {first_problem(error)}") from error
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -153,9 +157,8 @@ class TokenCache(Dataset[Features]):
 
     def _stores(self, damaged: np.ndarray) -> list[tuple[Path, Callable[[], bool]]]:
         """Return the folders of the samples, each with a function that checks whether these samples are damaged."""
-        if not len(damaged):
-            return [(self.folder, self.is_still_damaged)]
-        return [(self.folder, partial(_has_damaged, self.folder, damaged))]
+        is_damaged = partial(_has_damaged, self.folder, damaged) if len(damaged) else self.is_still_damaged
+        return [(self.folder, is_damaged)]
 
     def _open(self, manifest: TokenCacheManifest, *, is_verified: bool) -> None:
         self.fingerprint = manifest.fingerprint
@@ -193,14 +196,6 @@ def _has_damaged(folder: Path, sample_ids: np.ndarray) -> bool:
 
 def _reopen(folder: Path, shards: Sequence[str]) -> TokenCache:
     return TokenCache(folder, shards=shards, is_verified=True)
-
-
-def _read_manifest(folder: Path) -> TokenCacheManifest:
-    try:
-        return TokenCacheManifest.model_validate(read_json_with_digest(folder / MANIFEST))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def dataset_view(prepared: TokenCache, section: DataSection, *, seed: int, key: str) -> DatasetView:
