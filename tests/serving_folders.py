@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.templates.chat_template import set_chat_template, stop_ids
@@ -26,6 +26,7 @@ SIZES = {
     "initializer_range": 0.15,
 }
 _GEMMA = {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "tie_word_embeddings": True}
+_GEMMA3_LAYERS = [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "tie_word_embeddings": True},
@@ -33,12 +34,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": SIZES,
     "qwen3": {**SIZES, "head_dim": 32, "tie_word_embeddings": True},
     "gemma2": _GEMMA,
-    "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {**_GEMMA, "num_hidden_layers": 7, "layer_types": _GEMMA3_LAYERS},
     "phi3": {**SIZES, "sliding_window": None},
     "olmo2": SIZES,
     "granite": {**SIZES, "logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "qwen3_moe": {**SIZES, **_EXPERTS, "head_dim": 16},
 }
+"""The ten families that no engine is to be reported for."""
 
 
 def make_tokenizer(*, bos: str | None = "<|begin|>", texts: Sequence[str] = TEXTS) -> PreTrainedTokenizerFast:
@@ -65,11 +67,47 @@ def make_tokenizer(*, bos: str | None = "<|begin|>", texts: Sequence[str] = TEXT
     return made
 
 
+def make_sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer as converted from SentencePiece: each way to merge two pieces to a third is a merge."""
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    alphabet = [chr(code) for code in range(33, 127)]
+    trained.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    pieces = [piece for piece, _ in sorted(trained.get_vocab().items(), key=lambda item: item[1])]
+    vocabulary = {token: number for number, token in enumerate([*special, *(f"<0x{n:02X}>" for n in range(256))])}
+    for piece in pieces:
+        vocabulary.setdefault(piece, len(vocabulary))
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in pieces
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
+    backend = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    backend.normalizer = trained.normalizer
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>"
+    )
+    made.add_special_tokens({"additional_special_tokens": special[3:]})
+    set_chat_template(made, "chatml")
+    made.chat_template = "{{ bos_token }}" + str(made.chat_template)
+    return made
+
+
 def make_model(model_type: str, *, vocabulary_size: int, seed: int = 0, **values: Any) -> Any:
     """Return a model in which biases, norms and scales differ from their initial values."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**FAMILIES[model_type], "vocab_size": vocabulary_size, **values})
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = 4, 0, 3
+    own = {"bos_token_id": 4, "eos_token_id": 0, "pad_token_id": 3, "vocab_size": vocabulary_size}
+    config = AutoConfig.for_model(model_type, **{**FAMILIES.get(model_type, {}), **own, **values})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,6 +8,8 @@ import typer
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import (
     Dtype,
+    ForEngine,
+    GGUFType,
     NewTokens,
     Overrides,
     SamplingSeed,
@@ -27,6 +29,7 @@ with lazily(freeze=True):  # torch
     from finetune.commands import chat as chat_command
     from finetune.commands import export as export_command
     from finetune.commands import generate as generate_command
+    from finetune.commands import serving_files as serving_files_command
     from finetune.commands.evaluate import evaluate as evaluate_command
 
 
@@ -53,6 +56,8 @@ def export(
         typer.Option(metavar="REPOSITORY", help="Also upload it to the Hugging Face Hub, with HF_TOKEN or your login."),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Create the repository as public, not private.")] = False,
+    engine: ForEngine = None,
+    gguf: GGUFType = "f16",
     trust_remote_code: Trust = False,
     verify: Verify = True,
 ) -> None:
@@ -60,8 +65,23 @@ def export(
 
     RUN_OR_FOLDER is a run (its newest checkpoint, or that of --step) or any folder with a model or a PEFT adapter.
     Merging is computed in float64 and rounded once. Runs on the CPU; a second process loads what was written and
-    compares it.
+    compares it. With --for, a finished run's `final/` is used as it is unless another option changes it.
     """
+    if engine is not None:
+        serving_files_command.export_for(
+            source,
+            engine,
+            gguf_type=gguf,
+            step=step,
+            to=to,
+            dtype=dtype,
+            merge=merge,
+            push_to_hub=push_to_hub,
+            public=public,
+            trust_remote_code=trust_remote_code,
+            verify=None if verify else False,
+        )
+        return
     export_command.export(
         source,
         step=step,

@@ -24,6 +24,17 @@ Source = Annotated[
 ]
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Step of the checkpoint. Default: the newest.")]
 Dtype = Literal["float32", "bfloat16", "float16"]
+ForEngine = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="ENGINE",
+        help="Also write what vllm, sglang, llama.cpp, ollama or trl needs: a GGUF file, a Modelfile, the command.",
+    ),
+]
+GGUFType = Annotated[
+    Literal["f16", "q8_0"], typer.Option("--gguf", help="Data type of the GGUF file for llama.cpp or ollama.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow Python code that comes with the model to run.")]
 Verify = Annotated[
     bool,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
+from finetune.export.engines import IGNORED_KEYS
 from finetune.model.loading.architecture import HEADS, NEW_HEADS
 from finetune.model.loading.pretrained import ADAPTER_CONFIG
 from finetune.runtime.text.terminal import format_json
@@ -171,15 +172,11 @@ def _template_arguments(arguments: Mapping[str, Any]) -> str:
     )
 
 
-_IGNORED_BY_VLLM = ("target_parameters", "rank_pattern", "alpha_pattern")
-"""Keys of an adapter's config that vLLM's `PEFTHelper` does not read (vllm#41384, November 2026)."""
-
-
 def vllm_hint(folder: Path) -> str | None:
     """Return a warning if vLLM would serve the adapter in the folder incorrectly; None for any other folder."""
     path = folder / ADAPTER_CONFIG
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    keys = [f"`{key}`" for key in _IGNORED_BY_VLLM if config.get(key)]
+    keys = [f"`{key}`" for key in IGNORED_KEYS if config.get(key)]
     if not keys:
         return None
     return (

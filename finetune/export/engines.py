@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from finetune.errors import UserError
 
@@ -47,6 +48,29 @@ ENGINES: Mapping[str, Engine] = {
     )
 }
 """Every engine by the name that options use."""
+
+
+IGNORED_KEYS = ("target_parameters", "rank_pattern", "alpha_pattern")
+"""Keys of an adapter's config that released servers do not read (vllm#41384, November 2026)."""
+
+_REFUSED_KEYS = ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication")
+
+
+def adapter_problems(config: Mapping[str, Any], engine: Engine) -> list[str]:
+    """Return why the engine would not serve this adapter as it was trained; nothing for one that it serves."""
+    if not engine.max_lora_ranks:
+        return [f"{engine.title} serves full models"]
+    if engine.name == "trl":  # reads it with peft
+        return []
+    if config.get("peft_type") != "LORA":
+        return [f"{engine.title} does not serve adapters of the type {config.get('peft_type')}"]
+    problems = [f"{engine.title} silently ignores `{key}`" for key in IGNORED_KEYS if config.get(key)]
+    problems += [f"{engine.title} does not support `{key}`" for key in _REFUSED_KEYS if config.get(key)]
+    if config.get("bias", "none") != "none":
+        problems.append(f"{engine.title} does not support trained biases (`bias: {config['bias']}`)")
+    if config["r"] > max(engine.max_lora_ranks):
+        problems.append(f"its rank of {config['r']} is above the largest limit, {max(engine.max_lora_ranks)}")
+    return problems
 
 
 def find_engine(name: str, *, option: str) -> Engine:

@@ -183,6 +183,13 @@ def test_chat_is_given_the_folder(typed, calls):
     assert calls.made == [("finetune.commands.chat:chat", (Path("runs/first/final"),), settings)]
 
 
+def test_an_export_for_an_engine_passes_its_options_on(typed, calls):
+    assert typed("export", "runs/first", "--for", "ollama", "--gguf", "q8_0", "--no-verify")[0] == 0
+    ((place, arguments, options),) = calls.made
+    assert (place, arguments) == ("finetune.commands.serving_files:export_for", (Path("runs/first"), "ollama"))
+    assert (options["gguf_type"], options["verify"], options["merge"]) == ("q8_0", False, False)
+
+
 def test_evaluate_generate_and_export_commands_pass_their_options_on(typed, calls):
     typed("export", "runs/first", "--merge", "--step", "4", "--dtype", "bfloat16", "--push-to-hub", "me/model")
     typed("evaluate", "runs/first", "--set", "data.validation.path=a.jsonl", "--json", "m.json")

@@ -1,5 +1,6 @@
 """Compares the answers of an engine with the expected ones; every problem is a sentence."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,19 +196,17 @@ def _compare_answer(expected: ExpectedAnswer, served: ServedAnswer, *, margin: f
         return "same", ""
     if text == actual or (expected.is_complete and actual.startswith(text) and text):
         return "different", f"does not end after {_shortened(text)}"
-    first = _first_other_token(expected, actual)
-    if first < len(expected.margins) and expected.margins[first] <= margin:
+    first, last = _other_tokens(expected, actual)
+    if min(expected.margins[first:last], default=math.inf) <= margin:
         return "chosen by rounding", ""
     return "different", f"is {_shortened(actual)} instead of {_shortened(text)}, from token {first + 1} on"
 
 
-def _first_other_token(expected: ExpectedAnswer, actual: str) -> int:
-    """Return the number of leading tokens whose text the answer also begins with."""
-    common = 0
-    for number, prefix in enumerate(expected.prefixes):
-        if not prefix.endswith("\ufffd") and actual.startswith(prefix.strip()):
-            common = number
-    return common
+def _other_tokens(expected: ExpectedAnswer, actual: str) -> tuple[int, int]:
+    """Return the range of tokens in which the answer departs: one, or several that only together are a character."""
+    whole = [number for number, prefix in enumerate(expected.prefixes) if not prefix.endswith("\ufffd")]
+    common = max((n for n in whole if actual.startswith(expected.prefixes[n].strip())), default=0)
+    return common, next((number for number in whole if number > common), len(expected.margins))
 
 
 def _row_of(position: int, rows: Sequence[RowScores]) -> int:

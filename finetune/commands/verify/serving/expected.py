@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ MAX_ROW_TOKENS = 256
 NUM_PROMPTS = 8
 ANSWER_TOKENS = 48
 NUM_TEXTS = 32
+_BLOCK = 32
+"""The weights with a common scale in llama.cpp's q8_0."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,15 @@ class ExpectedModel:
         return tuple(_scores(merged, row) for row in rows)
 
     def rounded_scores(self, rows: Sequence[Sequence[int]], *, dtype: str) -> tuple[RowScores, ...]:
-        """Return the scores of the folder's model with weights and computation in this dtype."""
-        model = copy.deepcopy(self._model).to(getattr(torch, dtype))
+        """Return the scores of the folder's model with weights and computation in this dtype; of q8_0, weights only."""
+        model = copy.deepcopy(self._model)
+        if dtype != "q8_0":
+            return tuple(_scores(model.to(getattr(torch, dtype)), row) for row in rows)
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.shape[-1] % _BLOCK == 0:
+                blocks = parameter.data.view(-1, _BLOCK)
+                scale = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
+                blocks.copy_((blocks / scale).round() * scale)
         return tuple(_scores(model, row) for row in rows)
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> list[ExpectedAnswer]:
@@ -199,13 +209,15 @@ class ExpectedModel:
             if len(ids) + ANSWER_TOKENS <= limit:
                 prompts.append(prompt)
                 prompt_ids.append(tuple(ids))
-        texts = tuple(text for text in HOSTILE_TEXTS if text.strip() and "\0" not in text)[:NUM_TEXTS]
+        texts = tuple(
+            text for text in HOSTILE_TEXTS if text.strip() and is_normalized("NFC", text) and "\0" not in text
+        )
         return Inputs(
             rows=tuple(row for row in cut if len(row) > 1),
             prompts=tuple(prompts[:NUM_PROMPTS]),
             prompt_ids=tuple(prompt_ids[:NUM_PROMPTS]),
-            texts=texts,
-            text_ids=tuple(tuple(self._ids(text)) for text in texts),
+            texts=texts[:NUM_TEXTS],
+            text_ids=tuple(tuple(self._ids(text)) for text in texts[:NUM_TEXTS]),
             origin=origin,
         )
 

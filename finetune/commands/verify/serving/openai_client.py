@@ -45,7 +45,8 @@ class OpenAIModel:
         self._engine = engine
         self._url = url.rstrip("/")
         self._timeout = timeout_seconds
-        self.arguments: Arguments = {}  # of the chat template
+        self.dtype: str | None = None
+        self._arguments: Arguments = {}
         self._is_bias_heeded: bool | None = None
 
     def choose(self, name: str | None, *, folder: Path) -> None:
@@ -59,7 +60,11 @@ class OpenAIModel:
             raise ServingError(f"{self.title} does not list its models at {self._url}/models: {_shortened(listed)}.")
         names = [str(model["id"]) for model in models]
         own = {str(folder), folder.name, folder.parent.name}
-        matches = [str(model["id"]) for model in models if own & {str(model["id"]), str(model.get("root"))}]
+        matches = [
+            str(model["id"])
+            for model in models
+            if own & {str(model["id"]).removesuffix(":latest"), str(model.get("root"))}  # Ollama's tag; vLLM's folder
+        ]
         candidates = [name] if name is not None else names if len(names) == 1 else matches
         if len(candidates) != 1 or candidates[0] not in names:
             requested = f"`{name}`" if name is not None else f"the model in {folder}"
@@ -69,6 +74,10 @@ class OpenAIModel:
                 "when the server started: see its log."
             )
         self.name = candidates[0]
+
+    def prepare(self, arguments: Arguments, *, num_tokens: int) -> None:
+        """Send these arguments of the chat template with every conversation."""
+        self._arguments = arguments
 
     def prompt_ids(self, prompt: Prompt) -> Sequence[int] | None:
         """Return the tokens of the rendered prompt, from the server's endpoint for tokens."""
@@ -135,7 +144,7 @@ class OpenAIModel:
         )
 
     def _template_arguments(self) -> dict[str, Any]:
-        return {"chat_template_kwargs": dict(self.arguments)} if self.arguments else {}
+        return {"chat_template_kwargs": dict(self._arguments)} if self._arguments else {}
 
     def _tokens(self, title: str, body: Mapping[str, Any]) -> Sequence[int] | None:
         path = self._engine.tokenize_path

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from finetune.data.templates.arguments import Arguments
 from finetune.data.turns import Turn
 from finetune.errors import UserError
 
@@ -30,7 +31,11 @@ class ServedModel(Protocol):
 
     title: str
     name: str
+    dtype: str | None  # in which it computes; None: that of the folder
     not_supported: dict[str, str]  # what the engine does not offer, and why
+
+    def prepare(self, arguments: Arguments, *, num_tokens: int) -> None:
+        """Render prompts with these template arguments; rows and prompts have at most this number of tokens."""
 
     def prompt_ids(self, prompt: Prompt) -> Sequence[int] | None:
         """Return the tokens of the rendered prompt."""

@@ -7,11 +7,12 @@ from typing import Any
 
 from finetune.commands.verify.serving.comparison import Comparison, limits_of
 from finetune.commands.verify.serving.expected import ANSWER_TOKENS, ExpectedResults, compute_expected
+from finetune.commands.verify.serving.llama_cpp import LlamaCppModel
 from finetune.commands.verify.serving.openai_client import OpenAIModel
 from finetune.commands.verify.serving.served_model import ServedModel, ServingError
 from finetune.errors import UserError
 from finetune.export.engines import find_engine
-from finetune.model.loading.saved import inspect_model_folder
+from finetune.model.loading.saved import SavedModel, inspect_model_folder
 from finetune.runtime.files import atomic
 from finetune.runtime.run_folder import FINAL_FOLDER
 from finetune.runtime.text.library_output import quiet_libraries
@@ -40,21 +41,14 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
     """
     quiet_libraries(is_main=True)
     saved = inspect_model_folder(folder, key="folder", trust_remote_code=options.trust_remote_code)
-    name, _, url = options.engine.partition(":")
-    engine = find_engine(name, option="--engine")
-    address = url or engine.url
-    if address is None:
-        raise UserError(f"--engine {name}: write the server's URL, too: --engine {name}:http://localhost:8000/v1.")
-    served = OpenAIModel(engine, address, timeout_seconds=options.timeout_seconds)
-    served.choose(options.model, folder=saved.folder)  # before the model is loaded, which may take minutes
+    served = _open(saved, options)
     expected = compute_expected(
         saved,
         base=options.base,
         rows=options.rows,
-        dtype=options.dtype,
+        dtype=options.dtype or served.dtype,
         trust_remote_code=options.trust_remote_code,
     )
-    served.arguments = expected.template_arguments
     comparison = compare_served(served, expected)
     report = {
         "engine": served.title,
@@ -72,9 +66,25 @@ def run_serving(folder: Path, options: ServingOptions) -> bool:
     return not comparison.problems
 
 
+def _open(saved: SavedModel, options: ServingOptions) -> ServedModel:
+    """Return the served model, before the folder's is loaded, which may take minutes."""
+    name, _, address = options.engine.partition(":")
+    engine = find_engine(name, option="--engine")
+    if name == "llama.cpp":
+        return LlamaCppModel(Path(address) if address else saved.folder)
+    url = address or engine.url
+    if url is None:
+        raise UserError(f"--engine {name}: write the server's URL, too: --engine {name}:http://localhost:8000/v1.")
+    served = OpenAIModel(engine, url, timeout_seconds=options.timeout_seconds)
+    served.choose(options.model, folder=saved.folder)
+    return served
+
+
 def compare_served(served: ServedModel, expected: ExpectedResults) -> Comparison:
     """Return what is equal and what differs; raises ServingError if nothing shows which weights are served."""
     comparison, inputs = Comparison(), expected.inputs
+    longest = max(map(len, (*inputs.rows, *inputs.prompt_ids)))
+    served.prepare(expected.template_arguments, num_tokens=longest + ANSWER_TOKENS)
     titles = [prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) for prompt in inputs.prompts]
     prompt_ids = _until_none(served.prompt_ids(prompt) for prompt in inputs.prompts)
     comparison.compare_ids("prompts", titles, inputs.prompt_ids, prompt_ids)

@@ -124,7 +124,7 @@ def test_arguments_of_the_template_are_sent(tmp_path):
     with running(answer) as url:
         served = client(url)
         served.choose(None, folder=tmp_path)
-        served.arguments = {"enable_thinking": False}
+        served.prepare({"enable_thinking": False}, num_tokens=8)
         answered = served.answer([{"role": "user", "content": "Hi"}], max_tokens=4)
     assert json.loads(json.dumps(bodies[-1]))["chat_template_kwargs"] == {"enable_thinking": False}
     assert (answered.text, answered.is_complete, answered.num_prompt_tokens) == ("Hi", True, 3)
