@@ -68,7 +68,7 @@ def init(
     """Write a recipe, a commented job file, to a folder. Without a name, list the recipes.
 
     The recipes `quickstart` and `image-digits` come with their data. With --from, the job is made of a config of
-    another trainer: every key is mapped, or named with what to do instead (docs/migration.md).
+    another trainer: every key is mapped, or named with what to do instead (docs/how-to/migration.md).
     """
     if peer_file is not None:
         if name is not None or strategy is not None:

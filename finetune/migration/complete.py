@@ -31,7 +31,7 @@ LEFT_OVER = {
     "trackers": "every run writes events.jsonl and report.html",
     **dict.fromkeys(("uses_wandb", "uses_trackio", "uses_swanlab"), "it is off there, too"),
     **dict.fromkeys(("fsdp", "fsdp_offload", "fsdp_sharding", "fsdp_version"), "there is no FSDP there"),
-    **dict.fromkeys(("expert_parallel", "sequence_parallel"), "it is off there, too"),
+    **dict.fromkeys(("model_parallel", "sequence_parallel"), "it is off there, too"),
     "deepspeed": "it is off there, too",
     "packing": "samples of a microbatch are concatenated without padding",
     "train_on_inputs": "prompts are no targets here, either",
@@ -53,8 +53,10 @@ _ADAPT = "there: adapt it to the steps of your data"
 def complete(draft: Draft) -> None:
     """Write the keys that follow from the facts; run it after the peer's own part, before its defaults."""
     if draft.gpus == 0:  # not given: what the strategy of the file needs at least
-        is_sharded = any(not is_off(draft.get(name)) for name in ("deepspeed", "fsdp", "fsdp_version"))
-        groups = max(draft.get("sequence_parallel", 1), draft.get("expert_parallel", 1))
+        is_sharded = draft.is_sharded or any(
+            not is_off(draft.get(name)) for name in ("deepspeed", "fsdp", "fsdp_version")
+        )
+        groups = max(draft.get("sequence_parallel", 1), draft.get("model_parallel", 1))
         draft.gpus = max(groups, 2 if is_sharded else 1)
     _adapter(draft)
     _precision(draft)
@@ -66,9 +68,10 @@ def complete(draft: Draft) -> None:
     _tracking(draft)
     _strategy(draft)
     for name, (_, leaf) in draft.facts.items():
-        reason = LEFT_OVER.get(name.partition(".")[0])
-        if reason is not None:
+        if (reason := LEFT_OVER.get(name.partition(".")[0])) is not None:
             draft.outcomes.setdefault(leaf.key, Outcome("not_needed", reason))
+    advice = "it has no effect next to the other keys: look for it in docs/reference/job/."
+    draft.refuse(advice, *draft.facts)
 
 
 def source_of(written: str, folder: Path) -> dict[str, Any]:
@@ -124,7 +127,9 @@ def _precision(draft: Draft) -> None:
     wanted = draft.get("dtype")
     if half is not None:
         draft.put("train.precision", half, half)
-    if wanted is None and half == "bf16" and (trains_adapter or draft.loads_bf16):
+    if draft.has("model.dtype"):
+        draft.drop("`model.dtype` is chosen by another key", "dtype")
+    elif wanted is None and half == "bf16" and (trains_adapter or draft.loads_bf16):
         draft.put("model.dtype", "bfloat16", comment="the weights are loaded in bf16 there, too")
     elif wanted == "float16" and not trains_adapter:
         draft.refuse("full fine-tuning in float16 loses small updates: write `train.precision: fp16`.", "dtype")
@@ -141,7 +146,7 @@ def _precision(draft: Draft) -> None:
 
 
 def _batch(draft: Draft) -> None:
-    micro, accumulation = draft.get("micro_batch", 1), draft.get("accumulation", 1)
+    micro, accumulation = draft.get("micro_batch", draft.default_micro_batch), draft.get("accumulation", 1)
     world = max(1, draft.gpus // draft.get("sequence_parallel", 1))
     total = micro * accumulation * world
     product = f"{micro} per GPU x {accumulation} accumulated x {world} GPU{'s' if world > 1 else ''}"
@@ -259,10 +264,10 @@ def _strategy(draft: Draft) -> None:
         draft.refuse("which ZeRO stage it is cannot be read: write `finetune init --strategy zero3`.", "deepspeed")
     if stage:
         draft.strategy = f"zero{stage}{'_offload' if is_offloaded and stage > 1 else ''}"
-    elif shards or draft.get("fsdp_offload") or draft.get("expert_parallel", 1) > 1:
+    elif shards or draft.is_sharded or draft.get("fsdp_offload") or draft.get("model_parallel", 1) > 1:
         is_hybrid = any("hybrid" in str(draft.get(name)).lower() for name in ("fsdp", "fsdp_sharding"))
         draft.strategy = "hsdp" if is_hybrid else "fsdp2"
-        facts = ("deepspeed", "fsdp", "fsdp_version", "fsdp_sharding", "fsdp_offload", "expert_parallel")
+        facts = ("deepspeed", "fsdp", "fsdp_version", "fsdp_sharding", "fsdp_offload", "model_parallel")
         if shards and draft.get("fsdp_version", 1) == 1:
             draft.note(
                 "FSDP1 there; fsdp2.yaml here, its successor. `finetune init --strategy fsdp1` writes the older one."
@@ -273,7 +278,7 @@ def _strategy(draft: Draft) -> None:
         draft.strategy = f"{draft.strategy}_sequence_parallel"
         facts = (*facts, "sequence_parallel")
     elif groups > 1:
-        draft.refuse("only ddp and fsdp2 share the tokens of a row (docs/long-sequences.md).", "sequence_parallel")
+        draft.refuse("only ddp and fsdp2 share the tokens of a row.", "sequence_parallel")
     if not is_off(deepspeed) and stage is None:
         facts = facts[1:]
     draft.mapped(f"accelerate file {draft.strategy}.yaml", *facts)

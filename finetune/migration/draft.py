@@ -43,6 +43,8 @@ class Draft:
     notes: list[str] = field(default_factory=list)  # what meant something else there
     files: dict[str, str] = field(default_factory=dict)  # to be written next to the job
     strategy: str = "single"
+    default_micro_batch: int = 1
+    is_sharded: bool = False  # by FSDP, whatever its keys say
     loads_bf16: bool = False  # the peer loads weights in bf16 where it computes in it
     out_of_scope: str = ""  # the objective that is not one of ours
 
@@ -52,7 +54,7 @@ class Draft:
             rule = find_rule(table, leaf.pattern)
             if rule is None:
                 self.outcomes[leaf.key] = Outcome(
-                    "unknown", "this key is not known here. Look for it in docs/reference.md."
+                    "unknown", "this key is not known here. Look for it in docs/reference/job/."
                 )
             elif leaf.value is None:
                 self.outcomes[leaf.key] = Outcome("not_needed", UNSET)
@@ -132,16 +134,16 @@ class Draft:
         self._record(Outcome("mapped", text), facts)
 
     def drop(self, reason: str, *facts: str) -> None:
-        """Record that the facts are not needed, for this reason."""
+        """Record that those of the facts that have no outcome yet are not needed, for this reason."""
         self._record(Outcome("not_needed", reason), facts)
 
     def refuse(self, instead: str, *facts: str) -> None:
-        """Record that the facts are not possible, and what to do instead."""
+        """Record that those of the facts that have no outcome yet are not possible, and what to do instead."""
         self._record(Outcome("not_possible", instead), facts)
 
     def _record(self, outcome: Outcome, facts: Sequence[str]) -> None:
         for name in facts:
-            if name in self.facts:
+            if not self.is_named(name):
                 self.outcomes[self.facts[name][1].key] = outcome
 
     def withdraw(self, prefix: str, outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ from finetune.errors import ConfigError, Problem
 from finetune.migration.complete import complete
 from finetune.migration.detect import detect
 from finetune.migration.draft import Draft, Outcome
+from finetune.migration.rules import QAT
 from finetune.migration.source import read_peer_file
 from finetune.migration.write import job_text
 
@@ -47,6 +48,8 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
         if not refused:
             break
         problems = _check(draft, source.title)
+    if not draft.out_of_scope and any(draft.outcomes[key].text == QAT for key in draft.keys_of("not_possible")):
+        draft.out_of_scope = "quantization-aware training"
     draft.require_complete()
     return Migration(source.title, draft, job_text(draft, title=source.title), problems)
 

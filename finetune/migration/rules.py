@@ -50,6 +50,15 @@ def no(instead: str) -> Rule:
     return Rule("not_possible", why=instead)
 
 
+QAT = "quantization-aware training has no counterpart: train in bf16, then quantize the export."
+qat = no(QAT)
+
+
+def each(rule: Rule, keys: str) -> Table:
+    """Return the rule for each of these keys, between which there are blanks."""
+    return dict.fromkeys(keys.split(), rule)
+
+
 def is_off(value: Any) -> bool:
     """Return whether a value switches off: null, false, 0, an empty text, list or section, or a word such as `none`."""
     if isinstance(value, str):
@@ -108,6 +117,34 @@ def words(value: Any) -> list[str]:
     return [text(item) for item in value]
 
 
+def optional_number(value: Any) -> float | None:
+    """Return a number, or None for a word that switches off."""
+    return None if is_off(value) and not isinstance(value, int | float) else number(value)
+
+
+def numbers(value: Any) -> list[float]:
+    """Return a list of numbers."""
+    if not isinstance(value, list):
+        raise NoCounterpart("this is not a list of numbers. Correct it and run this again.")
+    return [number(item) for item in value]
+
+
+def first(value: Any) -> str:
+    """Return a text, or the only one of a list; several files are a glob."""
+    names = words(value)
+    if len(names) != 1:
+        raise NoCounterpart("write one path or a glob, such as `rows/*.jsonl`.")
+    return names[0]
+
+
+def component(value: Any) -> str:
+    """Return the dotted name of a class or a function."""
+    written = text(value)
+    if not re.fullmatch(r"[\w.]+", written):
+        raise NoCounterpart("this is not the dotted name of a class or a function.")
+    return written
+
+
 def choose(choices: Mapping[str, Any], instead: str) -> Convert:
     """Return a converter of words, whatever their case; another word is not possible."""
 
@@ -150,7 +187,7 @@ def address(value: Any) -> str:
 
 
 OPTIMIZER_ADVICE = (
-    "choose one of `train.optimizer.name`: adamw, adafactor, adamw_8bit, muon, lion, ... (docs/learning.md)."
+    "choose one of `train.optimizer.name`: adamw, adafactor, adamw_8bit, muon, lion, ... (docs/how-to/learning.md)."
 )
 
 optimizer = choose(
@@ -216,3 +253,9 @@ checkpointing = choose(
     {"true": True, "false": False, **dict.fromkeys(("unsloth", "offload", "legacy", "disk"), True)},
     "write `true`, `selective` or a number.",
 )
+
+
+def component_optimizer(value: Any) -> str:
+    """Return the optimizer of a class by its dotted name."""
+    found: str = optimizer(component(value).rpartition(".")[2].lower())
+    return found

@@ -51,6 +51,7 @@ class PeerFile:
     path: Path
     values: Mapping[str, Any]
     leaves: Mapping[str, Leaf]
+    text: str = ""
 
 
 def read_peer_file(path: Path) -> PeerFile:
@@ -78,7 +79,7 @@ def read_peer_file(path: Path) -> PeerFile:
     resolved, problems = _without_references(leaves)
     if problems:
         raise ConfigError(problems, path.name)
-    return PeerFile(path, document.values, resolved)
+    return PeerFile(path, document.values, resolved, text)
 
 
 def _explained(problem: Problem) -> Problem:

@@ -77,7 +77,7 @@ def _task(draft: Draft) -> None:
         draft.put("task.name", "sft", comment="the default there")
     if rl not in _LOSSES and rl != "none":
         draft.out_of_scope = f"rl: {rl}"
-        draft.refuse("reinforcement learning is not a task here: use the Session API (docs/session.md).", "rl")
+        draft.refuse("reinforcement learning is not a task here: use the Session API (docs/how-to/session.md).", "rl")
     for name in ("beta", "sft_weight"):
         if draft.value("task.name") == "preference" and name in draft.facts:
             draft.put(f"task.preference.{name}", draft.get(name), name)
@@ -86,7 +86,7 @@ def _task(draft: Draft) -> None:
     own_loss = ("own_loss", "own_loss_alpha", "own_loss_k")
     if draft.get("own_loss"):
         draft.out_of_scope = "a loss of its own (EAFT)"
-        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/plugins.md).", *own_loss)
+        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *own_loss)
     else:
         draft.drop("it is off there, too", *own_loss)
     for key in (key for key in draft.file.leaves if key.startswith("diffusion.")):
@@ -106,9 +106,10 @@ def _source(draft: Draft, position: int, key: str) -> None:
     values = source_of(get("path"), draft.file.path.parent)
     values |= {"config": get("config"), "revision": get("revision"), "split": get("split")}
     files = get("data_files")
-    if files and "name" in values:
-        file = files if isinstance(files, str) else files[0]
-        values = {"path": f"hf://datasets/{values['name']}/{file}"}
+    if files and get("path") in ("json", "csv", "parquet", "arrow", "text"):
+        values = source_of(files, draft.file.path.parent)
+    elif files and "name" in values:
+        values = {"path": f"hf://datasets/{values['name']}/{files}"}
     kind, _, style = str(get("type", "chat_template")).partition(".")
     if task == "pretrain":
         values |= {"format": "text", "columns": _renamed({"text": get("field", "text")})}

@@ -1,5 +1,6 @@
 """What is known of each trainer whose configs can be read, and what their rows and prompts have in common."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,16 @@ PLAIN_TEMPLATE = """{#- No marks around turns: the prompt as it is, then the ans
 {%- endfor -%}
 """
 """A chat template for prompts that are texts of their own, as Alpaca's."""
+
+
+CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
+"""In the name of a model whose tokenizer has a chat template."""
+
+BUILT_IN = {
+    **{name: name for name in ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")},
+    **{"llama2": "mistral", "gemma2": "gemma", "mistral_v1": "mistral"},
+}
+"""Our chat templates by the peers' names; Llama 2 has the marks of Mistral."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,222 @@
+"""LLaMA-Factory: its stages, the datasets of dataset_info.json, its templates and defaults."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from finetune.migration.complete import put_source, source_of
+from finetune.migration.draft import Draft
+from finetune.migration.peers.peer import BUILT_IN, CHAT_NAMES, Peer
+from finetune.migration.peers.trainer import finish_arguments, prepare_arguments
+from finetune.migration.rules import path
+from finetune.migration.tables.llama_factory import LLAMA_FACTORY as TABLE
+from finetune.registry.losses import PREFERENCE_LOSSES
+
+_STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference", "rm": "reward"}
+_OWN_LOSSES = ("own_loss_dft", "own_loss_asft", "own_loss_eaft")
+_PREFERENCE = ("beta", "loss", "sft_weight", "target_margin")
+
+
+def prepare(draft: Draft) -> None:
+    """Write the task, the adapter, the rows and the template."""
+    prepare_arguments(draft)
+    _task(draft)
+    _adapter(draft)
+    _rows(draft)
+    _targets(draft)
+    if draft.get("uses_muon"):
+        draft.entries.pop("train.optimizer.name", None)
+        draft.put("train.optimizer.name", "muon", "uses_muon")
+    draft.drop("another optimizer is chosen there", "uses_muon")
+    if draft.get("pure_bf16"):
+        draft.put("model.dtype", "bfloat16", "pure_bf16")
+        draft.put("train.precision", "bf16", "pure_bf16")
+        draft.drop("`pure_bf16` is set", "bf16")
+    draft.drop("weights are kept in float32", "pure_bf16")
+    if "disable_gradient_checkpointing" not in draft.file.leaves:
+        draft.default("model.gradient_checkpointing", True, "LLaMA-Factory's default")
+
+
+def _task(draft: Draft) -> None:
+    stage = str(draft.get("stage", "sft")).lower()
+    is_vision = draft.has("data.images") or any(name in draft.facts for name in ("media_dir", "freezes_vision"))
+    task = "vision_language_sft" if is_vision and stage == "sft" else _STAGES.get(stage, "sft")
+    draft.put("task.name", task, *(("stage",) if stage in _STAGES else ()))
+    if stage not in _STAGES:
+        draft.out_of_scope = f"stage: {stage}"
+        draft.refuse(
+            "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md).", "stage"
+        )
+    if task == "preference":
+        loss = "kto" if stage == "kto" else str(draft.get("loss", "sigmoid")).replace("kto_pair", "kto")
+        if loss in PREFERENCE_LOSSES:
+            draft.put("task.preference.loss", loss, "loss", "stage")
+        else:
+            names = ", ".join(entry.name for entry in PREFERENCE_LOSSES)
+            draft.refuse(f"choose one of `task.preference.loss`: {names}.", "loss")
+        for name, key in (("beta", "beta"), ("sft_weight", "sft_weight")):
+            if name in draft.facts and (name == "beta" or draft.get(name)):
+                draft.put(f"task.preference.{key}", draft.get(name), name)
+        if loss == "simpo" and "target_margin" in draft.facts:
+            draft.put("task.preference.target_margin", draft.get("target_margin"), "target_margin")
+    draft.drop("another task is trained, or without it", *_PREFERENCE)
+    used = [name for name in _OWN_LOSSES if draft.get(name)]
+    if used:
+        draft.out_of_scope = f"a loss of its own ({used[0].rpartition('_')[2].upper()})"
+        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", *used, "own_loss_value")
+    draft.drop("it is off there, too", *_OWN_LOSSES, "own_loss_value")
+
+
+def _adapter(draft: Draft) -> None:
+    kind = str(draft.get("adapter_type", "lora"))
+    if kind == "freeze":
+        draft.refuse(
+            "the last layers alone are trained there: write their names in `model.train_only`, such as "
+            "`['*.layers.31.*', '*.layers.30.*']`.",
+            *("adapter_type", "layers"),
+        )
+    elif kind in ("lora", "oft", "full"):
+        leaf = draft.facts.get("adapter_type", (kind, next(iter(draft.file.leaves.values()))))[1]
+        draft.facts["adapter"] = (kind, leaf)
+    else:
+        draft.refuse("choose `model.lora`, `model.oft`, or none for full fine-tuning.", "adapter_type")
+    draft.drop("every layer is trained, or has adapters", "layers", "layer_modules")
+    if kind == "lora":
+        draft.put("model.lora.target_modules", draft.get("lora_target", "all-linear"), "lora_target")
+        draft.default("model.lora.rank", 8, "the default there")
+        comment = "twice the rank is the default there"
+        draft.default("model.lora.alpha", 2.0 * draft.value("model.lora.rank", 8), comment)
+        if draft.get("pissa"):
+            draft.put("model.lora.init", "pissa", "pissa")
+            draft.put("model.dtype", "float32", comment="as `init: pissa` needs")
+    draft.drop("no LoRA is trained there", "lora_target", "pissa")
+    if draft.get("quantization_method", "bnb").lower() not in ("bnb", "bitsandbytes"):
+        draft.refuse("name the model in 16 bits, and write `model.quantization`.", "quantization_method", "bits")
+    draft.drop("bitsandbytes, as here", "quantization_method")
+    name = str(draft.value("model.name", "")).lower()
+    if draft.value("task.name") == "vision_language_sft":
+        frozen = ["*visual*" if "qwen" in name else "*vision*"] if draft.get("freezes_vision", True) else []
+        frozen += ["*language_model*"] if draft.get("freezes_language") else []
+        if frozen and kind == "full":
+            comment = "names of parameters: `finetune check --model` looks them up"
+            draft.put("model.freeze", frozen, "freezes_vision", "freezes_language", comment=comment)
+        elif frozen:
+            draft.note("adapters are on the language model alone there; `all-linear` here includes the image encoder.")
+    draft.drop("the part is trained, or has no weights of its own", "freezes_vision", "freezes_language")
+    draft.drop("the projector belongs to the image encoder's parameters", "freezes_projector")
+
+
+def _rows(draft: Draft) -> None:
+    folders = [Path(draft.get("dataset_dir", "data")), draft.file.path.parent / draft.get("dataset_dir", "data")]
+    known = next((found for folder in folders if (found := _dataset_info(folder)) is not None), {})
+    names = draft.get("dataset", [])
+    for index, name in enumerate(names):
+        key = "data.train" if len(names) == 1 else f"data.train.mix.{index}"
+        values = _source(draft, name, known) | {"take": draft.get("take")}
+        put_source(draft, key, values, "dataset", "take", comment=f"`{name}` of dataset_info.json")
+        if len(names) > 1 and "probabilities" in draft.facts:
+            draft.put(f"{key}.weight", draft.get("probabilities")[index], "probabilities", "mix_strategy")
+        elif len(names) > 1:
+            draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+    if not known and names:
+        draft.note(
+            f"{', '.join(names)}: names of dataset_info.json in {draft.get('dataset_dir', 'data')}, which is not here: "
+            "write the names on the hub, or paths. With that folder next to the file, they are looked up."
+        )
+    draft.drop("dataset_info.json was looked for there", "dataset_dir")
+    draft.drop("sources are mixed in full", "mix_strategy", "probabilities")
+    if draft.get("media_dir"):
+        draft.put("data.train.image_root", path(draft.get("media_dir")), "media_dir")
+    if draft.get("eval_dataset"):
+        put_source(draft, "data.validation", _source(draft, draft.get("eval_dataset")[0], known), "eval_dataset")
+    if draft.get("streaming"):
+        draft.put("data.train.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")
+    draft.drop("rows are not streamed", "streaming", "window_rows")
+
+
+def _dataset_info(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    for entry in found.values() if isinstance(found, dict) else ():
+        if isinstance(entry, dict):
+            entry["folder_of_files"] = str(folder)
+    return found if isinstance(found, dict) else None
+
+
+def _source(draft: Draft, name: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the source that dataset_info.json describes under this name; the name alone if it is not there."""
+    entry = entries.get(name)
+    if not isinstance(entry, dict):
+        return source_of(name, draft.file.path.parent)
+    columns, tags = entry.get("columns", {}), entry.get("tags", {})
+    is_chat, is_ranking = entry.get("formatting") == "sharegpt", bool(entry.get("ranking"))
+    values: dict[str, Any] = {"config": entry.get("subset"), "split": entry.get("split")}
+    if entry.get("hf_hub_url"):
+        values["name"] = entry["hf_hub_url"]
+    else:
+        file = Path(entry["folder_of_files"]) / str(entry.get("file_name", name))
+        values = {"path": str(file.absolute())}
+    if is_ranking:
+        prompt = columns.get("messages", "conversations") if is_chat else columns.get("prompt", "instruction")
+        written = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
+        form = "preference"
+    elif is_chat:
+        form = "messages" if tags.get("role_tag") == "role" else "conversations"
+        written = {form: columns.get("messages", "conversations"), "system": columns.get("system")}
+        written |= {"tools": columns.get("tools"), "images": columns.get("images")}
+    elif draft.value("task.name") == "pretrain":
+        form, written = "text", {"text": columns.get("prompt", "text")}
+    else:
+        form, names = "instruction", {"instruction": "prompt", "input": "query", "output": "response"}
+        written = {ours: columns.get(theirs) for ours, theirs in names.items()} | {"system": columns.get("system")}
+    renamed = {ours: theirs for ours, theirs in written.items() if theirs not in (None, ours)}
+    return values | {"format": form, "columns": renamed}
+
+
+def _targets(draft: Draft) -> None:
+    task, template = draft.value("task.name"), str(draft.get("template", ""))
+    name = str(draft.value("model.name", "")).rpartition("/")[2]
+    if template in BUILT_IN and task != "pretrain" and not CHAT_NAMES.search(name):
+        draft.put("data.chat_template", BUILT_IN[template], "template")
+    draft.drop("the tokenizer's own chat template is used: look with `finetune preview`", "template")
+    if "thinking" in draft.facts and task in ("sft", "preference", "reward"):
+        draft.put("data.chat_template_arguments", {"enable_thinking": draft.get("thinking")}, "thinking")
+    draft.drop("the chat template decides", "thinking")
+    if draft.get("mask_history") and task == "sft":
+        draft.put("data.train_on", "last_assistant", "mask_history")
+    elif draft.get("train_on_inputs") and task == "sft":
+        draft.put("data.train_on", "all", "train_on_inputs")
+    draft.drop("every answer of a conversation is a target", "mask_history")
+    packs = (
+        draft.get("packing") or draft.get("neat_packing") or (task == "pretrain" and draft.get("packing") is not False)
+    )
+    if packs and task in ("sft", "pretrain"):
+        comment = "" if "packing" in draft.facts or "neat_packing" in draft.facts else "the default of stage `pt` there"
+        draft.put("data.batching.by", "packs", "packing", "neat_packing", comment=comment)
+        if not draft.get("neat_packing"):
+            draft.note("samples in a pack see each other there without `neat_packing`; here they never do.")
+    draft.drop("samples are not packed", "neat_packing")
+
+
+def finish(draft: Draft) -> None:
+    """Write LLaMA-Factory's own defaults."""
+    finish_arguments(draft)
+    draft.default("data.max_length", 2048, "the default there")
+    is_text = draft.value("task.name") == "pretrain"
+    draft.default("data.over_length", "split" if is_text else "truncate", "as there")
+    if not is_text:
+        draft.note("prompt and answer are each truncated there, without a message; here at the end, and counted.")
+    if draft.value("model.trust_remote_code"):
+        draft.note("`trust_remote_code: true` runs Python code of the model's repository; most models do not need it.")
+
+
+LLAMA_FACTORY = Peer(
+    name="llama_factory",
+    title="LLaMA-Factory",
+    table=TABLE,
+    signs=frozenset({"stage", "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "pref_loss"}),
+    prepare=prepare,
+    finish=finish,
+)

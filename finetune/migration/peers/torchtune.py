@@ -1,0 +1,333 @@
+"""torchtune: its model builders, datasets and losses, which are named as components, and its defaults."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from finetune.migration.complete import put_source, source_of
+from finetune.migration.draft import Draft
+from finetune.migration.peers.peer import ALPACA_ROWS, Peer
+from finetune.migration.tables.torchtune import TORCHTUNE as TABLE
+
+_OWNERS = {
+    **{"llama2": "meta-llama", "llama3": "meta-llama", "llama4": "meta-llama", "code_llama2": "codellama"},
+    **{"gemma": "google", "gemma2": "google", "mistral": "mistralai", "phi3": "microsoft", "phi4": "microsoft"},
+    **{"qwen2": "Qwen", "qwen2_5": "Qwen", "qwen3": "Qwen"},
+}
+"""Who publishes a family of models on the hub; `llama3` is also that of llama3_1, llama3_2, llama3_3, ..."""
+
+_TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2": "gemma", "mistral": "mistral"}
+"""How a family's turns are marked there, for base models, whose tokenizers have no chat template."""
+
+_CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
+
+_CAULDRON: dict[str, Any] = {"source": "HuggingFaceM4/the_cauldron", "format": None}
+_DATASETS: dict[str, dict[str, Any]] = {
+    "alpaca_dataset": {"source": "tatsu-lab/alpaca", "template": ALPACA_ROWS, "all": True},
+    "alpaca_cleaned_dataset": {"source": "yahma/alpaca-cleaned", "template": ALPACA_ROWS, "all": True},
+    "instruct_dataset": {"columns": {"prompt": "input", "completion": "output"}},
+    "grammar_dataset": {"source": "liweili/c4_200m", "columns": {"prompt": "input", "completion": "output"}},
+    "samsum_dataset": {
+        "source": "Samsung/samsum",
+        "template": {
+            "prompt": "Summarize this dialogue:\n{{ dialogue }}\n---\nSummary:\n",
+            "completion": "{{ summary }}",
+        },
+    },
+    "gsm8k_sft": {
+        "source": "openai/gsm8k",
+        "config": "main",
+        "columns": {"prompt": "question", "completion": "answer"},
+        "note": "gsm8k_sft puts a prompt before each question and marks the reasoning of each answer: write both in "
+        "the source's `template`.",
+    },
+    "chat_dataset": {"chat": True},
+    "multimodal_chat_dataset": {"chat": True},
+    "slimorca_dataset": {"source": "Open-Orca/SlimOrca-Dedup", "chat": True},
+    "llava_instruct_dataset": {"source": "liuhaotian/LLaVA-Instruct-150K", "chat": True},
+    "the_cauldron_dataset": {"source": "HuggingFaceM4/the_cauldron"},
+    "text_completion_dataset": {"text": "text"},
+    "wikitext_dataset": {"source": "EleutherAI/wikitext_document_level", "config": "wikitext-103-v1", "text": "page"},
+    "cnn_dailymail_articles_dataset": {"source": "ccdv/cnn_dailymail", "config": "3.0.0", "text": "article"},
+    "preference_dataset": {"pairs": {}},
+    "hh_rlhf_helpful_dataset": {"source": "RLHFlow/HH-RLHF-Helpful-standard", "pairs": {}},
+    "stack_exchange_paired_dataset": {
+        "source": "lvwerra/stack-exchange-paired",
+        "pairs": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+    },
+}
+"""What a dataset builder reads, and how: `all`, its prompts are targets by default."""
+
+_ROW_FACTS = (
+    *("source", "data_files", "config", "split", "partition", "dataset_builder", "column"),
+    *("conversation_column", "conversation_style"),
+)
+_TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
+_CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
+
+
+def prepare(draft: Draft) -> None:
+    """Write the model, its adapter, the task and its data."""
+    builder = str(draft.get("builder", "")).rpartition(".")[2]
+    family = str(draft.get("builder", "..")).split(".")[-2] if "." in str(draft.get("builder", "")) else ""
+    if "_distributed" in draft.file.text and "single_device" not in draft.file.path.name:
+        draft.is_sharded = True
+        processes = re.search(r"--nproc_per_node[ =](\d+)", draft.file.text)
+        draft.gpus = draft.gpus or (int(processes[1]) if processes else 2)
+        draft.note(f"the comments of the file start a distributed recipe, which is FSDP2 there, on {draft.gpus} GPUs.")
+    elif "single_device" in draft.file.path.name:
+        draft.gpus = draft.gpus or 1
+    _model(draft, family)
+    _adapter(draft, builder, family)
+    _task(draft, is_vision="vision" in builder or "vision" in family or "clip" in builder)
+    _data(draft)
+    _template(draft, family)
+    _training(draft)
+
+
+def _model(draft: Draft, family: str) -> None:
+    for fact, key in (("folder", "model.name"), ("teacher_folder", "task.distillation.teacher")):
+        if fact in draft.facts:
+            draft.put(key, _hub_name(draft.get(fact), family), fact)
+    draft.drop("the model is named by its folder, or its name on the hub", "builder", "teacher_builder", "tokenizer")
+    if draft.has("model.name") and not str(draft.value("model.name")).startswith("/"):
+        draft.note(
+            f"the weights lie in {draft.get('folder')} there; here they are read from the hub under the name of that "
+            "folder. For a folder in transformers' layout, write its path in `model.name`."
+        )
+
+
+def _hub_name(folder: str, family: str) -> str:
+    """Return the folder if it exists, else the name on the hub of the model that torchtune downloads there."""
+    if Path(folder).is_dir():
+        return str(Path(folder).absolute())
+    owner = _OWNERS.get(family) or next((name for key, name in _OWNERS.items() if family.startswith(key)), None)
+    name = Path(folder).name
+    return folder if owner is None or not name else f"{owner}/{name}"
+
+
+def _adapter(draft: Draft, builder: str, family: str) -> None:
+    kind = builder.partition("_")[0]
+    if kind not in ("lora", "qlora", "dora"):
+        draft.drop("no adapter is trained there", "attention_modules", "mlp", "output")
+        return
+    leaf = draft.facts["builder"][1]
+    draft.facts["adapter"] = ("lora", leaf)
+    if kind == "qlora":
+        draft.facts["bits"] = (4, leaf)
+    if kind == "dora":
+        draft.put("model.lora.dora", True, "builder")
+    names = draft.get("attention_modules", ["q_proj", "v_proj"])
+    names = ["o_proj" if name == "output_proj" else name for name in names]
+    names += ["gate_proj", "up_proj", "down_proj"] if draft.get("mlp") else []
+    if family.startswith("phi"):
+        fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+        fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+        names = list(dict.fromkeys(fused.get(name, name) for name in names))
+        draft.note("transformers keeps Phi's q, k and v in one matrix, gate and up in another: one adapter for each.")
+    names += ["lm_head"] if draft.get("output") else []
+    draft.put("model.lora.target_modules", names, "attention_modules", "mlp", "output")
+    draft.default("model.lora.rank", 8, "the default there")
+    draft.default("model.lora.alpha", 16.0, "the default there")
+    advice = "name the modules of that part of the model in `model.lora.target_modules`, and `model.freeze`."
+    draft.refuse(advice, *(name for name in ("decoder", "encoder", "fusion") if draft.get(name) != "lora"))
+    draft.drop("adapters are on every part with modules of these names", "decoder", "encoder", "fusion")
+
+
+def _task(draft: Draft, *, is_vision: bool) -> None:
+    loss = str(draft.get("loss", "")).rpartition(".")[2]
+    reads = _DATASETS.get(str(draft.get("dataset_builder", "")).rpartition(".")[2], {})
+    preference = ("beta", "target_margin", "preference_smoothing")
+    if loss in _TASKS:
+        draft.put("task.name", "preference", "loss")
+        draft.put("task.preference.loss", _TASKS[loss], "loss")
+        for name, key in zip(preference, ("beta", "target_margin", "label_smoothing"), strict=True):
+            if name in draft.facts:
+                draft.put(f"task.preference.{key}", draft.get(name), name)
+    elif draft.has("task.distillation.teacher"):
+        draft.put("task.name", "distillation", comment="a teacher's checkpoint there")
+        _distillation(draft)
+    else:
+        name = "vision_language_sft" if is_vision else "pretrain" if "text" in reads else "sft"
+        draft.put("task.name", name, comment="by model, dataset and loss there")
+    if loss and loss not in (*_TASKS, *_CROSS_ENTROPIES):
+        draft.out_of_scope = f"the loss {loss}"
+        draft.refuse("a plugin adds a loss of tokens as `task.loss` (docs/how-to/plugins.md).", "loss")
+    draft.drop("the cross-entropy over the targets, in chunks where they are many", "loss")
+    draft.drop("another task is trained", *preference, "kd_ratio", "kd_loss")
+
+
+def _distillation(draft: Draft) -> None:
+    kind = str(draft.get("kd_loss", "ForwardKLLoss")).rpartition(".")[2].lower()
+    divergence = "reverse_kl" if "reverse" in kind else "jsd" if "symmetric" in kind else "forward_kl"
+    draft.put("task.distillation.divergence", divergence, "kd_loss")
+    if "kd_ratio" in draft.facts:
+        draft.put("task.distillation.cross_entropy_weight", 1 - draft.get("kd_ratio"), "kd_ratio")
+
+
+def _data(draft: Draft) -> None:
+    builder = str(draft.get("dataset_builder", "")).rpartition(".")[2]
+    reads = _DATASETS.get(builder)
+    if reads is None:
+        advice = "write `data.train`: name or path, and `format` with `columns` or a `template`."
+        draft.refuse(advice, "dataset_builder", *(name for name in draft.facts if name.startswith("dataset_builders.")))
+        reads = {}
+    if reads.get("note"):
+        draft.note(reads["note"])
+    source = draft.get("source", reads.get("source", ""))
+    files = draft.get("data_files")
+    is_local = source in ("json", "csv", "parquet", "text") and files is not None
+    values = source_of(files, draft.file.path.parent) if is_local else {}
+    if not is_local and source:
+        values = source_of(source, draft.file.path.parent) | {"config": draft.get("config", reads.get("config"))}
+        values["split"] = _partition(draft) or draft.get("split")
+    values |= _reading(draft, reads)
+    facts = [*_ROW_FACTS, *(name for name in draft.facts if name.startswith("column_"))]
+    put_source(draft, "data.train", values, *(name for name in facts if not draft.is_named(name)))
+    _validation(draft, values)
+    trains_prompts = draft.get("train_on_inputs", draft.get("masking") == "train_on_all" or reads.get("all", False))
+    if trains_prompts and draft.value("task.name") == "sft":
+        comment = "" if "train_on_inputs" in draft.facts else f"the default of {builder} there"
+        draft.put("data.train_on", "all", "train_on_inputs", "masking", comment=comment)
+        draft.note(f"prompts are targets there, too{f', by default of {builder}' if comment else ''}: `train_on: all`.")
+    elif draft.get("masking") == "train_on_last":
+        draft.put("data.train_on", "last_assistant", "masking")
+    draft.drop("the assistant's turns are the targets", "masking", "train_on_inputs")
+    if draft.get("packing") and draft.value("task.name") in ("sft", "pretrain"):
+        draft.put("data.batching.by", "packs", "packing")
+        draft.note("packs do not split samples and no sample attends to another, as there with `packed: True`.")
+
+
+def _partition(draft: Draft) -> str | None:
+    """Return the part of the split that a range such as `0-2/10` stands for."""
+    match = re.fullmatch(r"(\d+)-(\d+)/(\d+)", draft.get("partition", ""))
+    if match is None:
+        return None
+    first, last, total = (int(part) for part in match.groups())
+    return f"{draft.get('split', 'train')}[{100 * first // total}%:{100 * (last + 1) // total}%]"
+
+
+def _reading(draft: Draft, reads: dict[str, Any]) -> dict[str, Any]:
+    """Return format, columns and template of a dataset builder's rows."""
+    if "text" in reads:
+        column = draft.get("column", reads["text"])
+        return {"format": "text", "columns": {"text": column} if column != "text" else {}}
+    if "pairs" in reads:
+        columns = dict(reads["pairs"])
+        written = {name: draft.get(f"column_{name}") for name in ("prompt", "chosen", "rejected")}
+        columns |= {name: yours for name, yours in written.items() if yours not in (None, name)}
+        return {
+            "format": "preference",
+            "columns": {name: yours for name, yours in columns.items() if yours not in (None, name)},
+        }
+    if "chat" in reads:
+        form = "messages" if draft.get("conversation_style") == "openai" else "conversations"
+        column = draft.get("conversation_column", form)
+        return {"format": form, "columns": {form: column} if column != form else {}}
+    if "template" in reads:
+        template = dict(reads["template"])
+        for part in ("instruction", "input", "output"):
+            name = draft.get(f"column_{part}", part)
+            template = {key: re.sub(rf"\b{part}\b(?= (%|\}}|is|and))", name, text) for key, text in template.items()}
+        return {"format": "prompt_completion", "template": template}
+    if "columns" in reads:
+        columns = {"prompt": draft.get("column_input"), "completion": draft.get("column_output")}
+        return {
+            "format": "prompt_completion",
+            "columns": {key: columns.get(key) or own for key, own in reads["columns"].items()},
+        }
+    return {}
+
+
+def _validation(draft: Draft, train: dict[str, Any]) -> None:
+    if "validation_builder" not in draft.facts:
+        return
+    reads = _DATASETS.get(str(draft.get("validation_builder")).rpartition(".")[2], {})
+    source = draft.get("validation_source", reads.get("source"))
+    if source is None:
+        draft.refuse("write `data.validation`, as `data.train`.", "validation_builder", "validation_split")
+        return
+    values = {**train, **source_of(source, draft.file.path.parent), "split": draft.get("validation_split")}
+    put_source(draft, "data.validation", values, "validation_builder", "validation_source", "validation_split")
+
+
+def _template(draft: Draft, family: str) -> None:
+    written = str(draft.get("prompt_template", "")).lower()
+    name = str(draft.value("model.name", ""))
+    for word, template in (("chatml", "chatml"), ("llama2", "mistral"), ("mistral", "mistral"), ("gemma", "gemma")):
+        if word in written:
+            draft.put("data.chat_template", template, "prompt_template")
+            return
+    if written:
+        draft.refuse("write a Jinja file, and its path in `data.chat_template`.", "prompt_template")
+    key = next((key for key in _TEMPLATES if family.startswith(key)), None)
+    if draft.value("task.name") in ("pretrain",) or key is None or _CHAT_NAMES.search(name.partition("/")[2]):
+        return
+    draft.put(
+        "data.chat_template", _TEMPLATES[key], comment="this base model has none of its own; nearest to its turns there"
+    )
+
+
+def _training(draft: Draft) -> None:
+    scheduler = str(draft.get("scheduler", "")).rpartition(".")[2]
+    if "cosine" in scheduler:
+        draft.put("train.schedule.name", "cosine", "scheduler")
+    elif scheduler:
+        draft.refuse("choose linear, cosine, constant or warmup_stable_decay in `train.schedule.name`.", "scheduler")
+    if draft.get("num_cycles", 0.5) != 0.5:
+        draft.refuse("the cosine has half a cycle: leave it out.", "num_cycles")
+    draft.drop("half a cycle, as here", "num_cycles")
+    if draft.value("model.gradient_checkpointing") is not False and draft.get("checkpointing_mode") == "selective":
+        option = draft.get("checkpointing_option", 2)
+        draft.put(
+            "model.gradient_checkpointing", option if option > 1 else True, "checkpointing_mode", "checkpointing_option"
+        )
+    draft.drop("`enable_activation_checkpointing` decides", "checkpointing_mode", "checkpointing_option")
+    if "max_length" in draft.facts:
+        draft.put("data.max_length", draft.get("max_length"), "max_length")
+    logger = str(draft.get("logger", "")).rpartition(".")[2]
+    trackers = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "CometLogger": "comet_ml"}
+    if logger in trackers:
+        draft.put("report.trackers", [trackers[logger]], "logger")
+    draft.drop("every run writes events.jsonl and report.html", "logger")
+    profile = ("profiles", "profile_steps", "profile_wait", "profile_warmup")
+    if draft.get("profiles"):
+        start = 1 + draft.get("profile_wait", 5) + draft.get("profile_warmup", 5)
+        draft.put("report.profile.start", start, "profiles", "profile_wait", "profile_warmup")
+        draft.put("report.profile.steps", draft.get("profile_steps", 2), "profile_steps")
+    draft.drop("the profiler is off there", *(() if draft.get("profiles") else profile))
+    if draft.get("replicas", 1) > 1:
+        draft.facts["fsdp_sharding"] = ("hybrid", draft.facts["replicas"][1])
+    draft.drop("every process has its share of the weights: fsdp2.yaml", "replicas")
+
+
+def finish(draft: Draft) -> None:
+    """Write torchtune's own defaults."""
+    if not draft.has("data.max_length"):
+        draft.put("data.max_length", 4096, comment="no limit there")
+        draft.put(
+            "data.over_length", "refuse", comment="no limit there: a longer row stops the run here; raise the limit"
+        )
+    else:
+        draft.default("data.over_length", "truncate", "as there")
+        draft.note("rows longer than `max_length` are truncated there without a message; here they are counted.")
+    draft.default("train.schedule.name", "constant", "no scheduler there")
+    if "train.max_gradient_norm" not in draft.entries and "train.max_gradient_norm" not in draft.defaults:
+        draft.put("train.max_gradient_norm", None, comment="gradients are not clipped there, by default 1.0 here")
+    if draft.value("train.optimizer.name", "adamw") == "adamw" and not draft.has("train.optimizer.weight_decay"):
+        draft.default("train.optimizer.weight_decay", 0.01, "the default of torch's AdamW")
+    draft.note("weight decay is applied to all weights there, to matrices alone here.")
+    if not draft.has("checkpoint.every_steps"):
+        draft.note(
+            "a checkpoint is written after each epoch there; here at the end, and every `checkpoint.every_steps`."
+        )
+
+
+TORCHTUNE = Peer(
+    name="torchtune",
+    title="torchtune",
+    table=TABLE,
+    signs=frozenset({"_component_", "checkpointer", "metric_logger", "tokenizer", "enable_activation_checkpointing"}),
+    prepare=prepare,
+    finish=finish,
+)
