@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -47,18 +48,12 @@ _LAUNCHER_VARIABLES = (
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "ROLE_", "FSDP_", "PARALLELISM_CONFIG_", "TORCH_NCCL_")
 
 
-class EndLog:
-    """A log file in the run folder; errors, as of a full disk, are ignored."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, text: str) -> None:
-        """Append the lines."""
-        with suppress(OSError):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with os.fdopen(os.open(self._path, flags, 0o644), "a", encoding="utf-8", errors="replace") as file:
-                file.write(text.rstrip("\n") + "\n")
+def append_line(path: Path, text: str) -> None:
+    """Append the text to a log in the run folder; errors, as of a full disk, are ignored."""
+    with suppress(OSError):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o644), "a", encoding="utf-8", errors="replace") as file:
+            file.write(text.rstrip("\n") + "\n")
 
 
 def command_environment(variables: Mapping[str, str], facts: Mapping[str, str]) -> dict[str, str]:
@@ -88,7 +83,19 @@ def run_command(
         log(printable(f"{type(error).__name__}: {error}"))
         return 127
     assert process.stdout is not None
-    output = threading.Thread(target=_log_output, args=(process.stdout, log), daemon=True)
+    stream: IO[bytes] = process.stdout
+
+    def log_output() -> None:
+        """Log each line immediately, up to a limit, and the number of omitted bytes."""
+        num_bytes = 0
+        while line := stream.readline(_MAX_LINE):
+            if num_bytes < _MAX_BYTES:
+                log(printable(line.rstrip(b"\n").decode("utf-8", errors="replace")))
+            num_bytes += len(line)
+        if num_bytes > _MAX_BYTES:
+            log(f"(truncated after {_MAX_BYTES:,} of {num_bytes:,} bytes)")
+
+    output = threading.Thread(target=log_output, daemon=True)
     output.start()
     try:
         code = process.wait(timeout_seconds)
@@ -99,17 +106,6 @@ def run_command(
         code = TIMED_OUT
     output.join(_DRAIN_SECONDS)
     return code
-
-
-def _log_output(stream: IO[bytes], log: Callable[[str], None]) -> None:
-    """Log each line immediately, up to a limit, and the number of omitted bytes."""
-    num_bytes = 0
-    while line := stream.readline(_MAX_LINE):
-        if num_bytes < _MAX_BYTES:
-            log(printable(line.rstrip(b"\n").decode("utf-8", errors="replace")))
-        num_bytes += len(line)
-    if num_bytes > _MAX_BYTES:
-        log(f"(truncated after {_MAX_BYTES:,} of {num_bytes:,} bytes)")
 
 
 REPLACED = signal.SIGUSR1
@@ -150,8 +146,8 @@ class Sentinel:
 
     def claim(self) -> None:
         """Take over from the sentinel of an earlier start on this machine, and end it."""
-        signal.signal(signal.SIGTERM, self._call_off)
-        signal.signal(REPLACED, self._give_way)
+        for number in (signal.SIGTERM, REPLACED):
+            signal.signal(number, self._end_by_signal)
         earlier = _read_object(self._claim)
         if earlier.get("launch") != self.hook.launch and _is_running((earlier.get("pid"), earlier.get("created"))):
             self._hook = replace(self.hook, has_trained=self.hook.has_trained or earlier.get("has_trained") is True)
@@ -181,7 +177,7 @@ class Sentinel:
         code = run_command(
             self.hook.command,
             environment=command_environment(os.environ, describe_end(end, self.hook)),
-            log=EndLog(Path(self.hook.log)),
+            log=partial(append_line, Path(self.hook.log)),
             timeout_seconds=self.hook.timeout_seconds,
         )
         seconds = time.monotonic() - started
@@ -198,15 +194,13 @@ class Sentinel:
             with suppress(OSError):
                 self._claim.unlink()
 
-    def _call_off(self, number: int, frame: object) -> None:
+    def _end_by_signal(self, number: int, frame: object) -> None:
         self._is_over = True
-        self._log(f"called off by {signal.Signals(number).name}")
-
-    def _give_way(self, number: int, frame: object) -> None:
-        self._is_over = True
+        if number != REPLACED:
+            self._log(f"called off by {signal.Signals(number).name}")
 
     def _log(self, text: str) -> None:
-        EndLog(Path(self.hook.log))(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC} {self.hook.host}: {text}")
+        append_line(Path(self.hook.log), f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S UTC} {self.hook.host}: {text}")
 
     def _next_action(self, now: float) -> str | RunEnd:
         if now - self._last_tick > _SUSPENDED_SECONDS:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.runtime.supervision.on_end.sentinel import EndLog, command_environment, run_command
+from finetune.runtime.supervision.on_end.sentinel import append_line, command_environment, run_command
 from finetune.runtime.supervision.on_end.start import RunSentinel, find_launchers, is_supervisor
 from finetune.runtime.supervision.status import Peer
 
@@ -74,9 +74,9 @@ def test_an_unwritable_on_end_log_does_not_stop_the_command(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("pipe", "link", "none/on_end.log", "."):
-        EndLog(tmp_path / name)("text")
+        append_line(tmp_path / name, "text")
     assert not (tmp_path / "elsewhere").exists()
-    EndLog(tmp_path / "on_end.log")("text")
+    append_line(tmp_path / "on_end.log", "text")
     assert (tmp_path / "on_end.log").read_text() == "text\n"
 
 
