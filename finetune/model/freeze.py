@@ -21,7 +21,7 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
     Raises ModelError for a pattern that matches nothing.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    matching = {name for pattern in patterns for name in _matched(pattern, list(parameters), key=ONLY)}
+    matching = {name for pattern in patterns for name in matched_parameters(pattern, list(parameters), key=ONLY)}
     trained = {parameters[name] for name in matching}
     for parameter in parameters.values() if patterns else ():
         parameter.requires_grad_(parameter in trained)
@@ -35,7 +35,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen: list[str] = []
     for pattern in patterns:
-        frozen.extend(_matched(pattern, list(parameters), key=KEY))
+        frozen.extend(matched_parameters(pattern, list(parameters), key=KEY))
     for name in frozen:
         parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -45,7 +45,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(frozen))
 
 
-def _matched(pattern: str, names: list[str], *, key: str) -> list[str]:
+def matched_parameters(pattern: str, names: list[str], *, key: str) -> list[str]:
+    """Return the names that match; raises ModelError if there are none."""
     matched = [name for name in names if fnmatchcase(name, pattern)]
     if not matched:
         similar = get_close_matches(pattern.replace("*", ""), names, n=3, cutoff=0.3) or names[:3]

@@ -15,7 +15,7 @@ from finetune.config.rules.model import adapter_of
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError
 from finetune.model.adapters.context import check_module_names
-from finetune.model.freeze import freeze, train_only
+from finetune.model.freeze import freeze, matched_parameters, train_only
 from finetune.model.layers import LayerStack
 
 _WHY = "mapped to the layers of the small model"
@@ -65,10 +65,7 @@ def check_targets(config: RunConfig, architecture: Architecture) -> Iterator[str
     parameters = [name for name, _ in real.named_parameters(remove_duplicate=False)]
     for key, patterns, _ in _parameter_patterns(config):
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in parameters):
-                raise ModelError(
-                    f"{key}: no parameter of the real model matches `{pattern}`. Examples: {parameters[:3]}."
-                )
+            matched_parameters(pattern, parameters, key=key)
     freeze(real, section.freeze)
     train_only(real, section.train_only)
     if section.freeze or section.train_only:

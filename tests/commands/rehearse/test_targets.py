@@ -71,7 +71,7 @@ def test_a_target_module_of_one_layer_is_mapped(job, architecture):
     [
         ("model.lora.layers=[40]", "layer 40 does not exist in the real model, which has 32"),
         ('model.lora.target_modules=["q_prj"]', "no module is named `q_prj`. Did you mean `q_proj`"),
-        ('model.freeze=["model.layers.32.*"]', "no parameter of the real model matches `model.layers.32"),
+        ('model.freeze=["model.layers.32.*"]', "model.freeze: no parameter matches `model.layers.32"),
         ('train.unfreeze=[{"patterns": ["head.*"], "after_steps": 2}]', "train.unfreeze.0.patterns: no parameter"),
         ("train.optimizer.rates={'*embeds*': 0.1}", "train.optimizer.rates: no parameter"),
     ],
