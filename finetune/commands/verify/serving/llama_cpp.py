@@ -32,7 +32,7 @@ class LlamaCppModel:
         self._library = llama_cpp
         self._path = files[0]
         self._arguments: Arguments = {}
-        self._llama = self._load(vocab_only=True)
+        self._llama = self._load(n_ctx=8)
         number = self._llama.metadata.get("general.file_type", "")
         if number not in _DTYPES:
             raise ServingError(
