@@ -52,6 +52,12 @@ class LaunchPlan:
     at_once: int
     devices: tuple[str, ...]  # names for CUDA_VISIBLE_DEVICES; empty on a machine without devices
     num_cores: int
+    sequence_size: int = 1  # processes that share each microbatch
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of microbatches that a run computes at a time."""
+        return self.num_processes // self.sequence_size
 
     def command(self, run: SweepRun, loaded: LoadedConfig) -> list[str]:
         """Return the command that trains the run, or resumes it; with a free port."""
@@ -84,7 +90,7 @@ def plan_launch(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("sweep: start it without a launcher. It launches each run itself; see --accelerate.")
-    processes = num_processes or 1
+    processes, sequence_size = num_processes or 1, 1
     if accelerate_config is not None:
         file = read_accelerate_file(accelerate_config)
         if file.num_machines > 1:
@@ -92,7 +98,7 @@ def plan_launch(
                 f"--accelerate {accelerate_config}: num_machines is {file.num_machines}. A sweep starts runs on this "
                 "machine only."
             )
-        processes = num_processes or file.num_processes
+        processes, sequence_size = num_processes or file.num_processes, file.sequence_size
     devices = visible_devices(os.environ)
     if devices and processes > len(devices):
         raise UserError(
@@ -100,7 +106,7 @@ def plan_launch(
             f"{VISIBLE_DEVICES} to an empty string to train on the CPU."
         )
     slots = at_once or (len(devices) // processes if devices else 1)
-    return LaunchPlan(job, processes, accelerate_config, slots, devices, usable_cores())
+    return LaunchPlan(job, processes, accelerate_config, slots, devices, usable_cores(), sequence_size)
 
 
 def visible_devices(variables: Mapping[str, str]) -> tuple[str, ...]:

@@ -61,6 +61,9 @@ from finetune.launch.child import start_child
 from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.redact import redacted_command
 
+MAX_RUNS = 100
+"""More have to be confirmed with `--max-runs`."""
+
 _SECONDS_BETWEEN_PAGES = 60.0
 
 
@@ -77,7 +80,7 @@ class SweepRequest:
     metric: str | None = None
     search: int | None = None
     seed: int = 0
-    max_runs: int = 100
+    max_runs: int = MAX_RUNS
     retries_failed: bool = False
     is_dry_run: bool = False
     as_json: bool = False
@@ -98,6 +101,7 @@ class SweepRequest:
             "--metric": self.metric,
             "--search": self.search,
             "--seed": self.seed or None,
+            "--max-runs": self.max_runs if self.max_runs != MAX_RUNS else None,
         }
         words = ["finetune", "sweep", "--config", str(self.job)]
         words += [word for override in self.overrides for word in ("--set", override)]
@@ -132,7 +136,7 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
     )
     swept = list(space)
     planned = name_runs(points, axes, swept=swept, folder=Path(), names={})
-    configs = check_runs(request.job, planned, num_processes=plan.num_processes)
+    configs = check_runs(request.job, planned, num_processes=plan.data_parallel_size)
     config = configs[planned[0].name].config
     objective = choose_objective(request.metric, config)
     if request.folder is None and is_url(config.run.folder):
@@ -255,7 +259,7 @@ class SweepSession:
 
     def _run_all(self, runs: Iterator[SweepRun], *, num_runs: int) -> None:
         def load(run: SweepRun) -> LoadedConfig:
-            loaded = load_run(self.request.job, run, num_processes=self.plan.num_processes)
+            loaded = load_run(self.request.job, run, num_processes=self.plan.data_parallel_size)
             self.study.require_same_job(loaded.config, swept=self.study.facts.swept)
             return loaded
 

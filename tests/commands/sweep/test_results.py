@@ -115,7 +115,7 @@ def step(number, *, loss=1.0):
 
 
 def evaluation(number, **metrics):
-    return {"event": "Evaluated", "step": number, "metrics": metrics, "seconds": 9.0}
+    return {"event": "Evaluated", "step": number, "num_rows": 4, "metrics": metrics, "seconds": 9.0}
 
 
 def test_a_run_is_measured_by_its_evaluations_or_by_the_loss_of_its_last_steps(tmp_path):

@@ -194,6 +194,13 @@ def test_the_number_of_processes_is_read_from_the_accelerate_config(without_devi
         plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=tmp_path / "none.yaml", at_once=None)
 
 
+def test_processes_that_share_rows_compute_one_microbatch(without_devices, tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 4}\nnum_processes: 8\n")
+    plan = plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=path, at_once=None)
+    assert (plan.num_processes, plan.data_parallel_size) == (8, 2)
+
+
 def test_more_processes_than_devices_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match="has 2 devices"):

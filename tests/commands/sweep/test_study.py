@@ -52,7 +52,8 @@ def run_of(study, name):
 def write_events(run, losses):
     run.folder.mkdir(parents=True, exist_ok=True)
     events = [
-        {"event": "Evaluated", "step": step, "metrics": {"loss": loss}, "seconds": 0.1} for step, loss in losses.items()
+        {"event": "Evaluated", "step": step, "num_rows": 4, "metrics": {"loss": loss}, "seconds": 0.1}
+        for step, loss in losses.items()
     ]
     (run.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
