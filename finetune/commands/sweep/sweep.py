@@ -15,7 +15,6 @@ from typing import TextIO
 
 from finetune.commands.printing import print_json, print_table
 from finetune.commands.sweep.axes import Axis, parse_axes, value_text
-from finetune.commands.sweep.journal import lock_sweep
 from finetune.commands.sweep.results import (
     Objective,
     RunResult,
@@ -48,12 +47,12 @@ from finetune.commands.sweep.schedule import (
     Scheduler,
     Start,
     StopSignals,
+    SweepScreen,
     plan_launch,
     prepare_data,
 )
-from finetune.commands.sweep.screen import SweepScreen
 from finetune.commands.sweep.space import bounds_of, choices_of, is_inside, parse_space
-from finetune.commands.sweep.study import SweepStudy
+from finetune.commands.sweep.study import SweepStudy, lock_sweep
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.errors import UserError

@@ -11,12 +11,17 @@ from optuna.distributions import CategoricalDistribution
 
 from finetune.commands.sweep import schedule
 from finetune.commands.sweep.axes import value_text
-from finetune.commands.sweep.journal import SweepJournal
 from finetune.commands.sweep.results import Objective
 from finetune.commands.sweep.runs import SweepRun
-from finetune.commands.sweep.schedule import LaunchPlan, Scheduler, StopSignals, plan_launch, visible_devices
-from finetune.commands.sweep.screen import SweepScreen
-from finetune.commands.sweep.study import SweepStudy
+from finetune.commands.sweep.schedule import (
+    LaunchPlan,
+    Scheduler,
+    StopSignals,
+    SweepScreen,
+    plan_launch,
+    visible_devices,
+)
+from finetune.commands.sweep.study import SweepJournal, SweepStudy
 from finetune.config.load import load_config
 from finetune.errors import UserError
 

@@ -10,11 +10,10 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from finetune.commands.sweep.axes import value_text
-from finetune.commands.sweep.journal import lock_sweep
 from finetune.commands.sweep.results import Objective, history_so_far
 from finetune.commands.sweep.runs import FAILED, FINISHED, INTERRUPTED, WAITING, SweepRun
 from finetune.commands.sweep.space import contains
-from finetune.commands.sweep.study import SweepStudy
+from finetune.commands.sweep.study import SweepStudy, lock_sweep
 from finetune.config.load import load_config
 from finetune.errors import UserError
 
