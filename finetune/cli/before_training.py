@@ -16,6 +16,7 @@ with lazily(freeze=True):  # torch
     from finetune.commands.doctor import doctor as doctor_command
     from finetune.commands.init import from_peer as from_peer_command
     from finetune.commands.init import init as init_command
+    from finetune.commands.init import questions as questions_command
     from finetune.commands.plan import outlook as plan_outlook
     from finetune.commands.plan import plan as plan_command
     from finetune.commands.rehearse import rehearse as rehearse_command
@@ -61,21 +62,35 @@ def init(
     ] = None,
     peer: Annotated[str | None, typer.Option(metavar="NAME", help="With --from: the trainer that it is for.")] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=1024, metavar="N", help="With --from: the number of GPUs it was used on.")
+        int | None, typer.Option(min=0, max=1024, metavar="N", help="Number of GPUs; with --from, that it was used on.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="Without a recipe: its task, as sft.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="FILE", help="Without a recipe: the training rows.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Without a recipe: a hub name or a folder.")] = None,
+    lora: Annotated[
+        bool | None, typer.Option("--lora/--full", help="Without a recipe: train LoRA adapters, or all weights.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="With --from: exit code 2 if keys are unknown.")] = False,
 ) -> int:
-    """Write a recipe, a commented job file, to a folder. Without a name, list the recipes.
+    """Write a recipe, a commented job file, to a folder. Without a name, ask five questions, or list the recipes.
+
+    The questions are asked on a terminal only; --task, --data, --model, --gpus and --lora or --full answer them.
 
     The recipes `quickstart` and `image-digits` come with their data. With --from, the job is made of a config of
     another trainer: every key is mapped, or named with what to do instead (docs/how-to/migration.md).
     """
+    answers = questions_command.Answers(task=task, data=data, model=model, gpus=gpus, lora=lora)
     if peer_file is not None:
         if name is not None or strategy is not None:
             raise UserError("--from: leave out the recipe and --strategy; the accelerate file follows from the config.")
         return from_peer_command.init_from(peer_file, into, peer=peer, gpus=gpus, is_strict=strict)
-    if peer is not None or gpus is not None or strict:
-        raise UserError("--peer, --gpus, --strict: they need --from FILE.")
+    if peer is not None or strict:
+        raise UserError("--peer, --strict: they need --from FILE.")
+    if name is None and strategy is None and questions_command.is_asked(answers):
+        questions_command.init_by_answers(answers, into)
+        return 0
+    if answers != questions_command.Answers():
+        raise UserError("--task, --data, --model, --gpus, --lora: they are for a job without a recipe. Leave it out.")
     init_command.init(name, into, strategy=strategy)
     return 0
 

@@ -57,13 +57,7 @@ def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
     """
     quiet_libraries(is_main=True)
     counter = None if tokenizer is None else _load_tokenizer(tokenizer)
-    address = path if is_url(path) else str(Path(path).expanduser().absolute())
-    origin = find_origin(_section({"path": address}), key=_KEY, log=print)
-    keys: Keys = {"path": address, **_keys_of(origin)}
-    print_facts([("files", _describe_files(origin)), *_facts_of_keys(keys)])
-    rows = _first_rows(keys, max(num_rows, _GUESSED_ROWS))
-    source, keys = _best_format(keys, rows, kind=_kind(origin))
-    _print_rows(keys, num_rows)
+    source, keys, rows = look_into(path, num_rows=num_rows)
     if source is None:
         print(_no_format(keys, rows[0]))
         return
@@ -73,6 +67,21 @@ def preview_file(path: str, *, num_rows: int, tokenizer: str | None) -> None:
     print("\n" + job_lines(keys, form, longest=max(read.lengths, default=0) if counter is not None else None))
     if read.error is not None:
         raise read.error
+
+
+def look_into(path: str, *, num_rows: int) -> tuple[Source | None, Keys, list[Row]]:
+    """Print columns and first rows of the files; return their source, the keys that select it, and the first rows.
+
+    Without a format that can read them, there is no source.
+    """
+    address = path if is_url(path) else str(Path(path).expanduser().absolute())
+    origin = find_origin(_section({"path": address}), key=_KEY, log=print)
+    keys: Keys = {"path": address, **_keys_of(origin)}
+    print_facts([("files", _describe_files(origin)), *_facts_of_keys(keys)])
+    rows = _first_rows(keys, max(num_rows, _GUESSED_ROWS))
+    source, keys = _best_format(keys, rows, kind=_kind(origin))
+    _print_rows(keys, num_rows)
+    return source, keys, rows
 
 
 def job_lines(keys: Keys, form: str, *, longest: int | None) -> str:
@@ -361,10 +370,26 @@ def guess_columns(rows: Sequence[Row], *, kind: str) -> Iterator[Keys]:
     names = {str(name).strip().lower(): str(name) for name in reversed(list(rows[0]))}
     for form in _FORMATS_BY_NAMES:
         columns = {column: _named(column, names) for column in FORMATS[form].required}
+        if form == "labelled" and columns["label"] and (pair := _two_texts(rows, [columns["label"]])):
+            texts = dict(zip(("text", "text_pair"), pair, strict=True))
+            yours = {name: column for name, column in (*texts.items(), ("label", columns["label"])) if name != column}
+            yield {"format": form, "columns": yours}
         if all(columns.values()) and len(set(columns.values())) == len(columns):
             yield {"format": form, "columns": {name: yours for name, yours in columns.items() if name != yours}}
     if kind in DELIMITED_KINDS and is_data(rows):
         yield from _positions([list(rows[0]), *(list(row.values()) for row in rows)])
+
+
+def _two_texts(rows: Sequence[Mapping[Any, Any]], others: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Return the two columns of texts, in their order; None if there are fewer or more, apart from the others."""
+    texts = [name for name in rows[0] if name not in others and _is_text([row.get(name) for row in rows])]
+    return (texts[0], texts[1]) if len(texts) == 2 else None
+
+
+def _is_text(values: Sequence[Any]) -> bool:
+    """Return whether most values are different texts of several words."""
+    words = [value for value in values if isinstance(value, str) and " " in value.strip()]
+    return len(words) > len(values) / 2 and len(set(words)) > len(words) / 2
 
 
 def _named(column: str, names: Mapping[str, str]) -> str | None:
@@ -394,6 +419,9 @@ def _positions(rows: Sequence[Sequence[Any]]) -> Iterator[Keys]:
     labels = [index for index in range(len(columns)) if index != text and lengths[index] <= _LABEL_LENGTH]
     if labels:
         label = min(labels, key=lambda index: (len(set(columns[index])), lengths[index]))
+        numbered: list[dict[Any, Any]] = [dict(enumerate(row)) for row in rows]
+        if pair := _two_texts(numbered, [label]):
+            yield {"columns": {"label": label, "text": pair[0], "text_pair": pair[1]}}
         yield {"columns": {"label": label, "text": text}}
     yield {"format": "text", "columns": {"text": text}}
 

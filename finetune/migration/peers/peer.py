@@ -11,7 +11,8 @@ _INPUT = "{% if input is defined and input %}"
 ALPACA_TEXT = (
     f"Below is an instruction that describes a task{_INPUT}, paired with an input that provides further context"
     "{% endif %}. Write a response that appropriately completes the request.\n\n"
-    f"### Instruction:\n{{{{ instruction }}}}\n\n{_INPUT}### Input:\n{{{{ input }}}}\n\n{{% endif %}}### Response:\n"
+    f"### Instruction:\n{{{{ instruction }}}}\n\n{_INPUT}### Input:\n{{{{ input }}}}\n\n{{% endif %}}"
+    "### Response:{{ '\\n' }}"  # Jinja removes a line end at the end
 )
 """The prompt of Stanford Alpaca, as a template of a row."""
 

@@ -30,7 +30,7 @@ _DATASETS: dict[str, dict[str, Any]] = {
     "samsum_dataset": {
         "source": "Samsung/samsum",
         "template": {
-            "prompt": "Summarize this dialogue:\n{{ dialogue }}\n---\nSummary:\n",
+            "prompt": "Summarize this dialogue:\n{{ dialogue }}\n---\nSummary:{{ '\\n' }}",
             "completion": "{{ summary }}",
         },
     },

@@ -149,3 +149,16 @@ def test_no_text_of_a_row_reaches_the_yaml_unquoted(tmp_path, capsys):
     (tmp_path / "a b: c.csv").write_text("text,label\nhello there,1\n")
     preview_file(str(tmp_path / "a b: c.csv"), num_rows=1, tokenizer=None)
     assert job_of(capsys.readouterr().out, tmp_path).path.endswith("a b: c.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("title,body,label\nRain today,It rains,a\nSun again,It is dry,b\n", "{text: title, text_pair: body}"),
+        ("3,Wall St. claws,Sellers see green\n4,Oil clouds,Prices are high\n", "{label: 0, text: 1, text_pair: 2}"),
+    ],
+)
+def test_two_columns_of_texts_are_proposed_as_a_pair(tmp_path, capsys, text, columns):
+    (tmp_path / "rows.csv").write_text(text)
+    preview_file(str(tmp_path / "rows.csv"), num_rows=1, tokenizer=None)
+    assert f"columns: {columns}" in capsys.readouterr().out

@@ -1,0 +1,174 @@
+"""`finetune init` on a terminal: a job by five questions, with the settings of the recipe of that task."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.commands import check
+from finetune.commands.init.init import JOB_FILE, format_written, launch_files, launch_line, recipes, write_files
+from finetune.commands.preview.file import look_into
+from finetune.config.yaml import read_yaml
+from finetune.errors import FinetuneError, UserError
+from finetune.migration.write import yaml_value
+from finetune.recipes import FOLDER
+from finetune.registry.formats import FORMATS
+from finetune.registry.tasks import TASKS
+
+_LORA = {"rank": 16, "alpha": 32.0, "target_modules": "all-linear"}
+_LORA_RATE = 10.0
+"""Learning rate of adapters divided by that of full fine-tuning, about."""
+
+_DATA_SETTINGS = ("max_length", "over_length", "truncate_side", "images")
+"""Settings of a recipe's `data` that do not depend on its rows."""
+
+_SHOWN_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was answered, by flags or on the terminal; None: not yet."""
+
+    task: str | None = None
+    data: str | None = None
+    model: str | None = None
+    gpus: int | None = None
+    lora: bool | None = None
+
+
+def is_asked(answers: Answers) -> bool:
+    """Return whether a job is made by answers: one is given, or there is a terminal to ask on."""
+    return answers != Answers() or sys.stdin.isatty()
+
+
+def init_by_answers(answers: Answers, into: Path | None) -> None:
+    """Write a job and its accelerate file, and check them; what is not answered is asked, on a terminal.
+
+    Raises UserError for an answer that is not possible, and without a terminal for one that is missing.
+    """
+    if sys.stdin.isatty():
+        print(f"A job by five questions. For a recipe, write its name instead: finetune init {' | '.join(recipes())}")
+    task = _answer(answers.task, "task", _task, question="What is trained (task)", default="sft")
+    data = _answer(answers.data, "data", lambda path: _rows(path, task), question="File or folder with the rows (data)")
+    recipe = _recipe(task, has_lora=answers.lora)
+    usual = recipe["model"].get("name")
+    model = _answer(answers.model, "model", _model, question="Model: hub name or folder", default=usual)
+    gpus = _answer(answers.gpus, "gpus", _gpus, question="GPUs (0: the CPU)", default="1")
+    may_adapt = TASKS[task].head != "image_classification"
+    lora = bool(answers.lora)
+    if answers.lora is None and may_adapt and sys.stdin.isatty():
+        lora = _answer(None, "lora", _lora, question="LoRA adapters or all weights (lora/full)", default="lora")
+    recipe = _recipe(task, has_lora=lora)
+    folder = into or Path(task)
+    strategy = "single" if gpus <= 1 else "ddp" if lora else "fsdp2"
+    job = _job(recipe, {"name": model}, data, gpus=gpus, has_lora=lora)
+    launch = launch_files(strategy, folder, num_processes=max(1, gpus))
+    for written in format_written(write_files(folder, {JOB_FILE: job, **launch})):
+        print(f"wrote {written}")
+    check.check(folder / JOB_FILE, [], num_processes=max(1, gpus))
+    print(f"start with: {launch_line(folder, strategy, num_processes=max(1, gpus))}")
+
+
+def _answer(given: Any, flag: str, read: Callable[[Any], Any], *, question: str, default: str | None = None) -> Any:
+    """Return what the flag gives, else ask until an answer can be read; without a terminal, use the default."""
+    if given is not None:
+        try:
+            return read(given)
+        except FinetuneError as error:
+            raise UserError(f"--{flag} {given}: {error}") from error
+    while sys.stdin.isatty():
+        written = input(f"{question}{'' if default is None else f' [{default}]'}: ").strip() or default
+        try:
+            if written is not None:
+                return read(written)
+        except FinetuneError as error:
+            print(f"  {error}")
+    if default is None or flag == "task":
+        raise UserError(f"--{flag}: it is missing, and there is no terminal to ask on.")
+    return read(default)
+
+
+def _task(name: str) -> str:
+    return TASKS[name].name  # raises RegistryError with the names
+
+
+def _rows(path: str, task: str) -> dict[str, Any]:
+    """Return the keys of the source; raises UserError where no format of the task can read the rows."""
+    source, keys, rows = look_into(path, num_rows=_SHOWN_ROWS)
+    form = None if source is None else str(source.format.identity()[0])
+    if form not in TASKS[task].formats:
+        columns = ", ".join(str(name) for name in rows[0])
+        formats = "; ".join(f"{name} ({', '.join(FORMATS[name].required)})" for name in TASKS[task].formats)
+        raise UserError(
+            f"the columns {columns} fit none of the formats of `{task}`: {formats}. Rename or choose others."
+        )
+    return {**keys, "format": form}
+
+
+def _model(name: str) -> str:
+    return f"./{name}" if not name.startswith((".", "/", "~")) and Path(name).is_dir() else name
+
+
+def _gpus(written: str | int) -> int:
+    if not str(written).isdecimal() or int(written) > 1024:
+        raise UserError("write a whole number, such as 1.")
+    return int(written)
+
+
+def _lora(written: str) -> bool:
+    if written.lower() not in ("lora", "full"):
+        raise UserError("write lora or full.")
+    return written.lower() == "lora"
+
+
+def _recipe(task: str, *, has_lora: bool | None) -> dict[str, Any]:
+    """Return the values of a recipe of the task: best, one with adapters where there will be some."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(FOLDER.glob("*.yaml")):
+        values = read_yaml(path.read_text(encoding="utf-8")).values
+        if values["task"]["name"] == task and "quantization" not in values["model"]:
+            found.append(values)
+    named = [values for values in found if "name" in values["model"]] or found
+    return next((values for values in named if ("lora" in values["model"]) is bool(has_lora)), named[0])
+
+
+def _job(recipe: dict[str, Any], model: dict[str, Any], data: dict[str, Any], *, gpus: int, has_lora: bool) -> str:
+    """Return the job's text: the recipe's settings with these rows and this model."""
+    had_lora = "lora" in recipe["model"]
+    rate = recipe["train"]["learning_rate"]
+    rate = rate if had_lora == has_lora else rate * _LORA_RATE if has_lora else rate / _LORA_RATE
+    if has_lora:
+        model |= {"dtype": "bfloat16"} if gpus else {}
+        model["lora"] = recipe["model"].get("lora", _LORA)
+    is_image = TASKS[recipe["task"]["name"]].reads == "images"
+    settings = {key: value for key, value in recipe["data"].items() if key in _DATA_SETTINGS}
+    tokens = {} if is_image else {"over_length": "truncate" if TASKS[recipe["task"]["name"]].classifies else "drop"}
+    task = dict(recipe["task"])
+    if "classification" in task:
+        task["classification"] = {key: value for key, value in task["classification"].items() if key != "labels"}
+    sections = {
+        "run": {"folder": f"runs/{recipe['task']['name']}"},
+        "model": model,
+        "data": {"train": data, "validation": {"fraction": 0.05}, **tokens, **settings},
+        "task": {key: value for key, value in task.items() if value != {}},
+        "train": {
+            "global_batch_size": 16 * max(1, gpus),
+            "microbatch_size": 4,
+            "epochs": 1,
+            "learning_rate": float(f"{rate:.3g}"),
+            "schedule": {"name": "cosine", "warmup_fraction": 0.03},
+            **({"precision": "bf16"} if gpus else {}),
+        },
+        "evaluate": {"every_steps": 100},
+        "checkpoint": {"every_steps": 100},
+    }
+    title = "# Made by `finetune init`, with the settings of a recipe. Every key: docs/reference/job/.\n"
+    return title + "".join(_section(name, values, "") for name, values in sections.items())
+
+
+def _section(name: str, values: Any, indent: str) -> str:
+    if not isinstance(values, dict) or name in ("columns", "template") or not values:
+        return f"{indent}{name}: {yaml_value(values)}\n"
+    inner = "".join(_section(key, value, f"{indent}  ") for key, value in values.items())
+    return f"{'' if indent else chr(10)}{indent}{name}:\n{inner}"
