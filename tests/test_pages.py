@@ -7,6 +7,7 @@ neither. Other YAML files begin with a comment that names the file.
 import ast
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -413,6 +414,8 @@ def test_the_table_of_other_programs_holds_for_the_installed_trainer_and_trl():
         False,
     )
     assert trl.GRPOTrainer and trl.RLOOTrainer and transformers.DataCollatorWithFlattening
+    parse = importlib.import_module("trl.scripts.utils").TrlParser.parse_args_and_config
+    assert inspect.signature(parse).parameters["fail_with_unknown_args"].default is True
     assert "per_device_train_batch_size" in transformers.TrainingArguments.__dataclass_fields__
     with pytest.raises(TypeError, match="learning_rat"):
         transformers.TrainingArguments(output_dir="x", learning_rat=1e-4)
