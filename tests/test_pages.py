@@ -341,6 +341,27 @@ def test_every_file_that_a_page_names_is_there():
     assert sorted(f"{page}: {name}" for page, name in named if not list(ROOT.glob(name.rstrip("/")))) == []
 
 
+def test_every_page_and_command_that_the_package_names_is_there():
+    paths = [path for path in (ROOT / "finetune").rglob("*") if path.suffix in (".py", ".yaml", ".jinja")]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    pages = {(file, page) for file in texts for page in re.findall(r"(?<![\w/])docs/[\w/-]+\.md\b", texts[file])}
+    assert len(pages) > 10
+    assert sorted(f"{file}: {page}" for file, page in pages if not (ROOT / page).is_file()) == []
+    commands = {
+        (file, *words) for file in texts for words in re.findall(r"`finetune ([a-z-]+)(?: ([a-z-]+))?", texts[file])
+    }
+    groups = {name: getattr(each, "commands", None) for name, each in program().commands.items()}
+    assert len(commands) > 50
+    assert (
+        sorted(
+            f"{file}: finetune {first} {second}"
+            for file, first, second in commands
+            if first not in groups or (groups[first] and second and second not in groups[first])
+        )
+        == []
+    )
+
+
 def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
     pytest.importorskip("material", reason="mkdocs-material (the extra `docs`) is not installed")
     from mkdocs.commands.build import build
