@@ -18,6 +18,8 @@ import psutil
 
 TIMEOUT_EXIT_CODE = 124
 
+_TAIL_BYTES = 20_000
+
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None)  # opened here: a process that has just been forked should not
 _KILLED_SECONDS = 10.0  # until a killed process has exited; one that waits for a dead disk takes longer
@@ -76,6 +78,23 @@ def kill_child(process: "subprocess.Popen[bytes]") -> None:
             descendant.kill()
     psutil.wait_procs(descendants, timeout=_KILLED_SECONDS)
     process.wait()
+
+
+def end_of_log(log: Path, *, max_lines: int = 12) -> str:
+    """Return the last error that a child has printed, or the last lines of its log; empty if it cannot be read.
+
+    A launcher prints a traceback of its own after the error of a rank.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    lines = [line for line in lines if line.strip()]
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    first = errors[-1] if errors else max(0, len(lines) - max_lines)
+    return "\n".join(lines[first:][:max_lines]).removeprefix("error: ")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.launch.child import child_process, run_child, train_command
+from finetune.launch.child import child_process, end_of_log, run_child, train_command
 
 GRANDPARENT = """
 import subprocess, sys
@@ -84,3 +84,13 @@ def test_a_child_is_terminated_when_its_parent_is_killed():
         child = int(parent.stdout.readline())
         os.kill(parent.pid, signal.SIGKILL)
     wait_until_ended(child)
+
+
+def test_the_end_of_a_log_is_its_last_error_or_else_its_last_lines(tmp_path: Path):
+    log = tmp_path / "run.log"
+    assert end_of_log(log) == ""
+    log.write_text("error: earlier\n\nstep 1\nerror: 2 problems\n  line 3\nTraceback of the launcher\n")
+    assert end_of_log(log) == "2 problems\n  line 3\nTraceback of the launcher"
+    assert end_of_log(log, max_lines=2) == "2 problems\n  line 3"
+    log.write_text("".join(f"step {number}\n" for number in range(9000)))
+    assert end_of_log(log, max_lines=2) == "step 8998\nstep 8999"

@@ -26,7 +26,7 @@ from finetune.commands.sweep.runs import LOGS_FOLDER, Outcome, SweepRun, own_ove
 from finetune.commands.sweep.study import SweepStudy
 from finetune.config.load import LoadedConfig
 from finetune.errors import UserError
-from finetune.launch.child import kill_child, start_child, train_command
+from finetune.launch.child import end_of_log, kill_child, start_child, train_command
 from finetune.report.console import format_duration, format_metrics
 from finetune.report.history import EVENTS_FILE, HistoryReader, RunHistory
 from finetune.runtime.processes import free_port
@@ -44,9 +44,6 @@ _SHUTDOWN_SECONDS = "600"
 """Time for ranks to save after SIGTERM, unless the environment sets it; torchelastic's default is 30 s."""
 
 _COUNT_DEVICES = "import torch; print(torch.cuda.device_count())"
-
-_TAIL_BYTES = 20_000
-_MAX_MESSAGE_LINES = 12
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 """Starts a command, with the signature of `start_child`."""
@@ -340,7 +337,7 @@ class Scheduler:
             if active.exit_code is None or (is_locked(active.run.folder) and not self.stop.is_urgent):
                 continue  # a rank may outlive its launcher while it saves
             self.active.remove(active)
-            message = last_message(active.run.log) if active.exit_code not in (0, -signal.SIGTERM) else None
+            message = printable(end_of_log(active.run.log)) if active.exit_code not in (0, -signal.SIGTERM) else None
             self._end(active.run, active.reader, exit_code=active.exit_code, message=message)
 
     def _end(self, run: SweepRun, reader: HistoryReader, *, exit_code: int, message: str | None) -> None:
@@ -363,20 +360,6 @@ class Scheduler:
         self.screen.update([(active.run, active.reader.history, active.is_stopping) for active in self.active])
 
 
-def last_message(log: Path) -> str:
-    """Return the error at the end of a log, or its last lines; empty if it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    lines = [line for line in lines if line.strip()]
-    starts = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-    first = starts[-1] if starts else max(0, len(lines) - _MAX_MESSAGE_LINES)
-    return printable("\n".join(lines[first:][:_MAX_MESSAGE_LINES])).removeprefix("error: ")
-
-
 def prepare_data(run: SweepRun, *, number: int, plan: LaunchPlan, stop: StopSignals, start: Start) -> str | None:
     """Run `finetune prepare` with the run's overrides; return the message of a failure, None for a success.
 
@@ -394,4 +377,4 @@ def prepare_data(run: SweepRun, *, number: int, plan: LaunchPlan, stop: StopSign
         time.sleep(POLL_SECONDS)
     if code == 0 or stop.first is not None:
         return None
-    return last_message(log) or f"`finetune prepare` ended with exit code {code}; see {log}"
+    return printable(end_of_log(log)) or f"`finetune prepare` ended with exit code {code}; see {log}"

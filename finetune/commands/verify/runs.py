@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
-from finetune.launch.child import run_child, train_command
+from finetune.launch.child import end_of_log, run_child, train_command
 from finetune.registry.accelerate_files import find_accelerate_file
 from finetune.runtime.processes import free_port
 
@@ -88,11 +88,8 @@ def run_job(setup: LaunchSetup, tested: TestedJob, *, folder: Path, changes: Map
     )
     code = run_child(command, log=log, timeout_seconds=TIMEOUT_SECONDS, environment={"OMP_NUM_THREADS": "1"})
     if code != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-        start = errors[-1] if errors else -40  # a launcher prints a traceback of its own after an error
-        tail = "\n".join(lines[start:][:40])
-        raise UserError(f"the run under {setup.title} ended with exit code {code}. Its last lines:\n{tail}")
+        end = end_of_log(log, max_lines=40)
+        raise UserError(f"the run under {setup.title} ended with exit code {code}. Its last lines:\n{end}")
 
 
 def comparable_overrides(job: RunConfig, *, keeps_dropout: bool = False) -> dict[str, str]:
