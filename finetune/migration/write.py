@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.migration.draft import UNSET, Draft, Entry, Fate, nested
+from finetune.migration.draft import Draft, Entry, Fate, nested
 from finetune.runtime.text.redact import redacted_config
 from finetune.runtime.text.terminal import escape_controls, format_json
 
@@ -15,7 +15,6 @@ _NOT_PLAIN = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 _HEADS: tuple[tuple[Fate, str], ...] = (
     ("not_possible", "Not possible here, and what to do instead:"),
     ("unknown", "Unknown keys, which were not read:"),
-    ("not_needed", "Not needed here:"),
 )
 _WIDTH = 116
 _SHOWN = 60
@@ -46,16 +45,16 @@ def _header(draft: Draft, title: str) -> Iterator[str]:
         for note in draft.notes:
             yield from _comment(note, bullet="- ")
     for fate, head in _HEADS:
-        keys = draft.keys_of(fate)
-        unset = [key for key in keys if draft.outcomes[key].text == UNSET]
-        keys = [key for key in keys if key not in unset]
-        if keys or unset:
+        if keys := draft.keys_of(fate):
             yield from ("#", f"# {head}")
             for key in keys:
                 yield from _comment(f"{source_of_key(draft, key)} - {draft.outcomes[key].text}", bullet="- ")
-            if unset:
-                lines = ", ".join(f"{key} (line {draft.file.leaves[key].line})" for key in unset)
-                yield from _comment(f"unset there, too: {lines}", bullet="- ")
+    reasons = dict.fromkeys(draft.outcomes[key].text for key in draft.keys_of("not_needed"))
+    if reasons:
+        yield from ("#", "# Not needed here:")
+    for reason in reasons:
+        keys = [key for key in draft.keys_of("not_needed") if draft.outcomes[key].text == reason]
+        yield from _comment(f"{reason}: {'; '.join(source_of_key(draft, key) for key in keys)}", bullet="- ")
     mapped = [key for key in draft.keys_of("mapped") if " " in draft.outcomes[key].text]
     if mapped:
         yield from ("#", "# In other files, or sections without keys of their own:")

@@ -51,7 +51,7 @@ def prepare(draft: Draft) -> None:
     if draft.get("packing") and draft.value("task.name") in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
         draft.note("packed samples do not attend to each other here; there, only flash attention keeps them isolated.")
-    if draft.get("train_on_inputs") and draft.value("task.name") == "sft":
+    if draft.get("train_on_inputs") and draft.value("task.name") in ("sft", "vision_language_sft"):
         draft.put("data.train_on", "all", "train_on_inputs")
     if draft.get("streaming"):
         draft.put("data.train.stream.window_rows", draft.get("window_rows", 10_000), "window_rows", "streaming")

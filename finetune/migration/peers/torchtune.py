@@ -129,7 +129,7 @@ def _adapter(draft: Draft, builder: str, family: str) -> None:
     draft.put("model.lora.target_modules", names, "attention_modules", "mlp", "output")
     draft.default("model.lora.rank", 8, "the default there")
     draft.default("model.lora.alpha", 16.0, "the default there")
-    advice = "name the modules of that part of the model in `model.lora.target_modules`, and `model.freeze`."
+    advice = "name the modules of the other parts alone in `model.lora.target_modules`."
     draft.refuse(advice, *(name for name in ("decoder", "encoder", "fusion") if draft.get(name) != "lora"))
     draft.drop("adapters are on every part with modules of these names", "decoder", "encoder", "fusion")
 
@@ -186,7 +186,7 @@ def _data(draft: Draft) -> None:
     put_source(draft, "data.train", values, *(name for name in facts if not draft.is_named(name)))
     _validation(draft, values)
     trains_prompts = draft.get("train_on_inputs", draft.get("masking") == "train_on_all" or reads.get("all", False))
-    if trains_prompts and draft.value("task.name") == "sft":
+    if trains_prompts and draft.value("task.name") in ("sft", "vision_language_sft"):
         comment = "" if "train_on_inputs" in draft.facts else f"the default of {builder} there"
         draft.put("data.train_on", "all", "train_on_inputs", "masking", comment=comment)
         draft.note(f"prompts are targets there, too{f', by default of {builder}' if comment else ''}: `train_on: all`.")

@@ -51,8 +51,8 @@ def test_each_key_names_the_line_that_it_is_from(migrate):
     job = migrate(LORA).job
     assert "microbatch_size: 2  # from line 16: micro_batch_size: 2\n" in job
     assert "rank: 8  # from line 11: lora_r: 8\n" in job
-    assert "# - line 26: weight_decay: 0.0 - this is the default here, too\n" in job
-    assert "unset there, too: wandb_project (line 27), special_tokens (line 28)" in job
+    assert "# - this is the default here, too: line 26: weight_decay: 0.0\n" in job
+    assert "it is unset there, too: line 27: wandb_project: null; line 28: special_tokens: null" in job
 
 
 def test_alpaca_prompts_stay_plain_text_with_a_template_next_to_the_job(migrate):
