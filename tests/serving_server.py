@@ -1,5 +1,6 @@
 """A server that speaks the OpenAI protocol, as vLLM does, and serves a folder with transformers."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -99,8 +100,9 @@ def running(answer: Answer) -> Iterator[str]:
             content = answered if isinstance(answered, bytes) else json.dumps(answered).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client did not wait
+                self.end_headers()
+                self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
             """Print nothing."""

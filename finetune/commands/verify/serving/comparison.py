@@ -26,10 +26,6 @@ _EFFECT = 0.05
 """How far the measured part of the training's effect may be from 1, in addition to what rounding explains."""
 
 
-_UNKNOWN_ERROR = 0.1
-"""The error of a log-probability that is allowed where an engine reports none of rows, such as in 8 bits."""
-
-
 @dataclass
 class Comparison:
     """The results so far: problems, and the facts that the report shows."""
@@ -135,26 +131,34 @@ class Comparison:
             )
 
     def compare_answers(
-        self, expected: Sequence[ExpectedAnswer], served: Sequence[ServedAnswer], *, num_tokens: Sequence[int]
+        self,
+        expected: Sequence[ExpectedAnswer],
+        served: Sequence[ServedAnswer],
+        *,
+        num_tokens: Sequence[int],
+        limits: "Limits",
     ) -> None:
         """Compare greedy answers; where two tokens were nearly as likely, rounding may choose the other one."""
         counts = {"same": 0, "chosen by rounding": 0, "different": 0}
-        margin = max(self.facts.get("log-probabilities", {}).get("allowed", _UNKNOWN_ERROR), 1e-4)
+        margin = max(float(limits.worst.max()), 1e-4)
         differences = []
         for number, (answer, actual) in enumerate(zip(expected, served, strict=True)):
             length = num_tokens[number]
             if actual.num_prompt_tokens not in (None, length):
                 differences.append(f"prompt {number + 1} has {actual.num_prompt_tokens} tokens instead of {length}")
-            first = actual.log_probabilities[:1]
-            if first and abs(first[0] - answer.log_probabilities[0]) > margin:
-                differences.append(
-                    f"the first token of answer {number + 1} has the log-probability {first[0]:.4f} instead of "
-                    f"{answer.log_probabilities[0]:.4f}"
-                )
             outcome, text = _compare_answer(answer, actual, margin=2 * margin)
             counts[outcome] += 1
             if text:
                 differences.append(f"answer {number + 1} {text}")
+            num_compared = None if outcome == "same" else 1  # the first token follows the same prompt in any case
+            pairs = zip(answer.log_probabilities, actual.log_probabilities[:num_compared], strict=False)
+            errors = [abs(one - other) for one, other in pairs]
+            if errors and not max(errors) <= margin:
+                position = errors.index(max(errors))
+                differences.append(
+                    f"token {position + 1} of answer {number + 1} has the log-probability "
+                    f"{actual.log_probabilities[position]:.4f} instead of {answer.log_probabilities[position]:.4f}"
+                )
         self.facts["answers"] = counts
         if differences:
             self.problems.append("greedy answers differ:\n    " + "\n    ".join(differences[: 2 * _MAX_NAMED]))
@@ -191,22 +195,21 @@ def _diagnosis(median: float, limits: Limits) -> str:
 
 
 def _compare_answer(expected: ExpectedAnswer, served: ServedAnswer, *, margin: float) -> tuple[str, str]:
-    text, actual = expected.text.strip(), served.text.strip()
-    if text == actual and not (expected.is_complete and not served.is_complete):
+    texts, actual = [_comparable(prefix) for prefix in expected.prefixes], _comparable(served.text)
+    if texts[-1] == actual and not (expected.is_complete and not served.is_complete):
         return "same", ""
-    if text == actual or (expected.is_complete and actual.startswith(text) and text):
-        return "different", f"does not end after {_shortened(text)}"
-    first, last = _other_tokens(expected, actual)
-    if min(expected.margins[first:last], default=math.inf) <= margin:
+    if expected.is_complete and texts[-1] and actual.startswith(texts[-1]):
+        return "different", f"does not end after {_shortened(texts[-1])}"
+    common = max(number for number, text in enumerate(texts) if actual.startswith(text))
+    first = texts.index(texts[common])  # tokens that only together are a character come after it
+    if min(expected.margins[first : common + 1], default=math.inf) <= margin:
         return "chosen by rounding", ""
-    return "different", f"is {_shortened(actual)} instead of {_shortened(text)}, from token {first + 1} on"
+    return "different", f"is {_shortened(actual)} instead of {_shortened(texts[-1])}, from token {first + 1} on"
 
 
-def _other_tokens(expected: ExpectedAnswer, actual: str) -> tuple[int, int]:
-    """Return the range of tokens in which the answer departs: one, or several that only together are a character."""
-    whole = [number for number, prefix in enumerate(expected.prefixes) if not prefix.endswith("\ufffd")]
-    common = max((n for n in whole if actual.startswith(expected.prefixes[n].strip())), default=0)
-    return common, next((number for number in whole if number > common), len(expected.margins))
+def _comparable(text: str) -> str:
+    """Return the text without the marks of invalid bytes, which some engines leave out, and without outer spaces."""
+    return text.replace("\ufffd", "").strip()
 
 
 def _row_of(position: int, rows: Sequence[RowScores]) -> int:

@@ -1,6 +1,5 @@
 """What an engine must reproduce: tokens, log-probabilities and greedy answers of the folder under transformers."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from finetune.data.templates.rendering import render
 from finetune.errors import DataError, FinetuneError, UserError
 from finetune.export.verify.rows import CONVERSATIONS
 from finetune.model.generation import SamplingParams, generate_batch
-from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_base, load_saved_model
+from finetune.model.loading.saved import SavedModel, inspect_model_folder, load_saved_model
 from finetune.model.loading.tokenizer_class import HOSTILE_TEXTS
 from finetune.runtime.optional import no_op
 from finetune.task.causal_lm import pad_id
@@ -93,14 +92,16 @@ def compute_expected(
     model = ExpectedModel(saved, base=base, trust_remote_code=trust_remote_code)
     inputs = model.inputs(rows)
     dtype = dtype or model.dtype
+    answers, scores = model.answers(inputs.prompt_ids), model.scores(inputs.rows)
+    base_scores, merged = model.base_scores(inputs.rows), model.merged_scores(inputs.rows)  # merged from here on
     return ExpectedResults(
         inputs=inputs,
         stops={token: str(model.tokenizer.convert_ids_to_tokens(token)) for token in sorted(model.stop_ids)},
-        answers=tuple(model.answers(inputs.prompt_ids)),
-        scores=model.scores(inputs.rows),
+        answers=tuple(answers),
+        scores=scores,
         rounded=None if dtype == "float32" else model.rounded_scores(inputs.rows, dtype=dtype),
-        merged=model.merged_scores(inputs.rows),
-        base=model.base_scores(inputs.rows),
+        merged=merged,
+        base=base_scores,
         dtype=dtype,
         num_layers=int(saved.config.get_text_config().num_hidden_layers),
         template_arguments=arguments_of(model.tokenizer),
@@ -140,30 +141,30 @@ class ExpectedModel:
         if self._base is not None:
             base = inspect_model_folder(self._base, key="--base", trust_remote_code=self._trust)
             model = load_saved_model(base, key="--base", dtype="float32", trust_remote_code=self._trust)
-        elif self.saved.adapter is not None:
-            model = load_saved_base(self.saved, key="folder", dtype="float32", trust_remote_code=self._trust)
-        else:
+            return tuple(_scores(model, row) for row in rows)
+        if self.saved.adapter is None:
             return None
-        return tuple(_scores(model, row) for row in rows)
+        with self._model.disable_adapter():
+            return self.scores(rows)
 
     def merged_scores(self, rows: Sequence[Sequence[int]]) -> tuple[RowScores, ...] | None:
-        """Return the scores after the adapter is merged in float32; None where there is nothing to merge."""
+        """Merge the adapter in float32 and return the scores; None where there is nothing to merge."""
         if self.saved.adapter is None or not hasattr(self._model.base_model, "merge_and_unload"):
             return None
-        merged = copy.deepcopy(self._model).merge_and_unload()
-        return tuple(_scores(merged, row) for row in rows)
+        self._model = self._model.merge_and_unload()
+        return self.scores(rows)
 
     def rounded_scores(self, rows: Sequence[Sequence[int]], *, dtype: str) -> tuple[RowScores, ...]:
-        """Return the scores of the folder's model with weights and computation in this dtype; of q8_0, weights only."""
-        model = copy.deepcopy(self._model)
+        """Round the model and return its scores, computed in this dtype; with q8_0, in float32."""
         if dtype != "q8_0":
-            return tuple(_scores(model.to(getattr(torch, dtype)), row) for row in rows)
-        for parameter in model.parameters():
+            self._model.to(getattr(torch, dtype))
+            return self.scores(rows)
+        for parameter in self._model.parameters():
             if parameter.dim() > 1 and parameter.shape[-1] % _BLOCK == 0:
                 blocks = parameter.data.view(-1, _BLOCK)
                 scale = (blocks.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
                 blocks.copy_((blocks / scale).round() * scale)
-        return tuple(_scores(model, row) for row in rows)
+        return self.scores(rows)
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> list[ExpectedAnswer]:
         """Return the greedy answers to the prompts."""

@@ -4,7 +4,8 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException, HTTPResponse
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -19,8 +20,9 @@ from finetune.runtime.files.read import parse_json
 _MAX_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 16
 _UNSUPPORTED = frozenset({400, 404, 405, 415, 422, 501})
-"""The statuses of a server that does not offer what was requested."""
+"""The statuses of a server that does not offer what was requested; of an unknown one, 500 may mean that, too."""
 
+_MAX_NAMED = 10
 _FORCED = 100
 """The largest `logit_bias` of the protocol."""
 
@@ -31,6 +33,10 @@ _OPENER = build_opener(ProxyHandler({}))
 
 class _Unsupported(ServingError):
     """The server refuses a request as one that it does not offer."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class OpenAIModel:
@@ -68,10 +74,10 @@ class OpenAIModel:
         candidates = [name] if name is not None else names if len(names) == 1 else matches
         if len(candidates) != 1 or candidates[0] not in names:
             requested = f"`{name}`" if name is not None else f"the model in {folder}"
+            served = ", ".join(f"`{each}`" for each in names[:_MAX_NAMED]) or "no model"
             raise ServingError(
-                f"{self.title} serves {', '.join(f'`{each}`' for each in names) or 'no model'}, and not {requested}. "
-                "Give the name of a served model with --model. An adapter that is missing from the list was refused "
-                "when the server started: see its log."
+                f"{self.title} serves {served}, and not {requested}. Give the name of a served model with --model. An "
+                "adapter that is missing from the list was refused when the server started: see its log."
             )
         self.name = candidates[0]
 
@@ -103,9 +109,7 @@ class OpenAIModel:
         if not isinstance(values, list) or len(values) < len(ids):
             self.not_supported.setdefault("log-probabilities of rows", "it does not repeat the prompt (`echo`)")
             return None
-        if not all(isinstance(value, int | float) for value in values[1 : len(ids)]):
-            raise ServingError(f"{self.title} answered with log-probabilities that are not numbers.")
-        return [float(value) for value in values[1 : len(ids)]]
+        return self._numbers({"token_logprobs": values[1 : len(ids)]})
 
     def ends_answer(self, token: int, *, ids: Sequence[int]) -> bool | None:
         """Return whether an answer ends at this token, found by forcing it with a `logit_bias`."""
@@ -129,19 +133,27 @@ class OpenAIModel:
             answer = self._complete("/completions", {"prompt": prompt, "logprobs": 1, **body})
             text = self._part(answer, "choices", 0, "text")
         else:
-            messages = {"messages": list(prompt), "logprobs": True, **self._template_arguments()}
+            messages = {"messages": list(prompt), "logprobs": True, "top_logprobs": 1, **self._template_arguments()}
             answer = self._complete("/chat/completions", {**messages, **body})
             text = self._part(answer, "choices", 0, "message", "content") or ""
         choice = answer["choices"][0]
-        values = (choice.get("logprobs") or {}) if isinstance(choice, dict) else {}
-        values = values.get("token_logprobs") or [each.get("logprob") for each in values.get("content") or ()]
-        usage = answer.get("usage") or {}
+        usage = answer.get("usage")
         return ServedAnswer(
             str(text),
             is_complete=choice.get("finish_reason") == "stop",
             num_prompt_tokens=usage.get("prompt_tokens") if isinstance(usage, dict) else None,
-            log_probabilities=tuple(float(value) for value in values if isinstance(value, int | float)),
+            log_probabilities=self._numbers(choice.get("logprobs") or {}),
         )
+
+    def _numbers(self, scores: Any) -> tuple[float, ...]:
+        """Return the log-probabilities of a completion or an answer; raises ServingError if they are not numbers."""
+        try:
+            values = scores.get("token_logprobs") or [token["logprob"] for token in scores.get("content") or ()]
+            return tuple(map(float, values))
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            raise ServingError(
+                f"{self.title} answered with log-probabilities that are not numbers: {error}."
+            ) from error
 
     def _template_arguments(self) -> dict[str, Any]:
         return {"chat_template_kwargs": dict(self._arguments)} if self._arguments else {}
@@ -174,7 +186,7 @@ class OpenAIModel:
         try:
             return self._complete(path, body, is_root=is_root)
         except _Unsupported as error:
-            self.not_supported[title] = str(error)
+            self.not_supported[title] = f"{path} answered {error.status}"
             return None
 
     def _complete(self, path: str, body: Mapping[str, Any], *, is_root: bool = False) -> Any:
@@ -198,22 +210,29 @@ class OpenAIModel:
         request = Request(url, None if body is None else json.dumps(body).encode(), headers)
         deadline = time.monotonic() + self._timeout
         try:
-            with _OPENER.open(request, timeout=self._timeout) as response:
+            try:
+                response = _OPENER.open(request, timeout=self._timeout)
+            except HTTPError as error:
+                response = error  # it has a body, too
+            with response:
                 content = self._read(response, deadline)
-        except HTTPError as error:
-            reason = f"{error.code} {error.reason}: {_shortened(error.read(_CHUNK_BYTES).decode(errors='replace'))}"
-            message = f"{self.title} answered {path} with {reason}. See the server's log."
-            raise (_Unsupported if error.code in _UNSUPPORTED else ServingError)(message) from error
-        except TimeoutError as error:
-            raise self._too_slow(path) from error
         except (URLError, HTTPException, OSError) as error:
             cause: object = error.reason if isinstance(error, URLError) else error
             if isinstance(cause, TimeoutError):
-                raise self._too_slow(path) from error
+                raise ServingError(
+                    f"{self.title} did not answer {path} within {self._timeout:g} s. Wait until the server has loaded "
+                    "the model, or allow more time with --timeout."
+                ) from error
             raise ServingError(
                 f"{self.title} cannot be reached: {cause}. Start the server (`finetune export --for "
                 f"{self._engine.name}` writes its command), or give its address: --engine {self._engine.name}:URL."
             ) from error
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            reason = f"{response.status} {response.reason}: {_shortened(content.decode(errors='replace'))}"
+            message = f"{self.title} answered {path} with {reason}. See the server's log."
+            if response.status in _UNSUPPORTED or (response.status == 500 and self._engine.name == "openai"):
+                raise _Unsupported(message, status=response.status)
+            raise ServingError(message)
         try:
             return parse_json(content)
         except ValueError as error:
@@ -222,7 +241,7 @@ class OpenAIModel:
                 "Give the URL of an OpenAI-compatible API, which mostly ends in /v1."
             ) from error
 
-    def _read(self, response: HTTPResponse, deadline: float) -> bytes:
+    def _read(self, response: Any, deadline: float) -> bytes:
         """Return the body; raises TimeoutError after the deadline, also if the server sends byte after byte."""
         content = b""
         while chunk := response.read1(_CHUNK_BYTES):
@@ -232,12 +251,6 @@ class OpenAIModel:
             if len(content) > _MAX_BYTES:
                 raise ServingError(f"{self.title} sends more than {_MAX_BYTES >> 20} MB in one answer.")
         return content
-
-    def _too_slow(self, path: str) -> ServingError:
-        return ServingError(
-            f"{self.title} did not answer {path} within {self._timeout:g} s. Wait until the server has loaded the "
-            "model, or allow more time with --timeout."
-        )
 
     def _part(self, answer: Any, *path: str | int) -> Any:
         part = answer

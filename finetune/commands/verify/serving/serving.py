@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.verify.serving.comparison import Comparison, limits_of
+from finetune.commands.verify.serving.comparison import Comparison, Limits, limits_of
 from finetune.commands.verify.serving.expected import ANSWER_TOKENS, ExpectedResults, compute_expected
 from finetune.commands.verify.serving.llama_cpp import LlamaCppModel
 from finetune.commands.verify.serving.openai_client import OpenAIModel
@@ -94,11 +94,13 @@ def compare_served(served: ServedModel, expected: ExpectedResults) -> Comparison
     ordinary = next(token for token in reversed(row) if token not in expected.stops)
     tokens = (*expected.stops, ordinary)
     comparison.compare_stops(expected.stops, {token: served.ends_answer(token, ids=row) for token in tokens})
+    limits = limits_of(expected.scores, expected.rounded, dtype=expected.dtype, depth=expected.num_layers)
     scores = _until_none(served.log_probabilities(row) for row in inputs.rows)
     if scores[0] is not None:
-        _compare_scores(comparison, scores, expected)
+        _compare_scores(comparison, scores, expected, limits=limits)
     answers = [served.answer(prompt, max_tokens=ANSWER_TOKENS) for prompt in inputs.prompts]
-    comparison.compare_answers(expected.answers, answers, num_tokens=[len(ids) for ids in inputs.prompt_ids])
+    lengths = [len(ids) for ids in inputs.prompt_ids]
+    comparison.compare_answers(expected.answers, answers, num_tokens=lengths, limits=limits)
     if scores[0] is None and not any(answer.log_probabilities for answer in answers):
         raise ServingError(
             f"{served.title} reports no log-probabilities, neither of rows nor of answers, so its weights cannot be "
@@ -108,8 +110,9 @@ def compare_served(served: ServedModel, expected: ExpectedResults) -> Comparison
     return comparison
 
 
-def _compare_scores(comparison: Comparison, served: list[Sequence[float]], expected: ExpectedResults) -> None:
-    limits = limits_of(expected.scores, expected.rounded, dtype=expected.dtype, depth=expected.num_layers)
+def _compare_scores(
+    comparison: Comparison, served: list[Sequence[float]], expected: ExpectedResults, *, limits: Limits
+) -> None:
     differences = comparison.compare_scores(expected.scores, served, limits=limits)
     if expected.merged is not None:
         exact = limits_of(expected.scores, None, dtype="float32", depth=expected.num_layers)

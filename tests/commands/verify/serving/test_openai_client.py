@@ -1,7 +1,11 @@
 """Servers that are slow, broken or serve something else: one message each."""
 
+import contextlib
 import json
+import socket
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +70,33 @@ def test_an_answer_without_choices_is_shown(tmp_path):
     assert 'without `choices.0.message.content`: {"model": "model"}' in message_of({CHAT: {"model": "model"}}, tmp_path)
     assert "is not a JSON object" in message_of({CHAT: []}, tmp_path)
     assert "does not list its models" in message_of({"/v1/models": {"data": [1]}}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "scores", [[], {"content": 3}, {"content": [{}]}, {"content": [[1]]}, {"token_logprobs": [10**400]}, "none"]
+)
+def test_log_probabilities_that_are_not_numbers_are_refused(scores, tmp_path):
+    choice = {"message": {"content": "a"}, "logprobs": scores or [1]}
+    assert "log-probabilities that are not numbers" in message_of({CHAT: {"choices": [choice]}}, tmp_path)
+
+
+def test_a_body_that_never_ends_is_cut_off_at_the_time_limit():
+    """The server sends a byte now and then, which no time limit of the socket notices."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 1000\r\n\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    with listener, pytest.raises(ServingError, match=r"did not answer /models within 0\.5 s"):
+        client(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", seconds=0.5).choose(None, folder=Path("final"))
 
 
 def test_an_answer_of_another_model_is_refused(tmp_path):

@@ -72,6 +72,11 @@ def test_a_server_that_only_chats_is_compared_by_its_answers(full, tmp_path):
     assert comparison.problems == []
     assert comparison.facts == {"answers": {"same": 3, "chosen by rounding": 0, "different": 0}}
     assert len(comparison.not_compared) == 3
+    served.model.model.norm.weight.data *= 1.001
+    with running(answer) as url:
+        model = OpenAIModel(ENGINES["ollama"], url, timeout_seconds=60.0)
+        model.choose(None, folder=full)
+        assert "has the log-probability" in "\n".join(compare_served(model, expected).problems)
 
 
 def test_rows_and_prompts_are_those_of_the_run(full, tmp_path):
