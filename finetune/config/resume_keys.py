@@ -95,6 +95,7 @@ MAY_DIFFER = (
     "model.gradient_checkpointing",  # computes the same values twice
     "model.activation_offload",  # the same values, stored elsewhere
     "model.compile",  # the same sums, fused differently; random numbers are the same as without
+    "model.kernels",  # the same sums in one kernel
     "model.cache_folder",
     *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
     *("data.persistent_workers", "data.prefetch_factor", "data.train.stream.num_ahead"),

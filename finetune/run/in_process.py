@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune.config.load import LoadedConfig
 from finetune.errors import TrainingError, UserError
+from finetune.model.fused_layers import restored_rotary_functions
 from finetune.report.events import Event
 from finetune.report.run_log import RunLog
 from finetune.run.allocator import use_expandable_segments
@@ -211,6 +212,7 @@ _RESTORED: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     _open_file_limit,
     restored_parent_signal,
     restored_child_signal,
+    restored_rotary_functions,
     warnings.catch_warnings,
     _loggers,
     guarded_output,

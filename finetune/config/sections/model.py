@@ -217,6 +217,12 @@ class ModelSection(NamedSection):
     activation_offload: bool = key(
         "Offload activations to host memory between forward and backward pass. Needs a GPU.", False
     )
+    kernels: Literal["auto", "liger", "none"] = key(
+        "Fused kernels of `liger-kernel` (extra `kernels`) for RMSNorm, gated MLPs and rotary embeddings, in every "
+        "layer that computes the same. `auto`: on CUDA, where it is installed and nothing is compiled; `liger`: "
+        "required; `none`: never.",
+        "auto",
+    )
     compile: Literal["off", "regional", "full"] = key(
         "torch.compile. `regional`: each kind of layer once, which is quick; `full`: the whole body, which takes "
         "minutes for a large model. For GPUs; the first steps take longer.",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -11,9 +12,12 @@ from torch import nn
 
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.model import ModelSection
 from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
+from finetune.errors import UserError
 from finetune.memory.state import PredictMemory, predict_memory
+from finetune.model import fused_layers
 from finetune.model.compilation import compile_model
 from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model
@@ -111,6 +115,7 @@ def prepare_model(
     optimizer = make_optimizer(config, list_parameters(unwrapped), learning_rate=learning_rate, log=log)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(unwrapped, alpha=noise).set_batch if noise else no_op
+    _fuse_layers(unwrap_model(unwrapped), config.model, device_type=accelerator.device.type, log=log)
     _compile(unwrap_model(unwrapped), config.model.compile, strategy=strategy, log=log)
     routers = _find_routers(config, unwrapped, log=log)
     flops = model_flops(unwrapped, training_data.training, plan) if plan else None
@@ -164,6 +169,27 @@ def _log_size(
     if plan is None or config.train.microbatch_size != "auto":
         log(memory(plan).line)
     return accumulation, memory if plan else None
+
+
+def _fuse_layers(model: Any, section: ModelSection, *, device_type: str, log: RunLog) -> None:
+    """Use the fused kernels that the job names, and log where; raises UserError if there are none to use."""
+    is_required, can_run = section.kernels == "liger", fused_layers.runs_kernels(device_type)
+    if is_required and not can_run:
+        raise UserError(
+            f"model.kernels: `liger` needs a CUDA GPU, and this run is on `{device_type}`. Write `auto`, or remove the "
+            "key."
+        )
+    is_usual = section.kernels == "auto" and section.compile == "off" and find_spec("liger_kernel") is not None
+    if not (is_required or (is_usual and can_run)):
+        return
+    counts = fused_layers.fuse_layers(model, fuses_rotary=section.gradient_checkpointing != "selective")
+    if counts:
+        log(f"kernels of liger-kernel: {', '.join(f'{name} ({count})' for name, count in counts.items())}")
+    elif is_required:
+        raise UserError(
+            f"model.kernels: no layer of `{model.config.model_type}` computes what a kernel of liger-kernel computes. "
+            "Write `auto`, or remove the key."
+        )
 
 
 def _compile(model: Any, mode: Literal["off", "regional", "full"], *, strategy: Strategy, log: RunLog) -> None:

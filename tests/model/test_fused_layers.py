@@ -1,0 +1,57 @@
+"""Liger's kernels in Triton's interpreter: they compute what the model computes, and only layers that do get them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+NORM, SWIGLU, GEGLU, ROTARY = "RMSNorm", "SwiGLU", "GeGLU", "rotary embedding"
+
+MODELS: dict[str, dict[str, int]] = {
+    "llama": {SWIGLU: 2, NORM: 5, ROTARY: 1},
+    "qwen3": {SWIGLU: 2, NORM: 9, ROTARY: 1},
+    "gemma2": {GEGLU: 2, NORM: 9, ROTARY: 1},
+    "gemma3_text": {GEGLU: 2, NORM: 13, ROTARY: 1},
+    "phi3": {SWIGLU: 2, NORM: 5, ROTARY: 1},
+    "olmo2": {SWIGLU: 2, NORM: 9, ROTARY: 1},
+    "mixtral": {NORM: 5, ROTARY: 1},
+    "glm4": {SWIGLU: 2, NORM: 9},  # it rotates pairs of neighbors, half of each head
+    "cohere2": {SWIGLU: 2},  # its norm subtracts the mean
+    "gpt_neox": {ROTARY: 1},  # LayerNorm, and a plain MLP
+    "apertus": {NORM: 9, ROTARY: 1},  # its MLP has no gate
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.model.fused_on_cpu", *MODELS]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_kernels_has_the_loss_and_gradients_of_the_model_without(found: dict[str, Any], name: str):
+    model = found["models"][name]
+    assert model["counts"] == MODELS[name]
+    assert model["loss"] < 1e-5 and model["gradients"] < 1e-5
+    assert model["keeps_names"] and model["is_own_copy"]
+
+
+def test_every_kernel_agrees_with_float64_to_rounding(found: dict[str, Any]):
+    """In units of the precision of the type; over widths of 1 to 1,025 and odd numbers of heads."""
+    assert len(found["kernels"]) == 46
+    assert {name: error for name, error in found["kernels"].items() if error > 4} == {}
+
+
+def test_a_layer_that_only_looks_like_a_gated_mlp_gets_no_kernel(found: dict[str, Any]):
+    assert found["odd"] == {}

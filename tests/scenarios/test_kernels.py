@@ -1,0 +1,44 @@
+"""`model.kernels: liger` in whole runs under every kind of strategy, on a CPU in Triton's interpreter."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+INTERPRETER = Path(__file__).parents[1] / "model/triton_on_cpu.py"
+ALONE = ["train.steps=3", "checkpoint.every_steps=null", "evaluate=null", "data.validation=null", "export.verify=false"]
+FEW = [*ALONE, "train.global_batch_size=4", "train.microbatch_size=1", f"plugins=[{INTERPRETER}]"]
+LORA = "model.lora={rank: 4, alpha: 8, dropout: 0.1}"
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [("ddp", "full"), ("fsdp2", "full"), ("zero2", "full"), ("zero3", "full"), ("fsdp2", "lora"), ("zero3", "lora")],
+)
+def test_a_run_with_kernels_has_the_losses_of_the_run_without(launch, strategy, method):
+    overrides = [*FEW, *([LORA] if method == "lora" else [])]
+    variables = {"TRITON_INTERPRET": "1"}
+    plain, fused = (
+        launch(
+            strategy,
+            name=f"kernels-{strategy}-{method}-{kernels}",
+            overrides=[*overrides, f"model.kernels={kernels}"],
+            environment=variables,
+            is_cold=True,
+        )
+        for kernels in ("none", "liger")
+    )
+    assert plain.code == fused.code == 0, fused.output
+    assert "kernels of liger-kernel: " in fused.output and "kernels of liger-kernel: " not in plain.output
+    assert fused.losses() == pytest.approx(plain.losses(), abs=1e-5)
+    assert fused.norms() == pytest.approx(plain.norms(), rel=1e-4)
+
+
+def test_kernels_that_this_machine_cannot_run_are_refused(launch):
+    run = launch(None, name="kernels-cpu", overrides=[*ALONE, "model.kernels=liger"])
+    assert run.code == 2
+    assert "model.kernels: `liger` needs a CUDA GPU, and this run is on `cpu`." in run.output
