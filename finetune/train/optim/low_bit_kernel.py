@@ -69,7 +69,7 @@ def launch_update(
         rounds_first=_is_rounded(state["exp_avg"]),
         rounds_second=_is_rounded(state["exp_avg_sq"]),
         rounds_weights=update.rounds_weights and _is_rounded(weights),
-        num_warps=4,
+        num_warps=8 if is_quantized else 4,  # with 4, registers spill on Hopper and later
         enable_fp_fusion=False,
     )
 
