@@ -65,10 +65,8 @@ def recorded_launches() -> list[Launch]:
         _backward(ops.LigerSiLUMulFunction.apply(_tensor(128, 14336), _tensor(128, 14336)))
         _backward(ops.LigerGELUMulFunction.apply(_tensor(128, 14336), _tensor(128, 14336)))
         angles = _tensor(1, 128, 128).detach()
-        for output in ops.LigerRopeFunction.apply(_tensor(1, 32, 128, 128), _tensor(1, 8, 128, 128), angles, angles)[
-            :1
-        ]:
-            _backward(output)
+        query, _ = ops.LigerRopeFunction.apply(_tensor(1, 32, 128, 128), _tensor(1, 8, 128, 128), angles, angles)
+        _backward(query)
         for dtype in (torch.float32, torch.bfloat16):
             for moments in (torch.bfloat16, torch.uint8):
                 _update(dtype, moments)
@@ -150,9 +148,7 @@ def main() -> int:
         for capability in CAPABILITIES:
             try:
                 used = compiled(launch, capability)
-                cells.append(
-                    f"{used.registers} registers, {used.spilled_bytes} B spilled, {used.shared_bytes} B shared"
-                )
+                cells.append(f"{used.registers} / {used.spilled_bytes} / {used.shared_bytes}")
             except Exception as error:
                 cells.append(f"{type(error).__name__}: {str(error).splitlines()[0][:60]}")
                 code = 1

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from finetune.config.load import LoadedConfig
 from finetune.errors import TrainingError, UserError
-from finetune.model.fused_layers import restored_rotary_functions
+from finetune.model.kernels.fused_layers import restored_rotary_functions
 from finetune.report.events import Event
 from finetune.report.run_log import RunLog
 from finetune.run.allocator import use_expandable_segments

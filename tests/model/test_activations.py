@@ -27,7 +27,7 @@ from finetune.model.activations import (
 )
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.compilation import compile_model
+from finetune.model.kernels.compilation import compile_model
 from finetune.task.model_inputs import unwrap_model
 from tests.devices import EVERY_DEVICE
 from tests.live_bytes import peak_memory

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-INTERPRETER = Path(__file__).parents[1] / "model/triton_on_cpu.py"
+INTERPRETER = Path(__file__).parents[1] / "model/kernels/triton_on_cpu.py"
 ALONE = ["train.steps=3", "checkpoint.every_steps=null", "evaluate=null", "data.validation=null", "export.verify=false"]
 FEW = [*ALONE, "train.global_batch_size=4", "train.microbatch_size=1", f"plugins=[{INTERPRETER}]"]
 LORA = "model.lora={rank: 4, alpha: 8, dropout: 0.1}"

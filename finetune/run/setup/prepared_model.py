@@ -17,8 +17,8 @@ from finetune.config.sections.train import TrainSection
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.memory.state import PredictMemory, predict_memory
-from finetune.model import fused_layers
-from finetune.model.compilation import compile_model
+from finetune.model.kernels import fused_layers
+from finetune.model.kernels.compilation import compile_model
 from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model
 from finetune.report.run_log import RunLog

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from finetune.model.compilation import missing_triton_toolchain
+from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.runtime import seeds
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import local_rows

@@ -14,7 +14,7 @@ import torch
 
 from finetune.config.sections.train import AverageSection, OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
-from finetune.model.compilation import missing_triton_toolchain
+from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.runtime.optional import lazily
 from finetune.runtime.parameters import NOT_YET_UNFROZEN, full_shape

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.config.sections.train import OptimizerSection
-from finetune.model import compilation
+from finetune.model.kernels import compilation
 from finetune.train.optim import low_bit, optimizers
 from finetune.train.optim.optimizers import begin_step, build_optimizer, slow_update_warning
 from finetune.train.optim.parameter_groups import list_parameters

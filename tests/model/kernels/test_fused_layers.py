@@ -31,8 +31,8 @@ MODELS: dict[str, dict[str, int]] = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.model.fused_on_cpu", *MODELS]
-    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.model.kernels.fused_on_cpu", *MODELS]
+    root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads(done.stdout)

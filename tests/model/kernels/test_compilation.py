@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from finetune.data.features import Features
-from finetune.model import compilation
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext, adapter_config
-from finetune.model.compilation import compile_model, repeated_layers
+from finetune.model.kernels import compilation
+from finetune.model.kernels.compilation import compile_model, repeated_layers
 from finetune.runtime.parameters import InitContext
 from finetune.task.lm_loss.at_targets import logits_at_targets
 from finetune.task.model_inputs import collate_padding_free, unwrap_model

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from finetune.model import fused_layers
-from tests.model import triton_on_cpu  # noqa: F401  # before any kernel
+from finetune.model.kernels import fused_layers
+from tests.model.kernels import triton_on_cpu  # noqa: F401  # before any kernel
 
 from liger_kernel import ops  # isort: skip
 from transformers import AutoConfig, AutoModelForCausalLM  # isort: skip
