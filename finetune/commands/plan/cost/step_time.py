@@ -191,7 +191,7 @@ def _partitioned(name: str, work: Work, *, computed: _Pass, cluster: Cluster) ->
 def _sharded(work: Work, *, computed: _Pass, cluster: Cluster, shards: int) -> tuple[float, float]:
     """FSDP and ZeRO-3 gather weights for each pass and reduce gradients; HSDP within a copy, then across copies."""
     group = cluster.shard_group(shards)
-    pieces = work.num_collective_layers or work.num_layers
+    pieces = max(1, work.num_collective_layers or work.num_layers)
     gather = pieces * all_gather_seconds(work.weight_bytes / pieces, group)
     reduce = pieces * reduce_scatter_seconds(work.gradient_bytes / pieces, group)
     forward = _overlapped(gather, computed.forward, pieces=pieces)
