@@ -1,7 +1,7 @@
 """Compares the answers of an engine with the expected ones; every problem is a sentence."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,12 +91,12 @@ class Comparison:
             "dtype": limits.dtype,
         }
         if float(parts.max()) > 1 or median > limits.median:
-            row = _row_of(position, expected)
+            rows = torch.tensor([number for number, row in enumerate(expected) for _ in row.log_probabilities])
             self.problems.append(
-                f"its log-probabilities differ in {_rows_above(expected, parts)} of {len(expected)} rows, by up to "
-                f"{float(differences.abs().max()):.2g} (row {row + 1}) and {median:.2g} in the median; "
-                f"{float(limits.worst[position]):.2g} and {limits.median:.2g} are what rounding in {limits.dtype} "
-                f"explains.{_diagnosis(median, limits)}"
+                f"its log-probabilities differ by {median:.2g} in the median and up to "
+                f"{float(differences.abs().max()):.2g} (in row {int(rows[position]) + 1}); rounding in {limits.dtype} "
+                f"explains {limits.median:.2g} and {float(limits.worst[position]):.2g}, exceeded in "
+                f"{len(set(rows[parts > 1].tolist()))} of {len(expected)} rows.{_diagnosis(median, limits)}"
             )
         return differences
 
@@ -212,27 +212,11 @@ def _comparable(text: str) -> str:
     return text.replace("\ufffd", "").strip()
 
 
-def _row_of(position: int, rows: Sequence[RowScores]) -> int:
-    for number, row in enumerate(rows):
-        position -= len(row.log_probabilities)
-        if position < 0:
-            return number
-    return len(rows) - 1
-
-
-def _rows_above(rows: Sequence[RowScores], parts: Tensor) -> int:
-    lengths = [len(row.log_probabilities) for row in rows]
-    return sum(bool(part.max() > 1) for part in torch.split(parts, lengths))
-
-
 def _first_difference(expected: list[int], actual: list[int]) -> str:
-    common = next(_unequal(expected, actual), min(len(expected), len(actual)))
+    pairs = enumerate(zip(expected, actual, strict=False))
+    common = next((number for number, (one, other) in pairs if one != other), min(len(expected), len(actual)))
     start = max(common - 2, 0)
     return f"ids {actual[start : common + 4]} instead of {expected[start : common + 4]} from position {start} on"
-
-
-def _unequal(expected: Sequence[int], actual: Sequence[int]) -> Iterator[int]:
-    return (number for number, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other)
 
 
 def _shortened(text: str) -> str:

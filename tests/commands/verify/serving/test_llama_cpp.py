@@ -140,7 +140,7 @@ def test_another_model_in_the_file_is_reported(tmp_path):
     folder = written(tmp_path / "final", make_model("llama", vocabulary_size=len(tokenizer)), tokenizer)
     other = written(tmp_path / "other", make_model("llama", vocabulary_size=len(tokenizer), seed=1), tokenizer)
     shutil.copy(other / "model-f16.gguf", folder / "model-f16.gguf")
-    assert "its log-probabilities differ in 64 of 64 rows" in "\n".join(report_of(folder)["problems"])
+    assert "exceeded in 64 of 64 rows" in "\n".join(report_of(folder)["problems"])
 
 
 def test_a_folder_without_or_with_several_files_is_one_message(tmp_path):
