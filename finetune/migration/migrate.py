@@ -50,13 +50,15 @@ def migrate_file(path: Path, *, peer: str | None = None, gpus: int | None = None
         problems = _check(draft, source.title)
     if not draft.out_of_scope and any(draft.outcomes[key].text == QAT for key in draft.keys_of("not_possible")):
         draft.out_of_scope = "quantization-aware training"
+    if draft.out_of_scope:
+        draft.note(f"what is trained there is not a task here ({draft.out_of_scope}): this job trains something else.")
     draft.require_complete()
     return Migration(source.title, draft, job_text(draft, title=source.title), problems)
 
 
 def _is_given_up(draft: Draft, problem: Problem) -> bool:
     """Take a refused key out of the job and return True, unless it is a missing file or has no leaf."""
-    if _MISSING in problem.message or not draft.has(problem.key):
+    if _MISSING in problem.message or not draft.has(problem.key) or "." not in problem.key:
         return False
     if all(
         key.startswith(("data.train", "task.name", "model.name"))

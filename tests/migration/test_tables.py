@@ -80,3 +80,21 @@ def test_converters_refuse_values_of_other_types_with_a_message():
 
 def test_reasons_of_facts_without_a_key_are_sentences_without_an_end():
     assert all(reason and not reason.endswith(".") for reason in LEFT_OVER.values())
+
+
+def test_a_section_that_lacks_keys_keeps_those_that_it_has(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text("tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer}\nbatch_size: 2\n")
+    migration = migrate_file(path)
+    assert {problem.key for problem in migration.problems} >= {"data.train", "model"}
+    assert migration.draft.entries["train.microbatch_size"].value == 2
+
+
+def test_characters_that_end_a_line_stay_within_their_comment(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    text = 'base_model: a/b\ndatasets: [{path: a/b}]\n"evil\\u2028run: 1": "x\\u2028train: 2"\n'
+    text += 'output_dir: "a\\u2028b # c"\n'
+    path.write_text(f"{text}sequence_len: 8\nmicro_batch_size: 1\nlearning_rate: 1e-4\n")
+    migration = migrate_file(path)
+    assert not migration.problems
+    assert YAML(typ="safe").load(migration.job)["run"] == {"folder": "./a\u2028b # c"}

@@ -17,8 +17,8 @@ def init_from(
 ) -> int:
     """Write the job and its files, and print what became of the keys and what the job's check reports.
 
-    Return 2 where keys are unknown and `is_strict`, else 0. Raises UserError or ConfigError for a file that cannot be
-    read, and for a folder that holds other files of these names.
+    Return 2 where the job does not check, or keys are unknown and `is_strict`, else 0. Raises UserError or ConfigError
+    for a file that cannot be read, and for a folder that holds other files of these names.
     """
     migration = migrate_file(path, peer=peer, gpus=gpus)
     draft, folder = migration.draft, into or Path(path.stem)
@@ -32,7 +32,8 @@ def init_from(
             f"{JOB_FILE} is ready. The model and datasets of the hub were not looked up: `finetune check --model` does."
         )
     except ConfigError as error:
-        print(error)
+        print(f"{error}\nCorrect the job, then: finetune check {folder / JOB_FILE}")
+        return 2
     print(f"start with: {launch_line(folder, draft.strategy, num_processes=num_processes)}")
     return 2 if is_strict and draft.keys_of("unknown") else 0
 

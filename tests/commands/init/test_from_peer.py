@@ -51,6 +51,14 @@ def test_unknown_keys_are_named_and_strict_makes_them_an_error(tmp_path, theirs)
     assert init("--from", str(theirs), "--into", str(tmp_path / "ours"), "--strict").exit_code == 2
 
 
+def test_a_job_without_rows_is_written_with_what_is_missing(tmp_path, theirs):
+    theirs.write_text(THEIRS.replace("datasets:\n  - path: org/rows\n    type: chat_template\n", ""))
+    result = init("--from", str(theirs), "--into", str(tmp_path / "ours"))
+    assert result.exit_code == 2
+    assert "data.train: the section is missing" in result.output and "Correct the job, then" in result.output
+    assert "start with" not in result.output and (tmp_path / "ours" / "job.yaml").is_file()
+
+
 def test_a_folder_with_another_job_is_left_alone(tmp_path, theirs):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "job.yaml").write_text("mine\n")
