@@ -189,6 +189,7 @@ def _schedule(draft: Draft) -> None:
         value = draft.get(warmup)
         name = "warmup_fraction" if value < 1 else "warmup_steps"
         draft.put(f"train.schedule.{name}", value if value < 1 else int(value), warmup)
+        draft.note("the first step of a warmup has a learning rate of 0 there, and of peak / warmup steps here.")
     if draft.value("train.schedule.name") == "constant":
         draft.withdraw(
             "train.schedule.final_fraction", Outcome("not_needed", "a constant rate does not decay there, either")

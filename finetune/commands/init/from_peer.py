@@ -8,12 +8,22 @@ from finetune.errors import ConfigError
 from finetune.migration.draft import Fate
 from finetune.migration.migrate import Migration, migrate_file
 from finetune.migration.write import source_of_key
+from finetune.runtime.optional import lazily
+
+with lazily(freeze=True):  # torch
+    from finetune.commands.init import rates
 
 _TITLES: tuple[tuple[Fate, str], ...] = (("not_possible", "not possible here"), ("unknown", "unknown"))
 
 
 def init_from(
-    path: Path, into: Path | None, *, peer: str | None = None, gpus: int | None = None, is_strict: bool = False
+    path: Path,
+    into: Path | None,
+    *,
+    peer: str | None = None,
+    gpus: int | None = None,
+    is_strict: bool = False,
+    proves: bool = False,
 ) -> int:
     """Write the job and its files, and print what became of the keys and what the job's check reports.
 
@@ -27,13 +37,16 @@ def init_from(
         print(f"wrote {written}")
     num_processes = max(1, draft.gpus)
     try:
-        require_divisible_batch(load_config(folder / JOB_FILE, []), num_processes=num_processes)
+        loaded = load_config(folder / JOB_FILE, [])
+        require_divisible_batch(loaded, num_processes=num_processes)
         print(
             f"{JOB_FILE} is ready. The model and datasets of the hub were not looked up: `finetune check --model` does."
         )
     except ConfigError as error:
         print(f"{error}\nCorrect the job, then: finetune check {folder / JOB_FILE}")
         return 2
+    for line in rates.format_rates(draft, loaded.config, title=migration.title) if proves else ():
+        print(line)
     print(f"start with: {launch_line(folder, draft.strategy, num_processes=num_processes)}")
     return 2 if is_strict and draft.keys_of("unknown") else 0
 
