@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class Comparison:
             counts[outcome] += 1
             if text:
                 differences.append(f"answer {number + 1} {text}")
-            num_compared = None if outcome == "same" else 1  # the first token follows the same prompt in any case
+            num_compared = 1 + (_num_visible(answer) if outcome == "same" else 0)  # those after the same tokens
             pairs = zip(answer.log_probabilities, actual.log_probabilities[:num_compared], strict=False)
             errors = [abs(one - other) for one, other in pairs]
             if errors and not max(errors) <= margin:
@@ -205,6 +206,12 @@ def _compare_answer(expected: ExpectedAnswer, served: ServedAnswer, *, margin: f
     if min(expected.margins[first : common + 1], default=math.inf) <= margin:
         return "chosen by rounding", ""
     return "different", f"is {_shortened(actual)} instead of {_shortened(texts[-1])}, from token {first + 1} on"
+
+
+def _num_visible(answer: ExpectedAnswer) -> int:
+    """Return the number of first tokens that the text shows: special tokens and invalid bytes are not seen in it."""
+    steps = enumerate(pairwise(answer.prefixes))
+    return next((n for n, (before, after) in steps if before == after or "\ufffd" in after), len(answer.tokens))
 
 
 def _comparable(text: str) -> str:
