@@ -21,7 +21,6 @@ _TEMPLATES = {"llama2": "mistral", "llama3": "llama3", "gemma": "gemma", "gemma2
 
 _CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 
-_CAULDRON: dict[str, Any] = {"source": "HuggingFaceM4/the_cauldron", "format": None}
 _DATASETS: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"source": "tatsu-lab/alpaca", "template": ALPACA_ROWS, "all": True},
     "alpaca_cleaned_dataset": {"source": "yahma/alpaca-cleaned", "template": ALPACA_ROWS, "all": True},
