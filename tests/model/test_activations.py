@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.sections.model import LoraSection
 from finetune.errors import ModelError
-from finetune.model import activations, compilation
+from finetune.model import activations
 from finetune.model.activations import (
     MAX_LEAVING,
     NUM_PREFETCHED,
@@ -27,6 +27,7 @@ from finetune.model.activations import (
 )
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
+from finetune.model.kernels import compilation
 from finetune.model.kernels.compilation import compile_model
 from finetune.task.model_inputs import unwrap_model
 from tests.devices import EVERY_DEVICE

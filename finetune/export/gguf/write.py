@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from finetune.errors import ModelError
 from finetune.export.gguf.architectures import GGUFArchitecture, find_architecture, metadata, rope_divisors
 from finetune.export.gguf.tokenizer import convert_tokenizer
+from finetune.model.loading.pretrained import load_auto_class
 from finetune.runtime.optional import require
 
 GGUFType = Literal["f16", "q8_0"]
@@ -38,7 +39,7 @@ def write_gguf(
     ModelError for a model or tokenizer whose equivalent in llama.cpp is not known.
     """
     gguf: Any = require("gguf", extra="gguf", purpose="writing GGUF files")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_auto_class(AutoConfig, folder, trust_remote_code=trust_remote_code)
     architecture = find_architecture(config)
     names = gguf.get_tensor_name_map(_number_of(gguf, architecture), config.num_hidden_layers)
     partial = path.with_name(f".{path.name}.part")

@@ -23,11 +23,24 @@ _LOWER_IS_BETTER = ("loss", "perplexity", "error")
 STALE_SECONDS = 120.0
 
 
+class AuditCounts(BaseModel):
+    """Counts of a source in audit.json."""
+
+    rows: int = 0
+    samples: int = 0
+    tokens: int = 0
+    targets: int = 0
+    truncated_rows: int = 0
+    long_rows: int = 0
+    rows_without_target: int = 0
+    longest: int = 0  # in tokens
+
+
 class AuditedSource(BaseModel):
     """A source of rows in audit.json."""
 
     key: str = ""
-    counts: dict[str, int] = {}
+    counts: AuditCounts = AuditCounts()
     duplicates: int | None = None
 
 
@@ -177,10 +190,12 @@ def audit_rows(audit: Audit) -> list[list[str]]:
     columns = {"rows": "rows", "samples": "samples", "tokens": "tokens", "targets": "targets"}
     more = {"truncated_rows": "cut", "long_rows": "too long", "rows_without_target": "no target", "longest": "longest"}
     sources = [*audit.sources, *([audit.validation] if audit.validation else ())]
-    shown = columns | {key: name for key, name in more.items() if any(source.counts.get(key) for source in sources)}
+    shown = columns | {
+        key: name for key, name in more.items() if any(getattr(source.counts, key) for source in sources)
+    }
     head = ["source", *shown.values(), "duplicates"]
     rows = [
-        [source.key, *(f"{source.counts.get(name, 0):,}" for name in shown), _count(source.duplicates)]
+        [source.key, *(f"{getattr(source.counts, name):,}" for name in shown), _count(source.duplicates)]
         for source in sources
     ]
     return [head, *rows] if rows else []
