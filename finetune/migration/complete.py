@@ -206,15 +206,8 @@ def _evaluation(draft: Draft) -> None:
     if not draft.has("data.validation"):
         draft.withdraw("evaluate", Outcome("not_needed", "without validation rows nothing is evaluated"))
         return
-    steps, strategy = draft.get("eval_steps"), draft.get("eval_strategy", "")
-    times = draft.get("evals_per_epoch") or (1 if strategy == "epoch" else 0)
-    if steps and steps >= 1 and strategy not in ("epoch", "no"):
-        draft.put("evaluate.every_steps", int(steps), "eval_steps", "eval_strategy")
-    elif times or (steps and strategy != "no"):
-        often = f"{times:g} times per epoch" if times else f"after each {steps:g} of the run"
-        facts = ("evals_per_epoch", "eval_strategy") if times else ("eval_steps", "eval_strategy")
-        draft.put("evaluate.every_steps", 100, *facts, comment=f"{often} {_ADAPT}")
-    elif not draft.has("evaluate"):
+    _put_interval(draft, "evaluate.every_steps", "eval", otherwise=100)
+    if not draft.has("evaluate"):
         draft.put("evaluate", {}, comment="at the end")
     if "patience" in draft.facts:
         draft.put("train.early_stopping.patience", draft.get("patience"), "patience")
@@ -228,15 +221,20 @@ def _evaluation(draft: Draft) -> None:
         )
 
 
-def _checkpoints(draft: Draft) -> None:
-    steps, strategy = draft.get("save_steps"), draft.get("save_strategy", "")
-    times = draft.get("saves_per_epoch") or (1 if strategy == "epoch" else 0)
+def _put_interval(draft: Draft, key: str, event: str, *, otherwise: int) -> None:
+    """Write the steps between two evaluations or saves; `otherwise` where the peer counts in epochs or in shares."""
+    steps, strategy = draft.get(f"{event}_steps"), draft.get(f"{event}_strategy", "")
+    times = draft.get(f"{event}s_per_epoch") or (1 if strategy == "epoch" else 0)
     if steps and steps >= 1 and strategy not in ("epoch", "no"):
-        draft.put("checkpoint.every_steps", int(steps), "save_steps", "save_strategy")
+        draft.put(key, int(steps), f"{event}_steps", f"{event}_strategy")
     elif times or (steps and strategy != "no"):
         often = f"{times:g} times per epoch" if times else f"after each {steps:g} of the run"
-        facts = ("saves_per_epoch", "save_strategy") if times else ("save_steps", "save_strategy")
-        draft.put("checkpoint.every_steps", 500, *facts, comment=f"{often} {_ADAPT}")
+        fact = f"{event}s_per_epoch" if times else f"{event}_steps"
+        draft.put(key, otherwise, fact, f"{event}_strategy", comment=f"{often} {_ADAPT}")
+
+
+def _checkpoints(draft: Draft) -> None:
+    _put_interval(draft, "checkpoint.every_steps", "save", otherwise=500)
     limit = draft.get("save_limit", 0)
     if limit >= 1:
         comment = "at least 2: the newest may still be being written" if limit == 1 else ""

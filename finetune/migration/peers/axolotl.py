@@ -19,9 +19,26 @@ _JEOPARDY = {
 _CHATS = ("chat_template", "sharegpt", "sharegpt_simple", "chat", "messages")
 _PROMPTS = ("alpaca", "alpaca_chat", "alpaca_w_system", "jeopardy")
 _ROW_FACTS = (
-    *("path", "config", "revision", "split", "data_files", "type", "field", "field_messages", "field_chosen"),
-    *("field_rejected", "field_tools", "role_key", "content_key", "field_instruction", "field_input", "field_output"),
-    *("field_system", "prompt_format", "prompt_no_input", "drop_system"),
+    "path",
+    "config",
+    "revision",
+    "split",
+    "data_files",
+    "type",
+    "field",
+    "field_messages",
+    "field_chosen",
+    "field_rejected",
+    "field_tools",
+    "role_key",
+    "content_key",
+    "field_instruction",
+    "field_input",
+    "field_output",
+    "field_system",
+    "prompt_format",
+    "prompt_no_input",
+    "drop_system",
 )
 _ROW_REASONS = {
     "roles_assistant": "speakers with the usual names are read: user, human, assistant, gpt, system, tool",
@@ -259,8 +276,18 @@ AXOLOTL = Peer(
     table=TABLE,
     signs=frozenset(
         {
-            *("base_model", "sequence_len", "micro_batch_size", "val_set_size", "adapter", "num_epochs", "rl"),
-            *("dataset_prepared_path", "lora_target_linear", "evals_per_epoch", "saves_per_epoch", "datasets"),
+            "base_model",
+            "sequence_len",
+            "micro_batch_size",
+            "val_set_size",
+            "adapter",
+            "num_epochs",
+            "rl",
+            "dataset_prepared_path",
+            "lora_target_linear",
+            "evals_per_epoch",
+            "saves_per_epoch",
+            "datasets",
             "pretraining_dataset",
         }
     ),

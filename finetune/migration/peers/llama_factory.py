@@ -73,7 +73,8 @@ def _adapter(draft: Draft) -> None:
         draft.refuse(
             "the last layers alone are trained there: write their names in `model.train_only`, such as "
             "`['*.layers.31.*', '*.layers.30.*']`.",
-            *("adapter_type", "layers"),
+            "adapter_type",
+            "layers",
         )
     elif kind in ("lora", "oft", "full"):
         leaf = draft.facts.get("adapter_type", (kind, next(iter(draft.file.leaves.values()))))[1]

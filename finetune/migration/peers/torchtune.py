@@ -58,8 +58,15 @@ _DATASETS: dict[str, dict[str, Any]] = {
 """What a dataset builder reads, and how: `all`, its prompts are targets by default."""
 
 _ROW_FACTS = (
-    *("source", "data_files", "config", "split", "partition", "dataset_builder", "column"),
-    *("conversation_column", "conversation_style"),
+    "source",
+    "data_files",
+    "config",
+    "split",
+    "partition",
+    "dataset_builder",
+    "column",
+    "conversation_column",
+    "conversation_style",
 )
 _TASKS = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
 _CROSS_ENTROPIES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
