@@ -80,6 +80,16 @@ def _names_files(config: pytest.Config) -> bool:
     return any(".py" in argument for argument in config.invocation_params.args)
 
 
+@pytest.fixture(autouse=True)
+def launch_variables_as_before() -> Iterator[None]:
+    """Remove what Accelerate has written into the environment: the next test may start processes, which inherit it."""
+    before = set(os.environ)
+    yield
+    for name in os.environ.keys() - before:
+        if name.startswith(("ACCELERATE_", "FSDP_")):
+            del os.environ[name]
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """Return the path of the small job; its rows lie beside it."""

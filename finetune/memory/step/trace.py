@@ -21,6 +21,7 @@ from finetune.data.batch import Batch
 from finetune.memory.step.fake_model import QuantizedLinear, materialize_fake
 from finetune.memory.step.tracer import ACTIVATIONS, GRADIENTS, OPTIMIZER, Tracer
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
+from finetune.runtime.processes import restored_environment
 from finetune.strategy.experts import keep_experts_in_graph
 from finetune.task.lm_loss.chunked_loss import assume_device
 from finetune.task.lm_loss.head import find_lm_head
@@ -110,14 +111,15 @@ def _count(model: nn.Module) -> tuple[int, int, int]:
 def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
     """Return the model as Accelerate prepares it for FSDP2."""
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        reshard_after_forward=True,
-        cpu_ram_efficient_loading=False,
-        mixed_precision_policy=policy,
-        state_dict_type="SHARDED_STATE_DICT",
-    )
+    with restored_environment():  # into which the plugin writes, for whatever is started later
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=False,
+            mixed_precision_policy=policy,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={("shard",): mesh},

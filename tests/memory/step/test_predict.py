@@ -1,5 +1,6 @@
 """A step without values takes the memory of the same step with values, and few layers predict that of many."""
 
+import os
 from contextlib import nullcontext
 
 import plan_memory as benchmark
@@ -106,10 +107,12 @@ def test_recomputation_adapters_and_quantized_weights_take_less_memory(tmp_path)
 
 
 def test_a_prediction_for_a_gpu_includes_its_libraries(tmp_path):
+    before = dict(os.environ)
     predictor = predictor_of(config_of(tmp_path, overrides=["train.precision=bf16"]))
     found = predictor.predict(layout("fsdp2", device="cuda", microbatch=4))
     assert found.parts["libraries"] == (600 + 400) << 20
     assert found.flops_per_token == pytest.approx(predictor.predict(layout("fsdp2", microbatch=4)).flops_per_token)
+    assert dict(os.environ) == before, "what is started later would inherit it"
 
 
 WINDOWS = "sliding_window: 32, head_dim: 16, num_hidden_layers: 12"
