@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -18,8 +19,10 @@ from finetune.export.gguf.write import GGUFType, write_gguf
 from finetune.export.push import push_folder
 from finetune.model.loading.saved import SavedModel, find_model_folder, inspect_model_folder
 from finetune.runtime.files import atomic
-from finetune.runtime.files.read import read_json
+from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.run_folder import FINAL_FOLDER
+
+_SETTINGS = TypeAdapter(dict[str, Any])
 
 _OLLAMA_CONTEXT = 8192
 """Ollama reads only 4,096 tokens by default, and silently drops the start of longer prompts."""
@@ -115,23 +118,17 @@ def write_serving_files(folder: Path, engine: Engine, *, gguf_type: GGUFType, tr
 def _complete_generation_config(folder: Path, stops: Collection[int]) -> Iterator[Path]:
     """Write the tokens that end an answer to the generation config, if it lacks one; yield its path then."""
     path = folder / GENERATION_CONFIG_NAME
-    config = GenerationConfig.from_dict(_read_object(path)) if path.is_file() else GenerationConfig()
+    try:
+        settings = parse_as(_SETTINGS, read_regular(path)) if path.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}. Export the model again.") from error
+    config = GenerationConfig.from_dict(settings)
     own = config.eos_token_id
     known = set(own if isinstance(own, list) else [] if own is None else [own])
     if not known.issuperset(stops):
         config.eos_token_id = sorted(known | set(stops))
         config.save_pretrained(folder)
         yield path
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path)
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON. Export the model again.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: not a JSON object. Export the model again.")
-    return content
 
 
 def _commands(saved: SavedModel, engine: Engine, *, name: str, weights: Path) -> Iterator[str]:

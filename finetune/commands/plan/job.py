@@ -58,8 +58,7 @@ class PlannedJob:
     @property
     def max_position_tokens(self) -> int:
         """Return the maximum number of tokens of a position: of a sample, or of a pack."""
-        batching, longest = self.config.data.batching, self.config.data.max_length or 1
-        return batching.tokens or longest if batching.by != "samples" else longest
+        return _max_position_tokens(self.config)
 
     @property
     def compute_bytes(self) -> int:
@@ -107,15 +106,18 @@ def _prepared_data(loaded: LoadedConfig) -> Any:
     return make_training_data(loaded.config, RunLog(is_main=False), locations=loaded.sources, builds=False)
 
 
+def _max_position_tokens(config: RunConfig) -> int:
+    batching, longest = config.data.batching, config.data.max_length or 1
+    return batching.tokens or longest if batching.by != "samples" else longest
+
+
 def _written_counts(config: RunConfig, *, reason: str) -> DataCounts:
     """Return the counts of the job file: samples of maximum length, and steps if the budget is in steps or tokens."""
-    batching, train = config.data.batching, config.train
-    longest = config.data.max_length or 1
-    tokens = batching.tokens or longest if batching.by != "samples" else longest
+    train, tokens = config.train, _max_position_tokens(config)
     num_steps = train.steps
     if num_steps is None and train.tokens is not None:
         num_steps = max(1, -(-train.tokens // (train.global_batch_size * tokens)))
-    unit = batching.unit
+    unit = config.data.batching.unit
     sentence = f"The data {reason}: each of the {unit} counts as {tokens:,} tokens, its maximum length."
     if num_steps is None:
         sentence += " The number of steps of the epochs is unknown until `finetune prepare`."

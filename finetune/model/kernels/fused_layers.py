@@ -82,7 +82,8 @@ def _forward(own: Forward, fused: Forward, rows: Tensor, *others: Any, **named: 
     """Run the kernel on tensors that it takes, else the module's own forward."""
     if others or named or not runs_kernels(rows.device.type) or not rows.numel():
         return own(rows, *others, **named)
-    return fused(rows)
+    result = fused(rows)
+    return own(rows) if result is None else result
 
 
 def _fused_norm(module: nn.Module) -> tuple[str, Forward] | None:
@@ -113,7 +114,7 @@ def _fused_norm(module: nn.Module) -> tuple[str, Forward] | None:
 
 def _run_norm(module: Any, rows: Tensor, *, eps: float, casting: str, offset: float) -> Any:
     if rows.dtype != module.weight.dtype:  # the kernel returns the type of the rows, and a product the wider one
-        return _rms_norm(rows, module.weight, eps, casting, offset)
+        return None
     # not in place: what adds the rows to the result shares its gradient
     return ops.LigerRMSNormFunction.apply(rows, module.weight, eps, offset, casting, False)
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from finetune.report.history import RunHistory
-from finetune.runtime.files.read import read_json, read_regular
+from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.resources import format_size
 from finetune.runtime.text.redact import redacted_text
 
@@ -86,8 +86,7 @@ def read_run_files(folder: Path) -> RunFiles:
     missing = []
     for name, file in (("status", "status.json"), ("environment", "environment.json"), ("audit", "audit.json")):
         try:
-            content = read_json(folder / file, max_bytes=_TABLE_BYTES)
-            values[name] = _OBJECTS[name].validate_python(content)
+            values[name] = parse_as(_OBJECTS[name], read_regular(folder / file, max_bytes=_TABLE_BYTES))
         except (OSError, ValueError):
             missing.append(file)
     try:
