@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.runtime.optional import lazily, require
 
 with lazily():
@@ -72,6 +73,14 @@ def restored_rotary_functions() -> Iterator[None]:
 def runs_kernels(device_type: str) -> bool:
     """Return whether Triton's kernels run on the device: on CUDA, or anywhere under Triton's interpreter."""
     return device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def missing_requirement(device_type: str) -> str | None:
+    """Return what the kernels need and do not have on this device; None if they run."""
+    if not runs_kernels(device_type):
+        return f"a CUDA GPU, and this run is on `{device_type}`"
+    missing = missing_triton_toolchain() if device_type == "cuda" else None
+    return None if missing is None else f"triton: {missing}"
 
 
 def _replace_forward(module: nn.Module, fused: Forward) -> None:

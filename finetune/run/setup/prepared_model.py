@@ -173,14 +173,13 @@ def _log_size(
 
 def _fuse_layers(model: Any, section: ModelSection, *, device_type: str, log: RunLog) -> None:
     """Use the fused kernels that the job names, and log where; raises UserError if there are none to use."""
-    is_required, can_run = section.kernels == "liger", fused_layers.runs_kernels(device_type)
-    if is_required and not can_run:
-        raise UserError(
-            f"model.kernels: `liger` needs a CUDA GPU, and this run is on `{device_type}`. Write `auto`, or remove the "
-            "key."
-        )
+    is_required, missing = section.kernels == "liger", fused_layers.missing_requirement(device_type)
+    if is_required and missing is not None:
+        raise UserError(f"model.kernels: `liger` needs {missing}. Write `auto`, or remove the key.")
     is_usual = section.kernels == "auto" and section.compile == "off" and find_spec("liger_kernel") is not None
-    if not (is_required or (is_usual and can_run)):
+    if not is_required and (missing is not None or not is_usual):
+        if is_usual and device_type == "cuda":
+            log(f"warning: model.kernels: no fused kernels are used, which need {missing}")
         return
     counts = fused_layers.fuse_layers(model, fuses_rotary=section.gradient_checkpointing != "selective")
     if counts:

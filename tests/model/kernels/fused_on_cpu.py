@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from finetune.model.kernels import fused_layers
-from tests.model.kernels import triton_on_cpu  # noqa: F401  # before any kernel
+from tests.model.kernels import triton_on_cpu  # noqa: F401  # before triton is imported
 
-from liger_kernel import ops  # isort: skip
-from transformers import AutoConfig, AutoModelForCausalLM  # isort: skip
+# isort: split
+from liger_kernel import ops
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.model.kernels import fused_layers
 
 SIZE = {
     "hidden_size": 32,

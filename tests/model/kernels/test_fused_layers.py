@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from finetune.model.kernels import fused_layers
+
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -55,3 +57,10 @@ def test_every_kernel_agrees_with_float64_to_rounding(found: dict[str, Any]):
 
 def test_a_layer_that_only_looks_like_a_gated_mlp_gets_no_kernel(found: dict[str, Any]):
     assert found["odd"] == {}
+
+
+def test_kernels_on_a_gpu_need_what_triton_needs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fused_layers, "missing_triton_toolchain", lambda: "triton needs a C compiler")
+    assert fused_layers.missing_requirement("cuda") == "triton: triton needs a C compiler"
+    monkeypatch.setattr(fused_layers, "missing_triton_toolchain", lambda: None)
+    assert fused_layers.missing_requirement("cuda") is None
