@@ -1,7 +1,5 @@
 """The commands for trained models: export, evaluate, generate, chat."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -69,10 +67,22 @@ def export(
     Merging is computed in float64 and rounded once. Runs on the CPU; a second process loads what was written and
     compares it. With --for, a finished run's `final/` is used as it is unless another option changes it.
     """
-    write: Callable[..., object] = export_command.export
     if engine is not None:
-        write = partial(serving_files_command.export_for, engine_name=engine, gguf_type=gguf)
-    write(
+        serving_files_command.export_for(
+            source,
+            engine,
+            gguf_type=gguf,
+            step=step,
+            to=to,
+            dtype=dtype,
+            merge=merge,
+            push_to_hub=push_to_hub,
+            public=public,
+            trust_remote_code=trust_remote_code,
+            verify=None if verify else False,
+        )
+        return
+    export_command.export(
         source,
         step=step,
         to=to,
