@@ -20,6 +20,7 @@ from transformers import (
     dynamic_module_utils,
     modeling_utils,
 )
+from transformers.integrations import moe
 from transformers.integrations import peft as peft_integration
 from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
 
@@ -330,6 +331,16 @@ def _has_plain_lora(layer: Any) -> bool:
 def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
     return x if is_left or x is None else x.to(dtype)
+
+
+def grouped_product(inputs: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return the rows of each group times its matrix: torch's kernel where the machine has it, else a loop.
+
+    Rows up to `ends[0]` are multiplied by `matrices[0]`, [groups, inputs, outputs], and so on. transformers 5.24 knows
+    which torch and GPU have the kernel (`_can_use_grouped_mm`), in a private function.
+    """
+    product: Tensor = moe._grouped_mm(inputs, matrices, ends)
+    return product
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from finetune.model.adapters.context import (
     format_candidates,
     is_conv1d,
 )
+from finetune.model.adapters.experts import group_expert_adapters
 from finetune.model.adapters.lora import (
     add_dropout,
     check_lora,
@@ -157,6 +158,7 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
     except (ValueError, TypeError) as error:  # from peft, for layers that this method does not support
         raise ModelError(f"model.{method.key}: {error_summary(error)} {format_candidates(model)}") from error
     method.fill(adapted, adapter, context)
+    group_expert_adapters(adapted)
     skip_redundant_casts(adapted)
     return adapted
 

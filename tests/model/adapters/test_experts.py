@@ -1,0 +1,101 @@
+"""LoRA on routed experts, computed as grouped products: the numbers of peft, without a matrix of the experts' size."""
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.config.sections.model import LoraSection
+from finetune.model.adapters import build
+from finetune.model.adapters.experts import GroupedExperts, group_expert_adapters
+from finetune.model.upstream import adapters_disabled, grouped_product
+from tests.model.moe_models import HYBRID_MODELS, MOE_MODELS
+
+MODELS = {**MOE_MODELS, "granitemoehybrid": HYBRID_MODELS["granitemoehybrid"]}
+LORA = LoraSection(rank=8, alpha=16.0, rank_pattern={"gate_up_proj": 3})
+IDS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+def plain_model(model_type, **keys):
+    torch.manual_seed(0)
+    values = {"vocab_size": 300, "eos_token_id": 0, **MODELS[model_type]}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), **keys)
+
+
+@pytest.fixture
+def both(adapted):
+    """Return a function that gives the model with grouped adapters and the same one with peft's."""
+
+    def make(model_type):
+        grouped = adapted(plain_model(model_type), LORA, noise=0.2)
+        with patch.object(build, "group_expert_adapters", lambda model: 0):
+            return grouped, adapted(plain_model(model_type), LORA, noise=0.2)
+
+    return make
+
+
+def wrappers_of(model, kind):
+    return [module for module in model.modules() if type(module) is kind]
+
+
+def loss_and_gradients(model):
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_loss_and_gradients_are_those_of_peft(both, model_type):
+    grouped, plain = both(model_type)
+    num_layers = len(wrappers_of(grouped, GroupedExperts))
+    assert num_layers in (1, 2) and not wrappers_of(plain, GroupedExperts)
+    loss, gradients = loss_and_gradients(grouped)
+    expected_loss, expected = loss_and_gradients(plain)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    assert sum(".experts." in name for name in gradients) == 4 * num_layers
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-6), name
+        assert gradient.abs().max() > 0, name
+    assert grouped.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_disabled_and_merged_adapters_are_left_to_peft(both):
+    grouped, _ = both("gpt_oss")
+    base = plain_model("gpt_oss").eval()
+    with torch.no_grad():
+        adapted_logits = grouped(input_ids=IDS).logits
+        with adapters_disabled(grouped):
+            assert torch.allclose(grouped(input_ids=IDS).logits, base(input_ids=IDS).logits, atol=1e-6)
+        merged = copy.deepcopy(grouped).merge_and_unload()
+        assert torch.allclose(merged(input_ids=IDS).logits, adapted_logits, atol=1e-5)
+    assert not torch.allclose(adapted_logits, base(input_ids=IDS).logits, atol=1e-3)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_adapters(both):
+    grouped, _ = both("qwen3_moe")
+    twin = copy.deepcopy(grouped)
+    with torch.no_grad():
+        before = grouped(input_ids=IDS).logits
+        for name, parameter in twin.named_parameters():
+            if ".experts." in name and ".lora_B." in name:
+                parameter.zero_()
+        assert torch.equal(grouped(input_ids=IDS).logits, before)
+        assert not torch.allclose(twin(input_ids=IDS).logits, before, atol=1e-4)
+
+
+def test_experts_that_are_not_grouped_and_routers_remain_peft_s(adapted):
+    eager = adapted(plain_model("mixtral", experts_implementation="eager"), LORA)
+    assert wrappers_of(eager, ParamWrapper) and not wrappers_of(eager, GroupedExperts)
+    routed = adapted(plain_model("mixtral"), LoraSection(rank=2, experts=False, router=True))
+    assert wrappers_of(routed, ParamWrapper) and group_expert_adapters(routed) == 0
+
+
+def test_a_grouped_product_multiplies_each_group_by_its_matrix():
+    inputs, matrices = torch.randn(5, 8), torch.randn(3, 8, 16)
+    product = grouped_product(inputs, matrices, torch.tensor([2, 2, 5], dtype=torch.int32))
+    assert torch.allclose(product, torch.cat([inputs[:2] @ matrices[0], inputs[2:] @ matrices[2]]), atol=1e-5)
