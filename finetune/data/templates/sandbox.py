@@ -31,6 +31,12 @@ def render_chat(arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
 MAX_SECONDS = 3.0
 """The time limit for rendering one row."""
 
+MAX_MEAN_SECONDS = 1.0
+"""The CPU time that a template may take per row, on average over its first rows: a loaded machine does not change it."""
+
+_MIN_ROWS = 3
+"""The number of rows after which the average counts: one long conversation is no reason to refuse a template."""
+
 _START_SECONDS = 120.0
 
 
@@ -50,7 +56,7 @@ def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template:
     """Return the result, converted to JSON, of calling the module-level function in the sandbox.
 
     Raises TemplateRefused with the message of an exception, and DataError naming the template if it exceeds the limits
-    on time or memory, after which it is not run again. The worker is started by this process's first call and kept.
+    on time or memory, for one row or on average, after which it is not run again. The worker is started by this process's first call and kept.
     """
     with _lock:
         if template in _exceeded:
@@ -60,6 +66,11 @@ def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template:
         except DataError as error:
             _exceeded[template] = str(error)
             raise
+        rows, seconds = _usage.get(template, (0, 0.0))
+        _usage[template] = rows, seconds = rows + 1, seconds + float(answer.get("seconds", 0.0))
+        if rows >= _MIN_ROWS and seconds > MAX_MEAN_SECONDS * rows:
+            _exceeded[template] = _limit_message(name, f"{seconds:.0f} s of CPU time for {rows} rows")
+            raise DataError(_exceeded[template])
     if "made" in answer:
         return answer["made"]
     if answer.get("memory"):
@@ -72,6 +83,9 @@ def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template:
 _lock = threading.Lock()
 _exceeded: dict[str, str] = {}
 """Error messages by template, for templates that exceeded a limit."""
+
+_usage: dict[str, tuple[int, float]] = {}
+"""The number of rows rendered and their CPU time in seconds, by template."""
 
 _workers: "dict[int, _Worker]" = {}
 """The worker of this process, by process id, so that a forked child does not use its parent's."""

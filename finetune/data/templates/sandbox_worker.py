@@ -1,7 +1,7 @@
 """The sandbox process that runs templates: limited memory, no torch, exits with the process that started it.
 
-A request is a pickle of (function, arguments), an answer is JSON: `{"made": ...}` or the exception. Both are preceded
-by their length.
+A request is a pickle of (function, arguments), an answer is JSON: `{"made": ...}` or the exception, each with the
+`seconds` of CPU time. Both are preceded by their length.
 """
 
 import json
@@ -11,6 +11,7 @@ import resource
 import struct
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,15 +57,17 @@ def receive(stream: IO[bytes]) -> bytes | None:
 
 
 def _answer(run: Any, arguments: tuple[Any, ...]) -> bytes:
+    start = time.process_time()
     try:
-        answer = json.dumps({"made": run(*arguments)}).encode()
+        result = run(*arguments)
+        answer = json.dumps({"made": result, "seconds": time.process_time() - start}).encode()
         return answer if len(answer) <= _MAX_ANSWER_BYTES else json.dumps({"memory": True}).encode()
     except MemoryError:
         return json.dumps({"memory": True}).encode()
     except Exception as error:  # templates can raise anything; it is sent to the calling process
         is_syntax = any(parent.__name__ == "TemplateSyntaxError" for parent in type(error).__mro__)
         facts = {"raised": str(error)[:2000], "line": getattr(error, "lineno", 0), "is_syntax": is_syntax}
-        return json.dumps(facts).encode()
+        return json.dumps({**facts, "seconds": time.process_time() - start}).encode()
 
 
 def _limit_memory() -> None:

@@ -45,6 +45,7 @@ TOO_MUCH = {
 def little_time(monkeypatch):
     monkeypatch.setattr(limits, "MAX_SECONDS", 1.0)
     monkeypatch.setattr(limits, "_exceeded", {})
+    monkeypatch.setattr(limits, "_usage", {})
 
 
 def rows_of(tmp_path, rows, **keys):
@@ -100,6 +101,17 @@ def test_a_row_template_that_takes_too_much_is_named(tmp_path, written, reason):
     with pytest.raises(DataError, match=reason):
         encode = rows_of(tmp_path, [{"text": "abc"}], template={"text": written})
         encode(tokenizer_for("<|im_start|><|im_end|>"))
+
+
+def test_a_template_that_is_slow_for_every_row_is_refused_after_the_third(tmp_path, monkeypatch):
+    tokenizer = tokenizer_for("<|im_start|><|im_end|>")
+    tokenizer.chat_template = CHATML + "{{ '' * 3 }}"
+    monkeypatch.setattr(limits, "_usage", {tokenizer.chat_template: (2, 3.0)})  # two rows before took 3 s
+    with pytest.raises(DataError, match=r"rows\.jsonl, row \d: .*took 3 s of CPU time for 3 rows"):
+        rows_of(tmp_path, [turns(2)])(tokenizer)
+    monkeypatch.setattr(limits, "_exceeded", {})
+    monkeypatch.setattr(limits, "_usage", {tokenizer.chat_template: (20, 3.0)})  # one slow conversation of twenty
+    assert rows_of(tmp_path, [turns(2)])(tokenizer)
 
 
 def test_a_suspicious_template_renders_the_same_in_its_own_process(tmp_path):
