@@ -14,6 +14,7 @@ statement. Lazy modules stay in `sys.modules`, where code that looks at all of t
 imports them.
 """
 
+import atexit
 import gc
 import importlib
 import sys
@@ -92,7 +93,14 @@ class _LazyModule(ModuleType):
                 return importlib.import_module(self.__name__)
         finally:
             gc.freeze()  # modules live as long as the process; forked processes share objects that are not written to
+            atexit.register(_unfreeze_for_nanobind)
             gc.set_threshold(*thresholds)
+
+
+def _unfreeze_for_nanobind() -> None:
+    """Let the last collection free triton's objects: nanobind prints a page about each that is left at exit."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 class _LazyFinder(MetaPathFinder, Loader):

@@ -1,4 +1,5 @@
 import gc
+import subprocess
 import sys
 import threading
 
@@ -105,6 +106,18 @@ def test_no_garbage_is_collected_while_a_command_imports(package, tmp_path, figu
     finally:
         gc.callbacks.remove(watch)
         gc.unfreeze()
+
+
+def test_frozen_objects_of_triton_are_no_page_of_leaks_at_exit():
+    pytest.importorskip("triton")
+    code = (
+        "from finetune.runtime.optional import lazily\n"
+        "with lazily(freeze=True):\n    from json import tool\n"
+        "import triton\n"
+        "tool.main"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stderr == ""
 
 
 def test_another_thread_imports_at_once():

@@ -9,9 +9,10 @@ from finetune.migration.draft import Fate
 from finetune.migration.migrate import Migration, migrate_file
 from finetune.migration.write import source_of_key
 from finetune.runtime.optional import lazily
+from finetune.runtime.text.library_output import quiet_libraries
 
 with lazily(freeze=True):  # torch
-    from finetune.commands.init import rates
+    from finetune.commands.init import rates, samples
 
 _TITLES: tuple[tuple[Fate, str], ...] = (("not_possible", "not possible here"), ("unknown", "unknown"))
 
@@ -45,8 +46,15 @@ def init_from(
     except ConfigError as error:
         print(f"{error}\nCorrect the job, then: finetune check {folder / JOB_FILE}")
         return 2
-    for line in rates.format_rates(draft, loaded.config, title=migration.title) if proves else ():
-        print(line)
+    if proves:
+        for line in rates.format_rates(draft, loaded.config, title=migration.title):
+            print(line)
+        if migration.title == "TRL":
+            quiet_libraries(is_main=True)
+            for line in samples.format_samples(draft, loaded.config):
+                print(line)
+        else:
+            print("Token ids and labels are compared for TRL alone. Look at them with `finetune preview --config`.")
     print(f"start with: {launch_line(folder, draft.strategy, num_processes=num_processes)}")
     return 2 if is_strict and draft.keys_of("unknown") else 0
 

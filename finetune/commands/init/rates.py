@@ -33,7 +33,6 @@ def format_rates(draft: Draft, config: RunConfig, *, title: str) -> Iterator[str
         yield f"{step + 1:>8} {theirs[step]:>12.4g} {ours[step]:>12.4g}"
     largest = max(abs(one - other) for one, other in zip(theirs, ours, strict=True)) / config.train.learning_rate
     yield f"largest difference: {largest:.2%} of the peak"
-    yield "token ids and labels are not compared: look at them with `finetune preview --config`"
 
 
 def _their_rates(draft: Draft, config: RunConfig, num_steps: int) -> list[float]:

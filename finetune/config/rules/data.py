@@ -18,7 +18,7 @@ from finetune.runtime.optional import lazily
 with lazily():
     from jinja2 import environment, exceptions
 
-BUILT_IN_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "qwen", "zephyr")
+BUILT_IN_TEMPLATES = ("chatml", "gemma", "llama3", "mistral", "plain", "qwen", "zephyr")
 """Chat templates that come with the package."""
 
 

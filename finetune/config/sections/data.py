@@ -274,8 +274,8 @@ class DataSection(Section):
         True,
     )
     chat_template: NameOrPath | None = key(
-        "`chatml`, `gemma`, `llama3`, `mistral`, `qwen`, `zephyr`, or a Jinja file that begins with `.`, `/`, `~`. "
-        "Unset, the tokenizer's own template.",
+        "`chatml`, `gemma`, `llama3`, `mistral`, `plain`, `qwen`, `zephyr`, or a Jinja file that begins with `.`, `/`, "
+        "`~`. Unset, the tokenizer's own template.",
         None,
     )
     chat_template_arguments: dict[str, Any] | None = key(

@@ -22,6 +22,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "mistral": ("[INST]", "[/INST]"),
+    "plain": (),  # it has no marks
     "qwen": ("<|im_start|>", "<|im_end|>"),
     "zephyr": (),  # turns end with end-of-sequence; roles are plain text in its own tokenizer, too
 }

@@ -32,7 +32,7 @@ MAX_SECONDS = 3.0
 """The time limit for rendering one row."""
 
 MAX_MEAN_SECONDS = 1.0
-"""The CPU time that a template may take per row, on average over its first rows: a loaded machine does not change it."""
+"""The CPU time that a template may take per row on average, which does not depend on the machine's load."""
 
 _MIN_ROWS = 3
 """The number of rows after which the average counts: one long conversation is no reason to refuse a template."""
@@ -56,7 +56,8 @@ def run_sandboxed(run: Callable[..., Any], *arguments: Any, name: str, template:
     """Return the result, converted to JSON, of calling the module-level function in the sandbox.
 
     Raises TemplateRefused with the message of an exception, and DataError naming the template if it exceeds the limits
-    on time or memory, for one row or on average, after which it is not run again. The worker is started by this process's first call and kept.
+    on time or memory, for one row or on average, after which it is not run again. The worker is started by this
+    process's first call and kept.
     """
     with _lock:
         if template in _exceeded:

@@ -4,7 +4,7 @@ from typing import Any
 
 from finetune.migration.complete import put_source, source_of
 from finetune.migration.draft import Draft, Outcome
-from finetune.migration.peers.peer import ALPACA_ROWS, PLAIN_TEMPLATE, Peer, write_template
+from finetune.migration.peers.peer import ALPACA_ROWS, Peer
 from finetune.migration.tables.axolotl import AXOLOTL as TABLE
 
 _TEMPLATES = {
@@ -201,14 +201,15 @@ def _template(draft: Draft, positions: list[int]) -> None:
     task = draft.value("task.name")
     is_prompt = any(str(draft.get(f"type.{position}", "")).startswith(_PROMPTS) for position in positions)
     if jinja is not None and task != "pretrain":
-        write_template(draft, "chat_template", jinja)
+        draft.files["chat_template.jinja"] = jinja
+        draft.put("data.chat_template", "./chat_template.jinja", comment="written next to this file")
         draft.mapped("file chat_template.jinja", "chat_template", "chat_template_jinja")
     elif name in _TEMPLATES and task != "pretrain":
         draft.put("data.chat_template", _TEMPLATES[name], "chat_template")
     elif is_prompt and not name and task == "sft":
-        write_template(draft, "plain", PLAIN_TEMPLATE)
+        draft.put("data.chat_template", "plain")
         draft.note(
-            "prompts of `type: alpaca` are plain text there, and so are they with plain.jinja. For the model's own "
+            "prompts of `type: alpaca` are plain text there, and so are they with `plain`. For the model's own "
             "chat template, remove `data.chat_template`, and write `format: instruction` without `template`."
         )
     if not draft.has("data.chat_template"):

@@ -18,19 +18,6 @@ ALPACA_TEXT = (
 
 ALPACA_ROWS = {"prompt": ALPACA_TEXT, "completion": "{{ output }}"}
 
-PLAIN_TEMPLATE = """{#- No marks around turns: the prompt as it is, then the answer and end-of-sequence. -#}
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
-{%- else -%}
-{{- message['content'] -}}
-{%- endif -%}
-{%- endfor -%}
-"""
-"""A chat template for prompts that are texts of their own, as Alpaca's."""
-
-
 CHAT_NAMES = re.compile(r"instruct|chat|-it\b|phi|qwen", re.IGNORECASE)
 """In the name of a model whose tokenizer has a chat template."""
 
@@ -51,9 +38,3 @@ class Peer:
     signs: frozenset[str]  # keys that tell its configs from others'
     prepare: Callable[[Draft], None]  # task, data and what only it has; before the common part
     finish: Callable[[Draft], None]  # its own defaults, where they are others; after the common part
-
-
-def write_template(draft: Draft, name: str, text: str) -> None:
-    """Write a chat template next to the job, and have the job use it."""
-    draft.files[f"{name}.jinja"] = text
-    draft.put("data.chat_template", f"./{name}.jinja", comment="written next to this file")

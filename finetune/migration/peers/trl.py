@@ -1,5 +1,6 @@
 """TRL: the task by the keys of its configs, its rows and losses, and its defaults."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from finetune.registry.losses import PREFERENCE_LOSSES
 
 _LEARNING_RATES = {"sft": 2e-5, "pretrain": 2e-5, "preference": 1e-6, "reward": 1e-4, "distillation": 1e-7}
 _ONLINE = ("num_generations", "reward_funcs", "num_iterations", "epsilon", "reward_model_path", "use_vllm")
+_MAX_ROW = 1 << 20
 _PREFERENCE = ("beta", "preference_smoothing", "sft_weight", "target_margin")
 
 
@@ -111,15 +113,25 @@ def _distillation(draft: Draft) -> None:
 
 
 def _rows(draft: Draft) -> None:
-    task, folder = draft.value("task.name"), draft.file.path.parent
-    if task == "sft" and "text_field" in draft.facts and draft.get("text_field") != "text":
+    task, folder, row = draft.value("task.name"), draft.file.path.parent, _first_row(draft)
+    field = draft.get("text_field", "text")
+    if task == "sft" and (field in row or (not row and field != "text")):
         draft.put("task.name", "pretrain", "text_field", comment="every token of a text is a target, as there")
-        draft.put("data.train.columns", {"text": draft.get("text_field")}, "text_field")
+        draft.put("data.train.columns", {"text": field}, "text_field")
         draft.put("data.train.format", "text", "text_field")
         task = "pretrain"
     draft.drop("the first row's columns decide", "text_field")
+    if isinstance(row.get("prompt"), str):
+        draft.put("data.chat_template", "plain", comment="texts in `prompt` are not put into the chat template there")
+    elif not row and task != "pretrain":
+        draft.note(
+            "lists of messages are put into the chat template there, texts in `prompt` are not: for texts, write "
+            "`data.chat_template: plain`."
+        )
+    is_judged = draft.value("task.preference.loss") == "kto" and "chosen" not in row
     if "dataset" in draft.facts:
         values = source_of(draft.get("dataset"), folder) | {"config": draft.get("config"), "split": draft.get("split")}
+        values |= {"format": "judged"} if is_judged else {}
         put_source(draft, "data.train", values, "dataset", "config", "split")
     positions = sorted(int(name.rpartition(".")[2]) for name in draft.facts if name.startswith("mix_path."))
     for index, position in enumerate(positions):
@@ -130,16 +142,19 @@ def _rows(draft: Draft) -> None:
         draft.drop("columns that the format does not read are ignored", f"mix_columns.{position}")
         if len(positions) > 1:
             draft.put(f"{key}.epochs", 1, comment="all rows of every source, as there")
+    if is_judged and not row:
+        draft.note("rows of pairs are split into two there; if yours have `chosen`, remove `data.train.format`.")
     if draft.get("eval_strategy", "no") != "no" and "dataset" in draft.facts:
         split = draft.get("test_split", "test")
         values = source_of(draft.get("dataset"), folder) | {"config": draft.get("config"), "split": split}
+        values |= {"format": "judged"} if is_judged else {}
         put_source(draft, "data.validation", values, "test_split")
     draft.drop("nothing is evaluated there", "test_split")
     if draft.get("streaming"):
         draft.put("data.train.stream.window_rows", 10_000, "streaming")
     draft.drop("rows are not streamed", "streaming")
     if task == "sft":
-        _targets(draft)
+        _targets(draft, row)
     draft.drop("answers are the targets of this task", "completion_only", "assistant_only")
     if draft.get("packing") and task in ("sft", "pretrain"):
         draft.put("data.batching.by", "packs", "packing")
@@ -152,10 +167,27 @@ def _rows(draft: Draft) -> None:
     draft.drop("packs hold whole samples, best fit first", "packing_strategy")
 
 
-def _targets(draft: Draft) -> None:
+def _first_row(draft: Draft) -> dict[str, Any]:
+    """Return the first row of a local file of JSON lines, whose columns say what TRL does; else an empty one."""
+    written = draft.get("dataset") or draft.get("mix_path.0")
+    if not written:
+        return {}
+    path = Path(source_of(written, draft.file.path.parent).get("path", ""))
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    try:
+        with files[0].open(encoding="utf-8") as file:
+            row = json.loads(file.readline(_MAX_ROW))
+    except (OSError, ValueError, IndexError):
+        return {}  # on the hub, or of another kind
+    return row if isinstance(row, dict) else {}
+
+
+def _targets(draft: Draft, row: dict[str, Any]) -> None:
     """Write the targets: TRL's default is every token of a conversation, and of prompt and completion the answer."""
     if draft.get("assistant_only") or draft.get("completion_only"):
         draft.put("data.train_on", "assistant", "assistant_only", "completion_only")
+    elif draft.get("completion_only") is None and "prompt" in row:
+        draft.put("data.train_on", "assistant", "assistant_only", comment="TRL's default for prompt and completion")
     elif draft.get("completion_only") is None:
         draft.put("data.train_on", "all", "assistant_only", comment="TRL's default for `messages`")
         draft.note(

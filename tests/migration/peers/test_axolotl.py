@@ -55,10 +55,9 @@ def test_each_key_names_the_line_that_it_is_from(migrate):
     assert "it is unset there, too: line 27: wandb_project: null; line 28: special_tokens: null" in job
 
 
-def test_alpaca_prompts_stay_plain_text_with_a_template_next_to_the_job(migrate):
+def test_alpaca_prompts_stay_plain_text(migrate):
     migration = migrate(LORA)
-    assert "generation" in migration.draft.files["plain.jinja"]
-    assert job_of(migration)["data"]["chat_template"] == "./plain.jinja"
+    assert job_of(migration)["data"]["chat_template"] == "plain"
     with_template = migrate(LORA + "chat_template: llama3\n")
     assert job_of(with_template)["data"]["chat_template"] == "llama3" and with_template.draft.files == {}
 
