@@ -28,6 +28,8 @@ class Case:
     seconds: float = 16.0  # that it is expected to take
     least_gib: float = 0.0  # of GPU memory
     needs: tuple[str, ...] = ()  # packages beside those that every case needs
+    rank: int = 16  # of LoRA, on the modules of `targets`
+    targets: str | tuple[str, ...] = "all-linear"
     after: str = ""  # the case that must have been measured before
     overrides: Mapping[str, Any] = field(default_factory=dict)  # ours: keys of the job; others: their settings
 
@@ -64,6 +66,12 @@ END_TO_END = {"data.batching.padding_free": True}
 PADDED = {"data.batching.padding_free": False}
 VARYING: dict[str, Any] = {"shape": "qwen3-0.6b", "varies": True, "rows": 8}
 LORA: dict[str, Any] = {"shape": "llama-8b", "rows": 1, "lora": True, "dtype": "bfloat16", "seconds": 22.0}
+QWEN: dict[str, Any] = {**LORA, "shape": "qwen2.5-7b"}
+SHORT_LORA: dict[str, Any] = {
+    **{"shape": "llama-3b", "length": 768, "rows": 4, "varies": True, "lora": True, "dtype": "bfloat16"},
+    **{"rank": 32, "targets": ("q_proj", "v_proj")},
+}
+"""The size of peft's comparison on MetaMathQA."""
 ONE_B: dict[str, Any] = {"shape": "llama-1b", "rows": 4}
 THREE_B: dict[str, Any] = {"shape": "llama-3b", "seconds": 20.0}
 HALVES: dict[str, Any] = {"dtype": "bfloat16"}
@@ -95,6 +103,8 @@ def _thresholds() -> list[Case]:
     zero: dict[str, Any] = {**ONE_B, "needs": ("deepspeed",), "seconds": 22.0}
     return [
         Case("8B LoRA, ours", "ours", **LORA),
+        Case("7B LoRA, ours", "ours", **QWEN),
+        Case("3B LoRA, ours", "ours", **SHORT_LORA, overrides=END_TO_END),
         Case("1B full, ours", "ours", **ONE_B),
         Case("3B full, ours", "ours", **THREE_B, least_gib=100),
         Case("varying, Trainer", "trainer", **VARYING),
@@ -137,6 +147,7 @@ def _second_chances() -> list[Case]:
         Case("8B start again, ours", "ours", **start),
         Case("8B start again, Trainer", "trainer", **start),
         Case("8B LoRA, ours compiled", "ours", **{**LORA, "seconds": 45.0}, overrides=COMPILED),
+        Case("7B LoRA, ours compiled", "ours", **{**QWEN, "seconds": 45.0}, overrides=COMPILED),
     ]
 
 
@@ -155,7 +166,10 @@ def _peers() -> list[Case]:
 def _switches() -> list[Case]:
     """Return ours with one setting changed at a time."""
     flash = {**END_TO_END, "model.attention": "flash_attention_2"}
+    plain_layers = {"model.kernels": "none"}
     return [
+        Case("8B LoRA, ours plain layers", "ours", **LORA, overrides=plain_layers),
+        Case("1B full, ours plain layers", "ours", **ONE_B, overrides=plain_layers),
         Case("varying, ours padded", "ours", **VARYING, overrides=PADDED),
         Case("varying, ours rows on sdpa", "ours", **VARYING, overrides={**END_TO_END, "model.attention": "sdpa"}),
         Case("varying, ours rows on flash", "ours", **VARYING, needs=("flash_attn",), overrides=flash),

@@ -25,7 +25,7 @@ from gpu_comparison.cases import LOG_EVERY, Case
 from gpu_comparison.documents import write_text, write_tokenizer
 from gpu_comparison.shapes import Shape
 from gpu_comparison.step_timer import StepTimer
-from gpu_comparison.weights import LORA_ALPHA, LORA_RANK, created_on, draw
+from gpu_comparison.weights import LORA_ALPHA, created_on, draw
 
 JOB = """\
 run: {{folder: {folder}/run, seed: 1}}
@@ -105,7 +105,9 @@ def _write_job(case: Case, shape: Shape, place: Path, *, tokenizer: Path) -> Pat
         values=json.dumps(shape.values()),
         tokenizer=tokenizer.resolve(),
         dtype=case.dtype,
-        lora=f"\n  lora: {{rank: {LORA_RANK}, alpha: {LORA_ALPHA}}}" if case.lora else "",
+        lora=f"\n  lora: {{rank: {case.rank}, alpha: {LORA_ALPHA}, target_modules: {json.dumps(case.targets)}}}"
+        if case.lora
+        else "",
         length=case.length,
         rows=rows,
         steps=case.steps,

@@ -58,6 +58,8 @@ SHAPES: Mapping[str, Shape] = {
         Shape("qwen3-0.6b", "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, True),
         Shape("llama-1b", "llama", 128256, 2048, 8192, 16, 32, 8, 64, True),
         Shape("llama-3b", "llama", 128256, 3072, 8192, 28, 24, 8, 128, True),
+        # as a Llama, without its few biases: transformers reads no tokenizer of whole words for Qwen2
+        Shape("qwen2.5-7b", "llama", 152064, 3584, 18944, 28, 28, 4, 128, False),
         Shape("llama-8b", "llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
     )
 }
