@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from finetune.commands.plan.cost.assumptions import (
-    ADAPTED_TRAFFIC_PER_HIDDEN,
+    ADAPTED_TRAFFIC_PER_FEATURE,
     FUSED_TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_INTERMEDIATE,
@@ -39,20 +39,23 @@ class Model:
     ) -> Work:
         """Return work as `step_work` makes it, with the FLOPs that a tracer counts.
 
-        These are 6 per weight and token, and 12 x layers x hidden x length for attention.
+        These are 6 per weight and token, and 14 x layers x hidden x length for attention, 4 of them forward.
         """
         embedding = self.vocabulary * self.hidden
         weights = self.parameters - (0 if self.is_tied else embedding)
-        attention = 12 * self.layers * self.hidden * length
+        attention = 14 * self.layers * self.hidden * length
         traffic = FUSED_TRAFFIC_PER_HIDDEN if self.is_fused else TRAFFIC_PER_HIDDEN
-        traffic += ADAPTED_TRAFFIC_PER_HIDDEN if is_lora else 0
+        per_layer = traffic * self.hidden + TRAFFIC_PER_INTERMEDIATE * self.intermediate
+        if is_lora:  # in all layers, of which the keys' and values' are as wide as the queries'
+            per_layer += ADAPTED_TRAFFIC_PER_FEATURE * (11 * self.hidden + 3 * self.intermediate)
         trained = 0.01 * self.parameters if is_lora else self.parameters
         return Work(
             num_tokens=samples * length,
             num_microbatches=microbatches,
             flops_per_token=(4 if is_lora else 6) * weights + attention,
-            recomputed_flops_per_token=recomputed * (2 * (weights - embedding) + attention / 3),
-            traffic_per_token=self.layers * (traffic * self.hidden + TRAFFIC_PER_INTERMEDIATE * self.intermediate),
+            recomputed_flops_per_token=recomputed * (2 * (weights - embedding) + attention * 2 / 7),
+            attention_flops_per_token=attention * (1 + recomputed * 2 / 7),
+            traffic_per_token=self.layers * per_layer,
             num_layers=self.layers,
             num_parameters=int(self.parameters),
             num_trained=int(trained),

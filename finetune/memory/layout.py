@@ -35,6 +35,8 @@ class Prediction:
     parts: Mapping[str, int] = field(default_factory=dict)  # they add up to the peak
     flops_per_token: float = 0.0  # forward and backward pass, of one token of a row, padding included
     recomputed_flops_per_token: float = 0.0  # added by recomputation
+    attention_flops_per_token: float = 0.0  # of both, those of attention
+    num_adapted_features: int = 0  # inputs and outputs of all layers with an adapter
     num_parameters: int = 0
     num_trained: int = 0
 

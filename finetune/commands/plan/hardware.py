@@ -62,7 +62,12 @@ class Hardware:
         gpu = self.gpu
         flops = gpu.peak_flops(dtype) * gpu.matmul_share * TRAINING_SHARE / self.slowdown
         memory = gpu.memory_bandwidth / self.slowdown
-        return Device(flops=flops, memory_bandwidth=memory, pcie_bandwidth=gpu.pcie_bandwidth)
+        return Device(
+            flops=flops,
+            memory_bandwidth=memory,
+            pcie_bandwidth=gpu.pcie_bandwidth,
+            attention_share=gpu.attention_share,
+        )
 
     def with_gpus(self, num_gpus: int) -> "Hardware":
         """Return this number of GPUs of the same model: on one machine if they fit, else on whole machines."""

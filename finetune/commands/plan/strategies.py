@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.commands.plan.cost.assumptions import (
-    ADAPTED_TRAFFIC_PER_HIDDEN,
+    ADAPTED_TRAFFIC_PER_FEATURE,
     FUSED_TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_INTERMEDIATE,
@@ -204,7 +204,8 @@ def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_mi
         num_microbatches=num_microbatches,
         flops_per_token=prediction.flops_per_token,
         recomputed_flops_per_token=prediction.recomputed_flops_per_token,
-        traffic_per_token=_traffic(job, layout),
+        attention_flops_per_token=prediction.attention_flops_per_token,
+        traffic_per_token=_traffic(job, prediction),
         num_layers=job.shapes.layers if job.shapes is not None else _UNKNOWN_LAYERS,
         num_parameters=parameters,
         num_trained=trained,
@@ -222,14 +223,14 @@ def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes
     return prediction.num_trained * item_bytes + optimizer_bytes
 
 
-def _traffic(job: PlannedJob, layout: Layout) -> float:
+def _traffic(job: PlannedJob, prediction: Prediction) -> float:
     shapes = job.shapes
     if shapes is None:
         return 0.0
     hidden = TRAFFIC_PER_HIDDEN if job.config.model.compile == "off" else FUSED_TRAFFIC_PER_HIDDEN
-    hidden += 0.0 if layout.method == "full" else ADAPTED_TRAFFIC_PER_HIDDEN
     per_layer = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
-    return shapes.layers * per_layer * (job.compute_bytes / 2)
+    adapted = ADAPTED_TRAFFIC_PER_FEATURE * prediction.num_adapted_features
+    return (shapes.layers * per_layer + adapted) * (job.compute_bytes / 2)
 
 
 def _gathered_bytes(job: PlannedJob, layout: Layout) -> float:

@@ -83,8 +83,10 @@ class Predictor:
             parts=rounded,
             flops_per_token=flops["forward"] + flops["backward"],
             recomputed_flops_per_token=flops["recomputation"],
+            attention_flops_per_token=step.attention_flops_per_token,
             num_parameters=round(step.values["num_parameters",]),
             num_trained=round(step.values["num_trained",]),
+            num_adapted_features=round(step.values["num_adapted_features",]),
         )
 
     def _outside_step(self, layout: Layout, *, num_trained: float) -> dict[str, float]:

@@ -50,6 +50,12 @@ class SymbolicStep:
             for name, phases in _PASSES.items()
         }
 
+    @property
+    def attention_flops_per_token(self) -> float:
+        """Return the FLOPs per token of attention in all passes."""
+        attention = (value for name, value in self.values.items() if name[0] == "flops" and name[2] == "attention")
+        return sum(attention) / self.num_merged / self.num_tokens
+
     def bytes_of(self, category: str) -> float:
         """Return the bytes of this category at the end of the step."""
         return self.values.get(("held", category), 0.0)

@@ -82,7 +82,7 @@ def trace_step(
     """
     tracer, half = Tracer(), COMPUTE.get(config.train.precision)
     with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
-        num_parameters, num_trained, largest = _count(model)
+        counts = _count(model)
         keep_experts_in_graph(model)
         materialize_fake(model, dtype=half if sharding.is_half else None)
         with unset_fake_temporarily():
@@ -94,18 +94,24 @@ def trace_step(
         optimizer = _optimizer(config, model, tracer)
         _Phases(tracer, layers).watch()
         _take_step(config, model, optimizer, task=task, batch=batch, tracer=tracer)
-    counts = {"num_parameters": num_parameters, "num_trained": num_trained, "largest": largest}
     return {**{(name,): float(number) for name, number in counts.items()}, **_values(tracer)}
 
 
-def _count(model: nn.Module) -> tuple[int, int, int]:
-    """Return the numbers of all parameters, of trained parameters, and of elements of the largest one."""
+def _count(model: nn.Module) -> Mapping[str, int]:
+    """Return the numbers of parameters, of elements of the largest one, and of features of adapted layers, by name."""
     parameters = list(model.parameters())
     packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     added = sum(module.num_values - module.weight.numel() for module in packed)
     sizes = [parameter.numel() for parameter in parameters]
-    num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return sum(sizes) + added, num_trained, max(sizes)
+    bases = [getattr(module, "base_layer", None) for module in model.modules()]  # as peft's layers call it
+    return {
+        "num_parameters": sum(sizes) + added,
+        "num_trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "num_adapted_features": sum(
+            base.in_features + base.out_features for base in bases if isinstance(base, nn.Linear)
+        ),
+        "largest": max(sizes),
+    }
 
 
 def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:

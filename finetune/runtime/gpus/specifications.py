@@ -39,6 +39,7 @@ class GpuModel:
     matmul_share: float  # the fraction of the peak that large matrix products reach
     names: tuple[str, ...]
     source: str
+    attention_share: float  # the speed of attention, as a fraction of that of other matrix products
 
     def peak_flops(self, dtype: str) -> float:
         """Return the peak FLOP/s in this data type; that of fp32 if the device does not support it."""
@@ -86,6 +87,11 @@ def _read(path: Path) -> tuple[GpuModel, ...]:
     return tuple(_kind(name, values, path) for name, values in read_table(path).items())
 
 
+ATTENTION_SHARE = 0.9
+"""The `attention_share` of an entry that has none: fitted to published runs on A100 (docs/how-to/planning.md)."""
+
+_OPTIONAL = "attention_share"
+
 _KEYS = (
     "memory_gib",
     "tflops",
@@ -102,7 +108,7 @@ _KEYS = (
 
 
 def _kind(name: str, values: Any, path: Path) -> GpuModel:
-    if not isinstance(values, dict) or sorted(values) != sorted(_KEYS):
+    if not isinstance(values, dict) or sorted({*values} - {_OPTIONAL}) != sorted(_KEYS):
         raise UserError(f"{path}: the entry `{name}` must have exactly the keys {', '.join(_KEYS)}.")
     try:
         return GpuModel(
@@ -118,6 +124,7 @@ def _kind(name: str, values: Any, path: Path) -> GpuModel:
             matmul_share=float(values["matmul_share"]),
             names=tuple(str(alias) for alias in values["names"]),
             source=str(values["source"]),
+            attention_share=float(values.get(_OPTIONAL, ATTENTION_SHARE)),
         )
     except (TypeError, ValueError) as error:
         raise UserError(

@@ -45,6 +45,7 @@ class LlamaEstimate:
             recomputed_flops_per_token=forward if layout.gradient_checkpointing else 0.0,
             num_parameters=self.num_parameters + (0 if layout.method == "full" else self.num_adapted),
             num_trained=trained,
+            num_adapted_features=0 if layout.method == "full" else 20 * self.num_layers * self.hidden,
         )
 
 

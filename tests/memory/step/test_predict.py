@@ -83,6 +83,15 @@ def test_parameters_and_flops_can_be_counted_by_hand(tmp_path):
     assert found.flops_per_token == pytest.approx(3 * 2 * matrices + 3.5 * attention, rel=0.02)
     recomputed = matrices - 512 * 64 - 8 * 64 * 128  # all but the head, and the last product of each layer
     assert found.recomputed_flops_per_token == pytest.approx(2 * recomputed + attention)
+    assert found.attention_flops_per_token == pytest.approx(4.5 * attention, rel=0.01)
+    assert found.num_adapted_features == 0
+
+
+def test_the_inputs_and_outputs_of_adapted_layers_are_counted(tmp_path):
+    """Of 64 features: `q_proj` in and out, `down_proj` in (128) and out, in each of 8 layers."""
+    lora = "model.lora={rank: 4, target_modules: [q_proj, down_proj]}"
+    found = predict(config_of(tmp_path, overrides=[lora]), layout(method="lora"))
+    assert found.num_adapted_features == 8 * (64 + 64 + 128 + 64)
 
 
 def test_a_strategy_divides_the_parts_that_it_shards(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import UserError
-from finetune.runtime.gpus.specifications import find_gpu, gpu_models, nearest_names, require_gpu
+from finetune.runtime.gpus.specifications import ATTENTION_SHARE, find_gpu, gpu_models, nearest_names, require_gpu
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,11 @@ def test_figures_are_those_of_the_datasheets():
     t4 = find_gpu("T4")
     assert t4 is not None and "bf16" not in t4.flops
     assert t4.peak_flops("bf16") == t4.flops["fp32"] == 8.1e12
+
+
+def test_attention_is_as_fast_as_on_an_a100_unless_the_entry_has_another_share():
+    shares = {name: require_gpu(name).attention_share for name in ("A100-80GB", "L40S", "H100", "B200")}
+    assert shares == {"A100-80GB": ATTENTION_SHARE, "L40S": ATTENTION_SHARE, "H100": 0.53, "B200": 0.53}
 
 
 def test_every_entry_is_plausible_and_every_name_is_of_one_kind():

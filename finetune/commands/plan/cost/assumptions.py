@@ -5,9 +5,10 @@ Figures of a GPU, such as its bandwidths, are in `finetune/runtime/gpus/specific
 
 # Computation
 
-TRAINING_SHARE = 0.77
-"""Share of the speed of the largest matrix products that all products of a model, including attention, reach. Chosen so
-that the errors against published throughputs (docs/how-to/planning.md) are centered on 0."""
+TRAINING_SHARE = 0.8
+"""Share of the speed of the largest matrix products that all products of a model but attention's reach. Fitted to half
+of llm-foundry's published runs with attention's shares (`attention_share` in the table of GPUs) by
+`benchmarks/plan_published.py --fit`; the other half and other sources are in docs/how-to/planning.md."""
 
 MEMORY_SHARE = 0.8
 """Share of the memory's bandwidth that element-wise kernels reach."""
@@ -20,8 +21,8 @@ of the MLP's width: two RMS norms in float32 (76 forward), two residual addition
 FUSED_TRAFFIC_PER_HIDDEN = 140.0
 """The same with torch.compile, which fuses them."""
 
-ADAPTED_TRAFFIC_PER_HIDDEN = 250.0
-"""The traffic of adapters: seven modules of a layer, each with a float32 copy of its input and a sum at its output."""
+ADAPTED_TRAFFIC_PER_FEATURE = 13.0
+"""Bytes per token and input or output feature of an adapted layer: a float32 copy of its input, a sum at its output."""
 
 HOST_SECONDS_PER_LAYER = 1.2e-3
 """Time to launch the kernels of a layer's forward and backward pass from Python, without torch.compile."""

@@ -34,12 +34,16 @@ from finetune.commands.plan.cost.collectives import (
 
 @dataclass(frozen=True)
 class Device:
-    """The effective speed of a device: FLOP/s of matrix products, and bytes per second."""
+    """The effective speed of a device: FLOP/s of matrix products, and bytes per second.
+
+    `attention_share` is the speed of attention, as a share of that of other products.
+    """
 
     flops: float
     memory_bandwidth: float
     pcie_bandwidth: float
     host_bandwidth: float = 20e9  # of the host's memory, for one rank
+    attention_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Work:
     num_casts: int = 0  # of float32 weights per microbatch (autocast)
     dequantized_bytes: float = 0.0  # written per microbatch if weights have 4 or 8 bits
     num_collective_layers: int = 0  # gathered one by one; 0: num_layers
+    attention_flops_per_token: float = 0.0  # those of attention, in all passes
 
     @property
     def tokens_per_step(self) -> float:
@@ -146,7 +151,8 @@ def _pass_seconds(strategy: str, work: Work, *, device: Device) -> _Pass:
     memory = device.memory_bandwidth * MEMORY_SHARE
     total = work.flops_per_token + work.recomputed_flops_per_token
     recomputed = work.recomputed_flops_per_token / max(total, 1.0)
-    products = max(work.num_tokens * total / device.flops, 3 * work.weight_bytes / memory)
+    slower = work.attention_flops_per_token * (1 / device.attention_share - 1)  # as if attention had more FLOPs
+    products = max(work.num_tokens * (total + slower) / device.flops, 3 * work.weight_bytes / memory)
     recomputes = work.recomputed_flops_per_token > 0
     between = work.num_tokens * work.traffic_per_token * (4 / 3 if recomputes else 1.0) / memory
     casts = (6.0 * work.num_casts * work.num_parameters + work.dequantized_bytes) / memory

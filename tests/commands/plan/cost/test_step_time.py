@@ -43,6 +43,13 @@ def test_recomputation_adds_its_flops_and_a_third_of_the_traffic():
     assert found.parts["computation"] == pytest.approx(2 * (0.8 + 0.1 * 4 / 3))
 
 
+def test_attention_is_slower_than_other_products():
+    """Of 6 GFLOP per token, 1.5 are attention's, at half the speed: 10,000 tokens take 0.15 s more."""
+    work, device = replace(WORK, attention_flops_per_token=1.5e9), replace(DEVICE, attention_share=0.5)
+    found = step_time("single", work, device=device, cluster=ONE)
+    assert found.parts["computation"] == pytest.approx(2 * (PASS + 0.15))
+
+
 def test_a_small_model_is_bound_by_memory_or_by_the_host():
     """100 tokens of 6 GFLOP take 6 ms, as reading 2 GB of weights three times does; 10 layers at 1.2 ms take 12."""
     small = replace(WORK, num_tokens=100, num_microbatches=1, traffic_per_token=0.0)
