@@ -26,10 +26,6 @@ from transformers.models.auto import auto_factory, processing_auto, tokenization
 
 from finetune.errors import ModelError
 from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, check_index
-from finetune.runtime.optional import lazily
-
-with lazily():
-    from peft.tuners import lora as peft_lora
 
 CHECKED = {"transformers": (5, 24), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 13)}
 
@@ -309,28 +305,6 @@ def expose_hidden_size(config: Any) -> Iterator[None]:
 
 
 # Adapters and quantization.
-
-
-def skip_redundant_casts(model: nn.Module) -> None:
-    """Make LoRA layers pass 16-bit inputs to their matrices without a cast if autocast would undo it.
-
-    peft 0.21 casts every input to the adapter's float32, and autocast casts it back: bitwise the same result, for two
-    extra passes over the activations of every adapted layer. Layers with dropout or DoRA depend on the dtype and are
-    not changed. Can be removed when peft leaves casts to autocast.
-    """
-    for layer in model.modules():
-        if isinstance(layer, peft_lora.LoraLayer) and _has_plain_lora(layer):
-            layer._cast_input_dtype = _cast_unless_autocast
-
-
-def _has_plain_lora(layer: Any) -> bool:
-    has_dropout = any(not isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
-    return not has_dropout and not getattr(layer, "lora_variant", {})
-
-
-def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    is_left = x is None or x.dtype == dtype or (x.element_size() == 2 and torch.is_autocast_enabled(x.device.type))
-    return x if is_left or x is None else x.to(dtype)
 
 
 def grouped_product(inputs: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_grad
+from peft import PeftModel
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from finetune.config.sections.model import FromConfigSection, LoraSection, ModelSection
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
+from finetune.model.adapters.single_pass import use_single_pass
 from finetune.model.loading.architecture import SpecialTokenIds
 from finetune.model.loading.load import load_model
 from finetune.model.size import measure_model
@@ -26,6 +29,7 @@ SETTINGS = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # partition the smallest too
     "train_micro_batch_size_per_gpu": 1,
 }
+BATCH = torch.arange(48).view(2, 24)
 PARTITIONED = InitContext(gather=lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0))
 
 
@@ -64,11 +68,49 @@ def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:
     return num_partitioned
 
 
+def with_trained_factors(section: ModelSection, construction: InitContext) -> PeftModel:
+    """Return a model with LoRA in one pass, whose factors are those of no new adapter."""
+    model = add_adapter(
+        build(section, construction),
+        LoraSection(rank=2, dropout=0.2),
+        AdapterContext(seed=1, init_context=construction),
+    )
+    use_single_pass(model, in_place=True)
+    generator = torch.Generator().manual_seed(0)
+    for factor in (parameter for parameter in model.parameters() if parameter.requires_grad):
+        with torch.no_grad(), construction.gather([factor]):
+            factor.copy_(torch.randn(factor.shape, generator=generator) * 0.1)
+    return model.train()
+
+
+def compare_gradients(partitioned: PeftModel, whole: PeftModel) -> int:
+    """Return the number of factors with the gradients of the whole model that are partitioned after each pass."""
+    trained = [parameter for parameter in partitioned.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=partitioned,
+        optimizer=torch.optim.SGD(trained),
+        config={**SETTINGS, "zero_allow_untested_optimizer": True},
+    )
+    losses = []
+    for model in (engine, whole):
+        torch.manual_seed(0)
+        losses.append(model(input_ids=BATCH, labels=BATCH, use_cache=False).loss)
+    assert all(parameter.numel() == 0 for parameter in trained)
+    engine.backward(losses[0])
+    losses[1].backward()
+    assert torch.allclose(*losses, atol=1e-6, rtol=0)
+    expected = [parameter.grad for parameter in whole.parameters() if parameter.requires_grad]
+    for parameter, gradient in zip(trained, expected, strict=True):
+        torch.testing.assert_close(safe_get_full_grad(parameter), gradient, rtol=1e-4, atol=1e-6)
+    return sum(parameter.numel() == 0 for parameter in trained)
+
+
 def main(folder: Path) -> None:
     deepspeed.init_distributed("gloo")
     sections = [ModelSection(from_config=FromConfigSection(model_type=kind, values=values)) for kind, values in MODELS]
     whole = [build(section, InitContext()) for section in sections]
     whole_adapted = adapted(sections[0], InitContext())
+    whole_trained = with_trained_factors(sections[0], InitContext())
     if distributed.is_main():
         whole[0].save_pretrained(folder)
     distributed.barrier()
@@ -77,6 +119,7 @@ def main(folder: Path) -> None:
     counts = [compare(build(section, PARTITIONED), one) for section, one in zip(sections, whole, strict=True)]
     counts.append(compare(adapted(sections[0], PARTITIONED), whole_adapted))
     counts.append(compare(build(ModelSection(name=str(folder)), PARTITIONED), whole[0]))
+    counts.append(compare_gradients(with_trained_factors(sections[0], PARTITIONED), whole_trained))
     del settings
     distributed.barrier()
     torch.distributed.destroy_process_group()

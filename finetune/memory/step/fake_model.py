@@ -20,7 +20,7 @@ from finetune.runtime.optional import lazily, no_op
 from finetune.task.protocol import Task
 
 with lazily():
-    from finetune.model.adapters import build
+    from finetune.model.adapters import build, single_pass
 
 _NO_TOKENS = SpecialTokenIds(bos=0, eos=0, pad=0)
 
@@ -64,7 +64,9 @@ def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) 
         raise ModelError("model: the memory of a saved adapter or of prompt tuning cannot be predicted.")
     if isinstance(adapter, LoraSection):
         adapter = adapter.model_copy(update={"init": "default"})  # does not read the weights' values
-    return build.add_adapter(model, adapter, AdapterContext(seed=seed, head=task.head))
+    adapted = build.add_adapter(model, adapter, AdapterContext(seed=seed, head=task.head))
+    single_pass.use_single_pass(adapted, in_place=section.gradient_checkpointing != "selective")
+    return adapted
 
 
 def materialize_fake(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:

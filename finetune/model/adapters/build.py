@@ -64,7 +64,6 @@ from finetune.model.loading.pretrained import (
     load_adapter_config,
     read_saved_adapter_config,
 )
-from finetune.model.upstream import skip_redundant_casts
 from finetune.runtime.optional import no_op
 from finetune.runtime.seeds import derive_seed
 
@@ -159,7 +158,6 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, context: Adapter
         raise ModelError(f"model.{method.key}: {error_summary(error)} {format_candidates(model)}") from error
     method.fill(adapted, adapter, context)
     group_expert_adapters(adapted)
-    skip_redundant_casts(adapted)
     return adapted
 
 

@@ -45,7 +45,7 @@ from finetune.task.protocol import Task
 from finetune.task.router_loss.routers import find_routers
 
 with lazily():
-    from finetune.model.adapters import build, lora, targets
+    from finetune.model.adapters import build, lora, single_pass, targets
 
 
 def build_model(
@@ -102,7 +102,9 @@ def _build_trainable(
             base=unquantized_weights_folder(section),
             recorded=recorded,
         )
-        return build.add_adapter(model, adapter, adapter_context)
+        adapted = build.add_adapter(model, adapter, adapter_context)
+        single_pass.use_single_pass(adapted, in_place=section.gradient_checkpointing != "selective")
+        return adapted
     freeze(model, section.freeze)
     train_only(model, section.train_only)
     return model

@@ -1,0 +1,303 @@
+"""LoRA in one pass computes what peft computes, with one mask and one copy of the inputs for layers that share them."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners import lora
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.autograd.graph import saved_tensors_hooks
+
+from finetune.config.sections.model import LoraSection, QuantizationSection
+from finetune.model import quantize
+from finetune.model.activations import enable_gradient_checkpointing
+from finetune.model.adapters.single_pass import AddProduct, MultiplyA, SinglePassLayer, use_single_pass
+from finetune.model.kernels import compilation
+from finetune.model.upstream import adapters_disabled
+from tests.devices import EVERY_DEVICE
+
+BATCH = torch.arange(96).view(4, 24)
+DROPOUT = LoraSection(rank=4, alpha=8, dropout=0.2)
+SECTIONS = {
+    "plain": LoraSection(rank=4, alpha=8),
+    "rslora": LoraSection(rank=4, alpha=8, rslora=True),
+    "own ranks and scales": LoraSection(rank=4, alpha=8, rank_pattern={"q_proj": 3}, alpha_pattern={"up_proj": 3.0}),
+    "two of three": LoraSection(rank=4, target_modules=("q_proj", "v_proj")),
+}
+
+
+class Attention(nn.Module):
+    """Four projections, of which some read a second tensor if there is one."""
+
+    def __init__(self, base_bias: bool = False) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(6, 5 if name == "k_proj" else 6, bias=base_bias))
+
+    def forward(self, states: Tensor, others: Tensor | None = None) -> tuple[Tensor, ...]:
+        read = states if others is None else others
+        return self.q_proj(states), self.k_proj(read), self.v_proj(read), self.o_proj(states + 1)
+
+
+@pytest.fixture
+def attention() -> Any:
+    """Return a function that makes the module with adapters in float64."""
+
+    def make(*, bias: bool = False, **settings: Any) -> Any:
+        torch.manual_seed(1)
+        config = LoraConfig(r=2, lora_alpha=6, target_modules=[f"{name}_proj" for name in "qkvo"], **settings)
+        module = inject_adapter_in_model(config, Attention(bias)).double()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        return module.train()
+
+    return make
+
+
+def step(model: Any, *, seed: int = 3, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients by name of one batch."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    batch = BATCH.to(model.device)
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_difference(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    assert some.keys() == others.keys() and len(some) >= 4
+    return max(float((some[name] - others[name]).abs().max() / others[name].abs().max()) for name in some)
+
+
+def single_pass_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, SinglePassLayer)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("num_factors", [1, 3])
+def test_gradients_of_the_product_with_a_are_those_of_finite_differences(dropout, num_factors):
+    rows = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+    factors = [torch.randn(2 + index, 8, dtype=torch.float64, requires_grad=True) for index in range(num_factors)]
+
+    def multiply(*tensors: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)  # the same mask each time
+        products: tuple[Tensor, ...] = MultiplyA.apply(tensors[0], 1.7, dropout, *tensors[1:])
+        return products
+
+    assert gradcheck(multiply, (rows, *factors))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_of_the_sum_are_those_of_finite_differences(in_place):
+    shapes = ((7, 5), (7, 2), (5, 2))
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert gradcheck(lambda output, *others: AddProduct.apply(output.clone(), *others, in_place), tensors)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 6), (3, 6)])  # 48 elements pack into whole bytes, 18 do not
+def test_queries_keys_and_values_share_a_mask_and_others_have_their_own(attention, bias, shape):
+    module = attention(bias=bias, lora_dropout=0.3)
+    use_single_pass(module, in_place=True)
+    states = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(5)
+    outputs = module(states)
+    torch.manual_seed(5)
+    rows = states.numel() // 6
+    masks = [torch.empty(rows, 6, dtype=torch.bool).bernoulli_(0.7).view(shape) for _ in range(2)]
+    expected = []
+    for name, mask in zip(("q_proj", "k_proj", "v_proj", "o_proj"), (masks[0], *masks[:1] * 2, masks[1]), strict=True):
+        layer = getattr(module, name)
+        read = states + 1 if name == "o_proj" else states
+        product = read * mask / 0.7 @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T
+        expected.append(layer.base_layer(read) + 3 * product)
+    weights = [p for p in module.parameters() if p.requires_grad]
+    found, wanted = (
+        torch.autograd.grad(sum(output.square().sum() for output in some), [states, *weights])
+        for some in (outputs, expected)
+    )
+    for one, other in zip((*outputs, *found), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-10)
+
+
+def test_cross_attention_shares_only_what_reads_the_same_tensor(attention):
+    module = attention(lora_dropout=0.3)
+    use_single_pass(module, in_place=True)
+    states, others = torch.randn(2, 2, 3, 6, dtype=torch.float64)
+    torch.manual_seed(5)
+    module(states, others)
+    outputs = module(states, others)
+    assert outputs[0].shape == (2, 3, 6)
+    torch.manual_seed(5)
+    first = module(states, others)
+    second = module(states, others)
+    assert all(torch.equal(one, other) for one, other in zip(second, outputs, strict=True))
+    assert not torch.equal(first[0], second[0])
+    assert module.q_proj.common_input is module.v_proj.common_input is not module.o_proj.common_input
+    assert module.q_proj.common_input._inputs is None and module.q_proj.common_input._hidden == {}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("name", ["llama untied", "qwen3 tied", "gpt2 tied"])
+def test_a_model_has_the_loss_and_gradients_it_has_with_peft(from_config, build, adapted, name, section):
+    if name == "gpt2 tied" and section in ("own ranks and scales", "two of three"):
+        pytest.skip("these names are not in the model")
+    plain = adapted(build(from_config(name)), SECTIONS[section], noise=0.1).train()
+    model = copy.deepcopy(plain)
+    names = [name for name, _ in model.named_parameters()]
+    use_single_pass(model, in_place=True)
+    layers = [name for name, module in plain.named_modules() if isinstance(module, lora.LoraLayer)]
+    assert single_pass_layers(model) == layers and len(layers) >= 4
+    assert [name for name, _ in model.named_parameters()] == names
+    (loss, gradients), (expected, others) = step(model), step(plain)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-6)
+    assert largest_difference(gradients, others) < 1e-5
+
+
+def test_a_copy_of_a_model_uses_its_own_weights(from_config, build, adapted):
+    model = adapted(build(from_config()), DROPOUT, noise=0.1).train()
+    use_single_pass(model, in_place=True)
+    before, own = step(model)
+    clone = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loss, gradients = step(clone)
+    assert torch.equal(loss, before) and largest_difference(gradients, own) == 0
+
+
+def test_rounding_in_bfloat16_is_no_larger_than_that_of_peft(from_config, build, adapted):
+    errors = torch.zeros(2)
+    for seed in range(4):
+        plain = adapted(build(from_config(), seed=seed), SECTIONS["plain"], noise=0.1).bfloat16().train()
+        model, exact = copy.deepcopy(plain), copy.deepcopy(plain).float()
+        use_single_pass(model, in_place=True)
+        for parameter in (p for each in (plain, model) for p in each.parameters() if p.requires_grad):
+            parameter.data = parameter.data.float()
+        reference = step(exact)[1]
+        for index, each in enumerate((model, plain)):
+            gradients = step(each, autocast=True)[1]
+            errors[index] += sum((gradients[name] - reference[name]).norm() for name in reference)
+    assert 0 < errors[0] < 1.1 * errors[1]
+
+
+def test_without_autocast_the_output_has_the_dtype_of_the_base(from_config, build, adapted):
+    model = adapted(build(from_config(dtype="bfloat16")), SECTIONS["plain"]).train()
+    use_single_pass(model, in_place=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
+    loss, gradients = step(model)
+    assert loss.isfinite() and {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+
+
+def test_disabled_merged_and_several_adapters_run_as_in_peft(from_config, build, adapted):
+    plain = adapted(build(from_config()), DROPOUT, noise=0.1).eval()
+    model = copy.deepcopy(plain)
+    use_single_pass(model, in_place=True)
+    found, expected = [], []
+    for results, own in ((found, model), (expected, plain)):
+        with torch.no_grad(), adapters_disabled(own):
+            results.append(own(input_ids=BATCH).logits)
+        own.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        own.base_model.set_adapter(["default", "second"])
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            for name, parameter in own.named_parameters():
+                if ".second." in name:
+                    parameter.normal_()
+        with torch.no_grad():
+            results.append(own(input_ids=BATCH).logits)
+            own.base_model.set_adapter("default")
+            own.base_model.merge_adapter()
+            results.append(own(input_ids=BATCH).logits)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
+def test_dora_and_experts_keep_the_forward_pass_of_peft(from_config, build, adapted):
+    model = adapted(build(from_config()), LoraSection(rank=2, dora=True))
+    use_single_pass(model, in_place=True)
+    assert single_pass_layers(model) == []
+
+
+def saved_bytes(model: Any) -> int:
+    """Return the memory that a forward pass keeps for the backward pass, without parameters."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=BATCH, labels=BATCH, use_cache=False).loss
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
+
+
+def test_dropout_keeps_no_copy_of_the_inputs_and_one_bit_of_mask_per_element(from_config, build, adapted):
+    sizes = {}
+    for section in (SECTIONS["plain"], DROPOUT):
+        plain = adapted(build(from_config()), section, noise=0.1).train()
+        model = copy.deepcopy(plain)
+        use_single_pass(model, in_place=True)
+        sizes[section.dropout] = saved_bytes(model), saved_bytes(plain)
+    rows, inputs = BATCH.numel(), 2 * (3 * 32 + 64)  # of two layers: q/k/v, o, gate/up; down
+    assert sizes[0.0][0] == sizes[0.0][1]
+    assert sizes[0.2][0] == sizes[0.0][0] + rows * inputs // 8
+    assert sizes[0.2][1] > 1.4 * sizes[0.2][0]
+
+
+@pytest.mark.parametrize("mode", [True, "selective", "compiled"])
+def test_recomputation_and_compilation_change_no_number(from_config, build, adapted, monkeypatch, mode):
+    model = adapted(build(from_config()), DROPOUT, noise=0.1).train()
+    use_single_pass(model, in_place=mode != "selective")
+    expected, others = step(model)
+    if mode == "compiled":
+        monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compilation.compile_model(model.get_base_model(), "regional", log=lambda line: None)
+    else:
+        enable_gradient_checkpointing(model.get_base_model(), mode)
+    loss, gradients = step(model)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-6)
+    assert largest_difference(gradients, others) < 1e-5
+    if mode == "compiled":
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"]
+
+
+@pytest.mark.skipif(not quantize.is_installed("bitsandbytes"), reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"bits": 8}])
+def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(from_config, build, adapted, tmp_path, keys):
+    build(from_config()).save_pretrained(tmp_path)
+    quantized = QuantizationSection(compute_dtype="float32").model_copy(update=keys)
+    section = from_config().model_copy(update={"from_config": None, "name": str(tmp_path), "quantization": quantized})
+    results = []
+    for is_single_pass in (True, False):
+        model = adapted(build(section), SECTIONS["plain"], noise=0.1).train()
+        if is_single_pass:
+            use_single_pass(model, in_place=True)
+            assert len(single_pass_layers(model)) == 14
+        results.append(step(model))
+    assert float(results[0][0]) == pytest.approx(float(results[1][0]), abs=1e-6)
+    assert largest_difference(results[0][1], results[1][1]) < 1e-4
+
+
+@EVERY_DEVICE
+def test_fewer_operations_than_with_peft(from_config, build, adapted, device):
+    counts = []
+    for is_single_pass in (True, False):
+        model = adapted(build(from_config()), DROPOUT, noise=0.1).train().to(device)
+        if is_single_pass:
+            use_single_pass(model, in_place=True)
+        step(model)
+        with torch.profiler.profile() as profile:
+            step(model)
+        matched = ("aten::mm", "aten::addmm", "aten::addmm_")
+        counts.append(sum(event.count for event in profile.key_averages() if event.key in matched))
+    assert counts[0] < 0.9 * counts[1]
