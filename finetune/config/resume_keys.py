@@ -96,6 +96,7 @@ MAY_DIFFER = (
     "model.activation_offload",  # the same values, stored elsewhere
     "model.compile",  # the same sums, fused differently; random numbers are the same as without
     "model.kernels",  # the same sums in one kernel
+    *("train.fp8", "train.fp8.recipe", "train.fp8.emulate"),  # how products are rounded; that they are: train.precision
     "model.cache_folder",
     *("data.cache_folder", "data.prepare_workers", "data.num_workers", "data.pin_memory"),
     *("data.persistent_workers", "data.prefetch_factor", "data.train.stream.num_ahead"),

@@ -40,7 +40,7 @@ from finetune.runtime.resources import usable_cores
 from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 
 _MAX_TRAINING_TEXTS = 150
-_PRECISIONS: Mapping[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_PRECISIONS: Mapping[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def trained_logits(

@@ -68,13 +68,14 @@ def attended_tokens(training: DatasetView, plan: StepPlan) -> float:
 def peak_flops(device: torch.device, *, precision: str, world: int) -> float | None:
     """Return the peak FLOP/s of `world` devices like this one; None on a CPU and for a kind that is in no table.
 
-    That of the dtype in which matrices are multiplied; TF32 where float32 products are allowed to use it.
+    That of the dtype in which matrices are multiplied; TF32 where float32 products are allowed to use it. For fp8
+    that of bf16, in which head and attention compute, so that utilizations can be compared.
     """
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None:
         return None
     uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    return world * gpu.peak_flops("tf32" if uses_tf32 else precision)
+    return world * gpu.peak_flops("tf32" if uses_tf32 else "bf16" if precision == "fp8" else precision)
 
 
 def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobSettings
 from finetune.strategy.upstream import gloo_bridge
 
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class FullySharded:

@@ -8,8 +8,11 @@ from finetune.errors import StrategyError
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.strategy.environment import LaunchEnvironment
 
-ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-"""Accelerate's mixed precision by `train.precision`."""
+ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+"""Accelerate's mixed precision by `train.precision`.
+
+Its `fp8` has no emulation, converts the head's neighbors, and under FSDP2 refuses to load the weights on rank 0 alone
+(1.15): for `fp8` the layers are converted before `prepare`."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class JobSettings:
     """The settings of the job that a strategy depends on."""
 
     strategy: str | None  # run.strategy: the only one that is accepted
-    precision: str  # fp32, bf16, fp16
+    precision: str  # fp32, bf16, fp16, fp8
     microbatch_size: int
     max_gradient_norm: float | None
     optimizer: str = "adamw"
@@ -27,6 +30,7 @@ class JobSettings:
     pins_memory: bool = False
     offloads_activations: bool = False
     updates_in_backward: bool = False
+    emulates_fp8: bool = False
     rounds_by_position: bool = False  # stochastic rounding, seeded by the position in the whole parameter
 
 
@@ -41,6 +45,7 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
         )
     if job.precision == "fp16" and not environment.has_device:
         conflicts.append("train.precision: fp16 needs a GPU, but this machine has none. Set fp32 or bf16.")
+    conflicts += _fp8_conflicts(environment, job) if job.precision == "fp8" else []
     if job.pins_memory and not environment.has_device:
         conflicts.append("data.pin_memory: true has no effect on a machine without a GPU. Remove it.")
     if environment.fsdp_activation_checkpointing:
@@ -58,6 +63,22 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
     conflicts += environment.unsupported
     conflicts += _sequence_conflicts(environment)
     return conflicts + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
+
+
+def _fp8_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
+    conflicts = []
+    if environment.zero_stage is not None or environment.fsdp_version == 1:
+        name = "FSDP1" if environment.zero_stage is None else "ZeRO"
+        conflicts.append(
+            f"train.precision: fp8 does not work under {name}, which flattens weights and casts them itself. Launch "
+            "with accelerate_configs/fsdp2.yaml or ddp.yaml, or set bf16."
+        )
+    if not environment.has_device and not job.emulates_fp8:
+        conflicts.append(
+            "train.precision: fp8 needs a GPU of compute capability 8.9 or newer, but this machine has none. Set bf16, "
+            "or `train.fp8.emulate: true`, which computes the same numbers slowly."
+        )
+    return conflicts
 
 
 def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:

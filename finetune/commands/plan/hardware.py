@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from finetune.commands.plan.cost.assumptions import (
+    FP8_SAVED_SHARE,
     GPUS_PER_NODE,
     HOP_SECONDS,
     LINK_SHARE,
@@ -57,10 +58,11 @@ class Hardware:
             hop_seconds=HOP_SECONDS.get(gpu.link, HOP_SECONDS["PCIe"]),
         )
 
-    def device(self, dtype: str) -> Device:
-        """Return the effective speed of one GPU in this data type."""
+    def device(self, dtype: str, *, fp8_share: float = 0.0) -> Device:
+        """Return the effective speed of one GPU in this data type, and in 8 bits for this share of the FLOPs."""
         gpu = self.gpu
-        flops = gpu.peak_flops(dtype) * gpu.matmul_share * TRAINING_SHARE / self.slowdown
+        saved = fp8_share * FP8_SAVED_SHARE if "fp8" in gpu.flops else 0.0
+        flops = gpu.peak_flops(dtype) * gpu.matmul_share * TRAINING_SHARE / self.slowdown / (1 - saved)
         memory = gpu.memory_bandwidth / self.slowdown
         return Device(
             flops=flops,

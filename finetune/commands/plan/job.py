@@ -16,7 +16,7 @@ from finetune.model.size import Shapes, read_shapes
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_run_plan, make_training_data
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,23 @@ class PlannedJob:
         """Return whether autocast rounds float32 weights in each forward pass, unless the strategy stores others."""
         return self.config.model.dtype == "float32" and self.train.precision != "fp32"
 
+    def fp8_share(self, flops_per_token: float) -> float:
+        """Return the share of the FLOPs that 8 bits speed up: all but head and attention; 0 for another precision.
+
+        Of frozen weights torchao 0.18 computes the gradient, too: there is a quarter of the gain.
+        """
+        if self.train.precision != "fp8" or self.shapes is None:
+            return 0.0
+        shapes = self.shapes
+        head = 6 * shapes.hidden * shapes.vocabulary
+        attention = 12 * shapes.layers * shapes.queries * self.counts.tokens_per_position
+        share = max(0.0, 1 - (head + attention) / flops_per_token)
+        return share if self.method == "full" else share / 4
+
     def peak_dtype(self, *, has_tf32: bool) -> str:
         """Return the data type whose peak FLOP/s apply."""
         if self.train.precision != "fp32":
-            return self.train.precision
+            return "bf16" if self.train.precision == "fp8" else self.train.precision  # of head and attention
         return "tf32" if self.train.tf32 is not False and has_tf32 else "fp32"
 
 

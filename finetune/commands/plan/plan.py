@@ -251,8 +251,14 @@ def _emulated(job: PlannedJob, machines: Sequence[Hardware]) -> list[str]:
     """Return a sentence for each GPU model that lacks the data type of the job's matrix products."""
     dtype = job.train.precision
     lacking = dict.fromkeys(hardware.gpu.name for hardware in machines if dtype not in hardware.gpu.flops)
-    instead = " Write train.precision: fp16." if dtype == "bf16" else ""
-    return [f"{name} has no {dtype} units: the speed of fp32 is assumed.{instead}" for name in lacking]
+    instead = _INSTEAD.get(dtype, "the speed of fp32 is assumed.")
+    return [f"{name} has no {dtype} units: {instead}" for name in lacking]
+
+
+_INSTEAD = {
+    "bf16": "the speed of fp32 is assumed. Write train.precision: fp16.",
+    "fp8": "a run is refused there. Write train.precision: bf16.",
+}
 
 
 def _assumptions(assumed: Assumed) -> list[str]:

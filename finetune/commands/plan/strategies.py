@@ -142,7 +142,8 @@ def timed(job: PlannedJob, hardware: Hardware, layout: Layout, fit: Fit) -> Stra
     layout = with_microbatch(layout, fit.microbatch_size)
     num_microbatches = job.train.global_batch_size // (ranks * fit.microbatch_size)
     work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches)
-    device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops))
+    fp8_share = job.fp8_share(fit.largest.flops_per_token)
+    device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops), fp8_share=fp8_share)
     cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
     time = step_time(layout.strategy, work, device=device, cluster=cluster)
     return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time)

@@ -74,7 +74,7 @@ _UNVERIFIED = {
     "run.folder": "uploads to the URL of `run.folder`",
     "export.push_to_hub": "the upload to the hub",
     "model.compile": "that the model compiles",
-    "train.precision": "fp16 and its loss scaling",
+    "train.precision": "fp16 and its loss scaling, or 8-bit products",
 }
 
 
@@ -147,6 +147,9 @@ def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[
         values["model.attention"] = "auto", _GPU_ONLY
     if config.data.pin_memory is True:
         values["data.pin_memory"] = "auto", _GPU_ONLY
+    if train.precision == "fp8":
+        values["train.precision"] = "bf16", _GPU_ONLY
+        values["train.fp8"] = None, _GPU_ONLY
     if train.precision == "fp16":
         values["train.precision"] = "bf16", _FP16
         if model.dtype == "float16":

@@ -75,11 +75,22 @@ def dtype_fits_precision(config: RunConfig) -> Iterator[Problem]:
             f"weights in `{dtype}` are multiplied in `{dtype}`, not in fp32. "
             f"Write `precision: {half}`, or `model.dtype: float32`.",
         )
-    elif precision not in (half, "fp32"):
+    elif precision not in (half, "fp32") and (half, precision) != ("bf16", "fp8"):
         yield Problem(
             "train.precision",
             f"`{precision}` does not fit weights in `{dtype}`. Write `{half}`, or change `model.dtype`.",
         )
+
+
+def fp8_is_supported(config: RunConfig) -> Iterator[Problem]:
+    """8-bit products are those of linear layers that are not quantized."""
+    is_used = config.train.precision == "fp8"
+    if config.train.fp8 is not None and not is_used:
+        message = f"it has no effect with `precision: {config.train.precision}`. Remove it, or write `precision: fp8`."
+        yield Problem("train.fp8", message)
+    if is_used and config.model.quantization is not None:
+        message = "quantized layers do not multiply in 8-bit floats. Write `bf16`, or remove `model.quantization`."
+        yield Problem("train.precision", message)
 
 
 BATCH_RULES = (
@@ -88,6 +99,7 @@ BATCH_RULES = (
     warmup_is_written_once,
     schedule_fits_its_steps,
     dtype_fits_precision,
+    fp8_is_supported,
 )
 
 

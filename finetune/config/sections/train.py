@@ -128,6 +128,18 @@ class UnfreezeSection(Section):
     after_steps: Positive = key("Number of steps for which they stay frozen.")
 
 
+class Fp8Section(Section):
+    """8-bit products of linear layers (Micikevicius et al., 2022, arXiv:2209.05433), by torchao."""
+
+    recipe: Literal["tensorwise", "rowwise"] = key(
+        "One scale per tensor, with which FSDP2 gathers weights in 8 bits; or one per row: more exact, less fast.",
+        "tensorwise",
+    )
+    emulate: bool = key(
+        "Compute the numbers of 8-bit products in 32 bits: on any device, and slower than bf16. For tests.", False
+    )
+
+
 class AverageSection(Section):
     """An exponential moving average of the weights, which is evaluated and exported in their place."""
 
@@ -181,9 +193,12 @@ class TrainSection(Section):
     max_gradient_norm: float | None = key(
         "Clip the gradient to this global norm; `null` does not clip.", 1.0, gt=0.0, le=1e12
     )
-    precision: Literal["fp32", "bf16", "fp16"] = key(
-        "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU.", "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = key(
+        "Arithmetic of forward and backward passes. fp16 scales the loss and needs a GPU. fp8 is bf16 with linear "
+        "layers that multiply in 8 bits while they train; it needs torchao and a GPU of compute capability 8.9.",
+        "fp32",
     )
+    fp8: Fp8Section | None = key("How linear layers multiply with `precision: fp8`; unset: its defaults.", None)
     tf32: bool | Literal["auto"] = key(
         "On NVIDIA GPUs, multiply float32 matrices as TensorFloat-32: several times faster, with 10 bits of mantissa "
         "instead of 23. `auto`: where the GPU has it, except with `run.deterministic`. Rotary positions are exact in "

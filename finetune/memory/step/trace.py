@@ -34,8 +34,8 @@ FORWARD, LOSS, UPDATE, RECOMPUTATION = "forward", "loss", "update", "recomputati
 HEAD, BETWEEN = "backward of the head", "backward"
 FIRST, LAST = "backward of the last layer", "backward of the first layer"  # in the order of the backward pass
 
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}
-"""The compute dtype by `train.precision`; fp16 uses the same memory as bf16."""
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp8": torch.bfloat16}
+"""The compute dtype by `train.precision`; fp16 and fp8 use the same memory as bf16."""
 
 Values = Mapping[tuple[str, ...], float]
 """Measurements of a step by name, all of which grow linearly with the number of layers."""

@@ -248,7 +248,7 @@ AXOLOTL = {
     "bfloat16": fact("bf16", truth),
     "fp16": fact("fp16", truth),
     "float16": fact("fp16", truth),
-    "fp8": ours("it makes steps faster, not better: matrices are multiplied in bf16 here"),
+    "fp8": ours("it makes steps faster, not better: `train.precision: fp8` does"),
     "tf32": to("train.tf32", truth),
     "gradient_checkpointing": to("model.gradient_checkpointing", checkpointing),
     "gradient_checkpointing_kwargs.*": ours("the non-reentrant implementation is used, whatever the strategy"),

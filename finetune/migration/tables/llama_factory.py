@@ -22,7 +22,7 @@ from finetune.migration.tables.trainer import TRAINER
 _CACHE = "tokenized rows are cached by their content and the tokenizer"
 _ANSWERS = "how answers are generated is for `finetune chat` and `evaluate.generate`"
 _VIDEO = "videos are not read here: rows with text and images are"
-_FP8 = "it makes steps faster, not better: matrices are multiplied in bf16 here"
+_FP8 = "it makes steps faster, not better: `train.precision: fp8` does"
 _RL = "reinforcement learning is not a task here: use the Session API (docs/how-to/session.md)."
 _OPTIMIZER = "this optimizer has no counterpart: choose another `train.optimizer.name` (docs/how-to/learning.md)."
 _PRECISION = "weights, norms and head have the dtype of `model.dtype`, adapters are kept in float32"

@@ -149,8 +149,8 @@ TORCHTUNE = {
     "compile.*": no("write `model.compile: regional` or `full`."),
     "quantizer.*": qat,
     "fake_quant_after_n_steps": qat,
-    "enable_fp8_training": no("8-bit floats have no counterpart: `train.precision: bf16`."),
-    "fp8_recipe_name": no("8-bit floats have no counterpart: `train.precision: bf16`."),
+    "enable_fp8_training": no("write `train.precision: fp8`."),
+    "fp8_recipe_name": no("write `train.fp8.recipe`."),
     # where it runs
     "device": ours("the accelerate file chooses the device"),
     "cudnn_deterministic_mode": to("run.deterministic", lambda value: truth(value) if value is not None else False),

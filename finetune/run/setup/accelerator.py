@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from finetune.config.run_config import RunConfig
 from finetune.errors import UserError
+from finetune.model.kernels import float8
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
 from finetune.report.run_log import RunLog
 from finetune.runtime import distributed, seeds
@@ -73,6 +74,8 @@ def prepare(
         prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     check_prepared(prepared_model, strategy.expected(), strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, prepared_model)
+    if config.train.precision == "fp8":
+        float8.gather_in_8_bits(prepared_model, prepared_optimizer)
     keep_ddp_buffers_local(prepared_model)
     if config.train.unfreeze:
         drop_not_yet_unfrozen_from_zero_norm(prepared_model)

@@ -13,11 +13,11 @@ from torch import nn
 from finetune.checkpoint.sharding.access import build_access
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
-from finetune.config.sections.train import TrainSection
+from finetune.config.sections.train import Fp8Section, TrainSection
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.memory.state import PredictMemory, predict_memory
-from finetune.model.kernels import fused_layers
+from finetune.model.kernels import float8, fused_layers
 from finetune.model.kernels.compilation import compile_model
 from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model
@@ -115,8 +115,7 @@ def prepare_model(
     optimizer = make_optimizer(config, list_parameters(unwrapped), learning_rate=learning_rate, log=log)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(unwrapped, alpha=noise).set_batch if noise else no_op
-    _fuse_layers(unwrap_model(unwrapped), config.model, device_type=accelerator.device.type, log=log)
-    _compile(unwrap_model(unwrapped), config.model.compile, strategy=strategy, log=log)
+    _replace_forwards(unwrap_model(unwrapped), config, strategy=strategy, device=accelerator.device, log=log)
     routers = _find_routers(config, unwrapped, log=log)
     flops = model_flops(unwrapped, training_data.training, plan) if plan else None
     model, prepared_optimizer = accelerators.prepare(
@@ -169,6 +168,30 @@ def _log_size(
     if plan is None or config.train.microbatch_size != "auto":
         log(memory(plan).line)
     return accumulation, memory if plan else None
+
+
+def _replace_forwards(model: Any, config: RunConfig, *, strategy: Strategy, device: torch.device, log: RunLog) -> None:
+    """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
+    _fuse_layers(model, config.model, device_type=device.type, log=log)
+    _convert_to_float8(model, config, device=device, log=log)
+    _compile(model, config.model.compile, strategy=strategy, log=log)
+
+
+def _convert_to_float8(model: Any, config: RunConfig, *, device: torch.device, log: RunLog) -> None:
+    """Make linear layers multiply in 8 bits where the job says so; raises UserError where the device cannot."""
+    if config.train.precision != "fp8":
+        return
+    section = config.train.fp8 or Fp8Section()
+    if (missing := float8.missing_requirement(device, section)) is not None:
+        raise UserError(f"train.precision: `fp8` needs {missing}. Write `bf16`.")
+    count = float8.convert_linear_layers(model, section)
+    if not count:
+        raise UserError(
+            f"train.precision: `fp8` finds no linear layer in the body of `{model.config.model_type}` whose sides are "
+            "multiples of 16. Write `bf16`."
+        )
+    emulated = ", emulated" if section.emulate else ""
+    log(f"fp8: {count} linear layers multiply in 8 bits while they train ({section.recipe}{emulated})")
 
 
 def _fuse_layers(model: Any, section: ModelSection, *, device_type: str, log: RunLog) -> None:

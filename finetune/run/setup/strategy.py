@@ -59,6 +59,7 @@ def job_settings(config: RunConfig) -> JobSettings:
         pins_memory=config.data.pin_memory is True,
         offloads_activations=config.model.activation_offload,
         updates_in_backward=config.train.optimizer.in_backward,
+        emulates_fp8=config.train.fp8 is not None and config.train.fp8.emulate,
         rounds_by_position=any(
             uses_low_bit_adamw(config.train.optimizer, dtype=dtype) for dtype in trained_dtypes(config)
         ),

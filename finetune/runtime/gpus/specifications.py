@@ -23,8 +23,8 @@ _NUM_NAMES = 6
 class GpuModel:
     """A GPU model. Bandwidths are in bytes per second; link bandwidths are per direction.
 
-    `flops` maps "bf16", "fp16", "tf32" and "fp32" to the dense peak FLOP/s; data types that the device does not support
-    are missing. `link` is the interconnect between the GPUs of a machine.
+    `flops` maps "fp8", "bf16", "fp16", "tf32" and "fp32" to the dense peak FLOP/s; data types that the device does not
+    support are missing. `link` is the interconnect between the GPUs of a machine.
     """
 
     name: str

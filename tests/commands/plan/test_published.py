@@ -28,12 +28,13 @@ class Published:
     nodes: int | None = None
     memory_bandwidth: float | None = None  # where the source's differs from the table's
     is_lora: bool = False
+    fp8_share: float = 0.0  # of the FLOPs
 
     @property
     def modeled(self) -> float:
         """Tokens per second and GPU by the cost model."""
         hardware = parse_hardware(self.gpus, num_nodes=self.nodes)
-        device = hardware.device("bf16")
+        device = hardware.device("bf16", fp8_share=self.fp8_share)
         if self.memory_bandwidth is not None:
             device = replace(device, memory_bandwidth=self.memory_bandwidth)
         work = self.model.work(
@@ -66,6 +67,13 @@ PUBLISHED = (
         replace(LLAMA_8B, is_fused=True),
         *("8xH100", "fsdp2", 8192, 2, 1, 0.5, 6667),
         memory_bandwidth=2.4e12,
+    ),
+    Published(
+        f"{_TITAN_H100}, compiled, fp8",
+        replace(LLAMA_8B, is_fused=True),
+        *("8xH100", "fsdp2", 8192, 2, 1, 0.5, 8532),
+        memory_bandwidth=2.4e12,
+        fp8_share=1 - (6 * 4096 * 128_256 + 12 * 32 * 4096 * 8192) / 57.9e9,
     ),
     Published(_TITAN, LLAMA_8B, "64xA100-80GB", "fsdp2", 8192, 1, 1, 0.5, 2973),
     Published(_TITAN, LLAMA_70B, "64xA100-80GB", "fsdp2", 8192, 1, 1, 1, 331),

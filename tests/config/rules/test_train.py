@@ -37,6 +37,13 @@ WRONG = [
     (["train.try_longest_batch=sometimes"], "train.try_longest_batch", ""),
     ([IN_BACKWARD, "train.nonfinite.action=skip"], "train.nonfinite.action", "before a NaN is found. Write `stop`"),
     ([IN_BACKWARD, "train.precision=fp16"], "train.optimizer.in_backward", "Write `train.precision: bf16`"),
+    (["train.fp8={}"], "train.fp8", "no effect with `precision: fp32`"),
+    (
+        ["train.precision=fp8", "model.quantization={}", "model.lora={}"],
+        "train.precision",
+        "quantized layers do not multiply in 8-bit floats",
+    ),
+    (["train.precision=fp8", "model.dtype=float16", "model.lora={}"], "train.precision", "Write `fp16`"),
     (["model.gradient_checkpointing=1"], "model.gradient_checkpointing", ""),
     (["train.optimizer={name: sgd, betas: [0.9, 0.9]}"], "train.optimizer.betas", "and `lion` have betas"),
 ]
@@ -57,4 +64,5 @@ def test_valid_training_settings_are_accepted(problems):
         "train.optimizer={stochastic_rounding: true, state_dtype: int8}", "model.dtype=bfloat16", "train.precision=bf16"
     )
     assert not problems("model.gradient_checkpointing=selective")
+    assert not problems("train.precision=fp8", "train.fp8={recipe: rowwise}", "model.dtype=bfloat16", "model.lora={}")
     assert not problems("train.unfreeze=[{patterns: ['b*'], after_steps: 1}]", "train.embedding_noise=5.0")

@@ -1,0 +1,149 @@
+"""Products of linear layers in 8-bit floats, by torchao (Micikevicius et al., 2022, arXiv:2209.05433).
+
+Weights, gradients and the optimizer's state keep their dtypes, so checkpoints and exports are those of bf16: inputs,
+weights and output gradients are rounded to 8 bits for each product, with scales computed from their largest values. No
+module or parameter is replaced: a layer gets another `forward`. Evaluation and generation compute in bf16.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from finetune.config.sections.train import Fp8Section
+from finetune.runtime.optional import lazily, require
+
+with lazily():
+    from torchao.float8 import distributed_utils as tensors
+    from torchao.float8 import fsdp_utils
+
+MIN_CAPABILITY = (8, 9)
+"""The compute capability of the first NVIDIA GPUs that multiply 8-bit floats (Ada); of AMD's, MI300 reports 9.4."""
+
+_MULTIPLE = 16
+"""What both sides of a weight must be a multiple of, for the kernels."""
+
+_IN_BF16 = ("gate", "router", "score", "classifier")
+"""Layers that stay in bf16: a router's choice of experts is not continuous, and heads are the most sensitive layers."""
+
+
+def missing_requirement(device: torch.device, section: Fp8Section) -> str | None:
+    """Return what 8-bit products need and this device lacks; None if they run."""
+    if section.emulate:
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY:
+        return None
+    return "a GPU that multiplies 8-bit floats: of compute capability 8.9 (Ada, Hopper) or newer"
+
+
+def convert_linear_layers(model: Any, section: Fp8Section) -> int:
+    """Make the linear layers of the model's body multiply in 8 bits while they train; return their number.
+
+    Left out: the head, adapters, routers, and layers whose sides are not multiples of 16. Raises MissingPackage without
+    torchao.
+    """
+    torchao = require("torchao.float8", extra="torchao", purpose="`train.precision: fp8`")
+    recipe = torchao.Float8LinearConfig.from_recipe_name(section.recipe)
+    fields = {name: getattr(recipe, name) for name in recipe.__dataclass_fields__}
+    # rows of any number of tokens: the weight's gradient sums over them
+    config = torchao.Float8LinearConfig(**{**fields, "emulate": section.emulate, "pad_inner_dim": True})
+    layers = list(_convertible(model))
+    for layer in layers:
+        converted: Any = torchao.convert_to_float8_training(layer, config=config)  # another module, the same parameters
+        layer.config, layer.linear_mm_config = converted.config, converted.linear_mm_config
+        layer.forward = partial(_forward, layer, type(converted).forward)
+    return len(layers)
+
+
+def _convertible(model: Any) -> Iterator[Any]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for name, module in model.base_model.named_modules():
+        is_adapter = ".lora_" in name or "modules_to_save" in name
+        if is_adapter or module is head or name.rpartition(".")[2] in _IN_BF16 or type(module) is not nn.Linear:
+            continue
+        if module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0:
+            yield module
+
+
+def _forward(layer: Any, multiply: Any, inputs: Tensor) -> Tensor:
+    device_type = inputs.device.type
+    if torch.is_autocast_enabled(device_type):  # torchao 0.18 looks at CUDA's alone
+        inputs = inputs.to(torch.get_autocast_dtype(device_type))
+    if layer.training or tensors.tensor_already_casted_to_fp8(layer.weight):  # gathered in 8 bits
+        outputs: Tensor = multiply(layer, inputs)
+        return outputs
+    return functional.linear(inputs, layer.weight, layer.bias)
+
+
+def gather_in_8_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Make FSDP2 gather the trained weights of converted layers as 8-bit floats; return their number.
+
+    After each update one reduction finds the scales of all of them. Only with one scale per tensor, and where ranks
+    hold equal shards; elsewhere weights are gathered in bf16. Collective in each step.
+    """
+    shards = [shard for parameter in _fsdp_parameters(model) if (shard := _Shard.of(parameter)) is not None]
+    if shards:
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper calls no hooks
+        inner.register_step_post_hook(lambda *_: _compute_scales(shards))
+        _compute_scales(shards)
+    return len(shards)
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
+
+
+class _Shard:
+    """The part of a weight on this rank. It stays a plain DTensor, whose local tensor gets FSDP2's two methods.
+
+    torchao itself makes the parameter a tensor of its own class, which checkpoints, averages and Accelerate's loading
+    on rank 0 would have to know (accelerate 1.15 refuses the last).
+    """
+
+    def __init__(self, parameter: Any, layer: Any) -> None:
+        self.local: Any = parameter.sharded_param._local_tensor
+        self.group = parameter.mesh_info.shard_process_group
+        self.dtype = layer.config.cast_config_weight.target_dtype
+        self._cast: Any = fsdp_utils.WeightWithDynamicFloat8CastTensor(self.local, layer.linear_mm_config, self.dtype)
+        self._version = -1
+        self.local.fsdp_pre_all_gather = self._before_gather
+        self.local.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
+        parameter._init_extensions()
+
+    @classmethod
+    def of(cls, parameter: Any) -> "_Shard | None":
+        layer, weight = parameter._module_info.module, parameter.sharded_param
+        config = getattr(layer, "config", None) if hasattr(layer, "linear_mm_config") else None
+        if config is None or parameter._module_info.param_name != "weight" or not weight.requires_grad:
+            return None
+        is_even = weight._local_tensor.size() == parameter.padded_sharded_param_size
+        is_tensorwise = config.cast_config_weight.scaling_granularity.value == "tensorwise"
+        return cls(parameter, layer) if is_even and is_tensorwise else None
+
+    def set_scale(self, scale: Tensor) -> None:
+        """Use this scale until the weight changes."""
+        self._cast._precomputed_scale, self._version = scale, self.local._version
+
+    def _before_gather(self, mesh: Any) -> Any:
+        if self.local._version != self._version:  # loaded or averaged since: torchao finds the scale itself
+            self._cast._precomputed_scale = None
+        return self._cast.fsdp_pre_all_gather(mesh)
+
+
+@torch.no_grad()
+def _compute_scales(shards: list[_Shard]) -> None:
+    """Set the scale of each weight from its largest value over all shards. Collective."""
+    largest = torch.stack(torch._foreach_norm([shard.local for shard in shards], math.inf)).float()
+    torch.distributed.all_reduce(largest, ReduceOp.MAX, group=shards[0].group)
+    scales = (torch.finfo(shards[0].dtype).max / largest.double().clamp(min=1e-12)).float()
+    for shard, scale in zip(shards, scales, strict=True):
+        shard.set_scale(scale)
