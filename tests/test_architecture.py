@@ -131,7 +131,7 @@ EXACT_JSON = (
 
 LONGEST_FILE, LONGEST_FUNCTION, LARGEST_FOLDER = 450, 60, 14
 
-OTHER_TEST_FOLDERS = ("plugins", "benchmarks", "fuzz", "faults", "scenarios", "task_cases")
+OTHER_TEST_FOLDERS = ("plugins", "benchmarks", "fuzz", "faults", "scenarios", "task_cases", "fake_gpu")
 """Folders of `tests/` that are not named after a folder of the package: they test the program as a whole."""
 
 BANNED_FILES = ("utils", "util", "helpers", "helper", "common", "misc", "manager")

@@ -43,7 +43,13 @@ def register_per_sample() -> None:
 
 
 def padding_mask(**arguments: Any) -> Tensor | None:
-    """Return transformers' mask, for batches without sample lengths."""
+    """Return transformers' mask, for batches without sample lengths.
+
+    On a GPU it is made even if no row is padded: to learn that, the host would wait for the device in every pass.
+    """
+    rows = arguments.get("attention_mask")
+    if rows is not None and rows.device.type != "cpu":
+        arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     is_capped = getattr(arguments.get("config"), "attn_logit_softcapping", None) is not None
     mask: Tensor | None = (eager_mask if is_capped else sdpa_mask)(**arguments)
     return mask
