@@ -60,9 +60,14 @@ def attended_tokens(training: DatasetView, plan: StepPlan) -> float:
 
     Of a stream, whose samples arrive in windows, those are the first microbatch.
     """
-    num = min(_SEEN_POSITIONS, plan.num_positions or plan.microbatch_size)
-    lengths = training.samples.lengths_of(training.order.samples(0, num)).astype(float)
+    lengths, _ = _first_lengths(training, plan)
     return float((lengths**2).sum() / max(1.0, lengths.sum()))
+
+
+def tokens_per_position(training: DatasetView, plan: StepPlan) -> float:
+    """Return the tokens of a position on average over the first ones; as `attended_tokens` for a stream."""
+    lengths, num_positions = _first_lengths(training, plan)
+    return float(lengths.sum() / num_positions)
 
 
 def peak_flops(device: torch.device, *, precision: str, world: int) -> float | None:
@@ -87,6 +92,12 @@ def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any
     if price is None:
         return {}
     return {"usd_per_hour": price.on_demand, "source": f"{price.provider} on demand; {price.source}"}
+
+
+def _first_lengths(training: DatasetView, plan: StepPlan) -> tuple[Any, int]:
+    """Return the lengths of the samples in the first positions, and the number of these."""
+    num = min(_SEEN_POSITIONS, plan.num_positions or plan.microbatch_size)
+    return training.samples.lengths_of(training.order.samples(0, num)).astype(float), num
 
 
 def _looked_up(model: nn.Module) -> set[int]:

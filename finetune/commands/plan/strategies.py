@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finetune.commands.plan.cost.assumptions import (
-    ADAPTED_TRAFFIC_PER_FEATURE,
-    FUSED_TRAFFIC_PER_HIDDEN,
-    TRAFFIC_PER_HIDDEN,
-    TRAFFIC_PER_INTERMEDIATE,
-)
+from finetune.commands.plan.cost.assumptions import ADAPTED_TRAFFIC_PER_FEATURE, TRAFFIC_PER_INTERMEDIATE
 from finetune.commands.plan.cost.step_time import StepTime, Work, step_time
 from finetune.commands.plan.hardware import Hardware
 from finetune.commands.plan.job import PlannedJob
@@ -17,6 +12,12 @@ from finetune.commands.plan.memory import Fit, PlannedMemory, unpredictable
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
 from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName
+from finetune.model.kernels.compilation import (
+    FUSED_TRAFFIC_PER_HIDDEN,
+    TRAFFIC_PER_HIDDEN,
+    CompilationEstimate,
+    estimate_compilation,
+)
 from finetune.registry.accelerate_files import SHIPPED
 from finetune.run.setup.strategy import job_settings, require_supported_by_strategy
 from finetune.strategy.environment import LaunchEnvironment
@@ -58,6 +59,7 @@ class StrategyPlan:
     num_microbatches: int = 0
     time: StepTime | None = None
     reason: str | None = None
+    compilation: CompilationEstimate | None = None  # of `model.compile: auto`
 
     @property
     def fits(self) -> bool:
@@ -141,12 +143,13 @@ def timed(job: PlannedJob, hardware: Hardware, layout: Layout, fit: Fit) -> Stra
     ranks = layout.num_ranks
     layout = with_microbatch(layout, fit.microbatch_size)
     num_microbatches = job.train.global_batch_size // (ranks * fit.microbatch_size)
-    work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches)
+    compilation = _estimated_compilation(job, hardware, layout)
+    work = step_work(job, layout, fit.largest, num_microbatches=num_microbatches, compilation=compilation)
     fp8_share = job.fp8_share(fit.largest.flops_per_token)
     device = hardware.device(job.peak_dtype(has_tf32="tf32" in hardware.gpu.flops), fp8_share=fp8_share)
     cluster = hardware.with_gpus(ranks).cluster if ranks != hardware.num_gpus else hardware.cluster
     time = step_time(layout.strategy, work, device=device, cluster=cluster)
-    return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time)
+    return StrategyPlan(layout.strategy, layout, fit, num_microbatches, time, compilation=compilation)
 
 
 def with_microbatch(layout: Layout, size: int) -> Layout:
@@ -192,8 +195,33 @@ _STORED_BYTES = {4: 0.5, 8: 1.0}
 _UNKNOWN_LAYERS = 24
 
 
-def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_microbatches: int) -> Work:
+def _estimated_compilation(job: PlannedJob, hardware: Hardware, layout: Layout) -> CompilationEstimate | None:
+    """Return the estimate by which `model.compile: auto` decides; None if nothing is known or to be decided."""
+    model, num_steps = job.config.model, job.counts.num_steps
+    if model.compile != "auto" or model.kernels == "liger" or job.shapes is None or num_steps is None:
+        return None
+    if layout.strategy.startswith("zero3"):
+        return None
+    return estimate_compilation(
+        job.shapes,
+        hardware.gpu,
+        num_tokens=num_steps * job.train.global_batch_size * job.counts.tokens_per_position / layout.num_ranks,
+        item_bytes=job.compute_bytes,
+        recomputes=bool(layout.gradient_checkpointing),
+    )
+
+
+def step_work(
+    job: PlannedJob,
+    layout: Layout,
+    prediction: Prediction,
+    *,
+    num_microbatches: int,
+    compilation: CompilationEstimate | None = None,
+) -> Work:
     """Return the computation and communication of one rank in a step of the job under the layout."""
+    mode, breaks_graphs = job.config.model.compile, layout.strategy.startswith("zero3")
+    is_compiled = compilation.pays if compilation is not None else mode in ("regional", "full") and not breaks_graphs
     parameters, trained = prediction.num_parameters, prediction.num_trained
     recomputes = prediction.recomputed_flops_per_token > 0
     is_copied = layout.strategy in ("single", "ddp") and job.is_autocast and layout.method == "full"
@@ -206,7 +234,7 @@ def step_work(job: PlannedJob, layout: Layout, prediction: Prediction, *, num_mi
         flops_per_token=prediction.flops_per_token,
         recomputed_flops_per_token=prediction.recomputed_flops_per_token,
         attention_flops_per_token=prediction.attention_flops_per_token,
-        traffic_per_token=_traffic(job, prediction),
+        traffic_per_token=_traffic(job, prediction, is_compiled=is_compiled),
         num_layers=job.shapes.layers if job.shapes is not None else _UNKNOWN_LAYERS,
         num_parameters=parameters,
         num_trained=trained,
@@ -224,11 +252,11 @@ def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes
     return prediction.num_trained * item_bytes + optimizer_bytes
 
 
-def _traffic(job: PlannedJob, prediction: Prediction) -> float:
+def _traffic(job: PlannedJob, prediction: Prediction, *, is_compiled: bool) -> float:
     shapes = job.shapes
     if shapes is None:
         return 0.0
-    hidden = TRAFFIC_PER_HIDDEN if job.config.model.compile == "off" else FUSED_TRAFFIC_PER_HIDDEN
+    hidden = FUSED_TRAFFIC_PER_HIDDEN if is_compiled else TRAFFIC_PER_HIDDEN
     per_layer = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
     adapted = ADAPTED_TRAFFIC_PER_FEATURE * prediction.num_adapted_features
     return (shapes.layers * per_layer + adapted) * (job.compute_bytes / 2)

@@ -143,6 +143,8 @@ def _facts(plan: Plan, planned: HardwarePlan, best: StrategyPlan, outlook: Outlo
     seconds = ", ".join(f"{name} {value:.3g} s" for name, value in best.time.parts.items() if value)
     hidden = f"; {best.time.hidden_seconds:.2g} s of communication are hidden" if best.time.hidden_seconds else ""
     yield "step", f"{outlook.step_seconds:.3g} s: {seconds}{hidden}"
+    if best.compilation is not None:
+        yield "compile", f"{'regional' if best.compilation.pays else 'off'}: {best.compilation}"
     per_gpu = outlook.tokens_per_second / layout.num_ranks
     yield (
         "speed",

@@ -78,7 +78,7 @@ def compile_fits_the_model(config: RunConfig) -> Iterator[Problem]:
     if config.model.compile == "full" and config.train.embedding_noise:
         message = "embedding noise is added by a hook, which `full` would also compile. Write `regional`."
         yield Problem("model.compile", message)
-    if config.model.compile != "off" and isinstance(config.model.batch_norm, int):
+    if config.model.compile in ("regional", "full") and isinstance(config.model.batch_norm, int):
         message = "batch norms over groups of samples keep sums between batches. Write `off`, or `batch_norm: frozen`."
         yield Problem("model.compile", message)
 

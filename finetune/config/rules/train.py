@@ -183,7 +183,7 @@ def router_loss_fits_the_model(config: RunConfig) -> Iterator[Problem]:
         ("train.router_aux_loss", config.train.router_aux_loss is not None),
         ("report.expert_load", config.report.expert_load),
     ):
-        if is_set and config.model.compile != "off":
+        if is_set and config.model.compile in ("regional", "full"):
             message = f"router outputs cannot be read in a compiled model (`model.compile: {config.model.compile}`)."
             yield Problem(key, f"{message} Remove this key, or write `model.compile: off`.")
 

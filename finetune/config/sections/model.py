@@ -223,9 +223,10 @@ class ModelSection(NamedSection):
         "required; `none`: never.",
         "auto",
     )
-    compile: Literal["off", "regional", "full"] = key(
+    compile: Literal["off", "regional", "full", "auto"] = key(
         "torch.compile. `regional`: each kind of layer once, which is quick; `full`: the whole body, which takes "
-        "minutes for a large model. For GPUs; the first steps take longer.",
+        "minutes for a large model; `auto`: `regional` on a GPU where the run is long enough to save twice the time "
+        "that compiling takes, as estimated, and `off` elsewhere. For GPUs; the first steps take longer.",
         "off",
     )
     batch_norm: BatchNorm | None = key(

@@ -1,5 +1,7 @@
 """torch.compile of the repeated layers or the whole body of a model, in place: no module or parameter is renamed.
 
+And whether it pays: what a run saves by it, against what it takes.
+
 Only the forward pass of training is compiled. Evaluation and generation run uncompiled, and so does training from the
 moment the compiler fails.
 """
@@ -8,6 +10,7 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -16,6 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.model.activations import take_checkpointing
+from finetune.model.size import Shapes
+from finetune.runtime.gpus.specifications import MEMORY_SHARE, GpuModel
 from finetune.runtime.optional import require
 
 BACKEND = "inductor"
@@ -24,9 +29,53 @@ BACKEND = "inductor"
 RECOMPILE_LIMIT = 32
 """The maximum number of compiled variants of a layer type: by shape, layer attributes, and required gradients."""
 
+TRAFFIC_PER_HIDDEN = 363.0
+"""Bytes that element-wise kernels of a layer read and write per token, forward and backward, per unit of the hidden
+width: two RMS norms in float32 (76 forward), two residual additions (12), rotary positions (25), copies (8), and twice
+that backward. Counted in transformers' Llama, bf16."""
+
+FUSED_TRAFFIC_PER_HIDDEN = 140.0
+"""The same with torch.compile, which fuses them."""
+
+COMPILE_SECONDS = 60.0
+"""Time to compile one kind of layer in its four graphs, forward and backward: an assumption. A CPU takes 44 s; a later
+start reads what is cached."""
+
+MIN_GAIN = 2.0
+"""`auto` compiles where it saves at least this many times what compiling takes, as both are estimates."""
+
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CompilationEstimate:
+    """What compiling the repeated layers takes, and what it saves in a whole run, in seconds."""
+
+    compile_seconds: float
+    saved_seconds: float
+
+    @property
+    def pays(self) -> bool:
+        """Return whether `model.compile: auto` compiles."""
+        return self.saved_seconds >= MIN_GAIN * self.compile_seconds
+
+    def __str__(self) -> str:
+        return f"compiling takes about {self.compile_seconds:,.0f} s and saves about {self.saved_seconds:,.0f} s"
+
+
+def estimate_compilation(
+    shapes: Shapes, gpu: GpuModel, *, num_tokens: float, item_bytes: int, recomputes: bool, num_kinds: int = 1
+) -> CompilationEstimate:
+    """Return the estimate for a run in which one rank computes `num_tokens`, with `num_kinds` kinds of layers.
+
+    What is saved is memory traffic between matrix products; `item_bytes` are those of an element there.
+    """
+    saved_bytes = (TRAFFIC_PER_HIDDEN - FUSED_TRAFFIC_PER_HIDDEN) * shapes.hidden * shapes.layers * item_bytes / 2
+    passes = 4 / 3 if recomputes else 1.0
+    saved = num_tokens * saved_bytes * passes / (gpu.memory_bandwidth * MEMORY_SHARE)
+    return CompilationEstimate(COMPILE_SECONDS * num_kinds, saved)
 
 
 class Compilation:

@@ -11,18 +11,27 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.checkpoint.sharding.access import build_access
+from finetune.config.rules.model import compile_fits_the_model
+from finetune.config.rules.train import router_loss_fits_the_model
 from finetune.config.run_config import RunConfig
 from finetune.config.sections.model import ModelSection
 from finetune.config.sections.train import Fp8Section, TrainSection
 from finetune.data.batch import Batch
+from finetune.data.order.dataset_view import DatasetView
 from finetune.errors import UserError
 from finetune.memory.state import PredictMemory, predict_memory
 from finetune.model.kernels import float8, fused_layers
-from finetune.model.kernels.compilation import compile_model
+from finetune.model.kernels.compilation import (
+    CompilationEstimate,
+    compile_model,
+    estimate_compilation,
+    repeated_layers,
+    why_not_compilable,
+)
 from finetune.model.processing import check_image_shape
-from finetune.model.size import measure_model
+from finetune.model.size import measure_model, read_shapes
 from finetune.report.run_log import RunLog
-from finetune.run.flops import model_flops
+from finetune.run.flops import model_flops, tokens_per_position
 from finetune.run.setup import accelerator as accelerators
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.model import (
@@ -35,6 +44,7 @@ from finetune.run.setup.model import (
 from finetune.run.setup.optimizer import make_optimizer, plan_accumulation
 from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.runtime import distributed
+from finetune.runtime.gpus.specifications import GpuModel, find_gpu
 from finetune.runtime.optional import no_op
 from finetune.runtime.resources import resident_bytes
 from finetune.strategy.gradient_sync import Accumulation
@@ -102,20 +112,16 @@ def prepare_model(
     check_image_shape(unwrapped.config, training_data.processing.processor)
     require_tied_weights_supported(unwrapped, strategy.name)
     accumulation, memory = _log_size(
-        config,
-        strategy,
-        unwrapped,
-        accelerator=accelerator,
-        plan=plan,
-        process_bytes=process_bytes,
-        log=log,
+        config, strategy, unwrapped, accelerator=accelerator, plan=plan, process_bytes=process_bytes, log=log
     )
     for warning in model_warnings(config, unwrapped):
         log(warning)
     optimizer = make_optimizer(config, list_parameters(unwrapped), learning_rate=learning_rate, log=log)
     noise = config.train.embedding_noise
     before_batch = EmbeddingNoise(unwrapped, alpha=noise).set_batch if noise else no_op
-    _replace_forwards(unwrap_model(unwrapped), config, strategy=strategy, device=accelerator.device, log=log)
+    _replace_forwards(
+        unwrap_model(unwrapped), config, strategy, training_data.training, plan, device=accelerator.device, log=log
+    )
     routers = _find_routers(config, unwrapped, log=log)
     flops = model_flops(unwrapped, training_data.training, plan) if plan else None
     model, prepared_optimizer = accelerators.prepare(
@@ -170,11 +176,21 @@ def _log_size(
     return accumulation, memory if plan else None
 
 
-def _replace_forwards(model: Any, config: RunConfig, *, strategy: Strategy, device: torch.device, log: RunLog) -> None:
+def _replace_forwards(
+    model: Any,
+    config: RunConfig,
+    strategy: Strategy,
+    training: DatasetView,
+    plan: StepPlan | None,
+    *,
+    device: torch.device,
+    log: RunLog,
+) -> None:
     """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
-    _fuse_layers(model, config.model, device_type=device.type, log=log)
+    compiled = _chosen_compilation(config, model, strategy, training, plan, log=log)
+    _fuse_layers(model, config.model, compiled=compiled, device_type=device.type, log=log)
     _convert_to_float8(model, config, device=device, log=log)
-    _compile(model, config.model.compile, strategy=strategy, log=log)
+    _compile(model, compiled, strategy=strategy, log=log)
 
 
 def _convert_to_float8(model: Any, config: RunConfig, *, device: torch.device, log: RunLog) -> None:
@@ -194,12 +210,66 @@ def _convert_to_float8(model: Any, config: RunConfig, *, device: torch.device, l
     log(f"fp8: {count} linear layers multiply in 8 bits while they train ({section.recipe}{emulated})")
 
 
-def _fuse_layers(model: Any, section: ModelSection, *, device_type: str, log: RunLog) -> None:
+def _chosen_compilation(
+    config: RunConfig, model: Any, strategy: Strategy, training: DatasetView, plan: StepPlan | None, *, log: RunLog
+) -> Literal["off", "regional", "full"]:
+    """Return what the job names, or for `auto` what pays in this run, logged; each rank estimates for its own GPU."""
+    if config.model.compile != "auto":
+        return config.model.compile
+    if plan is None:
+        return "off"
+    gpu = find_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    estimate = None if gpu is None else _estimate(config, model, training, plan, gpu=gpu)
+    reason = _why_not_compiled(config, strategy, plan, has_gpu=torch.cuda.is_available())
+    if reason is None and estimate is None:
+        reason = "the GPU is not in the table, or the model's shapes are not known"
+    mode: Literal["off", "regional"] = (
+        "regional" if reason is None and estimate is not None and estimate.pays else "off"
+    )
+    log(f"model.compile: auto: {mode}, since {reason or f'in {plan.num_steps:,} steps {estimate}'}")
+    return mode
+
+
+def _why_not_compiled(config: RunConfig, strategy: Strategy, plan: StepPlan, *, has_gpu: bool) -> str | None:
+    """Return why `model.compile: auto` compiles nothing in this run, however long it is; None if it may."""
+    if not has_gpu:
+        return "this run has no GPU"
+    if strategy.name == "zero3" or plan.sequence_size > 1:
+        return f"{strategy.name if plan.sequence_size == 1 else 'splitting rows over ranks'} breaks the compiled graph"
+    compiled = config.model_copy(update={"model": config.model.model_copy(update={"compile": "regional"})})
+    problems = [*compile_fits_the_model(compiled), *router_loss_fits_the_model(compiled)]
+    if problems:
+        return f"of another key: {problems[0].key}: {problems[0].message}"
+    has_kernels = find_spec("liger_kernel") is not None and fused_layers.missing_requirement("cuda") is None
+    if config.model.kernels == "liger" or (config.model.kernels == "auto" and has_kernels):
+        return "the kernels of liger-kernel fuse the same layers (`model.kernels`)"
+    return why_not_compilable()
+
+
+def _estimate(
+    config: RunConfig, model: Any, training: DatasetView, plan: StepPlan, *, gpu: GpuModel
+) -> CompilationEstimate | None:
+    """Return what compiling takes and saves in the whole run; None for a model whose shapes are not known."""
+    shapes = read_shapes(model.config)
+    if shapes is None:
+        return None
+    tokens = tokens_per_position(training, plan)
+    return estimate_compilation(
+        shapes,
+        gpu,
+        num_tokens=plan.num_steps * plan.global_batch_size * tokens / plan.world,
+        item_bytes=4 if config.train.precision == "fp32" else 2,
+        recomputes=bool(config.model.gradient_checkpointing),
+        num_kinds=len({type(layer) for layer in repeated_layers(model)}),
+    )
+
+
+def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_type: str, log: RunLog) -> None:
     """Use the fused kernels that the job names, and log where; raises UserError if there are none to use."""
     is_required, missing = section.kernels == "liger", fused_layers.missing_requirement(device_type)
     if is_required and missing is not None:
         raise UserError(f"model.kernels: `liger` needs {missing}. Write `auto`, or remove the key.")
-    is_usual = section.kernels == "auto" and section.compile == "off" and find_spec("liger_kernel") is not None
+    is_usual = section.kernels == "auto" and compiled == "off" and find_spec("liger_kernel") is not None
     if not is_required and (missing is not None or not is_usual):
         if is_usual and device_type == "cuda":
             log(f"warning: model.kernels: no fused kernels are used, which need {missing}")

@@ -127,7 +127,7 @@ _NOT_IN_SLICES: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ),
     (
         "model.compile",
-        lambda config: config.model.compile != "off",
+        lambda config: config.model.compile in ("regional", "full"),
         "what ranks exchange within a layer breaks its graph. Write `off`.",
     ),
     (

@@ -90,6 +90,9 @@ def _read(path: Path) -> tuple[GpuModel, ...]:
 ATTENTION_SHARE = 0.9
 """The `attention_share` of an entry that has none: fitted to published runs on A100 (docs/how-to/planning.md)."""
 
+MEMORY_SHARE = 0.8
+"""Share of the memory's bandwidth that element-wise kernels reach."""
+
 _OPTIONAL = "attention_share"
 
 _KEYS = (

@@ -95,3 +95,8 @@ def test_the_exit_code_of_plan_is_1_if_the_job_does_not_fit(
     assert plan_command.plan(job, [], PlanOptions(gpus="8xH100"), as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["machines"][0]["best"] == "fsdp2"
     assert plan_command.plan(job, [], PlanOptions(gpus="1xT4"), as_json=False) == 1
+
+
+def test_the_estimate_of_compiling_is_printed(planned: Planned, capsys: pytest.CaptureFixture[str]):
+    print_plan(planned("8b", "model.compile=auto", gpus="8xH100"))
+    assert "regional: compiling takes about 60 s and saves about" in " ".join(capsys.readouterr().out.split())

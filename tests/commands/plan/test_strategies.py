@@ -73,6 +73,26 @@ def test_over_a_slow_network_copies_of_a_machines_shards_are_faster(planned: Pla
     assert accelerate_file("hsdp", plan.machines[0].hardware) == "accelerate_configs/multi_node_hsdp.yaml"
 
 
+def test_a_run_that_is_long_enough_is_planned_compiled(planned: Planned):
+    """64 samples of 4,096 tokens on 8 GPUs: a step of a rank saves 0.48 s of its memory's time with recomputation."""
+
+    def fsdp2(*overrides: str):
+        machine = planned("8b", *overrides, gpus="8xH100").machines[0]
+        return {plan.strategy: plan for plan in machine.plans}
+
+    off, short, long = (fsdp2(*each)["fsdp2"] for each in ([], ["model.compile=auto", "train.steps=200"], _LONG))
+    assert off.time is not None and short.time is not None and long.time is not None
+    assert off.compilation is None and short.compilation is not None and not short.compilation.pays
+    assert short.time.seconds == off.time.seconds
+    assert long.compilation is not None and long.compilation.pays
+    assert off.time.seconds - long.time.seconds == pytest.approx(long.compilation.saved_seconds / 2000, rel=0.02)
+    zero3 = fsdp2(*_LONG)["zero3"]
+    assert zero3.compilation is None and zero3.time is not None and zero3.time.seconds > long.time.seconds
+
+
+_LONG = ("model.compile=auto", "train.steps=2000")
+
+
 def test_a_batch_that_cannot_be_shared_is_the_reason(planned: Planned):
     plan = planned("8b", "train.global_batch_size=12", gpus="8xH100")
     assert plan.machines[0].best is None

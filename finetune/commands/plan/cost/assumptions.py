@@ -14,16 +14,9 @@ FP8_SAVED_SHARE = 0.37
 """Share of the time of a linear layer's products that 8 bits save: half, less the casts and the search for scales.
 Chosen so that torchtitan's gain (benchmarks/llama3_h100, Llama-3-8B: 6,667 to 8,532 tokens/s) is that of the model."""
 
-MEMORY_SHARE = 0.8
-"""Share of the memory's bandwidth that element-wise kernels reach."""
-
-TRAFFIC_PER_HIDDEN, TRAFFIC_PER_INTERMEDIATE = 363.0, 30.0
-"""Bytes that element-wise kernels of a layer read and write per token, forward and backward, per unit of the hidden and
-of the MLP's width: two RMS norms in float32 (76 forward), two residual additions (12), rotary positions (25), copies
-(8), the gated activation (10 of the MLP's width), and twice that backward. Counted in transformers' Llama, bf16."""
-
-FUSED_TRAFFIC_PER_HIDDEN = 140.0
-"""The same with torch.compile, which fuses them."""
+TRAFFIC_PER_INTERMEDIATE = 30.0
+"""Bytes that the gated activation of a layer reads and writes per token and unit of the MLP's width, forward and
+backward; the other kernels between matrix products are counted in `finetune.model.kernels.compilation`."""
 
 ADAPTED_TRAFFIC_PER_FEATURE = 13.0
 """Bytes per token and input or output feature of an adapted layer: a float32 copy of its input, a sum at its output."""

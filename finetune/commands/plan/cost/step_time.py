@@ -17,7 +17,6 @@ from finetune.commands.plan.cost.assumptions import (
     HOOK_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_LAYER,
     HOST_UPDATE_BYTES,
-    MEMORY_SHARE,
     OVERLAP_SHARE,
     STRAGGLER_FREE_RANKS,
     STRAGGLER_NOISE,
@@ -30,6 +29,7 @@ from finetune.commands.plan.cost.collectives import (
     all_reduce_seconds,
     reduce_scatter_seconds,
 )
+from finetune.runtime.gpus.specifications import MEMORY_SHARE
 
 
 @dataclass(frozen=True)
