@@ -37,6 +37,7 @@ def check(
         require_divisible_batch(loaded, num_processes=num_processes)
     if tries_model:
         model.require_buildable(loaded)
+        model.require_trainable_weights(loaded)
         model.require_adaptable(loaded)
         model.require_routers(loaded)
     warning = model.require_positions(loaded) if tries_model else None

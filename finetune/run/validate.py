@@ -12,7 +12,13 @@ from finetune.report.run_log import RunLog
 from finetune.run.context import RunContext, make_context
 from finetune.run.final_export import require_mergeable
 from finetune.run.remote.download import with_local_folder
-from finetune.run.setup.model import require_adaptable, require_buildable, require_positions, require_routers
+from finetune.run.setup.model import (
+    require_adaptable,
+    require_buildable,
+    require_positions,
+    require_routers,
+    require_trainable_weights,
+)
 from finetune.run.setup.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
@@ -49,6 +55,8 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     section = loaded.config.model
     if section.from_config is not None or section.config_changes:
         require_buildable(loaded)
+    if (stored := require_trainable_weights(loaded, strategy=strategy.name)) is not None:
+        log(stored)
     require_adaptable(loaded, strategy=strategy.name)
     require_routers(loaded)
     require_sliceable_model(loaded.config, size=strategy.expected().sequence_size)

@@ -2,14 +2,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.config.sections.model import LoraSection, QuantizationSection
+from finetune.config.sections.model import LoraSection, ModelSection, QuantizationSection
 from finetune.errors import MissingPackage, ModelError
 from finetune.model import quantize
 from finetune.model.adapters import lora
 from finetune.model.adapters.build import add_adapter
 from finetune.model.adapters.context import AdapterContext
-from finetune.model.quantize import quantization_config, unquantized_weights_folder
+from finetune.model.loading.architecture import load_pretrained_config
+from finetune.model.loading.load import load_empty_model
+from finetune.model.quantize import (
+    dequantize_while_loading,
+    quantization_config,
+    stored_method,
+    stored_problems,
+    unquantized_weights_folder,
+)
 from finetune.model.size import measure_model
+from tests.model.stored_weights import WRITERS, write_config
 
 BATCH = torch.arange(24).reshape(2, 12)
 NF4 = QuantizationSection(compute_dtype="float32")
@@ -109,3 +118,91 @@ def test_adapters_on_torchao_weights_get_gradients(load):
     adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
     assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize("method", WRITERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_quantized_weights_are_loaded_as_plain_ones_and_trained(build, tmp_path, method, dtype):
+    if method == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    originals = WRITERS[method](tmp_path)
+    model = build(ModelSection(name=str(tmp_path), dtype=dtype))
+    weights = dict(model.named_parameters())
+    assert len(originals) >= 4
+    for name, original in originals.items():
+        assert (weights[name].float() - original).norm() < 0.15 * original.norm(), name  # 4 bits
+    assert {each.dtype for each in weights.values()} == {getattr(torch, dtype)}
+    assert stored_method(model.config) is None
+    model(input_ids=BATCH, labels=BATCH).loss.backward()
+    assert all(each.grad is not None for each in weights.values())
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
+    adapted(input_ids=BATCH, labels=BATCH).loss.backward()
+    assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize("method", WRITERS)
+def test_the_memory_of_stored_quantized_weights_is_that_of_plain_ones(tmp_path, method):
+    """`finetune plan` predicts it from the model without weights."""
+    WRITERS[method](tmp_path)
+    section = ModelSection(name=str(tmp_path), dtype="bfloat16")
+    empty = load_empty_model(section, head="causal_lm", vocabulary_size=None)
+    plain = load_empty_model(
+        section.model_copy(update={"name": str(tmp_path / "plain")}), head="causal_lm", vocabulary_size=None
+    )
+    assert measure_model(empty) == measure_model(plain)
+
+
+def test_a_gpu_dequantizes_too(tmp_path):
+    """There transformers would keep 8-bit weights for kernels through which no gradient passes."""
+    WRITERS["fp8"](tmp_path)
+    config = load_pretrained_config(ModelSection(name=str(tmp_path)))
+    dequantize_while_loading(config)
+    assert config.quantization_config["dequantize"] is True
+    assert config.quantization_config["weight_block_size"] == [16, 16]
+
+
+IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+IN_4_BITS |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+NF4_LINE = r"`model.quantization: {method: bitsandbytes, bits: 4, kind: nf4, double: true, compute_dtype: bfloat16}`"
+
+
+@pytest.mark.parametrize(
+    ("stored", "keys", "strategy", "key", "message"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4},
+            {},
+            "",
+            "model.name",
+            "stored quantized by gptq, which cannot be trained",
+        ),
+        ({"quant_method": "awq"}, {"quantization": NF4}, "", "model.name", "Name the model that it was made from"),
+        ({"quant_method": "fp8"}, {"quantization": NF4}, "", "model.quantization", "Remove it, or name the model"),
+        ({"quant_method": "mxfp4"}, {}, "zero3", "model.name", "Launch with fsdp2.yaml or zero2.yaml"),
+        (IN_4_BITS, {}, "", "model.name", NF4_LINE),
+        (IN_4_BITS, {"quantization": NF4}, "", "model.quantization", NF4_LINE),
+        (IN_4_BITS, {"quantization": QuantizationSection()}, "fsdp2", "model.name", "Launch with ddp.yaml"),
+    ],
+)
+def test_stored_weights_that_cannot_be_trained_as_requested_are_refused_by_name(
+    tmp_path, stored, keys, strategy, key, message
+):
+    write_config(tmp_path, stored)
+    section = ModelSection(name=str(tmp_path), **keys)
+    (problem,) = stored_problems(load_pretrained_config(section), section, strategy=strategy)
+    assert problem.key == key and message in problem.message
+
+
+@pytest.mark.parametrize(
+    ("stored", "keys", "strategy"),
+    [
+        (None, {"quantization": NF4}, "fsdp2"),
+        ({"quant_method": "fp8"}, {}, "fsdp2"),
+        (IN_4_BITS, {"quantization": QuantizationSection()}, "ddp"),
+        ({"load_in_8bit": True, "quant_method": "bitsandbytes"}, {"quantization": QuantizationSection(bits=8)}, "ddp"),
+    ],
+)
+def test_stored_weights_that_can_be_trained_have_no_problem(tmp_path, stored, keys, strategy):
+    write_config(tmp_path, stored)
+    section = ModelSection(name=str(tmp_path), **keys)
+    assert not list(stored_problems(load_pretrained_config(section), section, strategy=strategy))

@@ -76,6 +76,7 @@ class Architecture:
 def shrink_architecture(section: ModelSection, *, head: str, sizes: Sizes) -> Architecture:
     """Return the real architecture and the small one; raises ModelError if it cannot be built or reduced."""
     real, config = meta_model(section, head=head), load_model_config(section)
+    vars(config).pop("quantization_config", None)  # the small model's weights are plain
     whole = Architecture(real, real, config)
     if whole.num_parameters <= SMALL_PARAMETERS:
         return whole

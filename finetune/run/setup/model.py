@@ -31,7 +31,7 @@ from finetune.model.loading.dry_run import dry_run_model, may_have_experts, meta
 from finetune.model.loading.load import load_model
 from finetune.model.loading.pretrained import base_mismatch_warning, read_saved_adapter_config
 from finetune.model.positions import positions_of, table_size
-from finetune.model.quantize import unquantized_weights_folder
+from finetune.model.quantize import stored_method, stored_problems, unquantized_weights_folder
 from finetune.model.size import precision_warnings
 from finetune.model.tokenizer import add_embedding_rows, new_token_ids
 from finetune.registry.tasks import TASKS
@@ -207,6 +207,26 @@ def require_buildable(loaded: LoadedConfig) -> None:
         written = next((parent for parent in (key, *parent_keys(key)) if parent in loaded.sources), key)
         text = message if written == key else f"{key.removeprefix(written).lstrip('.')}: {message}"
         raise ConfigError([with_location(Problem(written, text), loaded.sources)], loaded.path.name) from error
+
+
+def require_trainable_weights(loaded: LoadedConfig, *, strategy: str = "") -> str | None:
+    """Return a line about weights that are stored quantized; None for plain ones. Reads no weights.
+
+    Raises ConfigError where they cannot be trained as the job says.
+    """
+    section = loaded.config.model
+    if section.name is None:
+        return None
+    model = load_model_config(section)
+    problems = [
+        with_location(problem, loaded.sources) for problem in stored_problems(model, section, strategy=strategy)
+    ]
+    if problems:
+        raise ConfigError(problems, loaded.path.name)
+    method = stored_method(model)
+    if method is None or section.quantization is not None:
+        return None
+    return f"model.name: weights are stored in {method}, and trained as plain ones in {section.dtype} (`model.dtype`)"
 
 
 def require_adaptable(loaded: LoadedConfig, *, strategy: str = "") -> None:
