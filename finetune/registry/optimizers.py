@@ -44,6 +44,11 @@ class OptimizerEntry(Entry):
         if unread := set(self.defaults) - self.reads:
             raise RegistryError(f"optimizer `{self.name}`: has defaults of keys that it does not read: {unread}.")
 
+    @property
+    def has_divisible_state(self) -> bool:
+        """Return whether ranks can share the state of a parameter; a checkpoint holds that of others only in whole."""
+        return any(state.is_elementwise for state in self.states)
+
 
 INT8_BYTES = 1.0 + 4 / 256
 """Of a moment with one float32 scale per 256 values."""

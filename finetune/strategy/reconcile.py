@@ -114,6 +114,12 @@ def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> li
             f"train.optimizer.name: {job.optimizer} needs whole matrices, but FSDP1 and ZeRO pass flattened "
             "shards to the optimizer. Launch with accelerate_configs/ddp.yaml or fsdp2.yaml, or set adamw."
         )
+    shards = environment.fsdp_version is not None or environment.zero_stage is not None
+    if shards and environment.world > 1 and not OPTIMIZERS[job.optimizer].has_divisible_state:
+        conflicts.append(
+            f"train.optimizer.name: the state of {job.optimizer} cannot be saved while parameters are sharded. Launch "
+            "with accelerate_configs/ddp.yaml, or set adamw, which has `state_dtype: int8`."
+        )
     if flattens and job.rounds_by_position:
         conflicts.append(
             "train.optimizer.state_dtype and stochastic_rounding need whole rows, but FSDP1 and ZeRO pass "

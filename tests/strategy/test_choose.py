@@ -112,6 +112,8 @@ def test_an_offloaded_optimizer_must_be_adamw():
         ({"zero_stage": 3}, {"unfreezes_later": True}, "train.unfreeze is not supported with an offloaded optimizer"),
         ({"zero_stage": 2}, {"optimizer": "muon"}, "ddp.yaml or fsdp2.yaml"),
         ({"fsdp_version": 1}, {"optimizer": "muon"}, "whole matrices"),
+        ({"fsdp_version": 2}, {"optimizer": "paged_adamw"}, "the state of paged_adamw cannot be saved while"),
+        ({"zero_stage": 2}, {"optimizer": "adamw_4bit"}, "Launch with accelerate_configs/ddp.yaml"),
     ],
 )
 def test_an_optimizer_unsupported_by_the_strategy_is_rejected(environment, wish, message):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -21,13 +22,14 @@ from finetune.data.batch import Batch
 from finetune.memory.step.fake_model import QuantizedLinear, materialize_fake
 from finetune.memory.step.tracer import ACTIVATIONS, GRADIENTS, OPTIMIZER, Tracer
 from finetune.model.upstream import expose_hidden_size, head_as_one_unit
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.runtime.processes import restored_environment
 from finetune.strategy.experts import keep_experts_in_graph
 from finetune.task.lm_loss.chunked_loss import assume_device
 from finetune.task.lm_loss.head import find_lm_head
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
-from finetune.train.optim.optimizers import begin_step, build_optimizer
+from finetune.train.optim.optimizers import OptimizerInputs, begin_step, build_optimizer
 from finetune.train.optim.parameter_groups import list_parameters
 
 FORWARD, LOSS, UPDATE, RECOMPUTATION = "forward", "loss", "update", "recomputation"
@@ -141,8 +143,13 @@ def _shard(model: Any, mesh: Any, half: torch.dtype | None) -> Any:
 def _optimizer(config: RunConfig, model: Any, tracer: Tracer) -> torch.optim.Optimizer:
     """Return the job's optimizer with its state."""
     train = config.train
+    needs_values = OPTIMIZERS[train.optimizer.name].moment_bytes is not None
     optimizer = build_optimizer(
-        list_parameters(model), train.optimizer, learning_rate=train.learning_rate, average=train.average
+        list_parameters(model),
+        train.optimizer,
+        learning_rate=train.learning_rate,
+        average=train.average,
+        build=_QuantizedMoments if needs_values else None,
     )
     with tracer.counting_as(OPTIMIZER):
         begin_step(optimizer, step=0, learning_rate=train.learning_rate)
@@ -152,6 +159,26 @@ def _optimizer(config: RunConfig, model: Any, tracer: Tracer) -> torch.optim.Opt
         _update(config, model, optimizer)  # DTensor plans every operator once, with unsharded tensors
         optimizer.zero_grad()
     return optimizer
+
+
+class _QuantizedMoments(torch.optim.Optimizer):
+    """Allocates the moments of an optimizer that does not run without values, by the registry, and updates nothing.
+
+    Moments that may move to the host (paged) count as if they stayed: a step that needs their space waits for them.
+    """
+
+    def __init__(self, inputs: OptimizerInputs) -> None:
+        super().__init__(inputs.groups, {"lr": inputs.learning_rate})
+        self._entry = OPTIMIZERS[inputs.section.name]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Allocate the moments of each parameter that has a gradient, unless it has them."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.grad is not None and not self.state[parameter]:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                size = round(self._entry.num_moments * (self._entry.moment_bytes or 0) * local.numel())
+                self.state[parameter]["moments"] = torch.empty(size, dtype=torch.uint8, device=local.device)
 
 
 def _update(config: RunConfig, model: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,7 @@ orthogonalizes the momentum of a matrix before applying it. Its updates are scal
 matrices only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -168,11 +168,12 @@ def build_optimizer(
     unfreeze: Sequence[UnfreezeSection] = (),
     average: AverageSection | None = None,
     seed: int = 0,
+    build: Callable[[OptimizerInputs], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer over the trained parameters; raises ModelError if there are none.
 
     Parameters that are not yet unfrozen are skipped, and an average of the weights is kept if configured. `seed` seeds
-    stochastic rounding.
+    stochastic rounding. `build` replaces the registry's implementation.
     """
     groups = parameter_groups(named, section, unfreeze)
     if not groups:
@@ -185,7 +186,7 @@ def build_optimizer(
         optimizer = _low_bit(add_rounding_keys(groups, named, seed=seed), section, learning_rate)
     else:
         inputs = OptimizerInputs(named, groups, section, learning_rate)
-        optimizer = cast(torch.optim.Optimizer, OPTIMIZERS.resolve(section.name)(inputs))
+        optimizer = cast(torch.optim.Optimizer, (build or OPTIMIZERS.resolve(section.name))(inputs))
     if unfreeze:
         optimizer.register_step_pre_hook(lambda optimizer, *_: drop_not_yet_unfrozen(optimizer))
     if average is not None:

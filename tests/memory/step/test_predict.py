@@ -13,6 +13,7 @@ from finetune.memory.layout import Layout
 from finetune.memory.step import predict as predicting
 from finetune.memory.step import trace
 from finetune.memory.step.predict import Predictor
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.setup.padding_free import resolve_padding_free
 
 SIZES = "hidden_size: 64, intermediate_size: 128, num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 512"
@@ -113,6 +114,14 @@ def test_recomputation_adapters_and_quantized_weights_take_less_memory(tmp_path)
     assert lora.parts["optimizer"] < full.parts["optimizer"] / 2
     assert packed.parts["weights"] < lora.parts["weights"] / 2
     assert packed.num_parameters == lora.num_parameters
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit", "paged_adamw", "paged_adamw_8bit"])
+def test_moments_of_packages_are_predicted_where_they_are_not_installed_and_no_gpu_is(tmp_path, name):
+    predictor = predictor_of(config_of(tmp_path, overrides=[f"train.optimizer={{name: {name}}}"]))
+    found = predictor.predict(layout())
+    assert found.parts["optimizer"] == pytest.approx(2 * OPTIMIZERS[name].moment_bytes * found.num_parameters, rel=0.01)
+    assert predictor.predict(layout("fsdp2", ranks=4)).parts["optimizer"] < found.parts["optimizer"] / 3
 
 
 def test_a_prediction_for_a_gpu_includes_its_libraries(tmp_path):
