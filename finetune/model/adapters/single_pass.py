@@ -94,6 +94,8 @@ class SinglePassLayer:
         """Return scale and dropout of the adapter; None if peft's forward pass is needed."""
         if self.disable_adapters or self.merged or list(self.active_adapters) != [ADAPTER_NAME]:
             return None
+        if type(self.lora_A[ADAPTER_NAME]) is not Factor or type(self.lora_B[ADAPTER_NAME]) is not Factor:
+            return None  # sharded alone, and gathered only while it runs
         dropout = self.lora_dropout[ADAPTER_NAME]
         is_dropping = isinstance(dropout, nn.Dropout) and dropout.training
         return self.scaling[ADAPTER_NAME], dropout.p if is_dropping else 0.0

@@ -102,6 +102,18 @@ def test_losses_norms_and_export_equal_one_process(launch, straight, job, strate
 
 
 @pytest.mark.distributed
+def test_adapters_with_dropout_have_the_same_losses_under_every_strategy(launch):
+    """Each rank draws its own masks, one for the layers that read the same tensor."""
+    short = ["model.lora={rank: 4, alpha: 8, dropout: 0.2}", "train.steps=4"]
+    runs = {name: launch(name, name=f"{name}-dropout", overrides=short) for name in ("ddp", "fsdp2", "zero2", "zero3")}
+    for run in runs.values():
+        assert run.code == 0, run.output
+        assert run.losses() == pytest.approx(runs["ddp"].losses(), abs=1e-5)
+        assert run.norms() == pytest.approx(runs["ddp"].norms(), rel=1e-4)
+    assert len(runs["ddp"].losses()) == 4
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(name, marks=full) for name in ("fsdp2", "zero2", "zero3"))])
 def test_fresh_interpreters_give_the_very_losses_of_forked_ranks(launch, strategy):
     """What `accelerate launch` starts for a user, and what these tests start to save the imports."""
