@@ -30,13 +30,14 @@ def group_expert_adapters(model: PeftModel) -> int:
     """
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     inner = {id(wrapper.base_layer) for wrapper in wrappers}
-    outer = [wrapper for wrapper in wrappers if id(wrapper) not in inner and _is_grouped(wrapper.get_base_layer())]
+    outer = [wrapper for wrapper in wrappers if id(wrapper) not in inner and is_grouped(wrapper.get_base_layer())]
     for wrapper in outer:
         wrapper.__class__ = GroupedExperts
     return len(outer)
 
 
-def _is_grouped(experts: nn.Module) -> bool:
+def is_grouped(experts: nn.Module) -> bool:
+    """Return whether the model computes these experts as grouped products, and so their adapters."""
     matrices = {name for name, parameter in experts.named_parameters(recurse=False) if not name.endswith("_bias")}
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     is_whole = not getattr(experts, "_is_expert_parallel", True)

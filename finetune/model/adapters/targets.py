@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from finetune.config.sections.model import LoraSection
 from finetune.errors import Problem
 from finetune.model.adapters.context import is_conv1d, module_name
+from finetune.model.adapters.experts import is_grouped
 from finetune.model.adapters.upstream import is_read_by_kernel, rewritten_names
 from finetune.model.loading.architecture import new_head_modules
 from finetune.runtime.parameters import full_shape
@@ -119,6 +120,15 @@ def adapts_parameters(model: PreTrainedModel, lora: LoraSection) -> bool:
     experts = find_experts(model)
     has_routers = lora.router and bool(_router_targets(model, find_routers(model, experts))[1])
     return has_routers or (adapts_experts(lora) and any(layer.parameters for layer in experts))
+
+
+def key_with_folded_parameters(model: PreTrainedModel, lora: LoraSection) -> str | None:
+    """Return the key, `router` or `experts`, by which peft would add `BA` to a parameter in each pass; None if none."""
+    experts = find_experts(model)
+    if lora.router and _router_targets(model, find_routers(model, experts))[1]:
+        return "router"
+    is_folded = any(layer.parameters and not is_grouped(model.get_submodule(layer.name)) for layer in experts)
+    return "experts" if adapts_experts(lora) and is_folded else None
 
 
 def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:

@@ -85,7 +85,7 @@ def gather_in_8_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Make FSDP2 gather the trained weights of converted layers as 8-bit floats; return their number.
 
     After each update one reduction finds the scales of all of them. Only with one scale per tensor, and where ranks
-    hold equal shards; elsewhere weights are gathered in bf16. Collective in each step.
+    hold equal shards on the device; elsewhere weights are gathered in bf16. Collective in each step.
     """
     shards = [shard for parameter in _fsdp_parameters(model) if (shard := _Shard.of(parameter)) is not None]
     if shards:
@@ -125,7 +125,7 @@ class _Shard:
         config = getattr(layer, "config", None) if hasattr(layer, "linear_mm_config") else None
         if config is None or parameter._module_info.param_name != "weight" or not weight.requires_grad:
             return None
-        is_even = weight._local_tensor.size() == parameter.padded_sharded_param_size
+        is_even = weight._local_tensor.size() == parameter.padded_sharded_param_size and not parameter.offload_to_cpu
         is_tensorwise = config.cast_config_weight.scaling_granularity.value == "tensorwise"
         return cls(parameter, layer) if is_even and is_tensorwise else None
 

@@ -249,16 +249,14 @@ def _adapter_problems(config: RunConfig, strategy: str) -> Iterator[Problem]:
         return
     model = meta_model(section, head=TASKS[config.task.name].head)
     yield from targets.target_problems(model, requested)
-    if is_fsdp1 and targets.adapts_parameters(model, requested):
-        keys = [*(["experts"] if targets.adapts_experts(requested) else []), *(["router"] if requested.router else [])]
-        instead = " and ".join(f"`{key}: false`" for key in keys)
-        yield Problem(f"model.lora.{keys[0]}", f"{_NO_PARAMETERS}, or write {instead}.")
+    if is_fsdp1 and (key := targets.key_with_folded_parameters(model, requested)) is not None:
+        yield Problem(f"model.lora.{key}", f"{_NO_PARAMETERS}, or write `{key}: false`.")
 
 
 _NO_PARAMETERS = (
-    "adapters of routed experts and routers do not work under fsdp1, which replaces parameters by plain tensors in the "
-    "forward pass, where peft looks for parameters (ParamWrapper in peft 0.21). Launch with "
-    "accelerate_configs/fsdp2.yaml"
+    "adapters of routers, and of experts that are not grouped products, do not work under fsdp1, which replaces "
+    "parameters by plain tensors in the forward pass, where peft looks for parameters (ParamWrapper in peft 0.21). "
+    "Launch with accelerate_configs/fsdp2.yaml"
 )
 
 

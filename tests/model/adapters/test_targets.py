@@ -167,8 +167,10 @@ train: {{global_batch_size: 2, microbatch_size: 1, steps: 1, learning_rate: 1e-3
     require_adaptable(load_config(tmp_path / "job.yaml", ["model.lora.experts=false"]))
     plain = load_config(tmp_path / "job.yaml", ["model.lora.dora=false"])
     require_adaptable(plain, strategy="fsdp2")
-    with pytest.raises(ConfigError, match=r"model\.lora\.experts: adapters of routed experts .* under fsdp1"):
-        require_adaptable(plain, strategy="fsdp1")
+    require_adaptable(plain, strategy="fsdp1")
+    with_router = load_config(tmp_path / "job.yaml", ["model.lora={router: true}"])
+    with pytest.raises(ConfigError, match=r"model\.lora\.router: adapters of routers.* under fsdp1"):
+        require_adaptable(with_router, strategy="fsdp1")
 
 
 def test_names_of_expert_matrices_are_hinted_at(adapt):
