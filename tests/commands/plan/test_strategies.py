@@ -46,6 +46,16 @@ def test_125m_on_one_t4_takes_one_process_and_the_whole_batch_at_once(planned: P
     assert any("T4 has no bf16 units" in sentence for sentence in plan.assumptions)
 
 
+def test_products_in_8_bits_are_faster_under_the_strategies_that_have_them(planned: Planned):
+    half, eighth = (planned("8b", f"train.precision={name}", gpus="8xH100") for name in ("bf16", "fp8"))
+    times = [by_name(plan)["fsdp2"].time for plan in (half, eighth)]
+    assert times[0] is not None and times[1] is not None
+    assert 0.7 < times[1].seconds / times[0].seconds < 0.9
+    assert "fp8 does not work under ZeRO" in str(by_name(eighth)["zero3"].reason)
+    old = planned("8b", "train.precision=fp8", gpus="8xA100-80GB")
+    assert any("A100-80GB has no fp8 units: a run is refused there" in sentence for sentence in old.assumptions)
+
+
 @pytest.mark.parametrize(("length", "largest"), [(1_000_000, 2), (4_000_000, 1)])
 def test_a_microbatch_of_several_million_tokens_is_never_traced(planned: Planned, length: int, largest: int):
     sizes = []

@@ -33,6 +33,14 @@ def test_the_rehearsed_job_is_a_valid_job(job, tmp_path):
     assert again.report.trackers == () and again.train.early_stopping.patience == 5
 
 
+def test_products_in_8_bits_are_rehearsed_in_bf16(job):
+    overrides = ("train.precision=fp8", "train.fp8={recipe: rowwise}")
+    changes = changes_of(job, *overrides)
+    assert changes["train.precision"].now == "bf16" and changes["train.fp8"].now is None
+    assert any("8-bit products" in sentence for sentence in not_verified(changes.values()))
+    load_config(job, [*overrides, *(override_text(key, change.now) for key, change in changes.items())])
+
+
 def test_a_value_that_needs_no_change_is_not_listed(job):
     changes = changes_of(job)
     assert "train.tf32" not in changes and "model.compile" not in changes and "export.verify" not in changes

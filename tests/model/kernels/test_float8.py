@@ -88,6 +88,12 @@ def test_a_cpu_lacks_what_is_needed_unless_products_are_emulated():
     assert float8.missing_requirement(torch.device("cpu"), emulated()) is None
 
 
+@pytest.mark.parametrize(("capability", "is_missing"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
+def test_gpus_older_than_ada_are_refused(monkeypatch, capability, is_missing):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert (float8.missing_requirement(torch.device("cuda"), Fp8Section()) is not None) is is_missing
+
+
 @pytest.fixture
 def mesh():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
