@@ -1,5 +1,7 @@
 """A job's model without values: the full model on the meta device, and a few of its layers as fake tensors."""
 
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,6 +120,49 @@ class _Dequantized(torch.autograd.Function):
         (gradient,) = gradients
         weight = torch.empty(ctx.shape, dtype=gradient.dtype, device=gradient.device)
         return gradient @ weight, None, None
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of liger's RMSNorm: it keeps its input and a float32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        ctx.save_for_backward(rows, weight, torch.empty(rows.shape[:-1], dtype=torch.float32, device=rows.device))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, _ = ctx.saved_tensors
+        own = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return torch.empty_like(rows), own, None, None, None, None
+
+
+class _FusedGate(torch.autograd.Function):
+    """The memory of liger's gated activations: they keep both inputs, and overwrite them by their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return gate.detach(), up.detach()
+
+
+FUSED_FUNCTIONS = SimpleNamespace(
+    LigerRMSNormFunction=_FusedNorm, LigerSiLUMulFunction=_FusedGate, LigerGELUMulFunction=_FusedGate
+)
+"""What liger's functions (0.8) keep between forward and backward pass, for `fused_layers.fuse_layers`."""
+
+
+def runs_fused_layers(section: ModelSection, *, device: str) -> bool:
+    """Return whether the job's run uses liger's kernels, as far as this machine's packages tell."""
+    if device != "cuda" or section.kernels == "none":
+        return False
+    is_usual = section.compile in ("off", "auto") and find_spec("liger_kernel") is not None
+    return section.kernels == "liger" or is_usual
 
 
 class QuantizedLinear(nn.Linear):

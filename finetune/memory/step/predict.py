@@ -27,9 +27,16 @@ from finetune.data.features import LENGTHS_OF_SEQUENCES, Features
 from finetune.data.token_cache.cache import cache_folder
 from finetune.errors import FinetuneError, ModelError
 from finetune.memory.layout import Layout, Prediction
-from finetune.memory.step.fake_model import empty_model, make_trainable, with_method
+from finetune.memory.step.fake_model import (
+    FUSED_FUNCTIONS,
+    empty_model,
+    make_trainable,
+    runs_fused_layers,
+    with_method,
+)
 from finetune.memory.step.rank_parts import SymbolicStep, traced_parts, zero_parts
 from finetune.memory.step.trace import BETWEEN, Sharding, Values, trace_step
+from finetune.model.kernels.fused_layers import fuse_layers
 from finetune.model.layers import (
     KeptLayers,
     can_be_extrapolated,
@@ -128,6 +135,8 @@ class Predictor:
 
         def trace(layers_of: KeptLayers) -> Values:
             model = make_trainable(with_layers(whole, layers_of), section, task=self._task, seed=self._config.run.seed)
+            if runs_fused_layers(section, device=layout.device):
+                fuse_layers(unwrap_model(model), fuses_rotary=False, stand_ins=FUSED_FUNCTIONS)
             layers = [layer for name in layers_of for layer in _layers(model, name)]
             return trace_step(
                 self._config,

@@ -40,19 +40,20 @@ _originals: dict[ModuleType, Forward] = {}
 """The rotary functions that were replaced, by their module."""
 
 
-def fuse_layers(model: nn.Module, *, fuses_rotary: bool = True) -> Counter[str]:
+def fuse_layers(model: nn.Module, *, fuses_rotary: bool = True, stand_ins: Any = None) -> Counter[str]:
     """Use liger's kernels in every layer that computes the same; return the number of layers by kernel.
 
-    `fuses_rotary`: not where checkpointing keeps the output of a projection, which the rotary kernel overwrites. Raises
-    MissingPackage without liger-kernel.
+    `fuses_rotary`: not where checkpointing keeps the output of a projection, which the rotary kernel overwrites.
+    `stand_ins` have functions of the same names, which run on any device. Raises MissingPackage without both.
     """
-    require("liger_kernel.ops", extra="kernels", purpose="`model.kernels: liger`")
+    if stand_ins is None:
+        require("liger_kernel.ops", extra="kernels", purpose="`model.kernels: liger`")
     counts: Counter[str] = Counter()
     with torch.random.fork_rng(devices=()), torch.device("cpu"), torch.no_grad():
         for module in model.modules():
             if (fused := _fused_norm(module) or _fused_mlp(module)) is not None:
                 counts[fused[0]] += 1
-                _replace_forward(module, fused[1])
+                _replace_forward(module, fused[1], stand_ins)
         if fuses_rotary:
             files = {sys.modules[type(module).__module__] for module in model.modules()}
             counts[ROTARY] += sum(map(_fuse_rotary, files))
@@ -83,15 +84,17 @@ def missing_requirement(device_type: str) -> str | None:
     return None if missing is None else f"triton: {missing}"
 
 
-def _replace_forward(module: nn.Module, fused: Forward) -> None:
-    module.forward = partial(_forward, module.forward, partial(fused, module))  # which deepcopy copies
+def _replace_forward(module: nn.Module, fused: Forward, stand_ins: Any) -> None:
+    # which deepcopy copies
+    module.forward = partial(_forward, module.forward, partial(fused, module), stand_ins)
 
 
-def _forward(own: Forward, fused: Forward, rows: Tensor, *others: Any, **named: Any) -> Any:
+def _forward(own: Forward, fused: Forward, stand_ins: Any, rows: Tensor, *others: Any, **named: Any) -> Any:
     """Run the kernel on tensors that it takes, else the module's own forward."""
-    if others or named or not runs_kernels(rows.device.type) or not rows.numel():
+    runs = stand_ins is not None or runs_kernels(rows.device.type)
+    if others or named or not runs or not rows.numel():
         return own(rows, *others, **named)
-    result = fused(rows)
+    result = fused(rows, stand_ins or ops)
     return own(rows) if result is None else result
 
 
@@ -121,11 +124,11 @@ def _fused_norm(module: nn.Module) -> tuple[str, Forward] | None:
     return None
 
 
-def _run_norm(module: Any, rows: Tensor, *, eps: float, casting: str, offset: float) -> Any:
+def _run_norm(module: Any, rows: Tensor, functions: Any, *, eps: float, casting: str, offset: float) -> Any:
     if rows.dtype != module.weight.dtype:  # the kernel returns the type of the rows, and a product the wider one
         return None
     # not in place: what adds the rows to the result shares its gradient
-    return ops.LigerRMSNormFunction.apply(rows, module.weight, eps, offset, casting, False)
+    return functions.LigerRMSNormFunction.apply(rows, module.weight, eps, offset, casting, False)
 
 
 def _rms_norm(rows: Tensor, weight: Tensor, eps: float, casting: str, offset: float) -> Tensor:
@@ -156,8 +159,8 @@ def _fused_mlp(module: nn.Module) -> tuple[str, Forward] | None:
     return None
 
 
-def _run_mlp(module: Any, rows: Tensor, *, kernel: str) -> Any:
-    return module.down_proj(getattr(ops, kernel).apply(*_gate_and_up(module, rows)))
+def _run_mlp(module: Any, rows: Tensor, functions: Any, *, kernel: str) -> Any:
+    return module.down_proj(getattr(functions, kernel).apply(*_gate_and_up(module, rows)))
 
 
 def _gate_and_up(module: Any, rows: Tensor) -> Sequence[Tensor]:

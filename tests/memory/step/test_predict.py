@@ -1,7 +1,11 @@
 """A step without values takes the memory of the same step with values, and few layers predict that of many."""
 
+import json
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import plan_memory as benchmark
 import pytest
@@ -10,8 +14,8 @@ import torch
 from finetune.config.load import load_config
 from finetune.errors import ModelError
 from finetune.memory.layout import Layout
+from finetune.memory.step import fake_model, trace
 from finetune.memory.step import predict as predicting
-from finetune.memory.step import trace
 from finetune.memory.step.predict import Predictor
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.setup.padding_free import resolve_padding_free
@@ -122,6 +126,32 @@ def test_moments_of_packages_are_predicted_where_they_are_not_installed_and_no_g
     found = predictor.predict(layout())
     assert found.parts["optimizer"] == pytest.approx(2 * OPTIMIZERS[name].moment_bytes * found.num_parameters, rel=0.01)
     assert predictor.predict(layout("fsdp2", ranks=4)).parts["optimizer"] < found.parts["optimizer"] / 3
+
+
+def test_fused_layers_keep_fewer_activations_where_the_run_uses_them(tmp_path, monkeypatch):
+    def predict_with(kernels, device="cuda"):
+        config = config_of(tmp_path, overrides=["train.precision=bf16", f"model.kernels={kernels}"])
+        return predictor_of(config).predict(layout("fsdp2", device=device, microbatch=4))
+
+    none, liger = predict_with("none"), predict_with("liger")
+    assert liger.parts["activations"] < 0.85 * none.parts["activations"]
+    assert liger.flops_per_token == none.flops_per_token and liger.parts["weights"] == none.parts["weights"]
+    for spec, expected in ((None, none), ("installed", liger)):
+        monkeypatch.setattr(fake_model, "find_spec", lambda _, spec=spec: spec)
+        assert predict_with("auto").parts == expected.parts
+    assert predict_with("auto", device="cpu").parts == predict_with("none", device="cpu").parts
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
+def test_the_stand_in_of_a_kernel_keeps_as_much_memory_as_the_kernel(model_type):
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "tests.memory.step.fused_program", model_type]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    bytes_of = json.loads(done.stdout.splitlines()[-1])
+    assert bytes_of["planned"] == bytes_of["fused"] < 0.8 * bytes_of["plain"]
 
 
 def test_a_prediction_for_a_gpu_includes_its_libraries(tmp_path):
