@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _reshard
 
-CHECKED_WITH: Mapping[str, str] = {"deepspeed": "0.19", "torch": "2.13"}
+CHECKED_WITH: Mapping[str, str] = {"deepspeed": "0.19", "torch": "2.14"}
 
 
 def reshard_fsdp1(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 
-CHECKED_WITH: Mapping[str, str] = {"torch": "2.13", "transformers": "5.24"}
+CHECKED_WITH: Mapping[str, str] = {"torch": "2.14", "transformers": "5.24"}
 
 
 @contextmanager

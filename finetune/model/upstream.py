@@ -27,7 +27,7 @@ from transformers.models.auto import auto_factory, processing_auto, tokenization
 from finetune.errors import ModelError
 from finetune.model.loading.model_files import PICKLE_ADVICE, REMOTE_CODE_ADVICE, check_index
 
-CHECKED = {"transformers": (5, 24), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 13)}
+CHECKED = {"transformers": (5, 24), "accelerate": (1, 15), "peft": (0, 21), "bitsandbytes": (0, 50), "torch": (2, 14)}
 
 Patch = tuple[Any, str, Any]
 """A module or class, the name of an attribute that it defines, and the replacement."""

@@ -5,6 +5,7 @@ its owner is dead (pytorch#189245; fixed after 2.13 by pytorch#190543). It (`tor
 `lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. So a process of this machine
 that has it open is the owner, and one that is open nowhere has none; only a file system or a container that other
 machines share may hide an owner. A thread reports the lock that is waited for, and removes the locks of dead builds.
+From torch 2.14 on, the file stays after every build and stops nobody, since the kernel holds the lock.
 
 **Retries of the hub.** huggingface_hub asks an unreachable hub again and again, for most of a minute.
 
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -88,8 +90,16 @@ def extensions_folder() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
 
 
+def torch_waits_for_locks() -> bool:
+    """Return whether this torch waits for a file that a killed build has left."""
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) < (2, 14)
+
+
 def build_locks(folder: Path) -> list[BuildLock]:
-    """Return all locks of builds in the folder, by path."""
+    """Return all locks of builds in the folder, by path; none where torch does not wait for them."""
+    if not torch_waits_for_locks():
+        return []
     return [inspect_lock(path) for path in sorted(folder.glob("**/lock")) if path.is_file()]
 
 

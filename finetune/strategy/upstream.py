@@ -30,7 +30,7 @@ from finetune.strategy.gradient_sync import fsdp2_plugin
 CHECKED_WITH: Mapping[str, str] = {
     "accelerate": "1.15",
     "deepspeed": "0.19",
-    "torch": "2.13",
+    "torch": "2.14",
     "transformers": "5.24",
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from finetune.model import activations
+from finetune.run.setup import model as setup_model
 from finetune.task import causal_lm
 from finetune.train import loop, step
 from tests.fake_gpu.walk import Launch, walk
@@ -44,7 +45,15 @@ TO_HOST = activations.CudaStreamCopies.to_host
 NOT_COMPILED = {"compiled", "comp_full", "comp_lora"}
 """Variants that compile: what the compiler makes of an operator is not dispatched."""
 
-PAIRS = [(case, variant) for case in CASES for variant in case.variants if variant not in NOT_COMPILED]
+NOT_LOADED = "quantized"
+"""The case of bitsandbytes, which loads a library by the device; `PackedLinear` stands in for its layers."""
+
+PAIRS = [
+    (case, variant)
+    for case in CASES
+    for variant in case.variants
+    if variant not in NOT_COMPILED and case.name != NOT_LOADED
+]
 
 
 def pairs():
@@ -123,6 +132,39 @@ def test_dtypes_are_those_that_were_asked_for(folder):
         start(folder, "sft", "full", "train.precision=bf16", inspect=look)
     assert seen == {"weights": {torch.float32}, "state": {torch.float32}}
     assert products == {torch.bfloat16}
+
+
+class PackedLinear(torch.nn.Linear):
+    """A frozen layer with weights of 8 bits, which are made wide in each pass."""
+
+    def __init__(self, plain):
+        super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
+        scale = plain.weight.detach().abs().max() / 127
+        self.weight = torch.nn.Parameter((plain.weight.detach() / scale).to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, rows):
+        return torch.nn.functional.linear(rows, self.weight.to(rows.dtype) * self.scale.to(rows.dtype))
+
+
+def test_adapters_on_a_packed_base_do_not_wait(folder):
+    load = setup_model.load_model
+
+    def load_packed(*given, **named):
+        model = load(*given, **named)
+        for layer in model.model.layers:
+            for module in (layer.self_attn, layer.mlp):
+                for name, child in list(module.named_children()):
+                    if type(child) is torch.nn.Linear:
+                        setattr(module, name, PackedLinear(child))
+        return model
+
+    with patch.object(setup_model, "load_model", load_packed):
+        walked = start(folder, "sft", "lora", "train.precision=bf16")
+    packed = [module for module in walked.parts.model.modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == 14 and all(module.weight.dtype == torch.int8 for module in packed)
+    assert unknown(walked) == []
+    assert walked.timeline.races == {}
 
 
 def test_a_run_that_offloads_activations_waits_for_no_copy_on_the_host(folder):

@@ -38,6 +38,7 @@ def lock(tmp_path, monkeypatch):
     """Where a build's lock would be, on a disk of this machine alone."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(upstream, "_CONTAINER_MARKS", ())
+    monkeypatch.setattr(upstream, "torch_waits_for_locks", lambda: True)
     (tmp_path / "cpu_adam").mkdir()
     return tmp_path / "cpu_adam" / "lock"
 
@@ -147,10 +148,18 @@ def until(is_so):
     assert is_so()
 
 
-def test_torch_still_waits_for_a_file_that_a_killed_build_leaves():
+def test_torch_before_2_14_waits_for_a_file_that_a_killed_build_leaves():
     from torch.utils import cpp_extension
 
-    assert "FileBaton(os.path.join(build_directory, 'lock'))" in inspect.getsource(cpp_extension._jit_compile)
+    waits = "FileBaton(os.path.join(build_directory, 'lock'))" in inspect.getsource(cpp_extension._jit_compile)
+    assert waits == upstream.torch_waits_for_locks()
+
+
+def test_the_file_of_a_build_is_no_lock_where_torch_does_not_wait_for_it(lock, monkeypatch):
+    lock.touch()
+    assert [each.path for each in upstream.build_locks(lock.parents[1])] == [lock]
+    monkeypatch.setattr(upstream, "torch_waits_for_locks", lambda: False)
+    assert upstream.build_locks(lock.parents[1]) == []
 
 
 def test_the_hub_is_not_contacted_for_local_models():

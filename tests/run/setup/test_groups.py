@@ -54,7 +54,8 @@ def test_every_group_of_a_run_outwaits_the_hang_report(job, device, strategy, fi
 @pytest.mark.distributed
 def test_process_groups_wait_for_days_without_hang_detection(job):
     found = timeouts(job, "ddp", processes=2, overrides=("run.hang_after_seconds=null",))
-    assert min(each["seconds"] for each in found if not each["is_own"]) == 24 * 24 * 3600.0
+    shortest = min(each["seconds"] for each in found if not each["is_own"])
+    assert shortest == pytest.approx(24 * 24 * 3600.0, abs=1)  # torch 2.14 takes off an eighth of a second
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0, 540.0, 1800.0, 86_400.0, 20 * 86_400.0])
