@@ -96,7 +96,8 @@ model:
   {adapter}
 data: {{train: {{path: {folder}/rows.jsonl, format: text}}, max_length: {length}, over_length: truncate}}
 task: {{name: pretrain}}
-train: {{global_batch_size: {batch}, microbatch_size: {samples}, steps: 10, learning_rate: 1e-4, precision: bf16}}
+train:
+  {{global_batch_size: {batch}, microbatch_size: {samples}, steps: 10, learning_rate: 1e-4, precision: {precision}}}
 """
 
 
@@ -117,6 +118,7 @@ class Row:
     adapter: str = ""
     dtype: str = "float32"
     compiles: str = "off"
+    precision: str = "bf16"
     memory_gib: float | None = None
     logit_bytes: int = 4  # of one logit at the peak, as they have it
     tokens_per_sample: float | None = None  # fewer than the length
@@ -142,7 +144,8 @@ class Planned:
     def tokens_per_second(self, *, training: float = 1.0, attention: float = 1.0) -> float:
         """Return the planned tokens per second of one GPU, with both shares multiplied by factors."""
         row, hardware = self.row, self.row.hardware
-        device = hardware.device("bf16")
+        fp8_share = self.job.fp8_share(self.prediction.flops_per_token)
+        device = hardware.device("bf16", fp8_share=fp8_share)
         device = replace(
             device, flops=device.flops * training, attention_share=device.attention_share * attention / training
         )
@@ -201,16 +204,17 @@ def main() -> int:
 
 
 def of_llm_foundry(folder: Path, *, every: int) -> Iterator[Row]:
-    """Yield rows in bf16: one for the fit and the held-out row after it of each 2 N."""
+    """Yield rows in bf16, one for the fit and the held-out row after it of each 2 N, and all in fp8, held out."""
     with (folder / "llm-foundry-mpt-throughput.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if "fp8" not in row["Precision"]]
-    for number, row in enumerate(rows):
+        rows = list(csv.DictReader(file))
+    in_bf16, in_fp8 = ([row for row in rows if ("fp8" in row["Precision"]) == is_fp8] for is_fp8 in (False, True))
+    for number, row in [*enumerate(in_bf16), *((1, row) for row in in_fp8)]:
         if number % (2 * every) > 1:
             continue
         layers, width, heads = MPT[row["Model"]]
         length, recomputes = int(row["SeqLen (T)"]), row["Activation Checkpointing"] == "True"
         yield Row(
-            name=f"llm-foundry {row['Model']}",
+            name=f"llm-foundry {row['Model']}{' fp8' if 'fp8' in row['Precision'] else ''}",
             gpus=f"{row['# GPUs']}x{GPUS[row['GPU']]}",
             length=length,
             samples=int(row["MicroBatchSize"]),
@@ -223,6 +227,7 @@ def of_llm_foundry(folder: Path, *, every: int) -> Iterator[Row]:
             part=HELD_OUT if number % 2 else FITTED,
             recomputes=recomputes,
             compiles="regional",  # their norms, attention and loss are fused by hand
+            precision="fp8" if "fp8" in row["Precision"] else "bf16",
         )
 
 
@@ -257,8 +262,12 @@ def peers() -> Iterator[Row]:
     """
     titan = {"gpus": "8xH100", "length": 8192, "samples": 2, "microbatches": 1, "memory_bandwidth": 2.4e12}
     llama = {"model_type": "llama", "values": f"{LLAMA_8B}{LLAMA_3}, tie_word_embeddings: false"}
-    for name, compiles, rate in (("torchtitan 8B", "off", 5762), ("torchtitan 8B compiled", "regional", 6667)):
-        yield Row(name=name, tokens_per_second=rate, compiles=compiles, recomputes=True, **titan, **llama)  # type: ignore[arg-type]
+    for name, rate, settings in (
+        ("torchtitan 8B", 5762, {}),
+        ("torchtitan 8B compiled", 6667, {"compiles": "regional"}),
+        ("torchtitan 8B compiled fp8", 8532, {"compiles": "regional", "precision": "fp8"}),
+    ):
+        yield Row(name=name, tokens_per_second=rate, recomputes=True, **settings, **titan, **llama)  # type: ignore[arg-type]
     lora = {"gpus": "1xH100", "length": 4096, "samples": 1, "microbatches": 8, "dtype": "bfloat16"}
     adapter = {"adapter": "lora: {rank: 8}", "compiles": "regional"}
     qwen = {"model_type": "qwen2", "values": QWEN_7B}
@@ -290,7 +299,7 @@ def plan(row: Row, scratch: Path, known: dict[str, Any]) -> Planned:
         microbatch_size=row.samples,
         ranks_per_node=min(hardware.num_gpus, hardware.gpus_per_node),
     )
-    key = repr((row.values, row.adapter, row.dtype, row.length, layout))
+    key = repr((row.values, row.adapter, row.dtype, row.precision.replace("bf16", ""), row.length, layout))
     if key not in known:
         started = time.perf_counter()
         known[key] = asdict(Predictor(config, resolve_padding_free(config)).predict(layout))
@@ -326,7 +335,12 @@ def page(planned: Sequence[Planned]) -> str:
     parts = {
         "fitted (llm-foundry)": [each for each in planned if each.row.part == FITTED],
         "held out (llm-foundry)": [
-            each for each in planned if each.row.part == HELD_OUT and each.row.name.startswith("llm-")
+            each
+            for each in planned
+            if each.row.part == HELD_OUT and each.row.name.startswith("llm-") and each.row.precision == "bf16"
+        ],
+        "held out (llm-foundry, fp8)": [
+            each for each in planned if each.row.name.startswith("llm-") and each.row.precision == "fp8"
         ],
         "held out (peft)": [each for each in planned if each.row.name.startswith("peft")],
         "held out (torchtitan, NeMo)": [each for each in planned if each.row.name.startswith(("torchtitan", "NeMo"))],

@@ -26,11 +26,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_in_bf16_and_with_methods_of_this_package_are_read(folder):
+def test_rows_in_bf16_and_fp8_and_with_methods_of_this_package_are_read(folder):
     mpt, peft = list(benchmark.of_llm_foundry(folder, every=4)), list(benchmark.of_peft(folder))
-    assert [(row.gpus, row.samples, row.recomputes, row.part) for row in mpt] == [
-        ("8xA100-80GB", 32, False, benchmark.FITTED),
-        ("8xA100-40GB", 104, True, benchmark.HELD_OUT),
+    assert [(row.gpus, row.samples, row.recomputes, row.precision, row.part) for row in mpt] == [
+        ("8xA100-80GB", 32, False, "bf16", benchmark.FITTED),
+        ("8xA100-40GB", 104, True, "bf16", benchmark.HELD_OUT),
+        ("8xH100-80GB", 56, False, "fp8", benchmark.HELD_OUT),
     ]
     assert [row.name for row in peft] == ["peft lora/rank32"]
     assert peft[0].adapter == "lora: {rank: 32, target_modules: ['v_proj', 'q_proj']}"
