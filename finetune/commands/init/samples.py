@@ -41,7 +41,7 @@ _WITHOUT_TRAINING = {
     **{"use_cpu": True, "bf16": False, "fp16": False, "tf32": None, "deepspeed": None, "fsdp": None},
     **{"report_to": "none", "push_to_hub": False, "packing": False, "padding_free": False, "eval_strategy": "no"},
     **{"load_best_model_at_end": False, "torch_compile": False, "use_liger_kernel": False},
-    **{"precompute_ref_log_probs": False, "dataset_num_proc": None},
+    **{"precompute_ref_log_probs": False, "dataset_num_proc": None, "trust_remote_code": False},
 }
 """Arguments that a trainer which only prepares rows on a CPU must not take from the file."""
 
