@@ -35,15 +35,18 @@ def check(
         num_processes = accelerate_files.data_parallel_size(accelerate_file, num_processes=num_processes)
     if num_processes is not None:
         require_divisible_batch(loaded, num_processes=num_processes)
+    stored = None
     if tries_model:
         model.require_buildable(loaded)
-        model.require_trainable_weights(loaded)
+        stored = model.require_trainable_weights(loaded)
         model.require_adaptable(loaded)
         model.require_routers(loaded)
     warning = model.require_positions(loaded) if tries_model else None
     print(f"{path.name} is ready.")
     for line in format_summary(loaded.config, num_processes=num_processes):
         print(f"  {line}")
+    if stored is not None:
+        print(f"  {stored}")
     if warning is not None:
         print(f"  warning: {warning}")
     if run is not None:

@@ -91,12 +91,13 @@ def test_training_takes_an_accelerate_file_that_exists(typed, job, calls):
 
 def test_check_with_the_model_option_builds_the_model(typed, job, monkeypatch):
     tried = []
-    names = ("require_buildable", "require_adaptable", "require_routers", "require_positions")
-    monkeypatch.setattr(check, "model", SimpleNamespace(**dict.fromkeys(names, tried.append)))
+    names = ("buildable", "trainable_weights", "adaptable", "routers", "positions")
+    requirements = {f"require_{name}": tried.append for name in names}
+    monkeypatch.setattr(check, "model", SimpleNamespace(**requirements))
     assert typed("check", job, "--model")[0] == 0
-    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed] * 4
+    assert [loaded.config.run.seed for loaded in tried] == [load_config(job).config.run.seed] * 5
     assert typed("check", job)[0] == 0
-    assert len(tried) == 4
+    assert len(tried) == 5
 
 
 def test_the_exit_code_of_the_run_is_the_exit_code(typed, job, calls):
