@@ -93,6 +93,7 @@ model:
   dtype: {dtype}
   gradient_checkpointing: {recomputes}
   compile: {compiles}
+  kernels: none
   {adapter}
 data: {{train: {{path: {folder}/rows.jsonl, format: text}}, max_length: {length}, over_length: truncate}}
 task: {{name: pretrain}}

@@ -12,6 +12,7 @@ from finetune.commands.plan.memory import Fit, PlannedMemory, unpredictable
 from finetune.config.run_config import RunConfig
 from finetune.errors import ModelError, StrategyError
 from finetune.memory.layout import STRATEGIES, Layout, Method, Prediction, StrategyName
+from finetune.memory.step.fake_model import runs_fused_layers
 from finetune.model.kernels.compilation import (
     FUSED_TRAFFIC_PER_HIDDEN,
     TRAFFIC_PER_HIDDEN,
@@ -198,9 +199,9 @@ _UNKNOWN_LAYERS = 24
 def _estimated_compilation(job: PlannedJob, hardware: Hardware, layout: Layout) -> CompilationEstimate | None:
     """Return the estimate by which `model.compile: auto` decides; None if nothing is known or to be decided."""
     model, num_steps = job.config.model, job.counts.num_steps
-    if model.compile != "auto" or model.kernels == "liger" or job.shapes is None or num_steps is None:
+    if model.compile != "auto" or job.shapes is None or num_steps is None:
         return None
-    if layout.strategy.startswith("zero3"):
+    if layout.strategy.startswith("zero3") or runs_fused_layers(model, device="cuda"):
         return None
     return estimate_compilation(
         job.shapes,
@@ -222,6 +223,7 @@ def step_work(
     """Return the computation and communication of one rank in a step of the job under the layout."""
     mode, breaks_graphs = job.config.model.compile, layout.strategy.startswith("zero3")
     is_compiled = compilation.pays if compilation is not None else mode in ("regional", "full") and not breaks_graphs
+    is_fused = is_compiled or runs_fused_layers(job.config.model, device="cuda")
     parameters, trained = prediction.num_parameters, prediction.num_trained
     recomputes = prediction.recomputed_flops_per_token > 0
     is_copied = layout.strategy in ("single", "ddp") and job.is_autocast and layout.method == "full"
@@ -234,7 +236,7 @@ def step_work(
         flops_per_token=prediction.flops_per_token,
         recomputed_flops_per_token=prediction.recomputed_flops_per_token,
         attention_flops_per_token=prediction.attention_flops_per_token,
-        traffic_per_token=_traffic(job, prediction, is_compiled=is_compiled),
+        traffic_per_token=_traffic(job, prediction, is_fused=is_fused),
         num_layers=job.shapes.layers if job.shapes is not None else _UNKNOWN_LAYERS,
         num_parameters=parameters,
         num_trained=trained,
@@ -252,11 +254,11 @@ def checkpoint_bytes(job: PlannedJob, prediction: Prediction, *, optimizer_bytes
     return prediction.num_trained * item_bytes + optimizer_bytes
 
 
-def _traffic(job: PlannedJob, prediction: Prediction, *, is_compiled: bool) -> float:
+def _traffic(job: PlannedJob, prediction: Prediction, *, is_fused: bool) -> float:
     shapes = job.shapes
     if shapes is None:
         return 0.0
-    hidden = FUSED_TRAFFIC_PER_HIDDEN if is_compiled else TRAFFIC_PER_HIDDEN
+    hidden = FUSED_TRAFFIC_PER_HIDDEN if is_fused else TRAFFIC_PER_HIDDEN
     per_layer = hidden * shapes.hidden + TRAFFIC_PER_INTERMEDIATE * shapes.intermediate
     adapted = ADAPTED_TRAFFIC_PER_FEATURE * prediction.num_adapted_features
     return (shapes.layers * per_layer + adapted) * (job.compute_bytes / 2)

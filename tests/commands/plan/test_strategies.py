@@ -87,7 +87,7 @@ def test_a_run_that_is_long_enough_is_planned_compiled(planned: Planned):
     """64 samples of 4,096 tokens on 8 GPUs: a step of a rank saves 0.48 s of its memory's time with recomputation."""
 
     def fsdp2(*overrides: str):
-        machine = planned("8b", *overrides, gpus="8xH100").machines[0]
+        machine = planned("8b", "model.kernels=none", *overrides, gpus="8xH100").machines[0]
         return {plan.strategy: plan for plan in machine.plans}
 
     off, short, long = (fsdp2(*each)["fsdp2"] for each in ([], ["model.compile=auto", "train.steps=200"], _LONG))
@@ -96,6 +96,8 @@ def test_a_run_that_is_long_enough_is_planned_compiled(planned: Planned):
     assert short.time.seconds == off.time.seconds
     assert long.compilation is not None and long.compilation.pays
     assert off.time.seconds - long.time.seconds == pytest.approx(long.compilation.saved_seconds / 2000, rel=0.02)
+    liger = fsdp2(*_LONG, "model.kernels=liger")["fsdp2"]
+    assert liger.compilation is None and liger.time is not None and liger.time.seconds == long.time.seconds
     zero3 = fsdp2(*_LONG)["zero3"]
     assert zero3.compilation is None and zero3.time is not None and zero3.time.seconds > long.time.seconds
 
