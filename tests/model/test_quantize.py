@@ -120,6 +120,18 @@ def test_adapters_on_torchao_weights_get_gradients(load):
     assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
 
 
+@needs_bitsandbytes
+def test_weights_stored_in_4_bits_are_loaded_as_they_are_and_get_adapters(load, build, tmp_path):
+    load(quantization=QuantizationSection(), dtype="bfloat16").save_pretrained(tmp_path)
+    section = ModelSection(name=str(tmp_path), dtype="bfloat16", quantization=QuantizationSection())
+    assert not list(stored_problems(load_pretrained_config(section), section))
+    model = build(section)
+    assert len([each for each in model.parameters() if type(each).__name__ == "Params4bit"]) == 14
+    adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
+    adapted(input_ids=BATCH, labels=BATCH).loss.backward()
+    assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
+
+
 @pytest.mark.parametrize("method", WRITERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stored_quantized_weights_are_loaded_as_plain_ones_and_trained(build, tmp_path, method, dtype):

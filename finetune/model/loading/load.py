@@ -34,7 +34,7 @@ from finetune.model.loading.hub import is_local_path, loading_errors
 from finetune.model.loading.initialize import initialize_weights
 from finetune.model.loading.pretrained import build_from_config, load_weights, placed_on
 from finetune.model.positions import keep_positions_exact
-from finetune.model.quantize import dequantize_while_loading, quantization_config
+from finetune.model.quantize import dequantize_while_loading, quantization_config, stored_method
 from finetune.model.upstream import (
     allow_missing_embeddings,
     disable_cpu_repacking,
@@ -190,9 +190,11 @@ def _load_pretrained(
     name, origin = str(section.name), pretrained_arguments(section)
     may_be_new = head in NEW_HEADS
     quantization = quantization_config(section)
-    # transformers puts quantized weights on the current device in any case
-    placement = placed_on(init_context.device) if quantization is None else {"quantization_config": quantization}
     config = load_pretrained_config(section)
+    # transformers puts quantized weights on the current device in any case, and knows how stored ones are quantized
+    placement = placed_on(init_context.device) if quantization is None else {}
+    if quantization is not None and stored_method(config) is None:
+        placement = {"quantization_config": quantization}
     dequantize_while_loading(config)
     set_config_values(config, values)
     with (
