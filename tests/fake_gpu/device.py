@@ -5,6 +5,8 @@ build without a GPU (2.14.1). Here every tensor is real and in host memory; a st
 GPU's. Operators run on the CPU, backward passes included, and their results are marked as those of a GPU would be.
 """
 
+import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -274,10 +276,25 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _NO_SCALARS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::embedding", "aten::gather", "aten::cat"})
 
 
-def _zeros_of_attention(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Stand in for flash attention, which torch has for GPUs alone: shapes, and zeros for values."""
-    log_sums = query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
-    return torch.zeros_like(query), log_sums, torch.zeros(2, dtype=torch.int64)
+def _attention_of_samples(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stand in for flash attention, which torch has for GPUs alone: [tokens, heads, width], sample by sample."""
+    *_, scale, window = others[:6]  # after its edges and lengths, and whether it is causal
+    output = torch.empty_like(query)
+    for start, stop in itertools.pairwise(int(edge) for edge in edges):
+        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None]
+        left, right = (math.inf if side < 0 else side for side in window)
+        rows = (part[start:stop].transpose(0, 1)[None] for part in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *rows, attn_mask=(distance <= left) & (-distance <= right), scale=scale, enable_gqa=True
+        )
+        output[start:stop] = attended[0].transpose(0, 1)
+    return output, query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32), torch.zeros(2)
 
 
 def _zeros_of_gradients(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
@@ -292,7 +309,7 @@ def _histc(values: Tensor, *given: Any, **named: Any) -> Tensor:
 
 _STAND_INS: dict[str, Callable[..., Any]] = {
     "aten::histc": _histc,
-    "torch_attn::_varlen_attn": _zeros_of_attention,
+    "torch_attn::_varlen_attn": _attention_of_samples,
     "torch_attn::_varlen_attn_backward": _zeros_of_gradients,
 }
 

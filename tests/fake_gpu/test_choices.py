@@ -4,6 +4,9 @@ import pytest
 
 from tests.fake_gpu.choices import FOLDER, table, write_job_of
 from tests.fake_gpu.machine import MACHINES
+from tests.fake_gpu.walk import CPU_BUILD
+
+pytestmark = CPU_BUILD
 
 
 @pytest.mark.parametrize("kind", MACHINES)

@@ -12,9 +12,11 @@ from finetune.model import activations
 from finetune.run.setup import model as setup_model
 from finetune.task import causal_lm
 from finetune.train import loop, step
-from tests.fake_gpu.walk import Launch, walk
+from tests.fake_gpu.walk import CPU_BUILD, Launch, walk
 from tests.task_cases import CASES
 from tests.task_cases.runs import prepare
+
+pytestmark = CPU_BUILD
 
 AN_INDEX = "peft makes an index of Python's numbers in each pass and sends it"
 A_MASK = "transformers reads whether a row of the encoder is padded"

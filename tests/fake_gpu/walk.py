@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY, patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,7 @@ from finetune.model.attention import varlen_kernels
 from finetune.run import fit
 from finetune.run import train as run_train
 from finetune.run.in_process import isolated_run
+from finetune.runtime.supervision.exit import ProcessExit
 from finetune.strategy.launch_file import use_launch_file
 from finetune.train import loop
 from finetune.train.parts import TrainingComponents
@@ -35,6 +37,9 @@ from tests.fake_gpu.streams import Timeline
 from tests.scenarios.trained import train_here
 
 OVERRIDES = ("train.steps=3", "data.num_workers=0", "export.verify=false", "checkpoint.every_steps=2")
+
+CPU_BUILD = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a CUDA build of torch asks the driver")
+"""The mark of a test with a whole run, of which a part is in C++."""
 
 ACCELERATE_FILES = Path(__file__).parents[2] / "accelerate_configs"
 
@@ -170,6 +175,7 @@ def _rank_0_of(launch: Launch, walked: Walk) -> Iterator[None]:
     with (
         patch.object(dist, "init_process_group", init_process_group),
         patch.object(dist, "new_group", open_group),
+        patch.object(ProcessExit, "exit_after_error", lambda *_: None),  # which would end the tests
         patch.object(DistributedDataParallel, "__init__", build_ddp),
         patch.object(dist, "all_gather_object", gather_object),
         patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
