@@ -33,6 +33,7 @@ class OptimizerEntry(Entry):
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of these keys, where they differ from the section's
     counts_updates: bool = True  # the state has a `step` for each parameter
     needs_matrices: bool = False  # whole ones: FSDP1 and ZeRO give flattened parts
+    needs_cuda: bool = False
     may_be_offloaded: bool = False  # DeepSpeed has a version of it for the CPU
     needs_constant_schedule: bool = False  # it keeps an average of the weights, which replaces a decay
     fast_key: str | None = None  # of the state from which that average is computed
@@ -117,6 +118,7 @@ OPTIMIZERS = Table(
             description="AdamW of bitsandbytes, whose moments move to the host while the GPU is short of memory",
             implementation="finetune.train.optim.packages:paged_adamw",
             states=(OptimizerState(class_name="PagedAdamW", is_elementwise=False),),
+            needs_cuda=True,
             num_moments=2,
             moment_bytes=4.0,
             reads=_BETAS,
@@ -126,6 +128,7 @@ OPTIMIZERS = Table(
             description="the same, with 8-bit moments",
             implementation="finetune.train.optim.packages:paged_adamw_8bit",
             states=(OptimizerState(class_name="PagedAdamW8bit", is_elementwise=False),),
+            needs_cuda=True,
             num_moments=2,
             moment_bytes=INT8_BYTES,
             reads=_BETAS,

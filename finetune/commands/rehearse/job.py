@@ -15,6 +15,7 @@ from finetune.config.paths import is_url
 from finetune.config.rules.unused_keys import unused_keys
 from finetune.config.run_config import RunConfig, smallest_microbatch_size
 from finetune.registry.losses import LOSS_KERNELS
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.registry.tasks import TASKS
 
 MAX_MICROBATCH, MAX_ACCUMULATION = 2, 2
@@ -145,6 +146,10 @@ def job_changes(config: RunConfig, schedule: Schedule, *, folder: Path) -> list[
         values["train.loss_kernel"] = "auto", _GPU_ONLY
     if model.attention.startswith("flash"):
         values["model.attention"] = "auto", _GPU_ONLY
+    if model.kernels == "liger":
+        values["model.kernels"] = "none", _GPU_ONLY
+    if OPTIMIZERS[train.optimizer.name].needs_cuda:
+        values["train.optimizer.name"] = "adamw", _GPU_ONLY
     if config.data.pin_memory is True:
         values["data.pin_memory"] = "auto", _GPU_ONLY
     if train.precision == "fp8":

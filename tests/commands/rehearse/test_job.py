@@ -41,6 +41,14 @@ def test_products_in_8_bits_are_rehearsed_in_bf16(job):
     load_config(job, [*overrides, *(override_text(key, change.now) for key, change in changes.items())])
 
 
+def test_kernels_and_paged_moments_of_a_gpu_are_rehearsed_without(job):
+    overrides = ("train.optimizer={name: paged_adamw, betas: [0.9, 0.98]}", "model.kernels=liger")
+    changes = changes_of(job, *overrides)
+    assert (changes["train.optimizer.name"].now, changes["model.kernels"].now) == ("adamw", "none")
+    again = load_config(job, [*overrides, *(override_text(key, change.now) for key, change in changes.items())]).config
+    assert tuple(again.train.optimizer.betas) == (0.9, 0.98)
+
+
 def test_a_value_that_needs_no_change_is_not_listed(job):
     changes = changes_of(job)
     assert "train.tf32" not in changes and "model.compile" not in changes and "export.verify" not in changes
