@@ -19,7 +19,7 @@ from tests.task_cases.runs import prepare
 pytestmark = CPU_BUILD
 
 AN_INDEX = "peft makes an index of Python's numbers in each pass and sends it"
-A_MASK = "transformers reads whether a row of the encoder is padded"
+A_MASK = "transformers reads a value in its encoder: whether a row of texts is padded, or one of the images"
 KNOWN = {
     (
         "train/update.py __call__",
@@ -37,7 +37,7 @@ KNOWN = {
 
 ALLOWED_IN = {"new_tokens-lora", "adapters-prompt", "adapters-prefix", "seq2seq-full", "seq2seq-lora"} | {
     "seq2seq_answers-full", "seq2seq_answers-lora", "training-muon", "training-lora_muon", "training-sched_free",
-    "training-lion",
+    "training-lion", "vision_language_sft-full", "vision_language_sft-lora",
 }  # fmt: skip
 """The variants in which that is known; in any other it fails, too."""
 
