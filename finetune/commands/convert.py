@@ -218,7 +218,12 @@ def _require_trust(folder: Path, strategy: Strategy, *, trusts: bool) -> None:
 def _launched(run: Path, *, trusts: bool) -> tuple[LoadedConfig, Strategy]:
     """Return the run's job and the strategy that was launched."""
     loaded = with_trust(load_resolved(run), trust_remote_code=trusts)
-    return loaded, launched_strategy(_with_smallest_microbatch(loaded))
+    strategy = launched_strategy(_with_smallest_microbatch(loaded))
+    if strategy.expected().tensor_size > 1:
+        raise UserError(
+            "convert: Accelerate reads no folder into split layers. Launch with accelerate_configs/ddp.yaml."
+        )
+    return loaded, strategy
 
 
 def _build(loaded: LoadedConfig, strategy: Strategy, *, checkpoints: Path) -> Conversion:

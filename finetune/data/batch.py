@@ -60,6 +60,7 @@ class Batch:
     group_sizes: tuple[int, ...] = ()  # number of sequences of each sample, if a sample has several
     num_slices: int = 1  # ranks that share its row; tokens, labels and counts are those of one slice
     slice_number: int = 0
+    is_copy: bool = False  # another rank computes the same batch and counts it
 
     @property
     def positions(self) -> tuple[int, int]:
@@ -69,8 +70,8 @@ class Batch:
 
     @property
     def counted_ids(self) -> tuple[int, ...]:
-        """Return the ids of the samples that this rank counts: none unless it has the first slice of the row."""
-        return () if self.slice_number else self.sample_ids
+        """Return the ids of the samples that this rank counts: those of a row's first slice, and none of a copy."""
+        return () if self.slice_number or self.is_copy else self.sample_ids
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Return the batch on `device`; Accelerate's dataloader calls this."""

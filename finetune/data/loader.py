@@ -25,9 +25,9 @@ from finetune.data.token_cache.store import TokenCache
 from finetune.data.workers import LoadingCost, loader_settings
 from finetune.errors import StrategyError
 from finetune.runtime.optional import no_op
+from finetune.runtime.parallel.sequence import SequenceGroup
 from finetune.runtime.processes import ForkBlockingSignals, ignore_run_signals
 from finetune.runtime.seeds import derive_seed
-from finetune.runtime.sequence_parallel import SequenceGroup
 
 
 class TrainSampler(Sampler[list[int]]):
@@ -279,9 +279,9 @@ class DeviceCopyStream:
 class StepGroups:
     """A rank's batches in groups of `num_batches`, one group per step, on the device; can be iterated repeatedly.
 
-    If ranks share rows, each gets its slices. With a stream, the copy of the next group starts before a group is
-    yielded; it is asynchronous if the batches are in page-locked memory. Raises ValueError if the last group is not
-    full.
+    If ranks share rows, each gets its slices. If they `are_copies`, another rank computes the same batches and counts
+    them. With a stream, the copy of the next group starts before a group is yielded; it is asynchronous if the batches
+    are in page-locked memory. Raises ValueError if the last group is not full.
     """
 
     def __init__(
@@ -291,6 +291,7 @@ class StepGroups:
         device: torch.device,
         *,
         sequence: SequenceGroup = SequenceGroup(),  # noqa: B008  # frozen
+        are_copies: bool = False,
         first_step: int = 0,
         on_group: Callable[[int, Group], None] = no_op,
         on_step_end: Callable[[int], None] = no_op,
@@ -305,6 +306,7 @@ class StepGroups:
         self._num_batches = num_batches
         self._device = device
         self._sequence = sequence
+        self._are_copies = are_copies
         self._first_step = first_step
         self._on_group = on_group
         self._on_step_end = on_step_end
@@ -318,6 +320,8 @@ class StepGroups:
 
     def _groups_on_device(self) -> Iterator[Group]:
         batches = (slice_batch(batch, self._sequence) for batch in self._batches)
+        if self._are_copies:
+            batches = (replace(batch, num_targets=0, num_tokens=0, is_copy=True) for batch in batches)
         groups = zip(*[batches] * self._num_batches, strict=True)
         stream = self._stream
         if stream is None:

@@ -111,7 +111,7 @@ class SampleVerifier:
         partner_checksums = np.array([value for batch in group for value in batch.partner_checksums], np.uint64)
         precomputed = samples.precomputed_checksums_of(np.array(ids, np.int64))
         damaged = (*_differing(samples, ids, checksums), *_differing(samples, partners, partner_checksums))
-        is_counted = not any(batch.slice_number for batch in group)
+        is_counted = not any(batch.slice_number or batch.is_copy for batch in group)
         checksum = samples_checksum(ids, checksums - precomputed) if is_counted else 0
         return Delivery(checksum, damaged, samples.problem())
 

@@ -106,7 +106,10 @@ def count_state(
     gradients_bytes = size.largest_trained_bytes if train.optimizer.in_backward else stored(size.trained_bytes_by_dtype)
 
     def share(total: int, sharded: Sharded) -> int:
-        return -(-total // strategy.expected().num_shards) if sharded in strategy.sharded() else total
+        if sharded not in strategy.sharded():
+            return total
+        whole = round(total * size.whole_share)
+        return whole - (whole - total) // strategy.expected().num_shards
 
     return RankMemory(
         weights_bytes=share(stored(size.bytes_by_dtype), Sharded.PARAMETERS),

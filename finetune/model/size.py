@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune.registry.optimizers import INT8_BYTES, OPTIMIZERS
 from finetune.runtime.parameters import full_numel, num_values
@@ -71,6 +72,7 @@ class ModelSize:
     bytes_by_dtype: Mapping[str, int]
     trained_bytes_by_dtype: Mapping[str, int]
     largest_trained_bytes: int = 0  # of one parameter
+    whole_share: float = 0.0  # of the parameters, those that tensor parallelism leaves whole on every rank
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -88,11 +90,12 @@ def measure_model(model: nn.Module) -> ModelSize:
     """Return the model's size; parameters that ZeRO-3 has partitioned count in full."""
     bytes_by_dtype: Counter[str] = Counter()
     trained_bytes: Counter[str] = Counter()
-    num_parameters = num_trained = largest = 0
+    num_parameters = num_trained = largest = num_whole = 0
     for parameter in model.parameters():
         count = full_numel(parameter)
         dtype = str(parameter.dtype).removeprefix("torch.")
         num_parameters += num_values(parameter)
+        num_whole += 0 if isinstance(parameter, DTensor) else num_values(parameter)
         bytes_by_dtype[dtype] += count * parameter.element_size()
         if parameter.requires_grad:
             num_trained += count
@@ -106,6 +109,7 @@ def measure_model(model: nn.Module) -> ModelSize:
         bytes_by_dtype=dict(bytes_by_dtype),
         trained_bytes_by_dtype=dict(trained_bytes),
         largest_trained_bytes=largest,
+        whole_share=num_whole / num_parameters if num_whole < num_parameters else 0.0,
     )
 
 

@@ -19,7 +19,12 @@ from finetune.run.setup.model import (
     require_routers,
     require_trainable_weights,
 )
-from finetune.run.setup.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
+from finetune.run.setup.strategy import (
+    launched_strategy,
+    require_sliceable_model,
+    require_splittable_model,
+    require_supported_by_strategy,
+)
 from finetune.runtime import distributed
 from finetune.runtime.text.library_output import quiet_libraries
 from finetune.strategy.launch_file import is_set_by_accelerate
@@ -60,6 +65,7 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     require_adaptable(loaded, strategy=strategy.name)
     require_routers(loaded)
     require_sliceable_model(loaded.config, size=strategy.expected().sequence_size)
+    require_splittable_model(loaded.config, size=strategy.expected().tensor_size)
     warning = require_positions(loaded)
     if warning is not None:
         log(warning)

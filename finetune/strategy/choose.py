@@ -1,6 +1,6 @@
 """Chooses the strategy from the launcher's settings, and describes it in one sentence."""
 
-from finetune.strategy.ddp import DataParallel
+from finetune.strategy.ddp import DataParallel, TensorParallel
 from finetune.strategy.deepspeed import ZeroRedundancy
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.fsdp import FullySharded
@@ -15,6 +15,8 @@ def choose_strategy(environment: LaunchEnvironment, job: JobSettings) -> Strateg
         strategy = ZeroRedundancy(environment, job)
     elif environment.fsdp_version is not None:
         strategy = FullySharded(environment, job)
+    elif environment.tensor_size > 1:
+        strategy = TensorParallel(environment)
     else:
         strategy = DataParallel(environment)
     refuse_conflicts(strategy.name, environment, job)

@@ -1,4 +1,7 @@
-"""One process, and DDP: every process has the whole model, and gradients are summed over the processes."""
+"""One process, DDP and tensor parallelism: a process group without FSDP or DeepSpeed.
+
+Under DDP every process has the whole model, and gradients are summed over the processes.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -56,3 +59,31 @@ class DataParallel:
         machine and not copied in host memory.
         """
         return InitContext(device=device)
+
+
+class TensorParallel(DataParallel):
+    """Matrices of the layers are split over all processes, which compute the same microbatch."""
+
+    def __init__(self, environment: LaunchEnvironment) -> None:
+        super().__init__(environment)
+        self.name = "tp"
+
+    def plugin(self) -> PluginSettings:
+        """Return no settings: Accelerate gets a model whose layers are split."""
+        return PluginSettings({"cpu": not self._environment.has_device})
+
+    def sharded(self) -> frozenset[Sharded]:
+        """Return all three: those of the layers; embeddings, head and norms are whole."""
+        return frozenset(Sharded)
+
+    def expected(self) -> Expected:
+        """Return a process group without a wrapper around the model."""
+        return Expected(
+            ("MULTI_GPU" if self._environment.has_device else "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"),
+            self._environment.world,
+            tensor_size=self._environment.tensor_size,
+        )
+
+    def init_context(self, device: torch.device) -> InitContext:
+        """Return construction in host memory, where every rank has the whole model until its layers are split."""
+        return InitContext()

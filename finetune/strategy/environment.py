@@ -23,6 +23,7 @@ class LaunchEnvironment:
     replicate_size: int = 1  # HSDP: copies of the sharded model
     shard_size: int = 1  # HSDP: the setting for the processes that share one copy
     sequence_size: int = 1  # consecutive processes that share the tokens of every row
+    tensor_size: int = 1  # consecutive processes that share the matrices of every layer
     precision: str = "no"  # of the accelerate config; `no` leaves it to the job
     fsdp_activation_checkpointing: bool = False
     fsdp_forward_prefetch: bool = False
@@ -45,6 +46,7 @@ def read_environment(variables: Mapping[str, str], *, has_device: bool) -> Launc
         replicate_size=int(variables.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")),
         shard_size=int(variables.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")),
         sequence_size=int(variables.get("PARALLELISM_CONFIG_SP_SIZE", "1")),
+        tensor_size=int(variables.get("PARALLELISM_CONFIG_TP_SIZE", "1")),
         precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
         fsdp_activation_checkpointing=_is_true(variables, "FSDP_ACTIVATION_CHECKPOINTING"),
         fsdp_forward_prefetch=_is_true(variables, "FSDP_FORWARD_PREFETCH"),

@@ -38,6 +38,7 @@ class Expected:
     fsdp_version: int | None = None
     num_copies: int = 1  # of the sharded model: HSDP has several
     sequence_size: int = 1  # processes that share the tokens of every row
+    tensor_size: int = 1  # processes that share the matrices of every layer
 
     @property
     def num_shards(self) -> int:
@@ -46,8 +47,8 @@ class Expected:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of microbatches that are computed in parallel, each by one process or sequence group."""
-        return self.num_processes // self.sequence_size
+        """Return the number of microbatches that are computed in parallel, each by one process or group."""
+        return self.num_processes // (self.sequence_size * self.tensor_size)
 
 
 class Strategy(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 from finetune.errors import StrategyError
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.strategy.environment import LaunchEnvironment
+from finetune.strategy.unsupported import TENSOR
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Accelerate's mixed precision by `train.precision`.
@@ -62,6 +63,7 @@ def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str
         )
     conflicts += environment.unsupported
     conflicts += _sequence_conflicts(environment)
+    conflicts += _tensor_conflicts(environment)
     return conflicts + _optimizer_conflicts(environment, job) + _deepspeed_conflicts(environment, job)
 
 
@@ -97,6 +99,14 @@ def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
             f"{copies * shards * size} processes, and {world} were started. Write sizes whose product is {world}."
         ]
     return []
+
+
+def _tensor_conflicts(environment: LaunchEnvironment) -> list[str]:
+    size, world = environment.tensor_size, environment.world
+    is_alone = environment.fsdp_version is None and environment.zero_stage is None and environment.sequence_size == 1
+    if size == 1 or (size == world and is_alone):
+        return []
+    return [TENSOR.sentence(f"parallelism_config_tp_size: {size} on {world} process{'es' if world > 1 else ''}")]
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:

@@ -25,11 +25,11 @@ class Unsupported:
 
 
 TENSOR = Unsupported(
-    "tensor parallelism",
-    "with FSDP2, Accelerate 1.15 imports `ReplicateParallel`, which transformers 5.23 no longer has, and without "
-    "FSDP2 it has no data parallelism (accelerate#4193)",
-    "Remove it: FSDP2 and ZeRO-3 shard every layer over all processes. If that is not enough, use torchtitan "
-    "or Megatron-LM",
+    "tensor parallelism next to data parallelism",
+    "all processes of a run share the layers as one group, without FSDP, DeepSpeed and `parallelism_config_sp_size`",
+    "Launch with accelerate_configs/tensor_parallel.yaml, where the size is that of `num_processes`, or with "
+    "fsdp2.yaml or zero3.yaml, which shard every layer over all processes. If that is not enough, use torchtitan or "
+    "Megatron-LM",
 )
 PIPELINE = Unsupported(
     "pipeline parallelism",
@@ -81,8 +81,8 @@ UNKNOWN = Unsupported(
     "Remove it",
 )
 
-_SIZES: Mapping[str, Unsupported] = {"tp": TENSOR, "cp": CONTEXT, "pp": PIPELINE, "ep": EXPERT}
-_KNOWN_SIZES = ("dp_replicate", "dp_shard", "sp")
+_SIZES: Mapping[str, Unsupported] = {"cp": CONTEXT, "pp": PIPELINE, "ep": EXPERT}
+_KNOWN_SIZES = ("dp_replicate", "dp_shard", "sp", "tp")
 _DEEPSPEED_SECTIONS: Mapping[str, Unsupported] = {"pipeline": PIPELINE, "tensor_parallel": TENSOR}
 _OFFLOADS = ("offload_optimizer", "offload_param")
 _PREFIX = "parallelism_config_"
@@ -136,6 +136,9 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         name = str(key).removeprefix(_PREFIX).removesuffix("_size")
         if str(key).endswith("_size") and name not in _KNOWN_SIZES and size not in (None, 1):
             yield f"parallelism_config.{key}", _SIZES.get(name, UNKNOWN).sentence(f"`{size}`")
+    tensor_size = _section(values, "parallelism_config").get(f"{_PREFIX}tp_size") or 1
+    if tensor_size != 1 and (tensor_size != values.get("num_processes") or distributed_type in ("FSDP", "DEEPSPEED")):
+        yield f"parallelism_config.{_PREFIX}tp_size", TENSOR.sentence(f"`{tensor_size}`")
     for key, backend in _section(values, "dynamo_config").items():
         if str(key).removeprefix("dynamo_") == "backend" and str(backend).lower() not in ("no", "false", "none"):
             yield f"dynamo_config.{key}", DYNAMO.sentence(f"`{backend}`")

@@ -58,23 +58,26 @@ def gloo_bridge(timeout: timedelta | None = None) -> Iterator[None]:
     yield
 
 
-# --- Accelerate: sequence parallelism
+# --- Accelerate: sequence and tensor parallelism
 
-_SEQUENCE_SIZE, _USES_PARALLELISM = "PARALLELISM_CONFIG_SP_SIZE", "ACCELERATE_USE_PARALLELISM_CONFIG"
+_SEQUENCE_SIZE, _TENSOR_SIZE = "PARALLELISM_CONFIG_SP_SIZE", "PARALLELISM_CONFIG_TP_SIZE"
+_USES_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 @contextmanager
-def without_accelerate_sequence_parallelism() -> Iterator[None]:
-    """Have the Accelerator that is built meanwhile know nothing of the groups of ranks that share rows.
+def without_accelerate_parallelism() -> Iterator[None]:
+    """Have the Accelerator that is built meanwhile know nothing of the groups of ranks that share rows or weights.
 
     Its only kind of sequence parallelism is DeepSpeed's, with batches of its own making and a loss that the caller
     averages (`ParallelismConfig`, `DeepSpeedSequenceParallelConfig` in accelerate 1.15); its ring attention drops masks
-    (accelerate#4177). Ours is in the attention (`model/attention/sequence_parallel.py`).
+    (accelerate#4177). Ours is in the attention (`model/attention/sequence_parallel.py`). Its tensor parallelism wants a
+    model that transformers has split while loading it; ours is `model/tensor_parallel.py`.
     """
-    if int(os.environ.get(_SEQUENCE_SIZE, "1")) == 1:
+    sizes = (_SEQUENCE_SIZE, _TENSOR_SIZE)
+    if all(int(os.environ.get(name, "1")) == 1 for name in sizes):
         yield
         return
-    hidden = {name: os.environ.pop(name) for name in (_SEQUENCE_SIZE, _USES_PARALLELISM) if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in (*sizes, _USES_PARALLELISM) if name in os.environ}
     try:
         yield
     finally:

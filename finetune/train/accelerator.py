@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from finetune.data.batch import Batch
 from finetune.errors import StrategyError
 from finetune.runtime import distributed
-from finetune.runtime.sequence_parallel import open_sequence_groups, sequence_group
+from finetune.runtime.parallel.sequence import open_sequence_groups, sequence_group
+from finetune.runtime.parallel.tensor import open_tensor_groups, tensor_group
 from finetune.strategy.protocol import Expected, Strategy
 from finetune.strategy.reconcile import ACCELERATE_PRECISION
-from finetune.strategy.upstream import set_default_group_timeout, without_accelerate_sequence_parallelism
+from finetune.strategy.upstream import set_default_group_timeout, without_accelerate_parallelism
 
 
 def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta) -> Accelerator:
@@ -26,7 +27,7 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
     Accelerate: the step sets the boundary itself, from the number of targets.
     """
     set_default_group_timeout(timeout)
-    with strategy.accelerator_context(timeout=timeout), without_accelerate_sequence_parallelism():
+    with strategy.accelerator_context(timeout=timeout), without_accelerate_parallelism():
         plugin = dict(strategy.plugin().arguments)
         handlers = [InitProcessGroupKwargs(timeout=timeout), *plugin.pop("kwargs_handlers", ())]
         accelerator = Accelerator(
@@ -40,6 +41,7 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
             **plugin,
         )
     open_sequence_groups(strategy.expected().sequence_size)
+    open_tensor_groups(strategy.expected().tensor_size, device_type=accelerator.device.type)
     distributed.open_host_group()
     distributed.open_background_group()  # now: it needs the store, which ends with the launcher
     check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)
@@ -47,9 +49,9 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
 
 
 def own_batches(accelerator: Accelerator, loader: DataLoader[Any]) -> Iterable[Batch]:
-    """Return this rank's microbatches of the world's, in host memory; ranks that share rows get the same ones."""
+    """Return this rank's microbatches of the world's, in host memory; ranks that share rows or layers get the same."""
     own: Iterable[Batch]
-    group = sequence_group()
+    group = tensor_group() if tensor_group().size > 1 else sequence_group()
     if group.size == 1:
         own = accelerator.prepare_data_loader(loader, device_placement=False)
         return own

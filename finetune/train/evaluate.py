@@ -168,8 +168,9 @@ class Evaluator:
             measured = self.task.evaluate_batch(self.model, batch)
             for name, value in measured.sums.items():
                 wide = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+                wide = torch.zeros_like(wide) if batch.is_copy else wide
                 totals[name] = totals[name] + wide if name in totals else wide
-            if measured.records is not None:
+            if measured.records is not None and not batch.is_copy:
                 records.append(measured.records.detach())
         return totals, records
 

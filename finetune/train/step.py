@@ -20,6 +20,7 @@ from finetune.errors import NonFiniteError, TrainingError
 from finetune.report.events import StepSkipped
 from finetune.runtime import distributed, seeds
 from finetune.runtime.optional import no_op
+from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.parameters import is_finite
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.heartbeat import fault_point
@@ -61,7 +62,7 @@ def take_step(
     `started` is its start time by `time.perf_counter`, `data_seconds` the time spent waiting for its batches.
     `before_last_backward` is called when the last forward pass is done, or queued on the device.
     """
-    seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank())
+    seeds.seed_everything(parts.seed, "step", progress.step, distributed.rank() // tensor_group().size)
     learning_rate = parts.plan.schedule.learning_rate(progress.step)
     begin_step(parts.optimizer, step=progress.step, learning_rate=learning_rate)
     losses, others = forward_backward(
@@ -152,7 +153,8 @@ def forward_backward(
     accelerator, losses = parts.accelerator, []
     accumulate = partial(accumulate_gradients, accelerator, parts.model, reduces=parts.reduces_every_microbatch)
     others: dict[str, Tensor] = {}
-    scale = accelerator.num_processes / max(1, num_targets)  # every backend averages over ranks
+    # Every backend averages over ranks; those that share weights are one.
+    scale = accelerator.num_processes / tensor_group().size / max(1, num_targets)
     for number, batch in enumerate(parts.task.prepare_step(parts.model, group)):
         is_last = number == len(group) - 1
         accelerator.sync_gradients = is_last and completes_step
@@ -165,9 +167,14 @@ def forward_backward(
                 before_last()
             parts.update.backward(loss_sum * scale)
             fault_point("backward", step=step)
-        losses.append(loss_sum.detach())
-        others = {name: others.get(name, 0.0) + value.detach() for name, value in sums.items()}
+        losses.append(_counted(loss_sum, batch))
+        others = {name: others.get(name, 0.0) + _counted(value, batch) for name, value in sums.items()}
     return torch.stack(losses), others
+
+
+def _counted(value: Tensor, batch: Batch) -> Tensor:
+    """Return the value without its graph, or zeros where another rank counts the batch."""
+    return torch.zeros_like(value) if batch.is_copy else value.detach()
 
 
 def update_weights(parts: TrainingComponents, progress: Progress) -> tuple[Tensor, bool | None]:

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.parameters import NOT_YET_UNFROZEN
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
 from finetune.train.upstream import supports_found_inf, without_accelerate_wrapper
@@ -159,10 +162,23 @@ class Update:
 
     def _clip_whole(self) -> Tensor:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        if tensor_group().size > 1:
+            return self._clip_split(gradients)
         norm = torch.nn.utils.get_total_norm(gradients)
         # If reading the norm needs no synchronization, skip the multiplication by 1.
         if self._limit is not None and not (is_on_host(norm) and norm.item() + _EPSILON <= self._limit):
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._limit, norm)
+        return norm
+
+    def _clip_split(self, gradients: list[Tensor]) -> Tensor:
+        """Clip gradients of which some are split over the ranks that share weights. Collective."""
+        split = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        square = torch.nn.utils.get_total_norm(split).square()
+        dist.all_reduce(square, group=tensor_group().process_group)
+        norm = (square + torch.nn.utils.get_total_norm(whole).square()).sqrt()
+        if self._limit is not None:
+            torch._foreach_mul_([*split, *whole], (self._limit / (norm + _EPSILON)).clamp(max=1.0))
         return norm
 
     def _zero_gradients(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.sharding.gather import Transfer, run_transfers
+from finetune.checkpoint.sharding.state_layout import ShardRange
 from finetune.checkpoint.write.snapshot import PinnedMemory
 from finetune.data.batch import Batch
 from finetune.data.loader import DeviceCopyStream, StepGroups
@@ -139,7 +140,7 @@ def snapshot():
     weight = torch.ones(8, device="cuda")
     memory = PinnedMemory(weight.numel() * 4)
     destination = memory.bytes.view(torch.float32)
-    run_transfers([Transfer(0, [(0, 8)], weight, destination)], device=GPU)
+    run_transfers([Transfer(0, [ShardRange(0, 8)], weight, destination)], device=GPU)
     return destination.numpy().sum()
 
 

@@ -56,6 +56,23 @@ def test_copies_and_shards_and_rows_make_up_the_processes():
         choose_strategy(launched(**sizes, shard_size=4), JOB)
 
 
+def test_processes_that_share_layers_compute_one_microbatch():
+    strategy = choose_strategy(launched(world=2, tensor_size=2), JOB)
+    assert describe_strategy(strategy) == "tp on 2 processes splits parameters, gradients and optimizer state"
+    assert (strategy.expected().num_processes, strategy.expected().data_parallel_size) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"world": 4}, {"world": 2, "fsdp_version": 2}, {"world": 2, "zero_stage": 1}, {"world": 2, "sequence_size": 2}],
+)
+def test_tensor_parallelism_next_to_another_kind_is_refused(other):
+    with pytest.raises(
+        StrategyError, match=r"parallelism_config_tp_size: 2 on \d processes: tensor parallelism next to"
+    ):
+        choose_strategy(launched(**other, tensor_size=2), JOB)
+
+
 @pytest.mark.parametrize("size", [0, 3, 16])
 def test_a_degree_that_does_not_divide_the_processes_is_refused(size):
     with pytest.raises(StrategyError, match=f"parallelism_config_sp_size: {size} does not divide the 8 processes"):

@@ -49,7 +49,10 @@ def test_a_missing_deepspeed_config_is_reported_with_the_folder_it_is_relative_t
 
 
 def test_parallelism_that_is_not_supported_is_noted():
-    for name, instead in (("TP", "Remove it: FSDP2"), ("CP", "parallelism_config_sp_size")):
-        variables = {f"PARALLELISM_CONFIG_{name}_SIZE": "2"}
-        (message,) = read_environment(variables, has_device=True).unsupported
-        assert "_size: 2: " in message and instead in message
+    (message,) = read_environment({"PARALLELISM_CONFIG_CP_SIZE": "2"}, has_device=True).unsupported
+    assert "_size: 2: " in message and "parallelism_config_sp_size" in message
+
+
+def test_the_processes_that_share_layers_come_from_the_launcher():
+    environment = read_environment({"PARALLELISM_CONFIG_TP_SIZE": "2", "WORLD_SIZE": "2"}, has_device=True)
+    assert (environment.tensor_size, environment.unsupported) == (2, ())

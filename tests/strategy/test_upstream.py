@@ -30,7 +30,7 @@ from finetune.strategy.upstream import (
     unsharded,
     warm_up_ddp_buckets,
     widen_unfilled_parameters,
-    without_accelerate_sequence_parallelism,
+    without_accelerate_parallelism,
     zero_bucket_sizes,
 )
 
@@ -386,10 +386,13 @@ def test_accelerate_shares_rows_through_deepspeed_alone_and_is_not_asked_to(monk
         ParallelismConfig(sp_size=2, sp_backend="torch")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    with without_accelerate_sequence_parallelism():
+    with without_accelerate_parallelism():
         assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ
         assert ParallelismConfig().sp_size == 1
     assert ParallelismConfig().sp_size == 2
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
-    with without_accelerate_sequence_parallelism():
+    with without_accelerate_parallelism():
         assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true", "HSDP's sizes are read"
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with without_accelerate_parallelism():
+        assert ParallelismConfig().tp_size == 1, "it would ask for a model that transformers has split"

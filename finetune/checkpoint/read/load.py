@@ -187,11 +187,12 @@ def _load_tensors(
         def load(location: tuple[Path, TensorRecord]) -> None:
             path, record = location
             fault_point("load.read", step=step, path=path)
-            start, stop = access.local_range(record)
+            own = access.local_range(record)
             values = cached.get(path, {}).get(record.stored_name)
             if values is not None and access.adopt(record, values):
                 return
-            access.write(record, read_range(open_file(path), record, start=start, stop=stop))
+            rows = read_range(open_file(path), record, start=own.start * own.width, stop=own.stop * own.width)
+            access.write(record, own.of(rows))
 
         for path in paths:
             open_file(path)

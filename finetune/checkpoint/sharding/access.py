@@ -15,6 +15,7 @@ from finetune.checkpoint.sharding.fsdp import fsdp1_layout, fsdp2_layout
 from finetune.checkpoint.sharding.optimizer_state import create_empty_state, create_state_by_step, expected_state_keys
 from finetune.checkpoint.sharding.state_access import LossScale, Scalars, StateAccess
 from finetune.checkpoint.sharding.state_layout import (
+    ShardRange,
     ShardView,
     StateLayout,
     named_buffers,
@@ -56,7 +57,8 @@ def state_layout(model: nn.Module) -> StateLayout:
     stage = _zero_stage(model)
     if stage:
         return zero3_layout(model) if stage == 3 else zero12_layout(model)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    is_split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if is_split or any(isinstance(module, FSDPModule) for module in model.modules()):
         return fsdp2_layout(model)
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return fsdp1_layout(model)
@@ -112,18 +114,20 @@ class NamedState:
         """Return whether every rank holds all of the tensor."""
         return record.key == BUFFER or self._shards[record.name].is_replicated
 
-    def local_range(self, record: TensorRecord) -> tuple[int, int]:
-        """Return this rank's elements as [start, stop)."""
+    def local_range(self, record: TensorRecord) -> ShardRange:
+        """Return this rank's elements."""
         if self.is_replicated(record):
-            return 0, record.num_elements
+            return ShardRange(0, record.num_elements)
         shard = self._shards[record.name]
+        if shard.columns is not None:
+            return shard.range
         size = max(1, math.prod(shard.shape))  # a state may have fewer elements per row than the parameter
-        return shard.start * record.num_elements // size, shard.stop * record.num_elements // size
+        return ShardRange(shard.start * record.num_elements // size, shard.stop * record.num_elements // size)
 
     def read(self, record: TensorRecord) -> Tensor:
         """Return this rank's elements, flat; empty if this rank has no such state."""
-        start, stop = self.local_range(record)
-        if start == stop:
+        own = self.local_range(record)
+        if own.start == own.stop:
             return torch.empty(0)
         if record.key == BUFFER:
             return self._layout.buffers[record.name].detach().reshape(-1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from finetune.checkpoint.sharding.state_layout import (
     ShardView,
@@ -58,6 +58,8 @@ def fsdp1_layout(model: nn.Module) -> StateLayout:
 def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     if not isinstance(parameter, DTensor):
         return replicated_view(parameter)
+    if parameter.placements == (Shard(1),):
+        return _column_view(parameter)
     row = math.prod(parameter.shape[1:])
     first, num_rows = _rows(name, parameter)
     return ShardView(
@@ -68,6 +70,22 @@ def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
         stop=(first + num_rows) * row,
         is_trained=parameter.requires_grad,
         is_replicated=False,
+    )
+
+
+def _column_view(parameter: DTensor) -> ShardView:
+    """Return the view of a matrix that the ranks of a tensor-parallel group split evenly by columns."""
+    rows, width = parameter.to_local().shape
+    first = width * parameter.device_mesh.get_local_rank()
+    return ShardView(
+        tensor=parameter,
+        local_view=_local,
+        shape=tuple(parameter.shape),
+        start=0,
+        stop=rows,
+        is_trained=parameter.requires_grad,
+        is_replicated=False,
+        columns=(first, first + width),
     )
 
 

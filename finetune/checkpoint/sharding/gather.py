@@ -14,6 +14,7 @@ from finetune.checkpoint.format.tensor_file import TensorRecord
 from finetune.checkpoint.sharding.access import state_layout
 from finetune.checkpoint.sharding.save_plan import PlannedFile, gather_rounds
 from finetune.checkpoint.sharding.state_access import Scalars, StateAccess
+from finetune.checkpoint.sharding.state_layout import ShardRange
 from finetune.runtime import distributed
 
 CHUNK_ELEMENTS = 1 << 24
@@ -25,7 +26,7 @@ class Transfer:
     """One flat tensor to be assembled on its receiver; all ranks know which elements each holds."""
 
     receiver: int
-    ranges: Sequence[tuple[int, int]]  # by rank: elements [start, stop) that it sends; may be empty
+    ranges: Sequence[ShardRange]  # by rank: the elements that it sends; may be empty
     local: Tensor  # this rank's elements
     destination: Tensor | None  # on the receiver: the full tensor, in host memory
 
@@ -36,7 +37,7 @@ def run_transfers(transfers: Sequence[Transfer], *, device: torch.device) -> Non
     Every rank passes the same transfers in the same order and posts all its receives before it waits, so there is no
     deadlock.
     """
-    longest = max((stop for transfer in transfers for _, stop in transfer.ranges), default=0)
+    longest = max((sent.stop * sent.width for transfer in transfers for sent in transfer.ranges), default=0)
     for first in range(0, longest, CHUNK_ELEMENTS):
         batch = _P2PBatch(device)
         for transfer in transfers:
@@ -47,18 +48,22 @@ def run_transfers(transfers: Sequence[Transfer], *, device: torch.device) -> Non
 def _add(batch: "_P2PBatch", transfer: Transfer, *, first: int, last: int) -> None:
     me = distributed.rank()
     for sender in range(distributed.world()) if me == transfer.receiver else (me,):
-        start, stop = transfer.ranges[sender]
-        low, high = max(first, start), min(last, stop)
+        sent = transfer.ranges[sender]
+        low, high = max(-(-first // sent.width), sent.start), min(-(-last // sent.width), sent.stop)
         if low >= high:
             continue
+        size = sent.last - sent.first
+        local = transfer.local[(low - sent.start) * size : (high - sent.start) * size]
         if me != transfer.receiver:
-            batch.send(transfer.local[low - start : high - start], to=transfer.receiver)
+            batch.send(local, to=transfer.receiver)
             continue
         assert transfer.destination is not None, "the receiver has a buffer"
+        rows = transfer.destination[low * sent.width : high * sent.width]
+        elements = rows if sent.width == 1 else rows.view(-1, sent.width)[:, sent.first : sent.last]
         if sender == me:
-            transfer.destination[low:high].copy_(transfer.local[low - start : high - start])
+            elements.copy_(local.view(elements.shape))
         else:
-            batch.receive(transfer.destination[low:high], sender=sender)
+            batch.receive(elements, sender=sender)
 
 
 @dataclass
@@ -67,17 +72,17 @@ class _P2PBatch:
 
     device: torch.device
     operations: list[dist.P2POp] = field(default_factory=list)
-    received: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # destination in host memory, device buffer
+    received: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # destination in host memory, buffer
 
     def send(self, values: Tensor, *, to: int) -> None:
         self.operations.append(dist.P2POp(dist.isend, _bytes(values.contiguous()).to(self.device), to))
 
     def receive(self, destination: Tensor, *, sender: int) -> None:
-        target = _bytes(destination)
-        if self.device.type != "cpu":
-            target = torch.empty_like(target, device=self.device)
-            self.received.append((_bytes(destination), target))
-        self.operations.append(dist.P2POp(dist.irecv, target, sender))
+        target = destination
+        if self.device.type != "cpu" or not destination.is_contiguous():
+            target = torch.empty(destination.shape, dtype=destination.dtype, device=self.device)
+            self.received.append((destination, target))
+        self.operations.append(dist.P2POp(dist.irecv, _bytes(target), sender))
 
     def run(self) -> None:
         if not self.operations:
@@ -96,8 +101,8 @@ def _bytes(values: Tensor) -> Tensor:
 TensorKey = tuple[str, int]
 """A parameter's name and a number of elements: of its value, or of a state with fewer elements per row."""
 
-Ranges = Mapping[TensorKey, Sequence[tuple[int, int]]]
-"""By tensor key, the elements [start, stop) that each rank sends."""
+Ranges = Mapping[TensorKey, Sequence[ShardRange]]
+"""By tensor key, the elements that each rank sends."""
 
 BufferFor = Callable[[PlannedFile, TensorRecord], Tensor]
 """Returns the flat buffer in host memory for a tensor that this rank writes."""
@@ -136,7 +141,7 @@ class Gatherer:
 
     def __init__(self, access: StateAccess) -> None:
         self._access = access
-        self._ranges: dict[TensorKey, list[tuple[int, int]]] = {}
+        self._ranges: dict[TensorKey, list[ShardRange]] = {}
 
     def gather(self, planned: Sequence[PlannedFile], *, buffer_for: BufferFor) -> Iterator[Gathered]:
         """Yield this rank's tensors as they are gathered; all ranks must exhaust the iterator. Collective."""
@@ -155,14 +160,14 @@ class Gatherer:
         new = {_key(record): record for record in records if not self._access.is_replicated(record)}
         if new.keys() <= self._ranges.keys():
             return
-        own = [self._access.local_range(record) if self._access.contributes else (0, 0) for record in new.values()]
+        own = [self._access.local_range(record) if self._access.contributes else _NOTHING for record in new.values()]
         self._ranges.update(_by_key(list(new), distributed.gather_objects(own)))
 
     def _transfer(self, file: PlannedFile, record: TensorRecord, destination: Tensor | None) -> Transfer:
         is_replicated = self._access.is_replicated(record)
         ranges = _all_from(file.writer, record.num_elements) if is_replicated else self._ranges[_key(record)]
-        start, stop = ranges[distributed.rank()]
-        local = self._access.read(record) if start < stop else torch.empty(0)
+        own = ranges[distributed.rank()]
+        local = self._access.read(record) if own.start < own.stop else torch.empty(0)
         return Transfer(file.writer, ranges, local, destination)
 
 
@@ -176,15 +181,15 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: 
     is_main = distributed.is_main()
     selected = {name: shard for name, shard in layout.shards.items() if shard.is_trained or not trained_only}
     sharded = [name for name, shard in selected.items() if not shard.is_replicated]
-    own = [(selected[name].start, selected[name].stop) if layout.contributes else (0, 0) for name in sharded]
+    own = [selected[name].range if layout.contributes else _NOTHING for name in sharded]
     ranges = _by_key(sharded, distributed.gather_objects(own))
     weights: dict[str, Tensor] = {}
     for name, shard in selected.items():
         full = torch.empty(shard.shape, dtype=shard.tensor.dtype) if is_main else None
         flat = full.view(-1) if full is not None else None
         sent = ranges[name] if name in ranges else _all_from(0, shard.stop)
-        start, stop = sent[distributed.rank()]
-        local = shard.local_view(shard.tensor) if start < stop else torch.empty(0)
+        mine = sent[distributed.rank()]
+        local = shard.local_view(shard.tensor) if mine.start < mine.stop else torch.empty(0)
         run_transfers([Transfer(0, sent, local, flat)], device=accelerator.device)
         if full is not None:
             weights[name] = full
@@ -203,9 +208,12 @@ def _key(record: TensorRecord) -> TensorKey:
     return record.name, record.num_elements
 
 
-def _by_key(keys: Sequence[K], gathered: Sequence[Sequence[tuple[int, int]]]) -> dict[K, list[tuple[int, int]]]:
+def _by_key(keys: Sequence[K], gathered: Sequence[Sequence[ShardRange]]) -> dict[K, list[ShardRange]]:
     return {key: [ranges[index] for ranges in gathered] for index, key in enumerate(keys)}
 
 
-def _all_from(sender: int, count: int) -> list[tuple[int, int]]:
-    return [(0, count) if rank == sender else (0, 0) for rank in range(distributed.world())]
+_NOTHING = ShardRange(0, 0)
+
+
+def _all_from(sender: int, count: int) -> list[ShardRange]:
+    return [ShardRange(0, count) if rank == sender else _NOTHING for rank in range(distributed.world())]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from finetune.checkpoint.format.tensor_file import TensorRecord
+from finetune.checkpoint.sharding.state_layout import ShardRange
 
 _DEEPSPEED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -64,8 +65,8 @@ class StateAccess(Protocol):
     def is_replicated(self, record: TensorRecord) -> bool:
         """Return whether every rank holds all of the tensor."""
 
-    def local_range(self, record: TensorRecord) -> tuple[int, int]:
-        """Return this rank's elements as [start, stop)."""
+    def local_range(self, record: TensorRecord) -> ShardRange:
+        """Return this rank's elements."""
 
     def read(self, record: TensorRecord) -> Tensor:
         """Return this rank's elements, flat, on any device; read-only."""

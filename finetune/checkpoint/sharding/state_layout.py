@@ -7,7 +7,7 @@ not depend on the strategy.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,9 +55,26 @@ def _unique(tensors: Iterable[tuple[str, T]]) -> dict[str, T]:
     return named
 
 
+class ShardRange(NamedTuple):
+    """Elements [first, last) of the rows [start, stop) of a tensor, seen as rows of `width` elements.
+
+    A range of consecutive elements has rows of one element.
+    """
+
+    start: int
+    stop: int
+    width: int = 1
+    first: int = 0
+    last: int = 1
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return its elements, flat, from the whole rows, given flat."""
+        return rows if self.width == 1 else rows.view(-1, self.width)[:, self.first : self.last].reshape(-1)
+
+
 @dataclass(frozen=True)
 class ShardView:
-    """The shard of a parameter on one rank: elements [start, stop) of the flattened parameter."""
+    """The shard of a parameter on one rank: elements [start, stop) of the flattened parameter, or columns of it."""
 
     tensor: Tensor  # holds the value, and is the key of the optimizer's state; one for many parameters in ZeRO
     local_view: Callable[[Tensor], Tensor]  # from a tensor laid out like `tensor` to a flat view of this shard
@@ -66,6 +83,14 @@ class ShardView:
     stop: int
     is_trained: bool
     is_replicated: bool  # every rank holds all of it
+    columns: tuple[int, int] | None = None  # of all rows: then start and stop are rows
+
+    @property
+    def range(self) -> ShardRange:
+        """Return its elements."""
+        if self.columns is None:
+            return ShardRange(self.start, self.stop)
+        return ShardRange(self.start, self.stop, self.shape[-1], *self.columns)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,12 @@ def make_job(
     for override in overrides:
         words += ["--set", override]
     file = read_accelerate_file(accelerate_file)
+    if file.tensor_size > 1:
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config_tp_size: {file.tensor_size} sums every layer over all "
+            "ranks, which needs the links within one host. Start it there: accelerate launch --config_file "
+            f"{file.path} -m finetune --config JOB.yaml."
+        )
     if file.num_copies > 1 and ranks_per_host % file.sequence_size:
         raise StrategyError(
             f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "

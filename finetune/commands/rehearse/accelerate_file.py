@@ -33,7 +33,7 @@ _DEEPSPEED_MACHINE_KEYS = (
     "deepspeed_inclusion_filter",
 )
 _COPIES, _SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
-_SEQUENCE = "parallelism_config_sp_size"
+_SEQUENCE, _TENSOR = "parallelism_config_sp_size", "parallelism_config_tp_size"
 _SECTIONS = ("parallelism_config", "fsdp_config", "deepspeed_config")
 _MAX_COUNT = 10**6
 """Limit on the processes of a launch: larger numbers are typing errors."""
@@ -55,6 +55,11 @@ class AccelerateFile:
         return _parallelism(self.values)[_SEQUENCE]
 
     @property
+    def tensor_size(self) -> int:
+        """Return the number of processes that share the matrices of every layer."""
+        return _parallelism(self.values)[_TENSOR]
+
+    @property
     def num_copies(self) -> int:
         """Return the number of copies of a sharded model (HSDP)."""
         return _parallelism(self.values)[_COPIES]
@@ -62,7 +67,7 @@ class AccelerateFile:
     @property
     def data_parallel_size(self) -> int:
         """Return the number of microbatches that are computed at a time."""
-        return self.num_processes // self.sequence_size
+        return self.num_processes // (self.sequence_size * self.tensor_size)
 
     @property
     def text(self) -> str:
@@ -135,7 +140,7 @@ def _wrong_types(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"`{section}` is not a section. Write keys with values."
             return
     for name, size in (values.get("parallelism_config") or {}).items():
-        if name in (_COPIES, _SHARDS, _SEQUENCE) and size is not None and not _is_count(size):
+        if name in (_COPIES, _SHARDS, _SEQUENCE, _TENSOR) and size is not None and not _is_count(size):
             yield f"parallelism_config.{name}", f"`{size}` is not a number of processes. Write 1 or more."
     named = (values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is not None and not isinstance(named, str):
@@ -171,11 +176,16 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
         )
     if total % rows:
         yield f"parallelism_config.{_SEQUENCE}", f"{rows} does not divide the {total} processes. Write a divisor."
+    if sizes[_TENSOR] not in (1, total):
+        yield (
+            f"parallelism_config.{_TENSOR}",
+            f"{sizes[_TENSOR]} is not the number of processes, {total}, which share the layers as one group.",
+        )
 
 
 def _parallelism(values: dict[str, Any]) -> dict[str, int]:
     written = values.get("parallelism_config") or {}
-    return {name: written.get(name) or 1 for name in (_COPIES, _SHARDS, _SEQUENCE)}
+    return {name: written.get(name) or 1 for name in (_COPIES, _SHARDS, _SEQUENCE, _TENSOR)}
 
 
 def for_this_machine(
@@ -227,6 +237,8 @@ def _share_processes(values: dict[str, Any], processes: int) -> Iterator[Change]
     """
     sizes = _parallelism(values)
     small: dict[str, int] = {}
+    if sizes[_TENSOR] > 1:
+        small[_TENSOR] = processes
     if sizes[_SEQUENCE] > 1:
         small[_SEQUENCE] = 2 if processes % 2 == 0 else 1
     if max(sizes[_COPIES], sizes[_SHARDS]) > 1:

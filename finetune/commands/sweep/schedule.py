@@ -105,7 +105,7 @@ def plan_launch(
                 f"--accelerate {accelerate_config}: num_machines is {file.num_machines}. A sweep starts runs on this "
                 "machine only."
             )
-        processes, sequence_size = num_processes or file.num_processes, file.sequence_size
+        processes, sequence_size = num_processes or file.num_processes, file.num_processes // file.data_parallel_size
     devices = visible_devices(os.environ)
     if devices and processes > len(devices):
         raise UserError(

@@ -297,7 +297,9 @@ AXOLOTL = {
     "sequence_parallel_degree": fact("sequence_parallel", positive),
     "heads_k_stride": ours("Ulysses divides the heads"),
     "ring_attn_func": ours("Ulysses divides the heads"),
-    "tensor_parallel_size": no("tensor parallelism has no counterpart: fsdp2.yaml or zero3.yaml splits the weights."),
+    "tensor_parallel_size": no(
+        "launch with tensor_parallel.yaml where one group is all processes; else fsdp2.yaml splits the weights."
+    ),
     "expert_parallel_size": fact("model_parallel", positive),
     "dp_shard_size": no("write `hsdp.yaml`, which splits in groups of one machine."),
     "dp_replicate_size": no("write `hsdp.yaml`, which splits in groups of one machine."),

@@ -111,6 +111,8 @@ def _require_steppable(context: RunContext) -> None:
         )
     if context.strategy.expected().sequence_size > 1:
         raise StrategyError("a session does not share rows among processes. Launch without parallelism_config_sp_size.")
+    if context.strategy.expected().tensor_size > 1:
+        raise StrategyError("a session does not split layers. Launch without parallelism_config_tp_size.")
     if context.loaded.remote is not None:
         raise UserError(
             f"run.folder: a session writes to a folder on this machine, not to {context.loaded.remote}. Write a path."

@@ -71,7 +71,11 @@ def prepare(
         set_zero3_leaf_modules(accelerator, model)
         if strategy.init_context(accelerator.device).on_meta_device and config.model.quantization is None:
             widen_unfilled_parameters(accelerator, model)
-        prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+        if strategy.expected().tensor_size > 1:  # without DDP, which Accelerate puts around any other model
+            prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
+            prepared_optimizer = accelerator.prepare_optimizer(optimizer)
+        else:
+            prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     check_prepared(prepared_model, strategy.expected(), strategy=strategy.name)
     prefetch_fsdp2_layers(accelerator, prepared_model)
     if config.train.precision == "fp8":

@@ -12,7 +12,8 @@ from finetune.data.loader import StepGroups, evaluation_loader
 from finetune.data.templates.chat_template import stop_ids
 from finetune.report.reporter import Reporter
 from finetune.run.setup.strategy import require_sliceable_model
-from finetune.runtime.sequence_parallel import sequence_group
+from finetune.runtime.parallel.sequence import sequence_group
+from finetune.runtime.parallel.tensor import tensor_group
 from finetune.task.generation.evaluation import GenerationEvaluator, Metric
 from finetune.task.protocol import Task
 from finetune.train.accelerator import own_batches
@@ -32,21 +33,23 @@ def make_evaluator(
 ) -> Evaluator:
     """Return what measures the prepared model on all rows, and on its answers where `evaluate.generate` is written."""
     section = config.evaluate or EvaluateSection()
-    sequence = sequence_group()
+    sequence, tensor = sequence_group(), tensor_group()
     require_sliceable_model(config, size=sequence.size)
     loader = evaluation_loader(
         rows,
         task.collate,
         dummy_batch=task.dummy_batch,
         microbatch_size=section.microbatch_size or config.train.known_microbatch_size,
-        world=sequence.num_groups,
+        world=sequence.num_groups // tensor.size,
         section=config.data,
         cost=task.samples.loading_cost,
     )
     return Evaluator(
         task=task,
         model=model,
-        batches=StepGroups(own_batches(accelerator, loader), 1, accelerator.device, sequence=sequence),
+        batches=StepGroups(
+            own_batches(accelerator, loader), 1, accelerator.device, sequence=sequence, are_copies=tensor.index > 0
+        ),
         rows=rows,
         reporter=reporter,
         answers=_answers(section, task, rows, accelerator=accelerator, tokenizer=tokenizer, metrics=answer_metrics),

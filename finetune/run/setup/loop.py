@@ -24,8 +24,9 @@ from finetune.run.setup.evaluator import make_evaluator
 from finetune.run.setup.prepared_model import BuiltRun, PreparedModel, make_weights
 from finetune.runtime import distributed
 from finetune.runtime.optional import no_op
+from finetune.runtime.parallel.sequence import sequence_group
+from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.progress import Cadence, NeverDue
-from finetune.runtime.sequence_parallel import sequence_group
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.runtime.supervision.spot import SpotNotice
 from finetune.train.accelerator import own_batches
@@ -140,6 +141,7 @@ def _step_groups(
         plan.num_batches,
         prepared.accelerator.device,
         sequence=sequence_group(),
+        are_copies=tensor_group().index > 0,
         first_step=first_step,
         on_group=on_group,
         on_step_end=end_step,

@@ -23,8 +23,8 @@ from finetune.run.setup.prepared_model import BuiltRun
 from finetune.runtime import distributed
 from finetune.runtime.files import atomic
 from finetune.runtime.files.read import read_regular
+from finetune.runtime.parallel.sequence import sequence_group
 from finetune.runtime.resources import format_size
-from finetune.runtime.sequence_parallel import sequence_group
 from finetune.runtime.supervision.heartbeat import keep_alive
 from finetune.runtime.upstream import keep_freed_memory
 from finetune.strategy.protocol import Sharded

@@ -30,6 +30,7 @@ from finetune.model.kernels.compilation import (
 )
 from finetune.model.processing import check_image_shape
 from finetune.model.size import measure_model, read_shapes
+from finetune.model.tensor_parallel import split_layers
 from finetune.report.run_log import RunLog
 from finetune.run.flops import model_flops, tokens_per_position
 from finetune.run.setup import accelerator as accelerators
@@ -46,6 +47,7 @@ from finetune.run.setup.strategy import require_tied_weights_supported
 from finetune.runtime import distributed
 from finetune.runtime.gpus.specifications import GpuModel, find_gpu
 from finetune.runtime.optional import no_op
+from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.resources import resident_bytes
 from finetune.strategy.gradient_sync import Accumulation
 from finetune.strategy.protocol import Strategy
@@ -111,6 +113,8 @@ def prepare_model(
     distributed.barrier()  # the first collective over tensors begins when the slowest rank has its weights
     check_image_shape(unwrapped.config, training_data.processing.processor)
     require_tied_weights_supported(unwrapped, strategy.name)
+    if strategy.expected().tensor_size > 1:
+        split_layers(unwrap_model(unwrapped), tensor_group())
     accumulation, memory = _log_size(
         config, strategy, unwrapped, accelerator=accelerator, plan=plan, process_bytes=process_bytes, log=log
     )
@@ -187,6 +191,8 @@ def _replace_forwards(
     log: RunLog,
 ) -> None:
     """Fuse layers, convert them to 8-bit products and compile them, as the job says; raises UserError if impossible."""
+    if strategy.expected().tensor_size > 1:
+        return  # what would replace a forward pass is refused
     compiled = _chosen_compilation(config, model, strategy, training, plan, log=log)
     _fuse_layers(model, config.model, compiled=compiled, device_type=device.type, log=log)
     _convert_to_float8(model, config, device=device, log=log)

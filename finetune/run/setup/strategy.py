@@ -17,12 +17,14 @@ from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
 from finetune.model.attention.sequence_parallel import SETTING, require_equal_logits, slicing_problem
 from finetune.model.loading.architecture import load_model_config
+from finetune.model.tensor_parallel import SETTING as TENSOR_SETTING
+from finetune.model.tensor_parallel import splitting_problem
 from finetune.registry.adapters import PEFT_TYPES, trainable_types
 from finetune.registry.tasks import TASKS
 from finetune.report.run_log import RunLog
 from finetune.run.setup.padding_free import resolve_padding_free, why_padded
 from finetune.runtime import distributed
-from finetune.runtime.sequence_parallel import sequence_group
+from finetune.runtime.parallel.sequence import sequence_group
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
 from finetune.strategy.launch_file import require_parallelism_fits, use_deepspeed_file
@@ -40,9 +42,17 @@ def launched_strategy(loaded: LoadedConfig) -> Strategy:
     environment = read_environment(os.environ, has_device=torch.accelerator.is_available())
     require_parallelism_fits(os.environ)
     strategy = choose_strategy(environment, job_settings(config))
-    require_divisible_batch(loaded, num_processes=environment.world // environment.sequence_size)
+    require_divisible_batch(loaded, num_processes=strategy.expected().data_parallel_size)
     if environment.sequence_size > 1:
-        _require_sliceable_job(config)
+        _require_allowed(
+            config, _NOT_IN_SLICES, f"{SETTING} shares the tokens of a row over ranks, which this job does not allow"
+        )
+    if environment.tensor_size > 1:
+        _require_allowed(
+            config,
+            _NOT_IN_TENSOR_PARALLEL,
+            f"{TENSOR_SETTING} shares the matrices of a layer over ranks, which this job does not allow",
+        )
     return strategy
 
 
@@ -82,6 +92,12 @@ def require_sliceable_model(config: RunConfig, *, size: int) -> None:
         )
 
 
+def require_splittable_model(config: RunConfig, *, size: int) -> None:
+    """Raise StrategyError where `size` ranks cannot share the layers of this job's model."""
+    if size > 1 and (problem := splitting_problem(load_model_config(config.model), size)) is not None:
+        raise StrategyError(f"{TENSOR_SETTING}: {size}: {problem}. Launch with accelerate_configs/fsdp2.yaml.")
+
+
 @torch.no_grad()
 def require_exact_slices(model: nn.Module, *, config: Any, tokenizer: Sized | None, device: torch.device) -> None:
     """Raise StrategyError unless the ranks of a group give the logits of a whole row; nothing for one rank. Collective.
@@ -104,15 +120,18 @@ def require_exact_slices(model: nn.Module, *, config: Any, tokenizer: Sized | No
     require_equal_logits(whole, together, config=config, size=group.size)
 
 
-def _require_sliceable_job(config: RunConfig) -> None:
-    """Raise StrategyError with everything in the job that would not be exact where ranks share rows."""
-    problems = [f"{key}: {reason}" for key, holds, reason in _NOT_IN_SLICES if holds(config)]
-    if problems:
-        lines = "\n".join(f"  {line}" for line in problems)
-        raise StrategyError(f"{SETTING} shares the tokens of a row over ranks, which this job does not allow\n{lines}")
+_JobLimits = tuple[tuple[str, Callable[[RunConfig], bool], str], ...]
+"""What of a job is refused: key, where it holds, and why."""
 
 
-_NOT_IN_SLICES: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
+def _require_allowed(config: RunConfig, limits: _JobLimits, problem: str) -> None:
+    """Raise StrategyError with everything in the job that is refused."""
+    lines = "\n".join(f"  {key}: {reason}" for key, holds, reason in limits if holds(config))
+    if lines:
+        raise StrategyError(f"{problem}\n{lines}")
+
+
+_NOT_IN_SLICES: _JobLimits = (
     (
         "task.name",
         lambda config: not TASKS[config.task.name].may_be_sliced,
@@ -146,7 +165,67 @@ _NOT_IN_SLICES: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "the tokens that even out the slices would be counted. Remove it.",
     ),
 )
-"""What of a job is not exact in slices: key, where it holds, and why."""
+"""What of a job is not exact in slices."""
+
+_NOT_IN_TENSOR_PARALLEL: _JobLimits = (
+    (
+        "task.name",
+        lambda config: config.task.name not in ("pretrain", "sft"),
+        "only `pretrain` and `sft` were compared with one process. Launch with accelerate_configs/fsdp2.yaml.",
+    ),
+    (
+        "model",
+        lambda config: adapter_of(config) is not None or config.model.quantization is not None,
+        "adapters and quantized weights are not split. Launch with accelerate_configs/fsdp2.yaml.",
+    ),
+    (
+        "model.compile, model.kernels",
+        lambda config: config.model.compile in ("regional", "full") or config.model.kernels == "liger",
+        "a fused or compiled layer would read a rank's part of a weight as all of it. Write `off`.",
+    ),
+    (
+        "model.gradient_checkpointing, model.activation_offload",
+        lambda config: config.model.gradient_checkpointing == "selective" or config.model.activation_offload,
+        "they choose activations by the operation that made them, which differs here. Write "
+        "`gradient_checkpointing: true`.",
+    ),
+    (
+        "train.precision",
+        lambda config: config.train.precision in ("fp16", "fp8"),
+        "ranks would scale losses or weights differently. Write `bf16`.",
+    ),
+    (
+        "train.microbatch_size",
+        lambda config: config.train.microbatch_size == "auto",
+        "ranks of a group cannot try sizes alone. Write a number.",
+    ),
+    (
+        "train.optimizer",
+        lambda config: (
+            config.train.optimizer.name not in ("adamw", "sgd")
+            or config.train.optimizer.state_dtype is not None
+            or config.train.optimizer.stochastic_rounding
+            or config.train.optimizer.in_backward
+        ),
+        "only plain `adamw` and `sgd` update parts of a matrix as they update all of it. Write one of them.",
+    ),
+    (
+        "train.average, train.unfreeze, train.embedding_noise, train.router_aux_loss",
+        lambda config: bool(
+            config.train.average
+            or config.train.unfreeze
+            or config.train.embedding_noise
+            or config.train.router_aux_loss is not None
+        ),
+        "they were not compared with one process. Remove them.",
+    ),
+    (
+        "evaluate.generate",
+        lambda config: config.evaluate is not None and config.evaluate.generate is not None,
+        "each rank would answer prompts of its own. Remove it.",
+    ),
+)
+"""What of a job tensor parallelism does not support."""
 
 
 def require_supported_by_strategy(config: RunConfig, strategy: str) -> None:

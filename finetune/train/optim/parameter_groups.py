@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune.config.sections.train import OptimizerSection, UnfreezeSection
 from finetune.errors import ModelError
@@ -116,10 +117,11 @@ def parameter_groups(
     trained = [entry for entry in named if entry.parameter.requires_grad]
     factors = rate_factors(named, section)
     unfreeze_steps = _unfreeze_steps(trained, unfreeze)
-    groups: dict[tuple[float, float, int], dict[str, Any]] = {}
+    groups: dict[tuple[float, float, int, bool], dict[str, Any]] = {}
     for entry in trained:
         decay = section.weight_decay if len(full_shape(entry.parameter)) >= 2 else 0.0
-        key = (decay, factors[entry.name], unfreeze_steps.get(entry.name, 0))
+        is_split = isinstance(entry.parameter, DTensor)  # torch updates no mixture of both in one kernel
+        key = (decay, factors[entry.name], unfreeze_steps.get(entry.name, 0), is_split)
         group = groups.setdefault(
             key, {"params": [], "weight_decay": decay, RATE_FACTOR: key[1], UNFREEZE_AFTER: key[2]}
         )

@@ -8,7 +8,12 @@ from finetune.commands.export import export_checkpoint
 from finetune.config.load import load_config
 from finetune.errors import CheckpointError, StrategyError
 from finetune.report.history import read_events
-from finetune.run.setup.strategy import launched_strategy, require_sliceable_model, require_supported_by_strategy
+from finetune.run.setup.strategy import (
+    launched_strategy,
+    require_sliceable_model,
+    require_splittable_model,
+    require_supported_by_strategy,
+)
 from finetune.run.train import train_from_config
 from tests.scenarios.trained import forget
 
@@ -44,6 +49,45 @@ def test_a_job_that_a_strategy_does_not_support_is_refused_with_the_reason(job, 
 )
 def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
     require_supported_by_strategy(load_config(job, written).config, strategy)
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        (["task.name=reward"], "task.name"),
+        ([LORA], "model: adapters and quantized weights"),
+        (["model.compile=regional"], "model.compile, model.kernels"),
+        (["model.kernels=liger"], "model.compile, model.kernels"),
+        (["model.gradient_checkpointing=selective"], "model.gradient_checkpointing"),
+        (["train.precision=fp8"], "train.precision"),
+        (["train.microbatch_size=auto"], "train.microbatch_size"),
+        (["train.optimizer.name=muon"], "train.optimizer"),
+        (["train.optimizer.state_dtype=int8"], "train.optimizer"),
+        (["train.average={}"], "train.average"),
+        (["train.embedding_noise=5.0"], "train.average, train.unfreeze, train.embedding_noise"),
+        (["evaluate.generate={}"], "evaluate.generate"),
+    ],
+)
+def test_unsupported_jobs_are_refused_under_tensor_parallelism_with_the_reason(job, monkeypatch, written, key):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    assert launched_strategy(load_config(job)).expected().data_parallel_size == 1
+    with pytest.raises(StrategyError) as refused:
+        launched_strategy(load_config(job, written))
+    assert key in str(refused.value)
+
+
+def test_models_that_ranks_cannot_split_are_refused_with_the_reason(job):
+    require_splittable_model(load_config(job).config, size=2)
+    for written, reason in (
+        ("model.from_config.model_type=gemma2", "`gemma2` was not compared with one process"),
+        (
+            "model.from_config.values={hidden_size: 48, num_attention_heads: 3, num_key_value_heads: 1}",
+            "num_attention_heads is 3",
+        ),
+    ):
+        with pytest.raises(StrategyError, match=f"parallelism_config_tp_size: 2: {reason}"):
+            require_splittable_model(load_config(job, [written]).config, size=2)
 
 
 def test_all_settings_that_are_not_exact_where_ranks_share_rows_are_refused_at_once(job, monkeypatch):

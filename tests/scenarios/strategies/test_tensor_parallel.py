@@ -1,0 +1,118 @@
+"""Ranks that share the matrices of every layer train as one process does."""
+
+import pytest
+
+from finetune.run.samples import read_samples
+
+pytestmark = pytest.mark.distributed
+full = pytest.mark.full
+
+SETTINGS = ("train.steps=8", "train.microbatch_size=4", "report.sample_ids=true")
+
+
+def assert_equal(run, wanted):
+    assert run.code == 0, run.output
+    assert run.losses() == pytest.approx(wanted.losses(), abs=1e-5)
+    assert run.norms() == pytest.approx(wanted.norms(), rel=1e-4)
+    assert run.last_metrics()["loss"] == pytest.approx(wanted.last_metrics()["loss"], abs=1e-5)
+    for count in ("num_targets", "num_tokens", "samples_sha256"):
+        assert [event[count] for event in run.events("StepTaken")] == [
+            event[count] for event in wanted.events("StepTaken")
+        ]
+
+
+def samples_by_step(run):
+    return {
+        step: sorted(number for rank in ranks for batch in rank for number in batch)
+        for step, ranks in read_samples(run.folder).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", pytest.param("mistral", marks=full), pytest.param("qwen2", marks=full), "qwen3"]
+)
+def test_two_tensor_parallel_ranks_have_the_losses_of_one_process(launch, model_type):
+    overrides = [*SETTINGS, f"model.from_config.model_type={model_type}"]
+    alone = launch(None, name=f"tp-alone-{model_type}", overrides=overrides)
+    run = launch("tensor_parallel", name=f"tp-{model_type}", overrides=overrides)
+    assert "tp on 2 processes" in run.output
+    assert_equal(run, alone)
+    assert samples_by_step(run) == samples_by_step(alone)
+    assert len(run.losses()) == 8
+
+
+@full
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.global_batch_size=6", "train.microbatch_size=1", "train.max_gradient_norm=0.1"),
+        ("data.batching={by: packs, tokens: 128}", "model.gradient_checkpointing=true", "train.optimizer.name=sgd"),
+        (
+            "model.from_config.values={hidden_size: 36, intermediate_size: 64, num_hidden_layers: 2, "
+            "num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6}",
+            "model.freeze=['*embed*']",
+        ),
+    ],
+    ids=["accumulation and clipping", "packs and checkpointing", "frozen embedding"],
+)
+def test_settings_under_tensor_parallelism_have_the_losses_of_one_process(launch, settings, request):
+    overrides = [*SETTINGS, "model.from_config.model_type=qwen3", *settings]
+    name = request.node.callspec.id.replace(" ", "-")
+    alone = launch(None, name=f"tp-alone-{name}", overrides=overrides)
+    assert_equal(launch("tensor_parallel", name=f"tp-{name}", overrides=overrides), alone)
+
+
+@full
+def test_bf16_under_tensor_parallelism_has_the_losses_of_one_process_up_to_its_precision(launch):
+    overrides = [*SETTINGS, "train.precision=bf16"]
+    alone = launch(None, name="tp-alone-bf16", overrides=overrides)
+    run = launch("tensor_parallel", name="tp-bf16", overrides=overrides)
+    assert run.code == 0, run.output
+    assert run.losses() == pytest.approx(alone.losses(), rel=0.01)
+    assert run.losses()[-1] < 0.95 * run.losses()[0]
+
+
+def test_a_run_resumes_under_and_after_tensor_parallelism_with_the_very_next_samples(launch):
+    """Two steps on one process, two on two tensor-parallel ranks, two under FSDP2, two tensor parallel again."""
+    overrides = [*SETTINGS, "checkpoint.every_steps=2"]
+    wanted = launch(None, name="tp-resumed-wanted", overrides=overrides)
+    for strategy, last in ((None, 2), ("tensor_parallel", 4), ("fsdp2", 6), ("tensor_parallel", 8)):
+        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
+        run = launch(strategy, name="tp-resumed", overrides=[*overrides, *stop])
+        assert run.code == 0, run.output
+    assert "the checkpoint was written under fsdp2 on 2 processes" in run.output
+    assert_equal(run, wanted)
+    assert samples_by_step(run) == samples_by_step(wanted)
+    assert len(samples_by_step(run)) == 8
+
+
+@full
+def test_two_runs_under_tensor_parallelism_write_the_same_checkpoints(launch):
+    """Also where one of them is resumed: bitwise on the same layout."""
+    overrides = [*SETTINGS, "checkpoint.every_steps=4"]
+    whole = launch("tensor_parallel", name="tp-whole", overrides=overrides)
+    launch("tensor_parallel", name="tp-parts", overrides=[*overrides, "train.stop_after_steps=4"])
+    parts = launch("tensor_parallel", name="tp-parts", overrides=overrides)
+    assert (whole.code, parts.code) == (0, 0), parts.output
+    assert parts.losses() == whole.losses()
+    digests = [
+        {
+            file.name: file.read_bytes()
+            for file in sorted((run.folder / "checkpoints/step-000008").rglob("*.safetensors"))
+        }
+        for run in (whole, parts)
+    ]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) >= 2
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(launch):
+    run = launch(
+        "tensor_parallel",
+        name="tp-nan",
+        overrides=[*SETTINGS, "train.nonfinite.action=skip", "train.steps=4"],
+        faults="forward step=2 rank=1 do=nan",
+    )
+    assert run.code == 0, run.output
+    (skipped,) = run.events("StepSkipped")
+    assert skipped["step"] == 3
