@@ -14,6 +14,7 @@ from finetune.runtime.optional import lazily
 with lazily(freeze=True):
     from finetune.commands.launch import attempt_end, job_files
     from finetune.commands.launch import kubernetes as kubernetes_command
+    from finetune.commands.launch import ray as ray_command
     from finetune.commands.launch import skypilot as skypilot_command
     from finetune.commands.launch import slurm as slurm_command
     from finetune.commands.launch import torchrun as torchrun_command
@@ -248,6 +249,31 @@ def skypilot(
     return skypilot_command.launch_skypilot(
         _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
     )
+
+
+@app.command(short_help="Run a job on a Ray cluster whose hosts come and go.")
+@handle_errors
+def ray(
+    config: Config,
+    accelerate: AccelerateFile,
+    nodes: HostRange,
+    gpus_per_node: Gpus,
+    override: Overrides = None,
+    address: Annotated[
+        Text, typer.Option(metavar="HOST", help="Head of the cluster. Default: that of this host.")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="Start Ray on this host, for this job alone.")] = False,
+    cpu: Cpu = False,
+    stop: StopSeconds = 180.0,
+    max_failures: Annotated[int, typer.Option(min=0, metavar="N", help="Give up after N failures and losses.")] = 10,
+) -> int:
+    """Run the job on a Ray cluster: when a host is lost the run continues without it, when one comes it takes part.
+
+    The global batch, the order of the samples and the loss stay as they are on any number of hosts. Needs the extra
+    `ray`.
+    """
+    given = locals()
+    return ray_command.launch_ray(_chosen(ray_command.RayArguments, given))
 
 
 @app.command(name="next", short_help="Decide if a job is started again.")

@@ -54,6 +54,7 @@ TYPED = {
     "checkpoint export": [("runs/job", "--to", "out")],
     "checkpoint convert": [("runs/job", "--to", "out")],
     "launch torchrun": [(*JOB, *HOSTS)],
+    "launch ray": [(*JOB, *HOSTS, "--address", "127.0.0.1:1")],
     "launch slurm": [(*JOB, *HOSTS), (*JOB, *HOSTS, "--output", "/proc/x")],
     "launch kubernetes": [(*JOB, *HOSTS, "--image", "image")],
     "launch skypilot": [(*JOB, *HOSTS, "--gpu", "H100")],

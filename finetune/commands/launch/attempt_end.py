@@ -108,7 +108,7 @@ def print_decision(
     else:
         record = _read_record(folder, store)
         decision = decide(
-            _read_end(folder, since=since),
+            read_end(folder, since=since),
             code=code,
             step=newest_step(folder),
             last=record[1] if record is not None else None,
@@ -133,7 +133,8 @@ def newest_step(folder: Path) -> int:
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-def _read_end(folder: Path, *, since: float) -> RunEnd | None:
+def read_end(folder: Path, *, since: float) -> RunEnd | None:
+    """Return how the run ended by its status file; None if nothing was written since then."""
     try:
         facts = read_json(folder / STATUS_FILE)
         written = float(facts["time"])

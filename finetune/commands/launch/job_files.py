@@ -68,7 +68,7 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         elsewhere=arguments.elsewhere,
     )
     require_shared_batch(loaded, file, world=arguments.world)
-    _check_processes(file, num_nodes=arguments.nodes, world=arguments.world)
+    check_processes(file, num_nodes=arguments.nodes, world=arguments.world)
     variables = {}
     if arguments.doctor is not None:
         variables = network.network_variables(doctor_facts.read_facts(arguments.doctor), num_nodes=arguments.nodes)
@@ -182,7 +182,8 @@ def job_with(request: JobRequest, *, paths: Mapping[str, str], accelerate_file: 
     return replace(request, job=job)
 
 
-def _check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
+def check_processes(file: AccelerateFile, *, num_nodes: int, world: int) -> None:
+    """Raise StrategyError where the accelerate file is not for this number of processes."""
     if world > 1 and (file.distributed_type in ("NO", "MULTI_CPU") or file.values.get("use_cpu") is True):
         raise StrategyError(
             f"--accelerate {file.path}: with it, accelerate starts one process per host, and the job needs {world} in "

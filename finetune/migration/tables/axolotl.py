@@ -309,9 +309,9 @@ AXOLOTL = {
     "ddp_broadcast_buffers": ours(_KERNEL),
     "local_rank": ours("the launcher sets it"),
     "world_size": ours("the launcher sets it"),
-    "use_ray": ours("jobs start without Ray (docs/how-to/clusters.md)"),
+    "use_ray": ours("`finetune launch ray` (docs/how-to/clusters.md)"),
     "ray_num_workers": ours("`--gpus` of this command, and the launcher's number of processes"),
-    "ray_run_name": ours("jobs start without Ray (docs/how-to/clusters.md)"),
+    "ray_run_name": ours("`finetune launch ray` (docs/how-to/clusters.md)"),
     # what is written
     "output_dir": to("run.folder", path),
     "logging_steps": to("report.log_every_steps", positive),

@@ -150,11 +150,14 @@ LLAMA_FACTORY = {
     **each(ours(_ANSWERS), "predict_with_generate do_sample temperature top_p top_k max_new_tokens infer_backend"),
     **each(ours(_ANSWERS), "vllm_maxlen vllm_enforce_eager vllm_gpu_util print_param_status"),
     # where it runs and is written
-    **each(ours("jobs start without Ray (docs/how-to/clusters.md)"), "ray_run_name ray_storage_path ray_init_kwargs"),
+    **each(
+        ours("`finetune launch ray` (docs/how-to/clusters.md)"),
+        "ray_run_name ray_storage_path ray_init_kwargs",
+    ),
     **each(
         ours("`--gpus` of this command, and the launcher's number of processes"), "ray_num_workers resources_per_worker"
     ),
-    "placement_strategy": ours("jobs start without Ray (docs/how-to/clusters.md)"),
+    "placement_strategy": ours("`finetune launch ray` (docs/how-to/clusters.md)"),
     "use_swanlab": fact("uses_swanlab", truth),
     "swanlab_project": fact("project", text),
     "swanlab_workspace": to("report.entity", text),

@@ -1,0 +1,256 @@
+"""A worker of Ray Train: it runs one rank of the job as a child process, and reports the run's progress to Ray.
+
+The rank is a process of its own, as under every other launcher: signals, exit codes and locks are the same, and Ray's
+process holds no GPU memory and no process group, for whose peers it would wait when a host is lost. When Ray kills the
+worker, the kernel sends the rank SIGTERM, after which it saves and ends.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.commands.launch.attempt_end import INTERRUPTED, USER_MISTAKE, RunEnd, read_end
+from finetune.errors import TrainingError
+from finetune.launch.child import kill_child, start_child
+from finetune.launch.ranks import TORCHRUN_DEFAULTS, Ranks
+from finetune.launch.supervisor.agent import network_environment
+from finetune.launch.supervisor.network import free_port
+from finetune.runtime.optional import require
+from finetune.runtime.supervision.attempt import mark_attempt
+from finetune.runtime.supervision.status import read_status
+from finetune.runtime.supervision.writer_lock import is_locked
+
+RAY_FOLDER = "ray"
+"""Folder of the marks of attempts and of Ray's own files, in the run folder."""
+
+PURPOSE = "finetune launch ray"
+
+_OVER = (0, USER_MISTAKE, INTERRUPTED)
+"""Exit codes after which the run is over; after any other Ray starts the ranks again."""
+
+_POLL_SECONDS, _REPORT_SECONDS, _FINAL_REPORT_SECONDS = 0.5, 5.0, 15.0
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What each worker starts."""
+
+    words: tuple[str, ...]  # arguments of Python: -m finetune train --config JOB.yaml ...
+    working_folder: Path  # of the ranks, on each host
+    run_folder: Path
+    worlds: tuple[int, ...]  # numbers of ranks that can share the batch
+    stop_seconds: float  # to save after a stop request
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks, as the worker of rank 0 has chosen it for all workers."""
+
+    number: int
+    world: int  # the other workers are spares
+    address: str
+    port: int
+    since: float  # by the clock of rank 0's host
+
+
+class RunControl:
+    """The state that the command and all workers share, as an actor of Ray: a stop request, and the end of the run."""
+
+    def __init__(self) -> None:
+        self._is_stopping, self._exit_code = False, None
+
+    def request_stop(self) -> None:
+        """Ask all workers to have their ranks save and end."""
+        self._is_stopping = True
+
+    def finish(self, exit_code: Any) -> None:
+        """Record that the run is over."""
+        self._exit_code = exit_code
+
+    def read(self) -> tuple[bool, Any]:
+        """Return whether a stop was requested, and the exit code of a run that is over."""
+        return self._is_stopping, self._exit_code
+
+
+class RankFailed(TrainingError):
+    """A rank ended, and the run is not over: Ray starts all ranks again."""
+
+
+def largest_world(num_workers: int, worlds: Sequence[int]) -> int:
+    """Return the largest number of ranks that can share the batch and for which there are workers.
+
+    >>> largest_world(3, [1, 2, 4])
+    2
+    """
+    return max(world for world in worlds if world <= num_workers)
+
+
+def place_rank(attempt: Attempt, *, rank: int, local_rank: int, local_workers: int) -> Ranks:
+    """Return the rank of a worker. Ray numbers the workers of a host in a row, so spares are the last ones of all."""
+    local_world = min(local_workers, attempt.world - (rank - local_rank))
+    return Ranks(rank, attempt.world, local_rank, local_world, attempt.address, attempt.port, "Ray")
+
+
+def run_worker(settings: Mapping[str, Any]) -> int:
+    """Run this worker's rank to its end, and return the exit code of the run.
+
+    Raises RankFailed where Ray has to start the ranks again. Ray calls it on every worker.
+    """
+    job: RankJob = settings["job"]
+    control = _Control(settings["control"])
+    context = require("ray.train", extra="ray", purpose=PURPOSE).get_context()
+    rank, num_workers = context.get_world_rank(), context.get_world_size()
+    address = require("ray.util", extra="ray", purpose=PURPOSE).get_node_ip_address()
+    os.chdir(job.working_folder)
+    logging.disable(logging.INFO)  # Ray writes a line for each report
+    begun = _begin_attempt(job, control, address=address, num_workers=num_workers) if rank == 0 else None
+    attempt: Attempt | int = _broadcast(begun)
+    if isinstance(attempt, int):  # the run is over
+        return attempt
+    local_rank, local_workers = context.get_local_rank(), context.get_local_world_size()
+    ranks = place_rank(attempt, rank=rank, local_rank=local_rank, local_workers=local_workers)
+    ended = threading.Event()
+    arguments = (job.run_folder, ended, rank == 0)
+    reporter = threading.Thread(target=_report_progress, args=arguments, daemon=True)
+    reporter.start()
+    is_spare = rank >= attempt.world
+    code = control.wait_for_end() if is_spare else _run_rank(job, ranks, attempt, control, address=address)
+    ended.set()
+    reporter.join(timeout=_FINAL_REPORT_SECONDS)
+    return code
+
+
+def _begin_attempt(job: RankJob, control: "_Control", *, address: str, num_workers: int) -> Attempt | int:
+    """Return the next attempt, after the ranks of the last one have ended; the exit code if the run is over."""
+    if (code := control.read()[1]) is not None:
+        return int(code)
+    until = time.monotonic() + job.stop_seconds
+    while is_locked(job.run_folder) and time.monotonic() < until:  # its ranks save
+        time.sleep(_POLL_SECONDS)
+    marks = job.run_folder / RAY_FOLDER
+    marks.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name[-6:]) for path in marks.glob("begun-*")), default=0)
+    mark_attempt(marks, number)  # ranks that Ray could not kill write no more, and end
+    while is_locked(job.run_folder) and time.monotonic() < until + job.stop_seconds:
+        time.sleep(_POLL_SECONDS)
+    world = largest_world(num_workers, job.worlds)
+    spares = "" if world == num_workers else f": {num_workers} cannot share the batch, {num_workers - world} wait"
+    print(f"finetune: attempt {number}, world size {world}{spares}", flush=True)
+    return Attempt(number, world, address, free_port(), time.time())
+
+
+def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control", *, address: str) -> int:
+    """Run the rank, and return the exit code of the run; raises RankFailed if it is not over."""
+    marks = job.run_folder / RAY_FOLDER
+    if not (marks / f"begun-{attempt.number:06d}").exists():
+        print(f"error: run.folder: {socket.gethostname()} does not see the files that rank 0 wrote to {marks}. Name a "
+              "folder that all hosts share.", flush=True)  # fmt: skip
+        control.finish(USER_MISTAKE)
+        return USER_MISTAKE
+    interface = _interface_of(address)
+    environment = {
+        **{name: os.environ.get(name, value) for name, value in TORCHRUN_DEFAULTS.items()},
+        **(network_environment(interface, stop_seconds=job.stop_seconds) if interface is not None else {}),
+        **ranks.variables(),
+        **mark_attempt(marks, attempt.number),
+    }
+    process = start_child([sys.executable, *job.words], environment=environment)
+    try:
+        code, was_stopped = _wait(process, control, stop_seconds=job.stop_seconds)
+    finally:
+        kill_child(process)
+    end = read_end(job.run_folder, since=attempt.since) or RunEnd(None)
+    code = code if end.exit_code is None else end.exit_code
+    if code in _OVER or was_stopped:
+        control.finish(code)
+        return code
+    failure = RankFailed(f"rank {ranks.rank} ended with exit code {code}: {end.reason or 'it was killed'}")
+    print(f"finetune: {failure}", flush=True)
+    raise failure
+
+
+def _wait(process: "subprocess.Popen[bytes]", control: "_Control", *, stop_seconds: float) -> tuple[int, bool]:
+    """Return the exit code of the rank, in the shell's numbers, and whether a stop was requested."""
+    kill_at: float | None = None
+    while process.poll() is None:
+        if kill_at is None and control.read()[0]:
+            process.terminate()
+            kill_at = time.monotonic() + stop_seconds
+        if kill_at is not None and time.monotonic() > kill_at:
+            kill_child(process)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_POLL_SECONDS)
+    code = process.returncode
+    return (code if code >= 0 else 128 - code), kill_at is not None
+
+
+class _Control:
+    """Calls of RunControl. A command that has ended counts as a stop request, a call that takes long as none."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._ray = require("ray", extra="ray", purpose=PURPOSE)
+
+    def read(self) -> tuple[bool, Any]:
+        try:
+            state: tuple[bool, Any] = self._ray.get(self._actor.read.remote(), timeout=_REPORT_SECONDS)
+        except self._ray.exceptions.GetTimeoutError:
+            return False, None
+        except self._ray.exceptions.RayError:
+            return True, None
+        return state
+
+    def finish(self, code: int) -> None:
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._actor.finish.remote(code), timeout=_REPORT_SECONDS)
+
+    def wait_for_end(self) -> int:
+        while (code := self.read()[1]) is None:
+            time.sleep(_POLL_SECONDS)
+        return int(code)
+
+
+def _report_progress(run_folder: Path, ended: threading.Event, is_main: bool) -> None:
+    """Report step, loss and the end of the run to Ray every few seconds. All workers report together, as Ray wants."""
+    report = require("ray.train", extra="ray", purpose=PURPOSE).report
+    is_last = False
+    while not is_last:
+        is_last = is_main and ended.wait(timeout=_REPORT_SECONDS)
+        metrics, is_last = _broadcast((read_metrics(run_folder), is_last) if is_main else None)
+        report(metrics)
+
+
+def read_metrics(run_folder: Path) -> dict[str, Any]:
+    """Return state, step, reason of the end and the newest loss of the run, as far as its files have them."""
+    status = read_status(run_folder)
+    error = status.get("error")
+    reason = error.get("message") if isinstance(error, dict) else status.get("reason")
+    metrics = {"state": status.get("state"), "step": status.get("step"), "reason": reason}
+    with suppress(OSError, ValueError), (run_folder / "events.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = [line for line in file.read().splitlines() if b'"StepTaken"' in line and line.endswith(b"}")]
+        metrics["loss"] = json.loads(lines[-1])["loss"] if lines else None
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def _broadcast(value: Any) -> Any:
+    return require("ray.train.collective", extra="ray", purpose=PURPOSE).broadcast_from_rank_zero(value)
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the network interface with this address: that by which Ray reaches the other hosts."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(each.address == address for each in addresses)), None)

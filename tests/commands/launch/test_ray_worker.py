@@ -1,0 +1,40 @@
+"""What a worker of Ray Train gives to its rank, and what it reports of the run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.commands.launch.ray_worker import Attempt, largest_world, place_rank, read_metrics
+
+ATTEMPT = Attempt(3, 6, "10.0.0.1", 29500, since=0.0)
+
+
+def test_the_largest_world_that_can_share_the_batch_is_taken() -> None:
+    assert [largest_world(count, [2, 4, 8]) for count in (2, 3, 7, 9)] == [2, 2, 4, 8]
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "local_world"), [(0, 0, 4), (3, 3, 4), (4, 0, 2), (5, 1, 2)])
+def test_ranks_have_the_variables_of_torchrun(rank: int, local_rank: int, local_world: int) -> None:
+    """Eight workers on two hosts, of which the last two are spares."""
+    assert place_rank(ATTEMPT, rank=rank, local_rank=local_rank, local_workers=4).variables() == {
+        "RANK": str(rank),
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def test_metrics_are_those_of_the_newest_whole_event(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == {}
+    (tmp_path / "status.json").write_text(json.dumps({"state": "stopped", "step": 7, "reason": "signal SIGTERM"}))
+    lines = [json.dumps({"event": "StepTaken", "step": step, "loss": float(step)}) for step in (6, 7)]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"event": "StepTaken", "st']))
+    assert read_metrics(tmp_path) == {"state": "stopped", "step": 7, "reason": "signal SIGTERM", "loss": 7.0}
+
+
+def test_the_reason_of_a_failure_is_the_message_of_its_error(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "error": {"message": "the disk is full"}}))
+    assert read_metrics(tmp_path) == {"state": "failed", "reason": "the disk is full"}
