@@ -57,7 +57,8 @@ def split_layers(model: Any, group: TensorGroup) -> None:
             styles[name] = _STYLES[style]()
         elif style == _PARTIAL_GRADIENT:
             for parameter in module.parameters():
-                parameter.register_hook(partial(_sum_over_group, group=group.process_group))
+                if parameter.requires_grad:
+                    parameter.register_hook(partial(_sum_over_group, group=group.process_group))
         elif style is not None and style not in _WHOLE:
             raise StrategyError(f"{SETTING}: {group.size}: the plan of `{name}` is `{style}`, which is not supported.")
     parallelize_module(model, group.mesh, styles, src_data_rank=None)

@@ -50,10 +50,10 @@ def test_two_tensor_parallel_ranks_have_the_losses_of_one_process(launch, model_
         (
             "model.from_config.values={hidden_size: 36, intermediate_size: 64, num_hidden_layers: 2, "
             "num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6}",
-            "model.freeze=['*embed*']",
+            "model.freeze=['*embed*', '*q_norm*']",
         ),
     ],
-    ids=["accumulation and clipping", "packs and checkpointing", "frozen embedding"],
+    ids=["accumulation and clipping", "packs and checkpointing", "frozen embedding and norm"],
 )
 def test_settings_under_tensor_parallelism_have_the_losses_of_one_process(launch, settings, request):
     overrides = [*SETTINGS, "model.from_config.model_type=qwen3", *settings]
