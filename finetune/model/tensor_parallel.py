@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
@@ -52,9 +52,11 @@ def split_layers(model: Any, group: TensorGroup) -> None:
     """Split the layers of a transformers model over the group, in place; every rank has the same whole weights."""
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
-        style = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style in _STYLES:
+        style = _style_of(name, module, model.tp_plan)
+        if style is not None and style in _STYLES:
             styles[name] = _STYLES[style]()
+            if "lora_" in name:
+                module.__class__ = nn.Linear  # peft calls it; ours would read its weight (`adapters/single_pass.py`)
         elif style == _PARTIAL_GRADIENT:
             for parameter in module.parameters():
                 if parameter.requires_grad:
@@ -64,6 +66,18 @@ def split_layers(model: Any, group: TensorGroup) -> None:
     parallelize_module(model, group.mesh, styles, src_data_rank=None)
     split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     assert split and all(isinstance(parameter.placements[0], Shard) for parameter in split), "weights are split"
+
+
+def _style_of(name: str, module: nn.Module, plan: Mapping[str, str]) -> str | None:
+    """Return the style of a module in the model's plan; None if it stays as it is.
+
+    Of a LoRA layer on a split one, the base has its style, and the factor next to the split features is split, too.
+    """
+    layer, _, factor = name.partition(".lora_")
+    style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", layer.removesuffix(".base_layer")))
+    if factor:
+        return style if (style, factor) in (("colwise", "B.default"), ("rowwise", "A.default")) else None
+    return None if hasattr(module, "base_layer") else style
 
 
 def _sum_over_group(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:

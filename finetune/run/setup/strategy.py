@@ -12,6 +12,7 @@ from torch import nn
 from finetune.config.load import LoadedConfig, require_divisible_batch
 from finetune.config.rules.model import adapter_of, trained_dtypes
 from finetune.config.run_config import RunConfig
+from finetune.config.sections.model import ModelSection
 from finetune.data.features import Features
 from finetune.data.loader import slice_batch
 from finetune.errors import StrategyError
@@ -90,6 +91,13 @@ def require_sliceable_model(config: RunConfig, *, size: int) -> None:
             f"{SETTING}: {size}: ranks share rows without padding, and samples are padded here: {reason}. Write "
             "`data.batching.padding_free: auto`, or `by: packs`, or launch without it."
         )
+
+
+def _is_plain_lora(model: ModelSection) -> bool:
+    """Return whether the adapters are products of two matrices, with random first values and nothing next to them."""
+    lora = model.lora
+    is_plain = lora is not None and not (lora.dropout or lora.dora or lora.modules_to_save or model.new_tokens)
+    return is_plain and lora is not None and lora.init in ("default", "gaussian")
 
 
 def require_splittable_model(config: RunConfig, *, size: int) -> None:
@@ -175,8 +183,14 @@ _NOT_IN_TENSOR_PARALLEL: _JobLimits = (
     ),
     (
         "model",
-        lambda config: adapter_of(config) is not None or config.model.quantization is not None,
-        "adapters and quantized weights are not split. Launch with accelerate_configs/fsdp2.yaml.",
+        lambda config: adapter_of(config) not in (None, "lora") or config.model.quantization is not None,
+        "quantized weights and adapters other than `lora` are not split. Launch with accelerate_configs/fsdp2.yaml.",
+    ),
+    (
+        "model.lora",
+        lambda config: config.model.lora is not None and not _is_plain_lora(config.model),
+        "adapters are split without `dropout`, `dora`, `modules_to_save`, `model.new_tokens` and an `init` from the "
+        "weights. Leave these out.",
     ),
     (
         "model.compile, model.kernels",

@@ -55,7 +55,10 @@ def test_a_job_that_the_strategy_supports_is_accepted(job, written, strategy):
     ("written", "key"),
     [
         (["task.name=reward"], "task.name"),
-        ([LORA], "model: adapters and quantized weights"),
+        (["model.ia3={}"], "model: quantized weights and adapters other than `lora`"),
+        (["model.lora={dropout: 0.1}"], "model.lora: adapters are split without `dropout`"),
+        (["model.lora={init: pissa}"], "model.lora: adapters are split without `dropout`"),
+        ([TOKENS, LORA], "model.lora: adapters are split without `dropout`"),
         (["model.compile=regional"], "model.compile, model.kernels"),
         (["model.kernels=liger"], "model.compile, model.kernels"),
         (["model.gradient_checkpointing=selective"], "model.gradient_checkpointing"),

@@ -1,6 +1,8 @@
 """Ranks that share the matrices of every layer train as one process does."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from finetune.run.samples import read_samples
 
@@ -60,6 +62,32 @@ def test_settings_under_tensor_parallelism_have_the_losses_of_one_process(launch
     name = request.node.callspec.id.replace(" ", "-")
     alone = launch(None, name=f"tp-alone-{name}", overrides=overrides)
     assert_equal(launch("tensor_parallel", name=f"tp-{name}", overrides=overrides), alone)
+
+
+LORA = ("model.lora={rank: 4, alpha: 8, init: gaussian}", "train.learning_rate=2e-2")
+
+
+def test_adapters_on_split_layers_have_the_losses_and_the_export_of_one_process(launch):
+    overrides = [*SETTINGS, *LORA, "model.from_config.model_type=qwen3", "export.merge=true"]
+    alone = launch(None, name="tp-alone-lora", overrides=overrides)
+    run = launch("tensor_parallel", name="tp-lora", overrides=overrides)
+    assert_equal(run, alone)
+    assert run.losses()[-1] < run.losses()[0] - 0.05, "the adapters are trained"
+    exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
+    assert exported.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
+
+
+@full
+def test_adapters_resume_under_and_after_tensor_parallelism(launch):
+    overrides = [*SETTINGS, *LORA]
+    wanted = launch(None, name="tp-lora-wanted", overrides=overrides)
+    for strategy, last in (("tensor_parallel", 3), ("fsdp2", 5), ("tensor_parallel", 8)):
+        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
+        run = launch(strategy, name="tp-lora-resumed", overrides=[*overrides, *stop])
+        assert run.code == 0, run.output
+    assert_equal(run, wanted)
 
 
 @full
