@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from finetune.model.kernels import fused_layers
 from tests.fake_gpu.device import FakeGpu
 from tests.fake_gpu.streams import DEFAULT, HOST, FakeEvent, FakeStream, Timeline
 
@@ -128,6 +129,9 @@ def on_machine(gpu: FakeGpu, machine: Machine, *, num_gpus: int = 1) -> Iterator
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
         stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda *given: gpu.record_stream(*given)))
         stack.enter_context(_autocast())
+        # fused layers are chosen where liger-kernel is installed, and compute with the model's own operations
+        stack.enter_context(patch.object(fused_layers, "missing_requirement", lambda device_type: None))
+        stack.enter_context(patch.object(fused_layers, "runs_kernels", lambda device_type: False))
         stack.enter_context(patch.object(os, "cpu_count", lambda: machine.cores_per_gpu * num_gpus))
         yield timeline
 
