@@ -21,6 +21,7 @@ model:
               num_attention_heads: {heads}, num_key_value_heads: {kv_heads}, vocab_size: {vocabulary}}}
   tokenizer: {{train: {{vocabulary_size: 330}}}}
   dtype: {dtype}
+  kernels: none  # whatever is installed here
   gradient_checkpointing: true
   {lora}
 data:
