@@ -70,12 +70,6 @@ def make_job(
     for override in overrides:
         words += ["--set", override]
     file = read_accelerate_file(accelerate_file)
-    if file.tensor_size > 1:
-        raise StrategyError(
-            f"--accelerate {file.path}: parallelism_config_tp_size: {file.tensor_size} sums every layer over all "
-            "ranks, which needs the links within one host. Start it there: accelerate launch --config_file "
-            f"{file.path} -m finetune --config JOB.yaml."
-        )
     if file.num_copies > 1 and ranks_per_host % file.sequence_size:
         raise StrategyError(
             f"--accelerate {file.path}: parallelism_config_sp_size: {file.sequence_size} does not divide the "
@@ -101,7 +95,12 @@ def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: i
             f"--accelerate {file.path}: parallelism_config_sp_size: {size} does not divide the {world} ranks. Write a "
             "divisor, preferably of the number of ranks per host."
         )
-    require_divisible_batch(loaded, num_processes=world // size)
+    if file.tensor_size not in (1, world):
+        raise StrategyError(
+            f"--accelerate {file.path}: parallelism_config_tp_size: {file.tensor_size} is not the number of ranks, "
+            f"{world}, which share the layers as one group. Write {world}, or start {file.tensor_size} ranks."
+        )
+    require_divisible_batch(loaded, num_processes=world // size // file.tensor_size)
 
 
 def print_commands(job: Job, loaded: LoadedConfig, limits: Limits) -> None:

@@ -48,6 +48,15 @@ def test_hsdp_whose_rows_are_shared_has_fewer_shards_on_a_host(
         make_job(RECIPE, [], ranks_per_host=3, **options)
 
 
+def test_a_tensor_parallel_group_is_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"accelerate_file": ROOT / "accelerate_configs" / "tensor_parallel.yaml", "stop_seconds": 9}
+    job, loaded = make_job(RECIPE, ["train.global_batch_size=2"], ranks_per_host=2, **options)
+    print_commands(job, loaded, read_limits("1"))
+    assert capsys.readouterr().out.count("accelerate launch") == 1
+    with pytest.raises(UserError, match="parallelism_config_tp_size: 2 is not the number of ranks, 4"):
+        print_commands(job, loaded, read_limits("2"))
+
+
 @pytest.mark.parametrize("nodes", ["", "0", "3:2", "1:2:3", "two", "1:"])
 def test_other_numbers_of_hosts_are_refused(nodes: str) -> None:
     with pytest.raises(UserError, match="--nodes"):
