@@ -6,6 +6,7 @@ If a function that runs on rank 0 or on all ranks fails on one of them, its erro
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar
@@ -18,6 +19,16 @@ from finetune.errors import CheckpointError, FinetuneError
 from finetune.runtime.processes import exit_process
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A group of consecutive ranks, and the index of this rank in it; by default of one rank."""
+
+    size: int = 1
+    index: int = 0
+    number: int = 0  # of the group among all
+    num_groups: int = 1
 
 
 class Group(Enum):
@@ -64,6 +75,11 @@ def rank() -> int:
 def world() -> int:
     """Return the number of processes."""
     return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def place_in_group(size: int) -> tuple[int, int, int, int]:
+    """Return the fields of this rank's RankGroup, where every `size` consecutive ranks are a group."""
+    return size, rank() % size, rank() // size, world() // size
 
 
 def is_main() -> bool:

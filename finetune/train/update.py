@@ -174,9 +174,8 @@ class Update:
         """Clip gradients of which some are split over the ranks that share weights. Collective."""
         split = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-        square = (
-            torch.nn.utils.get_total_norm(split).to(self._accelerator.device).square()
-        )  # without any, it is on the CPU
+        local_norm = torch.nn.utils.get_total_norm(split).to(self._accelerator.device)  # on the CPU if none is split
+        square = local_norm.square()
         dist.all_reduce(square, group=tensor_group().process_group)
         norm = (square + torch.nn.utils.get_total_norm(whole).to(square).square()).sqrt()
         if self._limit is not None:

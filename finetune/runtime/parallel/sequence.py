@@ -4,7 +4,6 @@ Consecutive ranks form a group, so that their communication stays within a machi
 same batch, and each computes its slice of the tokens; only in attention do they exchange slices for heads.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +13,8 @@ from torch import Tensor
 from finetune.runtime import distributed
 
 
-@dataclass(frozen=True)
-class SequenceGroup:
-    """The group of ranks that share the tokens of a row, and the index of this rank in it."""
-
-    size: int = 1
-    index: int = 0
-    number: int = 0  # of the group among all
-    num_groups: int = 1
+class SequenceGroup(distributed.RankGroup):
+    """The group of ranks that share the tokens of a row."""
 
 
 def open_sequence_groups(size: int) -> None:
@@ -34,8 +27,7 @@ def open_sequence_groups(size: int) -> None:
 
 def sequence_group() -> SequenceGroup:
     """Return this rank's group; of one rank if none was opened."""
-    rank, world = distributed.rank(), distributed.world()
-    return SequenceGroup(_size, rank % _size, rank // _size, world // _size)
+    return SequenceGroup(*distributed.place_in_group(_size))
 
 
 _size = 1

@@ -13,13 +13,9 @@ from finetune.runtime import distributed
 
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """The group of ranks that share weights, and the index of this rank in it."""
+class TensorGroup(distributed.RankGroup):
+    """The group of ranks that share weights."""
 
-    size: int = 1
-    index: int = 0
-    number: int = 0  # of the group among all
-    num_groups: int = 1
     mesh: DeviceMesh | None = None  # of this group; None for a group of one rank
 
     @property
@@ -39,8 +35,7 @@ def open_tensor_groups(size: int, *, device_type: str) -> None:
 
 def tensor_group() -> TensorGroup:
     """Return this rank's group; of one rank if none was opened."""
-    rank, world = distributed.rank(), distributed.world()
-    return TensorGroup(_size, rank % _size, rank // _size, world // _size, _mesh)
+    return TensorGroup(*distributed.place_in_group(_size), _mesh)
 
 
 _size = 1
