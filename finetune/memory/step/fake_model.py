@@ -1,6 +1,5 @@
 """A job's model without values: the full model on the meta device, and a few of its layers as fake tensors."""
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from finetune.errors import ModelError
 from finetune.memory.layout import Method
 from finetune.model.adapters.context import AdapterContext, adapter_config
 from finetune.model.freeze import freeze, train_only
+from finetune.model.kernels.fused_layers import are_wanted
 from finetune.model.loading.architecture import SpecialTokenIds, model_build_errors
 from finetune.model.loading.load import load_empty_model
 from finetune.model.processing import load_processing
@@ -159,10 +159,8 @@ FUSED_FUNCTIONS = SimpleNamespace(
 
 def runs_fused_layers(section: ModelSection, *, device: str) -> bool:
     """Return whether the job's run uses liger's kernels, as far as this machine's packages tell."""
-    if device != "cuda" or section.kernels == "none":
-        return False
-    is_usual = section.compile in ("off", "auto") and find_spec("liger_kernel") is not None
-    return section.kernels == "liger" or is_usual
+    compiled = "off" if section.compile == "auto" else section.compile
+    return device == "cuda" and are_wanted(section, compiled=compiled)
 
 
 class QuantizedLinear(nn.Linear):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from finetune.config.sections.model import ModelSection
 from finetune.model.kernels.compilation import missing_triton_toolchain
 from finetune.runtime.optional import lazily, require
 
@@ -74,6 +76,15 @@ def restored_rotary_functions() -> Iterator[None]:
 def runs_kernels(device_type: str) -> bool:
     """Return whether Triton's kernels run on the device: on CUDA, or anywhere under Triton's interpreter."""
     return device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def are_wanted(section: ModelSection, *, compiled: str) -> bool:
+    """Return whether the job asks for the kernels: by name, or by `auto` where they are installed.
+
+    `auto` leaves layers alone that are `compiled` (`off`: none are).
+    """
+    is_usual = section.kernels == "auto" and compiled == "off" and find_spec("liger_kernel") is not None
+    return section.kernels == "liger" or is_usual
 
 
 def missing_requirement(device_type: str) -> str | None:

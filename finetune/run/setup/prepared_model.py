@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -246,8 +245,8 @@ def _why_not_compiled(config: RunConfig, strategy: Strategy, plan: StepPlan, *, 
     problems = [*compile_fits_the_model(compiled), *router_loss_fits_the_model(compiled)]
     if problems:
         return f"of another key: {problems[0].key}: {problems[0].message}"
-    has_kernels = find_spec("liger_kernel") is not None and fused_layers.missing_requirement("cuda") is None
-    if config.model.kernels == "liger" or (config.model.kernels == "auto" and has_kernels):
+    is_wanted = fused_layers.are_wanted(config.model, compiled="off")
+    if is_wanted and (config.model.kernels == "liger" or fused_layers.missing_requirement("cuda") is None):
         return "the kernels of liger-kernel fuse the same layers (`model.kernels`)"
     return why_not_compilable()
 
@@ -275,9 +274,10 @@ def _fuse_layers(model: Any, section: ModelSection, *, compiled: str, device_typ
     is_required, missing = section.kernels == "liger", fused_layers.missing_requirement(device_type)
     if is_required and missing is not None:
         raise UserError(f"model.kernels: `liger` needs {missing}. Write `auto`, or remove the key.")
-    is_usual = section.kernels == "auto" and compiled == "off" and find_spec("liger_kernel") is not None
-    if not is_required and (missing is not None or not is_usual):
-        if is_usual and device_type == "cuda":
+    if not fused_layers.are_wanted(section, compiled=compiled):
+        return
+    if missing is not None:
+        if device_type == "cuda":
             log(f"warning: model.kernels: no fused kernels are used, which need {missing}")
         return
     counts = fused_layers.fuse_layers(model, fuses_rotary=section.gradient_checkpointing != "selective")

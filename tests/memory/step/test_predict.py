@@ -14,9 +14,10 @@ import torch
 from finetune.config.load import load_config
 from finetune.errors import ModelError
 from finetune.memory.layout import Layout
-from finetune.memory.step import fake_model, trace
 from finetune.memory.step import predict as predicting
+from finetune.memory.step import trace
 from finetune.memory.step.predict import Predictor
+from finetune.model.kernels import fused_layers
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.run.setup.padding_free import resolve_padding_free
 
@@ -137,7 +138,7 @@ def test_fused_layers_keep_fewer_activations_where_the_run_uses_them(tmp_path, m
     assert liger.parts["activations"] < 0.85 * none.parts["activations"]
     assert liger.flops_per_token == none.flops_per_token and liger.parts["weights"] == none.parts["weights"]
     for spec, expected in ((None, none), ("installed", liger)):
-        monkeypatch.setattr(fake_model, "find_spec", lambda _, spec=spec: spec)
+        monkeypatch.setattr(fused_layers, "find_spec", lambda _, spec=spec: spec)
         assert predict_with("auto").parts == expected.parts
     assert predict_with("auto", device="cpu").parts == predict_with("none", device="cpu").parts
 

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.config.load import load_config
+from finetune.model.kernels import fused_layers
 from finetune.run.setup import prepared_model
 from finetune.run.setup.prepared_model import _chosen_compilation
 
@@ -32,7 +33,7 @@ def decide(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n')
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(prepared_model, "why_not_compilable", lambda: None)
-    monkeypatch.setattr(prepared_model, "find_spec", lambda _: None)
+    monkeypatch.setattr(fused_layers, "find_spec", lambda _: None)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES, vocab_size=320))
 
