@@ -4,7 +4,7 @@ The prepared model itself computes the logits, with the weights that are about t
 between the training and the verification.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from finetune.export.verify.rows import (
 )
 from finetune.export.verify.verifier import Expected, ExportVerifier, ModelFacts, Precision, model_facts
 from finetune.model.loading.hub import is_local_path
+from finetune.registry.precisions import ARITHMETIC
 from finetune.run.setup.data import TrainingData
 from finetune.run.setup.prepared_model import PreparedModel
 from finetune.runtime import distributed
@@ -40,7 +41,6 @@ from finetune.runtime.resources import usable_cores
 from finetune.task.model_inputs import decoder_input_ids, unwrap_model
 
 _MAX_TRAINING_TEXTS = 150
-_PRECISIONS: Mapping[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 def trained_logits(
@@ -131,7 +131,7 @@ def template_renders(tokenizer: Any, turns: Any) -> bool:
 def computed_in(config: RunConfig) -> Precision:
     """Return the lowest precision in which the run's forward pass computes."""
     if config.train.precision != "fp32":
-        return _PRECISIONS[config.train.precision]
+        return ARITHMETIC[config.train.precision].dtype
     if config.model.dtype != "float32":
         return config.model.dtype
     is_tf32 = torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest"

@@ -13,6 +13,7 @@ from torch import nn
 
 from finetune.data.order.dataset_view import DatasetView
 from finetune.model.size import read_shapes
+from finetune.registry.precisions import ARITHMETIC
 from finetune.runtime.gpus import find_gpu
 from finetune.runtime.gpus.prices import lowest, prices_of
 from finetune.runtime.parameters import num_values
@@ -80,7 +81,7 @@ def peak_flops(device: torch.device, *, precision: str, world: int) -> float | N
     if gpu is None:
         return None
     uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    return world * gpu.peak_flops("tf32" if uses_tf32 else "bf16" if precision == "fp8" else precision)
+    return world * gpu.peak_flops("tf32" if uses_tf32 else ARITHMETIC[precision].name)
 
 
 def device_price(device: torch.device, *, stated: float | None) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
+from finetune.registry.precisions import ARITHMETIC
 from finetune.runtime.parameters import InitContext
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.gradient_sync import GradientReduction
 from finetune.strategy.protocol import Expected, PluginSettings, Sharded
 from finetune.strategy.reconcile import JobSettings
 from finetune.strategy.upstream import gloo_bridge
-
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class FullySharded:
@@ -37,8 +36,9 @@ class FullySharded:
     def plugin(self) -> PluginSettings:
         """Return Accelerate's plugin with gradients reduced in fp32, so that precision does not depend on the world."""
         plugin = FullyShardedDataParallelPlugin()
-        compute = _COMPUTE.get(self._precision)
-        if compute is not None:
+        arithmetic = ARITHMETIC[self._precision]
+        if arithmetic.name != "fp32":
+            compute = getattr(torch, arithmetic.dtype)
             plugin.mixed_precision_policy = (
                 MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
                 if self._environment.fsdp_version == 2

@@ -6,14 +6,9 @@ from typing import Any
 
 from finetune.errors import StrategyError
 from finetune.registry.optimizers import OPTIMIZERS
+from finetune.registry.precisions import ARITHMETIC
 from finetune.strategy.environment import LaunchEnvironment
 from finetune.strategy.unsupported import TENSOR
-
-ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-"""Accelerate's mixed precision by `train.precision`.
-
-Its `fp8` has no emulation, converts the head's neighbors, and under FSDP2 refuses to load the weights on rank 0 alone
-(1.15): for `fp8` the layers are converted before `prepare`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class JobSettings:
 def find_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:
     """Return a sentence for each contradiction between the accelerate config and the job."""
     conflicts = []
-    required = ACCELERATE_PRECISION[job.precision]
+    required = ARITHMETIC[job.precision].mixed_precision
     if environment.precision not in ("no", required):
         conflicts.append(
             f"the accelerate config sets mixed_precision: {environment.precision}, but the job sets train.precision: "

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from finetune.data.batch import Batch
 from finetune.errors import StrategyError
+from finetune.registry.precisions import ARITHMETIC
 from finetune.runtime import distributed
 from finetune.runtime.parallel.sequence import open_sequence_groups, sequence_group
 from finetune.runtime.parallel.tensor import open_tensor_groups, tensor_group
 from finetune.strategy.protocol import Expected, Strategy
-from finetune.strategy.reconcile import ACCELERATE_PRECISION
 from finetune.strategy.upstream import set_default_group_timeout, without_accelerate_parallelism
 
 
@@ -31,7 +31,7 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
         plugin = dict(strategy.plugin().arguments)
         handlers = [InitProcessGroupKwargs(timeout=timeout), *plugin.pop("kwargs_handlers", ())]
         accelerator = Accelerator(
-            mixed_precision=ACCELERATE_PRECISION[precision],
+            mixed_precision=ARITHMETIC[precision].mixed_precision,
             gradient_accumulation_steps=1,
             step_scheduler_with_optimizer=False,
             dataloader_config=DataLoaderConfiguration(
@@ -68,7 +68,7 @@ def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision
         _difference("distributed type", expected.distributed_types, accelerator.distributed_type.name),
         _difference("number of processes", (expected.num_processes,), accelerator.num_processes),
         _difference("processes in the process group", (expected.num_processes,), distributed.world()),
-        _difference("mixed precision", (ACCELERATE_PRECISION[precision],), accelerator.mixed_precision),
+        _difference("mixed precision", (ARITHMETIC[precision].mixed_precision,), accelerator.mixed_precision),
     ]
     if expected.fsdp_version is not None and state.fsdp_plugin is not None:
         differences.append(_difference("FSDP version", (expected.fsdp_version,), state.fsdp_plugin.fsdp_version))

@@ -38,12 +38,13 @@ from finetune.config.sections.train import (
 from finetune.data.batch import Batch
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register_per_sample
+from finetune.registry.precisions import ARITHMETIC
 from finetune.runtime.processes import free_port
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.signals import ReceivedSignals
 from finetune.strategy.choose import choose_strategy
 from finetune.strategy.environment import read_environment
-from finetune.strategy.reconcile import ACCELERATE_PRECISION, JobSettings
+from finetune.strategy.reconcile import JobSettings
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
 from finetune.train import update
@@ -214,7 +215,7 @@ def accelerator_of(device: str, kind: str, *, precision: str = "fp32") -> Iterat
         )
         try:
             with strategy.accelerator_context(timeout=timedelta(minutes=1)):
-                yield Accelerator(mixed_precision=ACCELERATE_PRECISION[precision], **strategy.plugin().arguments)
+                yield Accelerator(mixed_precision=ARITHMETIC[precision].mixed_precision, **strategy.plugin().arguments)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -13,10 +13,9 @@ from finetune.memory.layout import Method, method_of
 from finetune.model.activations import CheckpointingMode
 from finetune.model.loading.architecture import load_model_config
 from finetune.model.size import Shapes, read_shapes
+from finetune.registry.precisions import ARITHMETIC
 from finetune.report.run_log import RunLog
 from finetune.run.setup.data import make_run_plan, make_training_data
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class PlannedJob:
     @property
     def compute_bytes(self) -> int:
         """Return the bytes of an element in matrix products."""
-        return _BYTES[self.train.precision]
+        return ARITHMETIC[self.train.precision].item_bytes
 
     @property
     def is_autocast(self) -> bool:
@@ -86,7 +85,7 @@ class PlannedJob:
     def peak_dtype(self, *, has_tf32: bool) -> str:
         """Return the data type whose peak FLOP/s apply."""
         if self.train.precision != "fp32":
-            return "bf16" if self.train.precision == "fp8" else self.train.precision  # of head and attention
+            return ARITHMETIC[self.train.precision].name  # fp8: that of head and attention
         return "tf32" if self.train.tf32 is not False and has_tf32 else "fp32"
 
 

@@ -9,7 +9,6 @@ from finetune.config.run_config import RunConfig
 from finetune.memory.layout import Layout
 from finetune.memory.step.trace import (
     BETWEEN,
-    COMPUTE,
     FIRST,
     FORWARD,
     HEAD,
@@ -21,6 +20,7 @@ from finetune.memory.step.trace import (
 )
 from finetune.memory.step.tracer import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from finetune.model.size import AVERAGE_BYTES, optimizer_state_bytes
+from finetune.registry.precisions import ARITHMETIC
 from finetune.strategy.upstream import zero_bucket_sizes
 
 FORWARD_PASS, BACKWARD = (FORWARD, LOSS), (HEAD, FIRST, BETWEEN, LAST)
@@ -146,7 +146,7 @@ def _stage_3(engine: _Engine, step: SymbolicStep, *, weights: float, optimizer: 
 
 
 def _engine(config: RunConfig, layout: Layout, step: SymbolicStep) -> _Engine:
-    stage, item = int(layout.strategy[4]), 2 if config.train.precision in COMPUTE else 4
+    stage, item = int(layout.strategy[4]), ARITHMETIC[config.train.precision].item_bytes
     num_trained = step.values["num_trained",]
     width = getattr(step.config.get_text_config(), "hidden_size", 0) or 0
     sizes = zero_bucket_sizes(num_trained=round(num_trained), width=width, stage=stage)

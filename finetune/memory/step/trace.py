@@ -36,9 +36,6 @@ FORWARD, LOSS, UPDATE, RECOMPUTATION = "forward", "loss", "update", "recomputati
 HEAD, BETWEEN = "backward of the head", "backward"
 FIRST, LAST = "backward of the last layer", "backward of the first layer"  # in the order of the backward pass
 
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp8": torch.bfloat16}
-"""The compute dtype by `train.precision`; fp16 and fp8 use the same memory as bf16."""
-
 Values = Mapping[tuple[str, ...], float]
 """Measurements of a step by name, all of which grow linearly with the number of layers."""
 
@@ -82,7 +79,8 @@ def trace_step(
 
     `layers` are the model's layers; hooks on them mark the phases.
     """
-    tracer, half = Tracer(), COMPUTE.get(config.train.precision)
+    tracer = Tracer()
+    half = None if config.train.precision == "fp32" else torch.bfloat16  # fp16 uses the same memory
     with fake_mesh(sharding) as mesh, FakeTensorMode(allow_non_fake_inputs=True), tracer, assume_device(device):
         counts = _count(model)
         keep_experts_in_graph(model)
