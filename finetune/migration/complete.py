@@ -10,7 +10,7 @@ from typing import Any
 from finetune.migration.draft import Draft, Outcome
 from finetune.migration.rules import is_off
 from finetune.migration.rules import path as path_of
-from finetune.registry.trackers import TRACKERS
+from finetune.registry.observers import TRACKERS
 
 LEFT_OVER = {
     **dict.fromkeys(("is_4bit", "is_8bit", "bits"), "the base is not quantized there, either"),

@@ -1,9 +1,51 @@
-"""What plugins add to watch a run: the reporters of `report.reporters` and the callbacks of `train.callbacks`."""
+"""What observes a run: Accelerate's trackers, and the reporters and callbacks that plugins add.
 
-from dataclasses import dataclass
+A session may register other trackers with Accelerate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Flag, auto
 
 from finetune.registry.table import Entry, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerEntry(Entry):
+    """A tracker, and the arguments of its own that take the run's folder and the keys of `report:`."""
+
+    folder_argument: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)  # by key: `run_name`, `entity`, `group`, `tags`
+    tags_are_named: bool = False  # a mapping from names to values, not a list of names
+
+
+TRACKERS = Table(
+    "tracker",
+    TrackerEntry,
+    (
+        TrackerEntry(name="aim"),
+        TrackerEntry(name="clearml", arguments={"run_name": "task_name", "tags": "tags"}),
+        TrackerEntry(name="comet_ml", arguments={"entity": "workspace"}),
+        TrackerEntry(name="dvclive"),
+        TrackerEntry(name="mlflow", arguments={"run_name": "run_name", "tags": "tags"}, tags_are_named=True),
+        TrackerEntry(
+            name="swanlab",
+            arguments={"run_name": "experiment_name", "entity": "workspace", "group": "group", "tags": "tags"},
+        ),
+        TrackerEntry(name="tensorboard"),
+        TrackerEntry(name="trackio", arguments={"run_name": "name", "group": "group"}),
+        TrackerEntry(
+            name="wandb",
+            folder_argument="dir",
+            arguments={"run_name": "name", "entity": "entity", "group": "group", "tags": "tags"},
+        ),
+    ),
+)
+
+
+def trackers_that_read(key: str) -> tuple[str, ...]:
+    """Return the names of the trackers that take a key of `report:`, such as `tags`."""
+    return tuple(entry.name for entry in TRACKERS if key in entry.arguments)
 
 
 class Request(Flag):

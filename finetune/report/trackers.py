@@ -11,7 +11,7 @@ from accelerate.utils import LoggerType
 
 from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage, UserError
-from finetune.registry.trackers import TRACKERS
+from finetune.registry.observers import TRACKERS
 from finetune.report.events import Evaluated, Event, RunEnded, RunStarted, StepTaken
 from finetune.report.timing import ThroughputMeter
 from finetune.runtime.progress import Cadence

@@ -4,7 +4,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from finetune.config.sections.report import ReportSection
 from finetune.errors import MissingPackage, UserError
-from finetune.registry.trackers import TRACKERS
+from finetune.registry.observers import TRACKERS
 from finetune.report.build import build_reporter
 from finetune.report.events import Evaluated, RunEnded
 from finetune.report.history import read_events

@@ -10,8 +10,8 @@ from finetune.config.run_config import RunConfig
 from finetune.config.section import join_key
 from finetune.errors import Problem
 from finetune.registry.adapters import PEFT_TYPES
+from finetune.registry.observers import TRACKERS
 from finetune.registry.tasks import TASKS, tasks_where
-from finetune.registry.trackers import TRACKERS
 
 MAX_LAYERS = 2_000
 """Maximum number of layers; building a layer takes a few milliseconds."""

@@ -25,10 +25,10 @@ from finetune.config.sections.task import (
 )
 from finetune.errors import Problem
 from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, PairLossEntry, PreferenceLossEntry
+from finetune.registry.observers import trackers_that_read
 from finetune.registry.optimizers import OPTIMIZERS, optimizers_that_read
 from finetune.registry.schedules import SCHEDULES
 from finetune.registry.tasks import TASKS, tasks_where
-from finetune.registry.trackers import trackers_that_read
 
 _HUB_KEYS = ("config", "revision", "split")
 _ADDRESS_KEYS = ("path", "name", "source")
