@@ -265,7 +265,10 @@ def ray(
     local: Annotated[bool, typer.Option("--local", help="Start Ray on this host, for this job alone.")] = False,
     cpu: Cpu = False,
     stop: StopSeconds = 180.0,
-    max_failures: Annotated[int, typer.Option(min=0, metavar="N", help="Give up after N failures and losses.")] = 10,
+    max_failures: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Give up after N failures or losses in a row without a new checkpoint."),
+    ] = 10,
 ) -> int:
     """Run the job on a Ray cluster: when a host is lost the run continues without it, when one comes it takes part.
 

@@ -125,13 +125,16 @@ print(1000 * statistics.median(seconds[1:]))  # the first one waited for an addr
 
 
 @contextmanager
-def cluster(num_hosts: int, *, delay_ms: float = 0.0, drop: float = 0.0) -> Iterator[list[Host]]:
-    """Yield hosts that reach one another; whatever runs on them in the end is killed.
+def cluster(
+    num_hosts: int, *, has_head: bool = False, delay_ms: float = 0.0, drop: float = 0.0
+) -> Iterator[list[Host]]:
+    """Yield hosts that reach one another, after one named `head` if asked for; what runs on them in the end is killed.
 
     A round trip takes twice the delay; `drop` is the share of packets that never arrive.
     """
     bridge = f"ft{os.getpid()}{chr(97 + next(_made) % 26)}"  # several at a time do not meet
-    hosts = [Host(f"h{n}", f"{bridge}-{n}", f"{NETWORK}.{n}", bridge) for n in range(1, num_hosts + 1)]
+    names = [*(["head"] if has_head else []), *(f"h{number}" for number in range(1, num_hosts + 1))]
+    hosts = [Host(name, f"{bridge}-{n}", f"{NETWORK}.{n}", bridge) for n, name in enumerate(names, start=1)]
     try:
         for host in hosts:
             _ip("netns", "add", host.namespace)

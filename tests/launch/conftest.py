@@ -15,5 +15,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    with cluster(2) as made:
+    """The host of Ray's head, and two others."""
+    with cluster(2, has_head=True) as made:
         yield made

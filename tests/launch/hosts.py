@@ -1,26 +1,36 @@
-"""A supervised run on the hosts of a cluster: its job, what disturbs it, and the comparison with an undisturbed one."""
+"""A run of `finetune launch ray` on hosts, what disturbs it, and the comparison with an undisturbed one."""
 
 import json
 import os
 import random
+import shutil
 import statistics
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import psutil
+
+from finetune.commands.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
 from finetune.runtime.supervision import faults
 from tests import launching
-from tests.launch.cluster import Host, orphans, read_status, until
+from tests.launch.cluster import Host, read_status, until
 
-STEPS, LOST_AFTER = 90, 4
+STEPS = 90
 RESULTS = "FINETUNE_HOSTS_RESULTS"
 """The variable that names a file to which each run adds a line, for `benchmarks/hosts.py`."""
 
-_PACE = "; ".join(f"data step={step} do=sleep seconds=0.15" for step in range(1, STEPS + 1))
-"""A host that returns finds the run still going."""
+_PACE = "; ".join(f"data step={step} do=sleep seconds=0.5" for step in range(1, STEPS + 1))
+"""A host that returns finds the run still going: Ray looks for new hosts every 30 s."""
+
+_PORT = 6379
+_TIMEOUT_SECONDS = 400.0
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
@@ -70,58 +80,84 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @dataclass
-class SupervisedRun:
-    """A run on these hosts."""
+class RayRun:
+    """A run on these hosts, each with a raylet; Ray's head and the command are on a host of their own."""
 
     folder: Path  # of the test: jobs, logs and caches
     name: str
     hosts: Sequence[Host]
+    head: Host
     strategy: str
-    ranks_per_host: int = 2
-    least: int = 1
+    ranks_per_host: int = 1
     stop_seconds: int = 20
-    join_seconds: int = 60
     model: Mapping[str, object] = field(default_factory=dict)
     hang_seconds: int = 60
     faults: str = ""
-    said: list[str] = field(default_factory=list)  # what was done to it, for the table
+    events: list[str] = field(default_factory=list)  # what was done to it, for the table
+    groups: list[list[str]] = field(default_factory=list)  # the hosts of each attempt whose ranks trained
 
     def __post_init__(self) -> None:
         self.job = write_job(self.folder, self.name, hang_seconds=self.hang_seconds, **self.model)
         self.run = self.folder / self.name
         self.expected = undisturbed_losses(self.folder, **self.model)
         self.chance = random.Random(self.name)
+        self.temporary = Path(tempfile.mkdtemp(prefix="rh"))  # the path of a socket has 107 characters
 
     def start(self, *hosts: Host) -> None:
-        """Start the supervisors of these hosts."""
-        number = f"{self.least}:{len(self.hosts)}"
+        """Start Ray's head, the raylets of these hosts, and the command."""
+        self.begin_head()
         for host in hosts:
-            words = [
-                *("-m", "finetune", "launch", "torchrun", "--supervise", "--config", str(self.job)),
-                *("--accelerate", f"accelerate_configs/{self.strategy}.yaml", "--nodes", number),
-                *("--gpus-per-node", str(self.ranks_per_host), "--name", host.name, "--interface", "eth0"),
-                *("--lost-after", str(LOST_AFTER), "--join", str(self.join_seconds), "--stop", str(self.stop_seconds)),
-            ]
-            text = "; ".join(each for each in (_PACE, self.faults) if each)
-            host.begin(*words, log=self.log(host), **{faults.VARIABLE: text})
+            self.join(host)
+        self.launch()
+
+    def begin_head(self) -> None:
+        self._begin_raylet(self.head, "--head", "--port", str(_PORT), "--include-dashboard", "false", num_cpus=0)
+        until(lambda: "Ray runtime started" in self.text(self.head), seconds=_TIMEOUT_SECONDS)
+
+    def join(self, host: Host) -> None:
+        self._begin_raylet(host, "--address", f"{self.head.address}:{_PORT}", num_cpus=self.ranks_per_host)
+
+    def _begin_raylet(self, host: Host, *words: str, num_cpus: int) -> None:
+        text = "; ".join(fault for fault in (_PACE, self.faults) if fault)
+        host.begin(
+            *("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words),
+            *("--node-ip-address", host.address, "--num-cpus", str(num_cpus), "--num-gpus", "0"),
+            *("--temp-dir", str(self.temporary / host.name), "--object-store-memory", "100000000"),
+            log=self.log(host),
+            **_raylet_settings(),
+            **{faults.VARIABLE: text},
+        )
+
+    def launch(self) -> None:
+        """Start the command."""
+        self.command = self.head.begin(
+            *("-m", "finetune", "launch", "ray", "--config", str(self.job), "--cpu"),
+            *("--accelerate", f"accelerate_configs/{self.strategy}.yaml", "--nodes", f"1:{len(self.hosts)}"),
+            *("--gpus-per-node", str(self.ranks_per_host), "--stop", str(self.stop_seconds)),
+            *("--address", f"{self.head.address}:{_PORT}"),
+            log=self.folder / f"{self.name}.log",
+            **_raylet_settings(),
+        )
+        threading.Thread(target=self._watch, args=(self.command,), daemon=True).start()
 
     def log(self, host: Host) -> Path:
         return self.folder / f"{self.name}-{host.name}.log"
 
-    def text(self, host: Host) -> str:
-        return self.log(host).read_text(errors="replace")
+    def text(self, host: Host | None = None) -> str:
+        """Return what a raylet has printed, or the command, to which Ray sends the lines of all ranks."""
+        path = self.log(host) if host is not None else self.folder / f"{self.name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def kill(self, host: Host, *, at_step: int | None = None) -> None:
         """Take the host away, at a random step unless one is given."""
-        step = at_step if at_step is not None else self.chance.randrange(5, 40)
-        self.until_step(step)
-        self.said.append(f"{host.name} lost at step {read_status(self.run).get('step', 0)}")
+        self.until_step(at_step if at_step is not None else self.chance.randrange(5, 30))
+        self.events.append(f"{host.name} lost at step {self.step()}")
         host.kill()
 
     def restart(self, host: Host) -> None:
-        self.said.append(f"{host.name} back at step {read_status(self.run).get('step', 0)}")
+        self.events.append(f"{host.name} back at step {self.step()}")
         host.boot()
-        self.start(host)
+        self.join(host)
 
     def lose_and_take_back(self, host: Host) -> None:
         """Take the host away at a random step, and boot it once the others train; return when all of them do."""
@@ -131,42 +167,61 @@ class SupervisedRun:
         self.restart(host)
         self.until_hosts(host.name, *others)
 
-    def attempts(self) -> list[dict]:
-        """Return all attempts, in order; those that are being written are left out."""
-        found = []
-        for path in sorted((self.run / "supervisors").glob("attempt-*.json")):
-            with suppress(ValueError, OSError):
-                found.append(json.loads(path.read_text()))
-        return found
+    def step(self) -> int:
+        return int(read_status(self.run).get("step", 0))
 
-    def attempt(self) -> dict:
-        return (self.attempts() or [{"hosts": [], "exit_code": None, "number": 0}])[-1]
+    def num_attempts(self) -> int:
+        return len(list((self.run / "ray").glob("begun-*")))
+
+    def training_hosts(self) -> list[str]:
+        """Return the hosts whose ranks train now."""
+        status = read_status(self.run)
+        return sorted({peer["host"] for peer in status["ranks"]}) if status.get("state") == "running" else []
+
+    def _watch(self, command: "subprocess.Popen[bytes]") -> None:
+        """Add the hosts of each attempt once its ranks train; rank 0 is another process in each."""
+        seen: set[tuple[str, int]] = set()
+        while command.poll() is None:
+            status = read_status(self.run)
+            if status.get("state") == "running" and (rank_0 := (status["host"], status["pid"])) not in seen:
+                seen.add(rank_0)
+                self.groups.append(sorted({peer["host"] for peer in status["ranks"]}))
+            time.sleep(0.2)
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until it is so, or fail: at once if the command has ended."""
+
+        def has_ended_or_is_so() -> bool:
+            assert self.command.poll() is None, self.text()[-3000:]
+            return is_so()
+
+        until(has_ended_or_is_so, seconds=_TIMEOUT_SECONDS)
 
     def until_hosts(self, *names: str) -> None:
-        """Wait until an attempt runs on these hosts, and its ranks train."""
-        wanted = sorted(names)
-        until(lambda: sorted(self.attempt()["hosts"]) == wanted)
-        number, ranks = self.attempt()["number"], len(names) * self.ranks_per_host
-        until(lambda: (self.run / "supervisors" / f"begun-{number:06d}").exists())
-        until(lambda: self._is_training(ranks) or self.attempt()["number"] > number)
-
-    def _is_training(self, ranks: int) -> bool:
-        status = read_status(self.run)
-        return status.get("state") == "running" and len(status["ranks"]) == ranks
+        """Wait until ranks on these hosts train."""
+        self.until(lambda: self.training_hosts() == sorted(names))
 
     def until_step(self, step: int) -> None:
-        until(lambda: read_status(self.run).get("state") == "running" and read_status(self.run)["step"] >= step)
+        self.until(lambda: bool(self.training_hosts()) and self.step() >= step)
 
-    def until_said(self, host: Host, words: str) -> None:
-        until(lambda: words in self.text(host))
+    def until_logged(self, words: str) -> None:
+        self.until(lambda: words in self.text())
 
-    def finish(self, *codes: int) -> "Outcome":
-        """Wait for the end; fail unless each step was taken with its loss, and nothing is left running."""
-        programs = [program for host in self.hosts for program in host.programs]
-        until(lambda: all(program.poll() is not None for program in programs))
-        found, logs = losses(self.run), [self.text(host)[-2000:] for host in self.hosts if self.log(host).exists()]
-        assert sorted(program.returncode for program in programs) == sorted(codes or [0] * len(programs)), logs
-        assert self.attempt()["exit_code"] == 0 and not orphans(self.hosts)
+    def ranks_on(self, host: Host) -> list[psutil.Process]:
+        """Return the processes of a host that train, by rank."""
+        found = [psutil.Process(pid) for pid in host.pids()]
+        ranks = [process for process in found if process.cmdline()[1:5] == ["-m", "finetune", "train", "--config"]]
+        return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
+
+    def finish(self) -> "Outcome":
+        """Wait for the end; fail unless each step was taken with its loss, and no rank is left running."""
+        until(lambda: self.command.poll() is not None, seconds=_TIMEOUT_SECONDS)
+        assert self.command.returncode == 0, self.text()[-3000:]
+        until(lambda: not any(self.ranks_on(host) for host in self.hosts), seconds=30)
+        for host in (*self.hosts, self.head):
+            host.kill()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        found = losses(self.run)
         assert sorted(found) == sorted(self.expected) == list(range(1, STEPS + 1))
         outcome = self._outcome(found)
         if path := os.environ.get(RESULTS):
@@ -187,8 +242,8 @@ class SupervisedRun:
             strategy=self.strategy.removeprefix("multi_node_"),
             hosts=f"{len(self.hosts)} x {self.ranks_per_host}",
             steps=STEPS,
-            happened=", ".join(self.said),
-            attempts=[",".join(each["hosts"]) for each in self.attempts() if each["exit_code"] is None],
+            happened=", ".join(self.events),
+            attempts=[",".join(hosts) for hosts in self.groups],
             steps_again=len(taken) - len(found),
             seconds_lost=round(lost, 1),
             largest_difference=max(abs(found[step] - self.expected[step]) for step in found),
@@ -210,6 +265,11 @@ class Outcome:
     seconds_lost: float  # between two new steps, beyond a second each
     largest_difference: float  # of any step's loss from that on one process
     median_step_seconds: float
+
+
+def _raylet_settings() -> dict[str, str]:
+    settings = {f"RAY_{name}": str(value) for name, value in HEAD_SETTINGS.items()}
+    return {**settings, "RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 def _steps(folder: Path) -> list[dict]:

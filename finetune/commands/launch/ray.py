@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.commands.launch.attempt_end import newest_step
 from finetune.commands.launch.job_files import check_processes
-from finetune.commands.launch.ray_worker import PURPOSE, RAY_FOLDER, RankJob, RunControl, run_worker
+from finetune.commands.launch.ray_worker import PURPOSE, RAY_FOLDER, RankFailed, RankJob, RunControl, run_worker
 from finetune.commands.launch.torchrun import read_limits, require_shared_batch
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url, local_run_folder
-from finetune.errors import FinetuneError, UserError
+from finetune.errors import UserError
 from finetune.runtime.optional import require
 
 WORKER_SETTINGS = {
@@ -83,6 +84,24 @@ def fitting_worlds(loaded: LoadedConfig, file: AccelerateFile, *, least: int, mo
         else:
             worlds.append(world)
     return tuple(reversed(worlds))
+
+
+def failure_limit(train: Any, run_folder: Path, *, max_failures: int) -> Any:
+    """Return a callback of Ray that ends the run after more failures in a row without a checkpoint of a later step."""
+
+    class FailureLimit(train.UserCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._failures, self._step = 0, newest_step(run_folder)
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            step = newest_step(run_folder)
+            self._failures = 1 if step > self._step else self._failures + 1
+            self._step = step
+            if self._failures > max_failures:
+                last = next(iter(worker_exceptions.values()))
+                raise RankFailed(f"{self._failures} failures in a row made no progress; the last one: {last}")
+
+    return FailureLimit()
 
 
 def launch_ray(arguments: RayArguments) -> int:
@@ -163,7 +182,8 @@ def _run(arguments: RayArguments, job: RankJob) -> int:
             name=f"{job.run_folder.name}-{int(time.time())}",
             storage_path=str(job.run_folder / RAY_FOLDER),
             logging_config=train.LoggingConfig(log_level="CRITICAL"),  # a traceback for each lost host
-            failure_config=train.FailureConfig(max_failures=arguments.max_failures),
+            failure_config=train.FailureConfig(max_failures=-1),
+            callbacks=[failure_limit(train, job.run_folder, max_failures=arguments.max_failures)],
         ),
     )
     results: list[Any] = []
@@ -201,8 +221,7 @@ def _fit(trainer: Any, results: list[Any]) -> None:
 def _exit_code(result: Any) -> int:
     if not isinstance(result, BaseException):
         return int(result)
-    failures = getattr(result, "worker_failures", {})
-    reason = next((str(failure) for failure in failures.values() if isinstance(failure, FinetuneError)), str(result))
+    reason = str(getattr(result, "controller_failure", result))
     print(f"error: Ray has ended the run: {reason.strip().splitlines()[0]}", file=sys.stderr, flush=True)
     return 1
 

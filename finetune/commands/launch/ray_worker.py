@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from finetune.launch.ranks import TORCHRUN_DEFAULTS, Ranks
 from finetune.launch.supervisor.agent import network_environment
 from finetune.launch.supervisor.network import free_port
 from finetune.runtime.optional import require
-from finetune.runtime.supervision.attempt import mark_attempt
+from finetune.runtime.supervision.attempt import mark_attempt, mark_of
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.supervision.writer_lock import is_locked
 
@@ -39,6 +39,9 @@ PURPOSE = "finetune launch ray"
 
 _OVER = (0, USER_MISTAKE, INTERRUPTED)
 """Exit codes after which the run is over; after any other Ray starts the ranks again."""
+
+_STOPPED = 143
+"""Exit code after SIGTERM: the command replaces it by that of its own signal."""
 
 _POLL_SECONDS, _REPORT_SECONDS, _FINAL_REPORT_SECONDS = 0.5, 5.0, 15.0
 _TAIL_BYTES = 1 << 16
@@ -67,10 +70,19 @@ class Attempt:
 
 
 class RunControl:
-    """The state that the command and all workers share, as an actor of Ray: a stop request, and the end of the run."""
+    """What the command and all workers share, as an actor of Ray: stop request, last attempt, end of the run."""
 
     def __init__(self) -> None:
         self._is_stopping, self._exit_code = False, None
+        self._attempt: tuple[int, frozenset[str]] = (0, frozenset())
+
+    def begin(self, number: int, hosts: frozenset[str]) -> None:
+        """Record the attempt that begins, and the hosts of the cluster then."""
+        self._attempt = number, hosts
+
+    def last_attempt(self) -> tuple[int, frozenset[str]]:
+        """Return the newest attempt and its hosts; 0 without one."""
+        return self._attempt
 
     def request_stop(self) -> None:
         """Ask all workers to have their ranks save and end."""
@@ -137,15 +149,22 @@ def _begin_attempt(job: RankJob, control: "_Control", *, address: str, num_worke
     """Return the next attempt, after the ranks of the last one have ended; the exit code if the run is over."""
     if (code := control.read()[1]) is not None:
         return int(code)
-    until = time.monotonic() + job.stop_seconds
-    while is_locked(job.run_folder) and time.monotonic() < until:  # its ranks save
-        time.sleep(_POLL_SECONDS)
     marks = job.run_folder / RAY_FOLDER
+    (last, last_hosts), hosts = control.last_attempt(), control.hosts()
+    away = f"waits: the run folder is away, {job.run_folder} has no attempt {last}"  # an empty mount point, perhaps
+    if not control.wait_while(lambda: last > 0 and not mark_of(marks, last).exists(), away):
+        return _STOPPED
+    can_save = last_hosts <= hosts  # without a host of theirs its ranks would wait for it until they are replaced
+    until = time.monotonic() + (job.stop_seconds if can_save else 0)
+    while is_locked(job.run_folder) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
     marks.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name[-6:]) for path in marks.glob("begun-*")), default=0)
     mark_attempt(marks, number)  # ranks that Ray could not kill write no more, and end
-    while is_locked(job.run_folder) and time.monotonic() < until + job.stop_seconds:
-        time.sleep(_POLL_SECONDS)
+    control.begin(number, hosts)
+    locked = f"attempt {number} waits: a process still writes to {job.run_folder}"  # on a suspended host, perhaps
+    if not control.wait_while(lambda: is_locked(job.run_folder), locked):
+        return _STOPPED
     world = largest_world(num_workers, job.worlds)
     spares = "" if world == num_workers else f": {num_workers} cannot share the batch, {num_workers - world} wait"
     print(f"finetune: attempt {number}, world size {world}{spares}", flush=True)
@@ -155,7 +174,7 @@ def _begin_attempt(job: RankJob, control: "_Control", *, address: str, num_worke
 def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control", *, address: str) -> int:
     """Run the rank, and return the exit code of the run; raises RankFailed if it is not over."""
     marks = job.run_folder / RAY_FOLDER
-    if not (marks / f"begun-{attempt.number:06d}").exists():
+    if not mark_of(marks, attempt.number).exists():
         print(f"error: run.folder: {socket.gethostname()} does not see the files that rank 0 wrote to {marks}. Name a "
               "folder that all hosts share.", flush=True)  # fmt: skip
         control.finish(USER_MISTAKE)
@@ -216,6 +235,28 @@ class _Control:
     def finish(self, code: int) -> None:
         with suppress(self._ray.exceptions.RayError):
             self._ray.get(self._actor.finish.remote(code), timeout=_REPORT_SECONDS)
+
+    def last_attempt(self) -> tuple[int, frozenset[str]]:
+        state: tuple[int, frozenset[str]] = self._ray.get(self._actor.last_attempt.remote())
+        return state
+
+    def begin(self, number: int, hosts: frozenset[str]) -> None:
+        self._ray.get(self._actor.begin.remote(number, hosts))
+
+    def hosts(self) -> frozenset[str]:
+        """Return the hosts that Ray believes to be alive."""
+        return frozenset(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
+
+    def wait_while(self, is_so: Callable[[], bool], message: str) -> bool:
+        """Wait while it is so, and log that; return False after a stop request, which ends the run."""
+        if is_so():
+            print(f"finetune: {message}", flush=True)
+        while is_so():
+            if self.read()[0]:
+                self.finish(_STOPPED)
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
 
     def wait_for_end(self) -> int:
         while (code := self.read()[1]) is None:

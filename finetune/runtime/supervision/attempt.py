@@ -1,8 +1,8 @@
-"""The attempt of a process whose run is relaunched by supervisors: processes of older attempts stop writing.
+"""The attempt of a process whose run is relaunched on other hosts: processes of older attempts stop writing.
 
 A host that resumes after a suspension assumes that it still holds the run folder, but may have lost its lock on a
-network file system. So a supervisor marks an attempt before it starts its ranks, and ranks look for a newer mark before
-they publish or delete a checkpoint, and every second.
+network file system. So an attempt is marked before its ranks start, and ranks look for a newer mark before they publish
+or delete a checkpoint, and every second.
 """
 
 import os
@@ -15,14 +15,19 @@ _FOLDER, _NUMBER = "FINETUNE_ATTEMPT_FOLDER", "FINETUNE_ATTEMPT"
 _MARK = "begun-"
 
 
+def mark_of(folder: Path, number: int) -> Path:
+    """Return the path of the mark of an attempt."""
+    return folder / f"{_MARK}{number:06d}"
+
+
 def mark_attempt(folder: Path, number: int) -> dict[str, str]:
     """Stop writes of earlier attempts; return the environment of this attempt's processes. Raises OSError."""
-    (folder / f"{_MARK}{number:06d}").touch()
+    mark_of(folder, number).touch()
     return {_FOLDER: str(folder), _NUMBER: str(number)}
 
 
 def own_attempt(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the attempt of this process; 0 without a supervisor."""
+    """Return the attempt of this process; 0 where none is marked."""
     return int(environment.get(_NUMBER, "0"))
 
 

@@ -4,10 +4,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands.launch.ray import RayArguments, fitting_worlds, launch_ray
+from finetune.commands.launch.ray import RayArguments, failure_limit, fitting_worlds, launch_ray
+from finetune.commands.launch.ray_worker import RankFailed
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import load_config
 from finetune.errors import MissingPackage, UserError
@@ -45,6 +47,18 @@ def test_hsdp_keeps_the_number_of_processes_that_its_file_names(tmp_path: Path) 
     loaded = load_config(write_job(tmp_path), ["train.microbatch_size=1"])
     file = read_accelerate_file(ROOT / "accelerate_configs" / "hsdp.yaml")
     assert fitting_worlds(loaded, file, least=1, most=8) == (4,)
+
+
+def test_failures_in_a_row_end_the_run_unless_a_later_step_was_saved(tmp_path: Path) -> None:
+    limit = failure_limit(SimpleNamespace(UserCallback=object), tmp_path, max_failures=2)
+    lost = {1: RankFailed("rank 1 ended with exit code 137: it was killed")}
+    limit.after_exception(None, lost)
+    limit.after_exception(None, lost)
+    (tmp_path / "checkpoints" / "step-000010").mkdir(parents=True)
+    limit.after_exception(None, lost)
+    limit.after_exception(None, lost)
+    with pytest.raises(RankFailed, match="3 failures in a row made no progress; the last one: rank 1 ended"):
+        limit.after_exception(None, lost)
 
 
 def test_a_local_cluster_with_an_address_is_refused(tmp_path: Path) -> None:
