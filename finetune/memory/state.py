@@ -109,7 +109,8 @@ def count_state(
         if sharded not in strategy.sharded():
             return total
         whole = round(total * size.whole_share)
-        return whole - (whole - total) // strategy.expected().num_shards
+        expected = strategy.expected()
+        return -(-whole * expected.tensor_size // expected.num_shards) - (whole - total) // expected.num_shards
 
     return RankMemory(
         weights_bytes=share(stored(size.bytes_by_dtype), Sharded.PARAMETERS),
@@ -147,7 +148,7 @@ def predict_memory(
         state = count_state(
             config, strategy, size=size, process_bytes=process_bytes, unsharded_gradient_bytes=unsharded
         )
-        if plan is None or expected.sequence_size > 1:  # `finetune plan` predicts whole rows
+        if plan is None or expected.sequence_size * expected.tensor_size > 1:  # `finetune plan` splits neither
             return state
         peak_bytes = read_planned(
             config,

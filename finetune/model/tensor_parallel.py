@@ -6,11 +6,9 @@ products are summed. Embeddings, head and norms stay whole on every rank.
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
@@ -26,7 +24,7 @@ _STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwi
 _WHOLE = ("colwise_gather_output", "embedding_rowwise")
 """Styles of the head and the embedding, which stay whole."""
 
-_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+_PARTIAL = "replicated_with_grad_allreduce"
 """The style of a norm over each head: every rank has the gradient of its own heads.
 
 transformers 5.24 sums `grad` in a hook after it was accumulated: of several microbatches, all but the last count
@@ -57,15 +55,20 @@ def split_layers(model: Any, group: TensorGroup) -> None:
             styles[name] = _STYLES[style]()
             if "lora_" in name:
                 module.__class__ = nn.Linear  # peft calls it; ours would read its weight (`adapters/single_pass.py`)
-        elif style == _PARTIAL_GRADIENT:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(partial(_sum_over_group, group=group.process_group))
-        elif style is not None and style not in _WHOLE:
+        elif style not in (None, _PARTIAL, *_WHOLE):
             raise StrategyError(f"{SETTING}: {group.size}: the plan of `{name}` is `{style}`, which is not supported.")
     parallelize_module(model, group.mesh, styles, src_data_rank=None)
     split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     assert split and all(isinstance(parameter.placements[0], Shard) for parameter in split), "weights are split"
+
+
+def partial_gradient_parameters(model: Any) -> list[nn.Parameter]:
+    """Return the trained parameters whose gradient, at the end of a step, is yet to be summed over the group.
+
+    Before and after FSDP2 has sharded them.
+    """
+    modules = [module for name, module in model.named_modules() if _style_of(name, module, model.tp_plan) == _PARTIAL]
+    return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _style_of(name: str, module: nn.Module, plan: Mapping[str, str]) -> str | None:
@@ -78,10 +81,3 @@ def _style_of(name: str, module: nn.Module, plan: Mapping[str, str]) -> str | No
     if factor:
         return style if (style, factor) in (("colwise", "B.default"), ("rowwise", "A.default")) else None
     return None if hasattr(module, "base_layer") else style
-
-
-def _sum_over_group(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of the ranks' gradients of one backward pass."""
-    total = gradient.clone()
-    dist.all_reduce(total, group=group)
-    return total

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,33 @@ def num_values(parameter: nn.Parameter) -> int:
 def local_rows(tensor: Tensor) -> tuple[int, int] | None:
     """Return the first local row of this rank and their number; None if the tensor is not sharded by rows.
 
-    FSDP2 shards dimension 0 as `chunk` does, at most once; a tensor that is not a DTensor is unsharded.
+    A tensor that is not a DTensor is unsharded.
     """
-    first, num_rows = 0, tensor.shape[0] if tensor.dim() else 1
-    if not isinstance(tensor, DTensor):
-        return first, num_rows
-    for dimension, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard or placement.dim != 0 or num_rows != tensor.shape[0]:
-            return None
-        size = -(-tensor.shape[0] // tensor.device_mesh.size(dimension))
-        first = min(size * tensor.device_mesh.get_local_rank(dimension), tensor.shape[0])
-        num_rows = min(size, tensor.shape[0] - first)
-    return first, num_rows
+    if not isinstance(tensor, DTensor) or not tensor.dim():
+        return 0, tensor.shape[0] if tensor.dim() else 1
+    is_by_rows = all(isinstance(placement, Replicate) or divides(placement, 0) for placement in tensor.placements)
+    return local_part(tensor, dimension=0) if is_by_rows else None
+
+
+def divides(placement: Placement, dimension: int) -> bool:
+    """Return whether the placement shards the dimension of a tensor."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dimension
+
+
+def local_part(tensor: DTensor, *, dimension: int) -> tuple[int, int]:
+    """Return the first local index of this rank in a dimension, and the number of indices.
+
+    Each axis of the mesh divides as `chunk` does. FSDP2 shards what tensor parallelism has split: there the axis that
+    comes first divides last (`_StridedShard`).
+    """
+    first, count = 0, tensor.shape[dimension]
+    axes = sorted(enumerate(tensor.placements), key=lambda axis: isinstance(axis[1], _StridedShard))
+    for axis, placement in axes:
+        if divides(placement, dimension):
+            size = -(-count // tensor.device_mesh.size(axis))
+            start = min(size * tensor.device_mesh.get_local_rank(axis), count)
+            first, count = first + start, min(size, count - start)
+    return first, count
 
 
 def canonical_name(name: str) -> str:

@@ -39,6 +39,8 @@ def describe_strategy(strategy: Strategy) -> str:
     for names, verb in ((split, "splits"), (copied, "copies")):
         if names:
             parts.append(f"{verb} {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}")
-    rows = strategy.expected().sequence_size
-    sequences = f", shares sequences over groups of {rows}" if rows > 1 else ""
-    return f"{strategy.name} on {processes} {', '.join(parts)}{sequences}"
+    expected = strategy.expected()
+    for name, size in (("sequences", expected.sequence_size), ("layers", expected.tensor_size)):
+        if size > 1 and strategy.name != "tp":
+            parts.append(f"shares {name} over groups of {size}")
+    return f"{strategy.name} on {processes} {', '.join(parts)}"

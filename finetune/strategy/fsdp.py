@@ -49,12 +49,13 @@ class FullySharded:
         return PluginSettings({"fsdp_plugin": plugin, **self._mesh()})
 
     def _mesh(self) -> dict[str, Any]:
-        """Return the sizes of HSDP with sequence parallelism, which Accelerate does not read from the launcher."""
-        copies = self._environment.replicate_size
-        if self._environment.sequence_size == 1 or copies == 1:
+        """Return the sizes next to sequence or tensor parallelism, which Accelerate does not read from the launcher."""
+        copies, tensor = self._environment.replicate_size, self._environment.tensor_size
+        if tensor == 1 and (self._environment.sequence_size == 1 or copies == 1):
             return {}
-        shards = self._environment.world // copies
-        return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)}
+        shards = self._environment.world // (copies * tensor)
+        sizes = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards, tp_size=tensor)
+        return {"parallelism_config": sizes}
 
     def sharded(self) -> frozenset[Sharded]:
         """Return all three."""
@@ -69,6 +70,7 @@ class FullySharded:
             fsdp_version=self._environment.fsdp_version,
             num_copies=self._environment.replicate_size,
             sequence_size=self._environment.sequence_size,
+            tensor_size=self._environment.tensor_size,
         )
 
     def reduction(self) -> GradientReduction:

@@ -31,7 +31,7 @@ _DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
 
 _SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
-_SEQUENCE = _SIZES[-1]
+_TENSOR, _SEQUENCE = _SIZES[2], _SIZES[-1]
 
 _NO_GROUP, _SUPPORTED = "NO", ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 
@@ -94,7 +94,8 @@ def require_parallelism_fits(variables: Mapping[str, str]) -> None:
     world = int(variables.get("WORLD_SIZE", "1"))
     sizes = {name: int(variables[name]) for name in _SIZES if variables.get(name, "1") != "1"}
     product = math.prod(sizes.values())
-    is_divided = int(variables.get(_SEQUENCE, "1")) == product and world % product == 0  # the rest is data parallel
+    groups = {int(variables.get(name, "1")) for name in (_TENSOR, _SEQUENCE)}
+    is_divided = product in groups and world % product == 0  # the rest is data parallel
     if product != world and not is_divided:
         raise StrategyError(
             f"parallelism_config: {' x '.join(f'{_key(name)}: {size}' for name, size in sizes.items())} is for "

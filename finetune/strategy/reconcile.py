@@ -8,7 +8,7 @@ from finetune.errors import StrategyError
 from finetune.registry.optimizers import OPTIMIZERS
 from finetune.registry.precisions import ARITHMETIC
 from finetune.strategy.environment import LaunchEnvironment
-from finetune.strategy.unsupported import TENSOR
+from finetune.strategy.unsupported import TENSOR, may_split_layers
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,24 @@ def _sequence_conflicts(environment: LaunchEnvironment) -> list[str]:
 
 def _tensor_conflicts(environment: LaunchEnvironment) -> list[str]:
     size, world = environment.tensor_size, environment.world
-    is_alone = environment.fsdp_version is None and environment.zero_stage is None and environment.sequence_size == 1
-    if size == 1 or (size == world and is_alone):
+    engine = None if environment.zero_stage is None else "zero"
+    if environment.fsdp_version is not None:
+        engine = f"fsdp{environment.fsdp_version}"
+    copies, rows = environment.replicate_size, environment.sequence_size
+    if not may_split_layers(size, world=world, copies=copies, rows=rows, engine=engine):
+        return [TENSOR.sentence(f"parallelism_config_tp_size: {size} on {world} process{'es' if world > 1 else ''}")]
+    if size == 1:
         return []
-    return [TENSOR.sentence(f"parallelism_config_tp_size: {size} on {world} process{'es' if world > 1 else ''}")]
+    settings = {
+        "fsdp_cpu_ram_efficient_loading": environment.cpu_ram_efficient_loading,
+        "fsdp_offload_params": environment.fsdp_offload_params,
+    }
+    return [
+        f"{name}: true is not supported with parallelism_config_tp_size: {size}: every process splits its own weights, "
+        "on its device. Set it to false."
+        for name, is_set in settings.items()
+        if is_set
+    ]
 
 
 def _optimizer_conflicts(environment: LaunchEnvironment, job: JobSettings) -> list[str]:

@@ -25,11 +25,12 @@ class Unsupported:
 
 
 TENSOR = Unsupported(
-    "tensor parallelism next to data parallelism",
-    "all processes of a run share the layers as one group, without FSDP, DeepSpeed and `parallelism_config_sp_size`",
-    "Launch with accelerate_configs/tensor_parallel.yaml, where the size is that of `num_processes`, or with "
-    "fsdp2.yaml or zero3.yaml, which shard every layer over all processes. If that is not enough, use torchtitan or "
-    "Megatron-LM",
+    "tensor parallelism next to other parallelism than FSDP2",
+    "either all processes of a run share the layers as one group, or FSDP2 shards what each of several groups holds, "
+    "over 2 processes or more (`dp_shard_size`), without `parallelism_config_sp_size`",
+    "Launch with accelerate_configs/tensor_parallel.yaml, where the size is that of `num_processes`, with "
+    "fsdp2_tensor_parallel.yaml, or with fsdp2.yaml or zero3.yaml, which shard every layer over all processes. If that "
+    "is not enough, use torchtitan or Megatron-LM",
 )
 PIPELINE = Unsupported(
     "pipeline parallelism",
@@ -123,6 +124,22 @@ def _in_deepspeed(config: Mapping[str, Any]) -> Iterator[tuple[str, Unsupported]
             yield f"the DeepSpeed config's `zero_optimization.{name}.device: nvme`", NVME
 
 
+def may_split_layers(size: int, *, world: int, copies: int, rows: int, engine: str | None) -> bool:
+    """Return whether groups of `size` processes can share layers: one group alone, or several that FSDP2 shards over.
+
+    `rows`: the processes that share rows; `engine`: `fsdp1`, `fsdp2`, `zero` or None.
+    """
+    if size == 1 or rows > 1 or engine is None:
+        return size == 1 or (size == world and rows == 1)
+    return engine == "fsdp2" and size > 1 and world % (copies * size) == 0 and world > copies * size
+
+
+def engine_in_file(values: Mapping[str, Any]) -> str | None:
+    """Return `fsdp1`, `fsdp2` or `zero`, as an accelerate file says; None for neither."""
+    version = _section(values, "fsdp_config").get("fsdp_version", 1)
+    return {"FSDP": f"fsdp{version}", "DEEPSPEED": "zero"}.get(str(values.get("distributed_type", "")).upper())
+
+
 def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and the message for each setting of an accelerate file that requests an unsupported feature."""
     distributed_type = str(values.get("distributed_type", "")).upper()
@@ -136,8 +153,11 @@ def unsupported_in_file(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         name = str(key).removeprefix(_PREFIX).removesuffix("_size")
         if str(key).endswith("_size") and name not in _KNOWN_SIZES and size not in (None, 1):
             yield f"parallelism_config.{key}", _SIZES.get(name, UNKNOWN).sentence(f"`{size}`")
-    tensor_size = _section(values, "parallelism_config").get(f"{_PREFIX}tp_size") or 1
-    if tensor_size != 1 and (tensor_size != values.get("num_processes") or distributed_type in ("FSDP", "DEEPSPEED")):
+    sizes = _section(values, "parallelism_config")
+    tensor_size, copies, rows = (sizes.get(f"{_PREFIX}{name}_size") or 1 for name in ("tp", "dp_replicate", "sp"))
+    world, engine = values.get("num_processes", 1), engine_in_file(values)
+    are_counts = all(isinstance(count, int) for count in (tensor_size, copies, rows, world))
+    if are_counts and not may_split_layers(tensor_size, world=world, copies=copies, rows=rows, engine=engine):
         yield f"parallelism_config.{_PREFIX}tp_size", TENSOR.sentence(f"`{tensor_size}`")
     for key, backend in _section(values, "dynamo_config").items():
         if str(key).removeprefix("dynamo_") == "backend" and str(backend).lower() not in ("no", "false", "none"):

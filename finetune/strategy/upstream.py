@@ -84,6 +84,24 @@ def without_accelerate_parallelism() -> Iterator[None]:
         os.environ.update(hidden)
 
 
+@contextmanager
+def without_accelerate_splitting(accelerator: Accelerator) -> Iterator[None]:
+    """Have Accelerate prepare for FSDP2 a model whose layers are split already; its mesh knows the groups.
+
+    For every whole parameter of such a model it imports `ReplicateParallel`, which transformers 5.2 no longer has
+    (`_prepare_tp` in accelerate 1.15). Whole parameters stay plain here, as the layers that read them expect.
+    """
+    sizes = accelerator.parallelism_config
+    if sizes is None or sizes.tp_size == 1:
+        yield
+        return
+    size, sizes.tp_size = sizes.tp_size, 1
+    try:
+        yield
+    finally:
+        sizes.tp_size = size
+
+
 # --- Accelerate: FSDP2
 
 

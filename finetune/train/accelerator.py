@@ -41,7 +41,9 @@ def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta)
             **plugin,
         )
     open_sequence_groups(strategy.expected().sequence_size)
-    open_tensor_groups(strategy.expected().tensor_size, device_type=accelerator.device.type)
+    open_tensor_groups(
+        strategy.expected().tensor_size, device_type=accelerator.device.type, mesh=accelerator.torch_device_mesh
+    )
     distributed.open_host_group()
     distributed.open_background_group()  # now: it needs the store, which ends with the launcher
     check_accelerator(accelerator, strategy.expected(), precision=precision, strategy=strategy.name)

@@ -19,8 +19,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from finetune.model.tensor_parallel import partial_gradient_parameters
 from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.parameters import NOT_YET_UNFROZEN
+from finetune.task.model_inputs import unwrap_model
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
 from finetune.train.upstream import supports_found_inf, without_accelerate_wrapper
 
@@ -105,6 +107,7 @@ class Update:
             if self._has_whole_gradients
             else []
         )
+        self._partial = partial_gradient_parameters(unwrap_model(model)) if tensor_group().size > 1 else []
         self._optimizer = without_accelerate_wrapper(optimizer) if accelerator.scaler is None else optimizer
         lags = defers_check_on(accelerator.device) and supports_found_inf(self._optimizer, device=accelerator.device)
         self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None
@@ -122,6 +125,7 @@ class Update:
         The norm is over the parameters that are unfrozen at this step. Collective.
         """
         drop_not_yet_unfrozen(self._optimizer)
+        self._sum_partial_gradients()
         if self._has_whole_gradients:
             return self._clip_whole().detach().float()
         limit = math.inf if self._limit is None else self._limit
@@ -159,6 +163,16 @@ class Update:
         """Record that the norm of every step has been read."""
         if self.finite_check is not None:
             self.finite_check.reset()
+
+    def _sum_partial_gradients(self) -> None:
+        """Sum over the ranks that share weights the gradients of which each has a part, in one message. Collective."""
+        found = [parameter.grad for parameter in self._partial if parameter.grad is not None]
+        if found:
+            local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
+            total = torch.cat([gradient.flatten() for gradient in local])
+            dist.all_reduce(total, group=tensor_group().process_group)
+            for gradient, summed in zip(local, torch.split(total, [one.numel() for one in local]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
     def _clip_whole(self) -> Tensor:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]

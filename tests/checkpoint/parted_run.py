@@ -31,6 +31,7 @@ class Parted:
                 stop=stop,
                 is_trained=True,
                 is_replicated=False,
+                is_copy=rank >= num_parts,
             )
             self.whole[name] = total
             moments = {"exp_avg": total * 2, "exp_avg_sq": (total * total).to(torch.bfloat16)}
@@ -40,7 +41,7 @@ class Parted:
         optimizer = torch.optim.AdamW([held.tensor for held in self.held.values()])
         optimizer.state.update(state)
         self.access = NamedState(
-            StateLayout(shards=self.held, contributes=rank < num_parts),
+            StateLayout(shards=self.held),
             optimizer,
             device=torch.device("cpu"),
             loss_scale=LossScale(scaler=None, deepspeed=None),

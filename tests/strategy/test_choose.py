@@ -62,9 +62,34 @@ def test_processes_that_share_layers_compute_one_microbatch():
     assert (strategy.expected().num_processes, strategy.expected().data_parallel_size) == (2, 1)
 
 
+def test_fsdp2_shards_over_groups_that_share_layers():
+    sizes = {"world": 8, "fsdp_version": 2, "tensor_size": 2}
+    strategy = choose_strategy(launched(**sizes), JOB)
+    assert describe_strategy(strategy).endswith("and optimizer state, shares layers over groups of 2")
+    assert (strategy.expected().num_shards, strategy.expected().data_parallel_size) == (8, 4)
+    strategy = choose_strategy(launched(**sizes, replicate_size=2, shard_size=2), JOB)
+    assert strategy.name == "hsdp"
+    assert (strategy.expected().num_shards, strategy.expected().data_parallel_size) == (4, 4)
+
+
+@pytest.mark.parametrize("setting", ["cpu_ram_efficient_loading", "fsdp_offload_params"])
+def test_weights_that_are_elsewhere_are_not_split(setting):
+    environment = launched(world=4, has_device=True, fsdp_version=2, tensor_size=2, **{setting: True})
+    with pytest.raises(StrategyError, match=f"{setting}: true is not supported with parallelism_config_tp_size: 2"):
+        choose_strategy(environment, JOB)
+
+
 @pytest.mark.parametrize(
     "other",
-    [{"world": 4}, {"world": 2, "fsdp_version": 2}, {"world": 2, "zero_stage": 1}, {"world": 2, "sequence_size": 2}],
+    [
+        {"world": 4},
+        {"world": 2, "fsdp_version": 2},
+        {"world": 4, "fsdp_version": 1},
+        {"world": 4, "fsdp_version": 2, "replicate_size": 2},
+        {"world": 4, "fsdp_version": 2, "sequence_size": 2},
+        {"world": 2, "zero_stage": 1},
+        {"world": 2, "sequence_size": 2},
+    ],
 )
 def test_tensor_parallelism_next_to_another_kind_is_refused(other):
     with pytest.raises(

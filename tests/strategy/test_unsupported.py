@@ -72,6 +72,11 @@ REFUSED = {
 }
 BEFORE_ACCELERATE = {
     "tensor next to FSDP": (sized("tp", 4), "parallelism_config_tp_size: `4`: tensor parallelism", "torchtitan"),
+    "tensor and rows": (
+        {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4, "parallelism_config_sp_size": 2}},
+        "parallelism_config_tp_size: `4`: tensor parallelism",
+        "fsdp2_tensor_parallel.yaml",
+    ),
     "tensor next to ddp": (
         {**DDP, "parallelism_config": {"parallelism_config_tp_size": 2}},
         "parallelism_config_tp_size: `2`: tensor parallelism",

@@ -93,7 +93,6 @@ class NamedState:
             self._names_by_tensor.setdefault(id(shard.tensor), []).append(name)
         self.device = device
         self.loss_scale = loss_scale
-        self.contributes = layout.contributes
 
     def records(self) -> list[TensorRecord]:
         """Return parameters, their optimizer state and buffers, in the model's order."""
@@ -113,6 +112,10 @@ class NamedState:
     def is_replicated(self, record: TensorRecord) -> bool:
         """Return whether every rank holds all of the tensor."""
         return record.key == BUFFER or self._shards[record.name].is_replicated
+
+    def is_copy(self, record: TensorRecord) -> bool:
+        """Return whether this rank's elements are copies of another rank's, which gathering does not use."""
+        return self._shards[record.name].is_copy
 
     def local_range(self, record: TensorRecord) -> ShardRange:
         """Return this rank's elements."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.checkpoint.sharding.state_layout import (
     ShardView,
@@ -18,18 +18,16 @@ from finetune.checkpoint.sharding.state_layout import (
 )
 from finetune.checkpoint.upstream import fsdp1_handles, reshard_fsdp1
 from finetune.errors import CheckpointError
-from finetune.runtime.parameters import local_rows
+from finetune.runtime.parallel.tensor import tensor_group
+from finetune.runtime.parameters import divides, local_part
 
 
 def fsdp2_layout(model: nn.Module) -> StateLayout:
-    """Return FSDP2's layout; raises CheckpointError unless parameters are sharded by rows (FSDP or HSDP)."""
+    """Return the layout of FSDP2 and tensor parallelism; raises CheckpointError for other DTensors."""
     _reshard_fsdp2(model)
-    parameters = named_parameters(model)
-    are_replicas = {_is_replica(parameter) for parameter in parameters.values() if isinstance(parameter, DTensor)}
     return StateLayout(
-        shards={name: _dtensor_view(name, parameter) for name, parameter in parameters.items()},
+        shards={name: _dtensor_view(name, parameter) for name, parameter in named_parameters(model).items()},
         buffers=named_buffers(model),
-        contributes=True not in are_replicas,
         reshard=partial(_reshard_fsdp2, model),
     )
 
@@ -37,7 +35,6 @@ def fsdp2_layout(model: nn.Module) -> StateLayout:
 def fsdp1_layout(model: nn.Module) -> StateLayout:
     """Return FSDP1's layout; raises CheckpointError without `fsdp_use_orig_params`."""
     reshard_fsdp1(model)
-    shards = _fsdp1_shards(model)
     parameters = named_parameters(model)
     if any(type(parameter).__name__ == "FlatParameter" for parameter in parameters.values()):
         raise CheckpointError(
@@ -45,12 +42,12 @@ def fsdp1_layout(model: nn.Module) -> StateLayout:
             "Write `fsdp_use_orig_params: true` in the accelerate config."
         )
     groups = [getattr(module, "_inter_node_pg", None) for module in FullyShardedDataParallel.fsdp_modules(model)]
+    shards = _fsdp1_shards(model, are_copies=any(group is not None and group.rank() > 0 for group in groups))
     return StateLayout(
         shards={
             name: shards.get(id(parameter)) or replicated_view(parameter) for name, parameter in parameters.items()
         },
         buffers=named_buffers(model),
-        contributes=all(group is None or group.rank() == 0 for group in groups),
         reshard=partial(reshard_fsdp1, model),
     )
 
@@ -58,10 +55,19 @@ def fsdp1_layout(model: nn.Module) -> StateLayout:
 def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     if not isinstance(parameter, DTensor):
         return replicated_view(parameter)
-    if parameter.placements == (Shard(1),):
-        return _column_view(parameter)
-    row = math.prod(parameter.shape[1:])
-    first, num_rows = _rows(name, parameter)
+    placements = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
+    by_columns = [placement for placement in placements if divides(placement, 1) and parameter.dim() == 2]
+    if not all(divides(placement, 0) or placement in by_columns for placement in placements):
+        raise CheckpointError(
+            f"{name}: has the placements {parameter.placements}; only sharding by rows, and of matrices by columns, "
+            "can be saved"
+        )
+    first, num_rows = local_part(parameter, dimension=0)
+    columns, row = None, math.prod(parameter.shape[1:])
+    if by_columns:
+        left, width = local_part(parameter, dimension=1)
+        columns, row = (left, left + width), 1
+    assert num_rows == parameter.to_local().shape[0], f"{name}: {parameter.placements} is not sharded as expected"
     return ShardView(
         tensor=parameter,
         local_view=_local,
@@ -70,44 +76,25 @@ def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
         stop=(first + num_rows) * row,
         is_trained=parameter.requires_grad,
         is_replicated=False,
+        is_copy=_is_copy(parameter),
+        columns=columns,
     )
-
-
-def _column_view(parameter: DTensor) -> ShardView:
-    """Return the view of a matrix that the ranks of a tensor-parallel group split evenly by columns."""
-    rows, width = parameter.to_local().shape
-    first = width * parameter.device_mesh.get_local_rank()
-    return ShardView(
-        tensor=parameter,
-        local_view=_local,
-        shape=tuple(parameter.shape),
-        start=0,
-        stop=rows,
-        is_trained=parameter.requires_grad,
-        is_replicated=False,
-        columns=(first, first + width),
-    )
-
-
-def _rows(name: str, parameter: DTensor) -> tuple[int, int]:
-    """Return the first row and the number of rows that this rank holds."""
-    rows = local_rows(parameter)
-    if rows is None:
-        raise CheckpointError(f"{name}: has the placements {parameter.placements}; only sharding by rows can be saved")
-    first, num_rows = rows
-    assert num_rows == parameter.to_local().shape[0], f"{name}: {parameter.placements} is not sharded as expected"
-    return first, num_rows
 
 
 def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
 
 
-def _is_replica(parameter: DTensor) -> bool:
-    """Return whether a lower rank holds the same rows."""
-    coordinate = parameter.device_mesh.get_coordinate()
+def _is_copy(parameter: DTensor) -> bool:
+    """Return whether a lower rank holds the same elements.
+
+    What the ranks of a group have not split is on a mesh without them, one per rank of a group.
+    """
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    return any(
+    is_split = "tp" in (mesh.mesh_dim_names or ())
+    return (tensor_group().index > 0 and not is_split) or any(
         index > 0
         for index, placement in zip(coordinate, parameter.placements, strict=True)
         if isinstance(placement, Replicate)
@@ -121,7 +108,7 @@ def _reshard_fsdp2(model: nn.Module) -> None:
             module.reshard()
 
 
-def _fsdp1_shards(model: nn.Module) -> dict[int, ShardView]:
+def _fsdp1_shards(model: nn.Module, *, are_copies: bool) -> dict[int, ShardView]:
     """Return this rank's shard of each original parameter, by the parameter's id."""
     shards: dict[int, ShardView] = {}
     for handle in fsdp1_handles(model).values():
@@ -138,6 +125,7 @@ def _fsdp1_shards(model: nn.Module) -> dict[int, ShardView]:
                 stop=info.intra_param_end_idx + 1 if info.in_shard else 0,
                 is_trained=parameter.requires_grad,
                 is_replicated=False,
+                is_copy=are_copies,
             )
     return shards
 

@@ -160,7 +160,9 @@ class Gatherer:
         new = {_key(record): record for record in records if not self._access.is_replicated(record)}
         if new.keys() <= self._ranges.keys():
             return
-        own = [self._access.local_range(record) if self._access.contributes else _NOTHING for record in new.values()]
+        own = [
+            _NOTHING if self._access.is_copy(record) else self._access.local_range(record) for record in new.values()
+        ]
         self._ranges.update(_by_key(list(new), distributed.gather_objects(own)))
 
     def _transfer(self, file: PlannedFile, record: TensorRecord, destination: Tensor | None) -> Transfer:
@@ -181,7 +183,7 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, trained_only: 
     is_main = distributed.is_main()
     selected = {name: shard for name, shard in layout.shards.items() if shard.is_trained or not trained_only}
     sharded = [name for name, shard in selected.items() if not shard.is_replicated]
-    own = [selected[name].range if layout.contributes else _NOTHING for name in sharded]
+    own = [_NOTHING if selected[name].is_copy else selected[name].range for name in sharded]
     ranges = _by_key(sharded, distributed.gather_objects(own))
     weights: dict[str, Tensor] = {}
     for name, shard in selected.items():

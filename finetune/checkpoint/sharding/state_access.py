@@ -49,10 +49,6 @@ class StateAccess(Protocol):
     """Reads and writes the training state; each rank holds elements [start, stop) of every flattened tensor."""
 
     @property
-    def contributes(self) -> bool:
-        """Return whether gathering uses this rank's elements; False if they are copies of another rank's."""
-
-    @property
     def device(self) -> torch.device:
         """Return the device from which tensors can be sent to other ranks."""
 
@@ -64,6 +60,9 @@ class StateAccess(Protocol):
 
     def is_replicated(self, record: TensorRecord) -> bool:
         """Return whether every rank holds all of the tensor."""
+
+    def is_copy(self, record: TensorRecord) -> bool:
+        """Return whether this rank's elements are copies of another rank's, which gathering does not use."""
 
     def local_range(self, record: TensorRecord) -> ShardRange:
         """Return this rank's elements."""

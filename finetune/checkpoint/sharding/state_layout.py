@@ -83,6 +83,7 @@ class ShardView:
     stop: int
     is_trained: bool
     is_replicated: bool  # every rank holds all of it
+    is_copy: bool = False  # another rank holds the same elements (HSDP, whole parameters next to split ones)
     columns: tuple[int, int] | None = None  # of all rows: then start and stop are rows
 
     @property
@@ -99,7 +100,6 @@ class StateLayout:
 
     shards: Mapping[str, ShardView]  # by canonical name, in the model's order on every rank; with frozen parameters
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # persistent ones
-    contributes: bool = True  # False on a rank whose shards are copies of another rank's (HSDP)
     reshard: Callable[[], None] = no_op  # makes the shards valid by freeing gathered parameters; not collective
     create_optimizer_state: Callable[[], None] | None = None  # None: as for any torch optimizer
     update_model_copies: Callable[[], None] = (

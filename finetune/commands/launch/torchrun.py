@@ -21,6 +21,7 @@ from finetune.runtime.supervision.attempt import mark_attempt
 from finetune.runtime.supervision.spot import SpotNotice
 from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.terminal import write_file_to_stdout
+from finetune.strategy.unsupported import TENSOR
 
 _SECRETS = "Export it as a variable on each host, or start the hosts with --supervise, which prints no command."
 
@@ -80,7 +81,7 @@ def make_job(
         accelerate_file.absolute(),
         ranks_per_host,
         is_hybrid=file.num_copies > 1,
-        sequence_size=file.sequence_size,
+        sequence_size=file.sequence_size * file.tensor_size,
         is_deepspeed=file.distributed_type == "DEEPSPEED",
         stop_seconds=stop_seconds,
     )
@@ -95,10 +96,10 @@ def require_shared_batch(loaded: LoadedConfig, file: AccelerateFile, *, world: i
             f"--accelerate {file.path}: parallelism_config_sp_size: {size} does not divide the {world} ranks. Write a "
             "divisor, preferably of the number of ranks per host."
         )
-    if file.tensor_size not in (1, world):
+    if not file.may_split_layers_over(world):
         raise StrategyError(
-            f"--accelerate {file.path}: parallelism_config_tp_size: {file.tensor_size} is not the number of ranks, "
-            f"{world}, which share the layers as one group. Write {world}, or start {file.tensor_size} ranks."
+            f"--accelerate {file.path}: "
+            + TENSOR.sentence(f"parallelism_config_tp_size: {file.tensor_size} on {world} ranks")
         )
     require_divisible_batch(loaded, num_processes=world // size // file.tensor_size)
 

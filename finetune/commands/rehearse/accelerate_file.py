@@ -11,7 +11,7 @@ from finetune.config.load import read_text
 from finetune.config.yaml import read_yaml
 from finetune.errors import StrategyError, UserError
 from finetune.registry.accelerate_files import find_deepspeed_file
-from finetune.strategy.unsupported import unsupported_in_file
+from finetune.strategy.unsupported import TENSOR, engine_in_file, may_split_layers, unsupported_in_file
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 
@@ -68,6 +68,13 @@ class AccelerateFile:
     def data_parallel_size(self) -> int:
         """Return the number of microbatches that are computed at a time."""
         return self.num_processes // (self.sequence_size * self.tensor_size)
+
+    def may_split_layers_over(self, world: int) -> bool:
+        """Return whether this number of processes can share layers as the file says."""
+        sizes, engine = _parallelism(self.values), engine_in_file(self.values)
+        return may_split_layers(
+            sizes[_TENSOR], world=world, copies=sizes[_COPIES], rows=sizes[_SEQUENCE], engine=engine
+        )
 
     @property
     def text(self) -> str:
@@ -166,9 +173,11 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
             f"with `true`, accelerate starts one process instead of {total} unless mpirun is installed. Write `false`.",
         )
     sizes = _parallelism(file.values)
-    product, rows = sizes[_COPIES] * sizes[_SHARDS] * sizes[_SEQUENCE], sizes[_SEQUENCE]
+    rows, layers = sizes[_SEQUENCE], sizes[_TENSOR]
+    product = sizes[_COPIES] * sizes[_SHARDS] * rows * layers
     if sizes[_COPIES] > 1 and product != total:
         shared = f" x {rows} that share rows" if rows > 1 else ""
+        shared += f" x {layers} that share layers" if layers > 1 else ""
         yield (
             f"parallelism_config.{_COPIES}",
             f"{sizes[_COPIES]} copies x {sizes[_SHARDS]} shards{shared} are {product} processes, and num_processes is "
@@ -176,11 +185,8 @@ def _problems(file: AccelerateFile) -> Iterator[tuple[str, str]]:
         )
     if total % rows:
         yield f"parallelism_config.{_SEQUENCE}", f"{rows} does not divide the {total} processes. Write a divisor."
-    if sizes[_TENSOR] not in (1, total):
-        yield (
-            f"parallelism_config.{_TENSOR}",
-            f"{sizes[_TENSOR]} is not the number of processes, {total}, which share the layers as one group.",
-        )
+    if not file.may_split_layers_over(total):
+        yield f"parallelism_config.{_TENSOR}", TENSOR.sentence(f"{layers} on {total} processes")
 
 
 def _parallelism(values: dict[str, Any]) -> dict[str, int]:
@@ -238,7 +244,13 @@ def _share_processes(values: dict[str, Any], processes: int) -> Iterator[Change]
     sizes = _parallelism(values)
     small: dict[str, int] = {}
     if sizes[_TENSOR] > 1:
-        small[_TENSOR] = processes
+        least = 2 * min(sizes[_COPIES], 2)
+        small[_TENSOR] = processes if engine_in_file(values) is None else 2
+        if engine_in_file(values) is not None and (processes % least or processes < 2 * least):
+            raise UserError(
+                f"--processes {processes}: FSDP2 shards what {sizes[_TENSOR]} processes of the accelerate file share, "
+                f"which needs at least {least} x 2 processes. Write --processes {2 * least}."
+            )
     if sizes[_SEQUENCE] > 1:
         small[_SEQUENCE] = 2 if processes % 2 == 0 else 1
     if max(sizes[_COPIES], sizes[_SHARDS]) > 1:
@@ -248,7 +260,7 @@ def _share_processes(values: dict[str, Any], processes: int) -> Iterator[Change]
                 f"--processes {processes}: the accelerate file has {sizes[_COPIES]} copies of a model that is sharded "
                 f"over {sizes[_SHARDS]} processes, which needs at least 2 x 2 processes. Write --processes 4."
             )
-        small |= {_COPIES: copies, _SHARDS: processes // copies // small.get(_SEQUENCE, 1)}
+        small |= {_COPIES: copies, _SHARDS: processes // copies // small.get(_SEQUENCE, small.get(_TENSOR, 1))}
     for name, now in small.items():
         yield Change(f"parallelism_config.{name}", sizes[name], now, "processes on this machine")
         values["parallelism_config"][name] = now

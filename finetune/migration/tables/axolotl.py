@@ -298,7 +298,7 @@ AXOLOTL = {
     "heads_k_stride": ours("Ulysses divides the heads"),
     "ring_attn_func": ours("Ulysses divides the heads"),
     "tensor_parallel_size": no(
-        "launch with tensor_parallel.yaml where one group is all processes; else fsdp2.yaml splits the weights."
+        "launch with tensor_parallel.yaml where one group is all processes, else with fsdp2_tensor_parallel.yaml."
     ),
     "expert_parallel_size": fact("model_parallel", positive),
     "dp_shard_size": no("write `hsdp.yaml`, which splits in groups of one machine."),

@@ -25,6 +25,7 @@ from finetune.strategy.upstream import (
     reduce_zero_buckets_in_place,
     set_zero_bucket_sizes,
     widen_unfilled_parameters,
+    without_accelerate_splitting,
 )
 from finetune.task.model_inputs import unwrap_model
 from finetune.train.accelerator import build_accelerator, check_prepared
@@ -63,6 +64,7 @@ def prepare(
         expose_hidden_size(model.config),
         head_as_one_unit(unwrap_model(model)),
         broadcast_rank_0_buffers(accelerator, model),
+        without_accelerate_splitting(accelerator),
         keep_bf16_parameters(accelerator, is_wanted=config.train.optimizer.stochastic_rounding),
     ):
         set_zero_bucket_sizes(accelerator, model)
@@ -71,7 +73,7 @@ def prepare(
         set_zero3_leaf_modules(accelerator, model)
         if strategy.init_context(accelerator.device).on_meta_device and config.model.quantization is None:
             widen_unfilled_parameters(accelerator, model)
-        if strategy.expected().tensor_size > 1:  # without DDP, which Accelerate puts around any other model
+        if strategy.name == "tp":  # without DDP, which Accelerate puts around any other model
             prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
             prepared_optimizer = accelerator.prepare_optimizer(optimizer)
         else:

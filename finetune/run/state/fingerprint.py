@@ -50,12 +50,14 @@ def fingerprint_with(
         digests["first adapter"] = adapter
     if teacher is not None:
         digests["teacher"] = teacher
-    sequence_size = strategy.expected().sequence_size
+    expected = strategy.expected()
+    shared = {"rows": expected.sequence_size, "layers": 1 if strategy.name == "tp" else expected.tensor_size}
     return RunFingerprint(
         identity={**keys_that_must_match(config), **digests},
         settings=keys_that_may_differ(config),
         origin={
-            "strategy": strategy.name + (f" with rows shared by {sequence_size}" if sequence_size > 1 else ""),
+            "strategy": strategy.name
+            + "".join(f" with {name} shared by {size}" for name, size in shared.items() if size > 1),
             "processes": str(distributed.world()),
             **recorded_layout(config),
         },

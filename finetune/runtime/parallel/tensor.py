@@ -25,12 +25,18 @@ class TensorGroup(distributed.RankGroup):
         return self.mesh.get_group()
 
 
-def open_tensor_groups(size: int, *, device_type: str) -> None:
-    """Open groups of `size` consecutive ranks each; 1 opens none. Collective."""
+def open_tensor_groups(size: int, *, device_type: str, mesh: DeviceMesh | None = None) -> None:
+    """Open groups of `size` consecutive ranks each; 1 opens none. Collective.
+
+    `mesh` is Accelerate's, over which FSDP2 shards what the groups split; it requires that both have one mesh.
+    """
     global _size, _mesh
     _size, _mesh = size, None
     if size > 1:
-        _mesh = init_device_mesh(device_type, (distributed.world() // size, size), mesh_dim_names=("data", "tp"))["tp"]
+        whole = mesh or init_device_mesh(
+            device_type, (distributed.world() // size, size), mesh_dim_names=("data", "tp")
+        )
+        _mesh = whole["tp"]
 
 
 def tensor_group() -> TensorGroup:

@@ -53,7 +53,7 @@ def test_a_tensor_parallel_group_is_all_ranks(capsys: pytest.CaptureFixture[str]
     job, loaded = make_job(RECIPE, ["train.global_batch_size=2"], ranks_per_host=2, **options)
     print_commands(job, loaded, read_limits("1"))
     assert capsys.readouterr().out.count("accelerate launch") == 1
-    with pytest.raises(UserError, match="parallelism_config_tp_size: 2 is not the number of ranks, 4"):
+    with pytest.raises(UserError, match="parallelism_config_tp_size: 2 on 4 ranks: tensor parallelism"):
         print_commands(job, loaded, read_limits("2"))
 
 

@@ -32,6 +32,14 @@ def test_every_shipped_file_can_be_launched_on_this_machine(path, tmp_path):
     assert launch.values.get("fsdp_config") == kept.get("fsdp_config")
 
 
+def test_layers_that_fsdp2_shards_are_rehearsed_by_two_groups_of_two(tmp_path):
+    launch, _ = local_file(CONFIGS / "fsdp2_tensor_parallel.yaml", tmp_path, processes=4)
+    assert (launch.tensor_size, launch.data_parallel_size) == (2, 2)
+    for processes in (2, 5):
+        with pytest.raises(UserError, match=f"--processes {processes}: FSDP2 shards .* Write --processes 4"):
+            local_file(CONFIGS / "fsdp2_tensor_parallel.yaml", tmp_path, processes=processes)
+
+
 def test_hsdp_is_rehearsed_with_two_copies_of_two_shards(tmp_path):
     launch, changes = local_file(CONFIGS / "multi_node_hsdp.yaml", tmp_path)
     sizes = launch.values["parallelism_config"]

@@ -23,14 +23,15 @@ def training_data(*, words=("a", "b"), rows="f1", precomputed=None):
 
 @pytest.fixture
 def facts(tmp_path):
-    def of(*overrides, sequence_size=1, **changed):
+    def of(*overrides, sequence_size=1, tensor_size=1, **changed):
         (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "completion": "4"}\n')
         (tmp_path / "job.yaml").write_text(
             "run: {folder: runs/a}\nmodel: {name: org/model}\ndata: {train: {path: rows.jsonl}, max_length: 8}\n"
             "task: {name: sft}\ntrain: {global_batch_size: 2, microbatch_size: 2, steps: 4, learning_rate: 1e-3}\n"
         )
         loaded = load_config(tmp_path / "job.yaml", overrides)
-        strategy = SimpleNamespace(name="ddp", expected=lambda: SimpleNamespace(sequence_size=sequence_size))
+        expected = SimpleNamespace(sequence_size=sequence_size, tensor_size=tensor_size)
+        strategy = SimpleNamespace(name="ddp", expected=lambda: expected)
         model = SimpleNamespace(config=SimpleNamespace(_commit_hash="c0ffee"))
         return make_fingerprint(loaded.config, strategy, training_data(**changed), model=model, log=print)
 
@@ -49,6 +50,7 @@ def test_a_run_is_its_settings_and_the_digests_of_its_rows_and_tokenizer(facts):
 def test_strategy_and_world_size_are_recorded_separately_from_settings(facts):
     assert facts().origin == {"strategy": "ddp", "processes": "1"}
     assert facts(sequence_size=2).origin["strategy"] == "ddp with rows shared by 2"
+    assert facts(tensor_size=4).origin["strategy"] == "ddp with layers shared by 4"
     assert facts().settings["report.log_every_steps"] == "10"
 
 

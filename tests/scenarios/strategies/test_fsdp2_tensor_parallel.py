@@ -1,0 +1,136 @@
+"""FSDP2 shards what groups of ranks split by tensor parallelism: such a run trains as one process does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.scenarios.strategies.test_tensor_parallel import LORA, SETTINGS, assert_equal, samples_by_step
+
+pytestmark = pytest.mark.distributed
+full = pytest.mark.full
+
+STRATEGY = "fsdp2_tensor_parallel"
+SMALL = (*SETTINGS, "train.microbatch_size=2")
+FILES = Path(__file__).parents[3] / "accelerate_configs"
+
+
+def test_a_run_resumes_under_and_after_two_groups_of_two_ranks(launch):
+    """Two steps on one process, two on four ranks, two on two ranks of one group, two on four again.
+
+    With the losses, the accumulated and clipped gradients and the samples of one process.
+    """
+    overrides = [
+        *SETTINGS,
+        "train.microbatch_size=1",
+        "train.max_gradient_norm=0.5",
+        "model.from_config.model_type=qwen3",
+        "checkpoint.every_steps=2",
+    ]
+    wanted = launch(None, name="fsdp2-tp-wanted", overrides=overrides)
+    for strategy, processes, last in ((None, 1, 2), (STRATEGY, 4, 4), ("tensor_parallel", 2, 6), (STRATEGY, 4, 8)):
+        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
+        run = launch(strategy, name="fsdp2-tp-resumed", processes=processes, overrides=[*overrides, *stop])
+        assert run.code == 0, run.output
+    assert "fsdp2 on 4 processes splits parameters, gradients and optimizer state, shares layers over groups of 2" in (
+        run.output
+    )
+    assert_equal(run, wanted)
+    assert samples_by_step(run) == samples_by_step(wanted)
+    assert len(run.losses()) == 8
+
+
+@full
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_two_groups_of_two_ranks_have_the_losses_of_one_process(launch, model_type):
+    overrides = [*SMALL, f"model.from_config.model_type={model_type}"]
+    alone = launch(None, name=f"fsdp2-tp-alone-{model_type}", overrides=overrides)
+    run = launch(STRATEGY, name=f"fsdp2-tp-{model_type}", processes=4, overrides=overrides)
+    assert_equal(run, alone)
+    assert samples_by_step(run) == samples_by_step(alone)
+    exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
+
+
+@full
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("data.batching={by: packs, tokens: 128}", "model.gradient_checkpointing=true", "train.optimizer.name=sgd"),
+        (
+            "model.from_config.values={hidden_size: 36, intermediate_size: 66, num_hidden_layers: 2, "
+            "num_attention_heads: 6, num_key_value_heads: 2, head_dim: 6}",
+            "model.freeze=['*embed*', '*q_norm*']",
+        ),
+    ],
+    ids=["packs and checkpointing", "uneven shards and frozen parameters"],
+)
+def test_settings_have_the_losses_of_one_process(launch, settings, request):
+    overrides = [*SMALL, "model.from_config.model_type=qwen3", *settings]
+    name = request.node.callspec.id.replace(" ", "-")
+    alone = launch(None, name=f"fsdp2-tp-alone-{name}", overrides=overrides)
+    run = launch(STRATEGY, name=f"fsdp2-tp-{name}", processes=4, overrides=overrides)
+    assert_equal(run, alone)
+
+
+@full
+def test_adapters_have_the_losses_and_the_export_of_one_process(launch):
+    """Also resumed: from tensor parallelism alone, and from FSDP2 alone."""
+    overrides = [*SMALL, *LORA, "export.merge=true"]
+    alone = launch(None, name="fsdp2-tp-alone-lora", overrides=overrides)
+    for strategy, processes, last in (("tensor_parallel", 2, 2), (STRATEGY, 4, 4), ("fsdp2", 2, 6), (STRATEGY, 4, 8)):
+        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
+        run = launch(strategy, name="fsdp2-tp-lora", processes=processes, overrides=[*overrides, *stop])
+        assert run.code == 0, run.output
+    assert_equal(run, alone)
+    exported, wanted = (load_file(ended.folder / "final" / "model.safetensors") for ended in (run, alone))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
+
+
+@full
+def test_checkpoints_resume_under_other_strategies_and_bitwise_under_the_same(launch):
+    overrides = [*SMALL, "checkpoint={every_steps: 2, keep_last: 4}"]
+    whole = launch(STRATEGY, name="fsdp2-tp-whole", processes=4, overrides=overrides)
+    for strategy, processes, last in ((STRATEGY, 4, 2), (STRATEGY, 4, 4), ("zero3", 2, 6), (None, 1, 8)):
+        stop = [f"train.stop_after_steps={last}"] if last < 8 else []
+        run = launch(strategy, name="fsdp2-tp-parts", processes=processes, overrides=[*overrides, *stop])
+        assert run.code == 0, run.output
+    assert_equal(run, whole)
+    assert samples_by_step(run) == samples_by_step(whole)
+    assert run.losses()[:4] == whole.losses()[:4]
+    first, second = (
+        {file.name: file.read_bytes() for file in sorted((ended.folder / "checkpoints/step-000004").rglob("*.safe*"))}
+        for ended in (whole, run)
+    )
+    assert first == second
+    assert len(first) >= 4
+
+
+@full
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_four(launch):
+    run = launch(
+        STRATEGY,
+        name="fsdp2-tp-nan",
+        processes=4,
+        overrides=[*SMALL, "train.nonfinite.action=skip", "train.steps=4"],
+        faults="forward step=2 rank=1 do=nan",
+    )
+    assert run.code == 0, run.output
+    (skipped,) = run.events("StepSkipped")
+    assert skipped["step"] == 3
+
+
+@full
+def test_copies_of_two_groups_have_the_losses_of_one_process(launch, tmp_path):
+    """HSDP: two copies of what two groups of two ranks share."""
+    written = (FILES / f"{STRATEGY}.yaml").read_text()
+    sizes = "\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+    (tmp_path / "copies.yaml").write_text(written + sizes)
+    overrides = [*SETTINGS, "train.microbatch_size=1", "train.steps=4"]
+    alone = launch(None, name="hsdp-tp-alone", overrides=overrides)
+    run = launch(str(tmp_path / "copies"), name="hsdp-tp", processes=8, overrides=overrides)
+    assert "hsdp on 8 processes" in run.output
+    assert_equal(run, alone)
