@@ -55,19 +55,26 @@ def split_layers(model: Any, group: TensorGroup) -> None:
             styles[name] = _STYLES[style]()
             if "lora_" in name:
                 module.__class__ = nn.Linear  # peft calls it; ours would read its weight (`adapters/single_pass.py`)
-        elif style not in (None, _PARTIAL, *_WHOLE):
+        elif style == _PARTIAL:
+            _mark_partial(module)
+        elif style is not None and style not in _WHOLE:
             raise StrategyError(f"{SETTING}: {group.size}: the plan of `{name}` is `{style}`, which is not supported.")
     parallelize_module(model, group.mesh, styles, src_data_rank=None)
     split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     assert split and all(isinstance(parameter.placements[0], Shard) for parameter in split), "weights are split"
 
 
-def partial_gradient_parameters(model: Any) -> list[nn.Parameter]:
+def _mark_partial(module: Any) -> None:
+    """Mark whole weights of which every rank gets the gradient of its own features."""
+    module.has_partial_gradient = True
+
+
+def partial_gradient_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters whose gradient, at the end of a step, is yet to be summed over the group.
 
-    Before and after FSDP2 has sharded them.
+    It is a property of their modules: FSDP2 replaces parameters, and a hook of theirs would be lost.
     """
-    modules = [module for name, module in model.named_modules() if _style_of(name, module, model.tp_plan) == _PARTIAL]
+    modules = [module for module in model.modules() if getattr(module, "has_partial_gradient", False)]
     return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from finetune.model.tensor_parallel import partial_gradient_parameters
 from finetune.runtime.parallel.tensor import tensor_group
 from finetune.runtime.parameters import NOT_YET_UNFROZEN
-from finetune.task.model_inputs import unwrap_model
 from finetune.train.optim.optimizers import drop_not_yet_unfrozen
 from finetune.train.upstream import supports_found_inf, without_accelerate_wrapper
 
@@ -107,7 +106,7 @@ class Update:
             if self._has_whole_gradients
             else []
         )
-        self._partial = partial_gradient_parameters(unwrap_model(model)) if tensor_group().size > 1 else []
+        self._partial = partial_gradient_parameters(model) if tensor_group().size > 1 else []
         self._optimizer = without_accelerate_wrapper(optimizer) if accelerator.scaler is None else optimizer
         lags = defers_check_on(accelerator.device) and supports_found_inf(self._optimizer, device=accelerator.device)
         self.finite_check = DeferredFiniteCheck(accelerator.device) if lags and accelerator.scaler is None else None

@@ -58,6 +58,8 @@ def test_sizes_that_the_ranks_cannot_share_are_named(config, size, problem):
 def test_matrices_of_layers_are_split_and_everything_else_is_whole(group):
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES))
     split_layers(model, group)
+    norms = model.model.layers[0].self_attn
+    assert partial_gradient_parameters(model) == [norms.q_norm.weight, norms.k_norm.weight]
     placements = {name: str(p.placements[0]) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     by_columns = {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
     by_rows = {f"self_attn.{n}_proj.weight" for n in "qkv"} | {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
@@ -89,9 +91,7 @@ def test_transformers_sums_the_gradient_of_a_head_norm_again_for_every_microbatc
         for _ in range(2):
             ids = torch.arange(8)[None]
             model(input_ids=ids, labels=ids).loss.backward()
-        norms = model.model.layers[0].self_attn
-        assert partial_gradient_parameters(model) == [norms.q_norm.weight, norms.k_norm.weight]
-        return norms.q_norm.weight.grad
+        return model.model.layers[0].self_attn.q_norm.weight.grad
 
     norm = {"model.layers.0.self_attn.q_norm": "replicated_with_grad_allreduce"}
     alone = gradient(lambda model: None)
