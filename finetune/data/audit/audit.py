@@ -166,7 +166,14 @@ def audit_sources(
         _streamed(key, each) if isinstance(each, Streamed) else _audit(key, each, duplicates[key], validation)
         for key, each in sources.items()
     )
-    total = _total(audits, list(prepared.values()))
+    total = SourceAudit(
+        "total",
+        total_counts(each.counts for each in audits),
+        any(each.is_streamed for each in audits),
+        _sum([each.duplicates for each in audits]),
+        _sum([each.in_validation for each in audits]),
+        **_spread(list(prepared.values())),
+    )
     return Audit(
         sources=audits,
         total=total,
@@ -208,17 +215,6 @@ def _streamed(key: str, stream: Streamed) -> SourceAudit:
     return SourceAudit(key, stream.counts, True, None, None, {}, None, None)
 
 
-def _total(audits: Sequence[SourceAudit], prepared: Sequence[Prepared]) -> SourceAudit:
-    return SourceAudit(
-        "total",
-        total_counts(each.counts for each in audits),
-        any(each.is_streamed for each in audits),
-        _sum([each.duplicates for each in audits]),
-        _sum([each.in_validation for each in audits]),
-        **_spread(prepared),
-    )
-
-
 def _spread(prepared: Sequence[Prepared]) -> dict[str, Any]:
     """Return the distributions of lengths and target shares over the samples."""
     if not prepared:
@@ -237,13 +233,13 @@ def _sum(numbers: Sequence[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _shares(audit: SourceAudit) -> dict[str, float]:
-    return {share.name: share.value for share in shares(audit.counts, audit.duplicates or 0)}
-
-
 def _plain(audit: SourceAudit) -> dict[str, Any]:
     plain = {field.name: getattr(audit, field.name) for field in fields(audit)}
     histograms = {name: asdict(plain[name]) for name in ("lengths", "target_shares") if plain[name]}
     counts = asdict(audit.counts) | {"masked_tokens": audit.masked_tokens}
-    derived = {"counts": counts, "shares": _shares(audit), "length_quantiles": dict(audit.length_quantiles)}
+    derived = {
+        "counts": counts,
+        "shares": {share.name: share.value for share in shares(audit.counts, audit.duplicates or 0)},
+        "length_quantiles": dict(audit.length_quantiles),
+    }
     return plain | histograms | derived

@@ -105,7 +105,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> 
         template=section.chat_template,
         train_on_reasoning=section.train_on_reasoning,
     )
-    rows = _rows_for(encoder)
+    # Some templates render content only as a list of parts.
+    in_parts = {case: _in_parts(row) for case, row in CASES.items()}
+    as_text, as_parts = (_last(encoder([rows["one answer"]])[0]) for rows in (CASES, in_parts))
+    rows = in_parts if isinstance(as_text, DataError) and isinstance(as_parts, Features) else CASES
     outcomes = {case: _last(encoder([row])[0]) for case, row in rows.items()}
     encoded = {case: outcome for case, outcome in outcomes.items() if isinstance(outcome, Features)}
     samples = [_Sample(case, rows[case], features, tokenizer) for case, features in encoded.items()]
@@ -131,13 +134,6 @@ def _last(outcome: Outcome) -> Features | DataError | None:
 
 
 _WANTS_PARTS = ('content must be a list of parts: [{"type": "text", "text": "..."}]',)
-
-
-def _rows_for(encoder: ConversationEncoder) -> Mapping[str, Row]:
-    """Return the cases; with lists of parts as content if the template requires those."""
-    in_parts = {case: _in_parts(row) for case, row in CASES.items()}
-    as_text, as_parts = (_last(encoder([rows["one answer"]])[0]) for rows in (CASES, in_parts))
-    return in_parts if isinstance(as_text, DataError) and isinstance(as_parts, Features) else CASES
 
 
 def _in_parts(row: Row) -> Row:

@@ -97,7 +97,11 @@ class ControlTokens:
         names = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
         names |= {*map(str, tokenizer.all_special_tokens), *turn_marks}
         # names that occur in ordinary text cannot be distinguished from control tokens
-        self.names = frozenset() if allowed else frozenset(name for name in names if _is_a_mark(name))
+        self.names = (
+            frozenset()
+            if allowed
+            else frozenset(name for name in names if len(name) > 1 and not name.isspace() and not name.isalnum())
+        )
         letters = {
             letter: chr(_PLACEHOLDERS + number) for number, letter in enumerate(sorted(set("".join(self.names))))
         }
@@ -255,10 +259,6 @@ def _gather(value: Any, texts: list[str]) -> None:
 
 def _normalized(tokenizer: Any, text: str) -> str:
     return str(tokenizer.backend_tokenizer.normalizer.normalize_str(text))
-
-
-def _is_a_mark(name: str) -> bool:
-    return len(name) > 1 and not name.isspace() and not name.isalnum()
 
 
 def _one_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -119,17 +119,12 @@ _CALL = {"id": "call00001", "type": "function", "function": {"name": "double", "
 _CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
-def rendered_roles(finder: TargetFinder) -> tuple[str, ...]:
-    """Return the roles that the template renders, detected with small conversations."""
-    return tuple(role for role in _ROLES if _is_rendered(finder, role))
-
-
 def role_hint(finder: TargetFinder, turns: Sequence[Turn], *, dropped: str = "") -> str:
     """Return a hint listing the roles that the template renders if the turns have another role, else an empty string.
 
     With `dropped`, a role that the template silently drops, the hint starts with its content.
     """
-    roles = rendered_roles(finder)
+    roles = tuple(role for role in _ROLES if _is_rendered(finder, role))
     others = [role for role in dict.fromkeys(turn["role"] for turn in turns) if role not in roles]
     if not others or (dropped and dropped not in others):
         return ""

@@ -188,7 +188,13 @@ class ImageConversationEncoder(ConversationEncoder):
         if chat is None:
             return None
         num_images = sum(_num_images(turn) for turn in self._turns(row))
-        self._check_marks(chat.text, num_images)
+        mark = self.pictures.mark
+        if (num_marks := chat.text.count(mark)) != num_images:
+            raise DataError(
+                f"has {num_images} images, but the rendered conversation contains `{mark}`, the processor's image "
+                f"placeholder, {num_marks} times. The chat template must write one for each part of type "
+                f"`image`, and no text may contain it."
+            )
         images = tuple(_read(image) for image in list(row.get("images", ()))[:num_images])
         expansion = self.pictures.expand(chat.text, images)
         spans = [Span(expansion.moved(s.start), expansion.moved(s.end), s.what) for s in chat.spans]
@@ -201,15 +207,6 @@ class ImageConversationEncoder(ConversationEncoder):
             **chat.flags,
         )
 
-    def _check_marks(self, text: str, num_images: int) -> None:
-        mark = self.pictures.mark
-        if (num_marks := text.count(mark)) != num_images:
-            raise DataError(
-                f"has {num_images} images, but the rendered conversation contains `{mark}`, the processor's image "
-                f"placeholder, {num_marks} times. The chat template must write one for each part of type "
-                f"`image`, and no text may contain it."
-            )
-
     def _features(self, chat: RenderedChat, encoded: EncodedText) -> Features:
         assert isinstance(chat, RenderedImageChat)
         features = super()._features(chat, encoded)
@@ -218,17 +215,13 @@ class ImageConversationEncoder(ConversationEncoder):
         prefix = _prefix(chat.expansion.ids, ours, tokenizer=self._tokenizer)
         ids = np.concatenate([np.array(prefix, np.uint32), features.arrays["input_ids"]])
         is_target = np.concatenate([np.zeros(len(prefix), dtype=bool), features.arrays["is_target"]])
-        is_target &= ~np.isin(ids, self._tokens_of(chat.expansion))
+        tokens = {token for text in set(chat.expansion.written) for token in self._tokens.remembered(text)}
+        is_target &= ~np.isin(ids, [token for token in tokens if is_special(self._tokenizer, token)])
         per_token = chat.expansion.per_token
         if chat.has_control_names:
             per_token = {name: _by_token(values, chat.expansion.ids, ids) for name, values in per_token.items()}
         per_token_arrays = {name: _fitted(per_token.get(name), len(ids)) for name in self.pictures.per_token}
         return Features({"input_ids": ids, "is_target": is_target, **per_token_arrays, **_image_arrays(chat.images)})
-
-    def _tokens_of(self, expansion: ExpandedText) -> list[int]:
-        """Return the special tokens in the expansions of images."""
-        tokens = {token for text in set(expansion.written) for token in self._tokens.remembered(text)}
-        return [token for token in tokens if is_special(self._tokenizer, token)]
 
 
 def images_of(features: Features) -> list[Image.Image]:

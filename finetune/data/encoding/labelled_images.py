@@ -43,7 +43,7 @@ class LabelledImageEncoder:
         arrays: dict[str, np.ndarray] = {
             LABEL: np.array([self.classes.index(row["label"])], np.int64),
             IMAGE: np.frombuffer(content, np.uint8),
-            NAME: np.frombuffer(_short(image.name).encode(), np.uint8),
+            NAME: np.frombuffer("/".join(PurePath(image.name).parts[-_NAME_PARTS:]).encode(), np.uint8),
         }
         return Features(arrays)
 
@@ -51,7 +51,3 @@ class LabelledImageEncoder:
 def image_name(features: Features) -> str:
     """Return the name of the sample's image."""
     return bytes(features.arrays[NAME]).decode("utf-8", "replace")
-
-
-def _short(name: str) -> str:
-    return "/".join(PurePath(name).parts[-_NAME_PARTS:])

@@ -97,15 +97,6 @@ def read_label_numbers(label: Any) -> Sequence[float]:
     return numbers
 
 
-def labels_in(label: Any, *, is_multi: bool) -> Iterable[Any]:
-    """Return the classes that a label names; raises DataError as the encoders do."""
-    if is_multi:
-        return read_label_list(label)
-    if isinstance(label, list):
-        ClassLabelEncoder(Classes(()))(label)  # raises with the remedy
-    return [label]
-
-
 def _number(value: Any) -> float:
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
@@ -185,15 +176,11 @@ class LabelledTextEncoder(TextRowsEncoder):
             if self._cut is None or length <= self._cut.max_length:
                 yield whole, 0
             else:
-                shorter = self._shorter(row, self._cut)
+                with truncating(self._tokenizer, self._cut.side):
+                    (shorter,) = arrays_of(
+                        self._tokenizer, *_texts([row]), truncation="longest_first", max_length=self._cut.max_length
+                    )
                 yield shorter, length - len(shorter["input_ids"])
-
-    def _shorter(self, row: Row, cut: Truncation) -> Mapping[str, np.ndarray]:
-        with truncating(self._tokenizer, cut.side):
-            (arrays,) = arrays_of(
-                self._tokenizer, *_texts([row]), truncation="longest_first", max_length=cut.max_length
-            )
-        return arrays
 
 
 def label_of(row: Row) -> Any:
@@ -280,7 +267,14 @@ class TaggedWordsEncoder(TextRowsEncoder):
     def _features(self, words: Sequence[str], tags: np.ndarray, encoded: Encoded) -> Features:
         lost = set(range(len(words))) - set(encoded[0].tolist())
         if lost:
-            (encoded,) = self._tokenized([self._without_lost(words, lost)])
+            unknown = self._tokenizer.unk_token
+            if unknown is None or self._tokenizer.unk_token_id in (None, self._tokenizer.eos_token_id):
+                word = min(lost)
+                raise DataError(
+                    f"word {word + 1} ({words[word]!r}) produces no token, and the tokenizer has no unknown token. "
+                    "Remove it and its tag."
+                )
+            (encoded,) = self._tokenized([[unknown if index in lost else word for index, word in enumerate(words)]])
         word_of, arrays = encoded
         is_target = (word_of >= 0) & (word_of != np.append(-1, word_of[:-1]))
         labels = np.where(is_target, tags[word_of], 0).astype(np.int32)
@@ -295,16 +289,6 @@ class TaggedWordsEncoder(TextRowsEncoder):
         return [
             (np.array(words_of, np.int64), arrays) for words_of, arrays in zip(numbers, arrays_in(encoded), strict=True)
         ]
-
-    def _without_lost(self, words: Sequence[str], lost: set[int]) -> list[str]:
-        unknown = self._tokenizer.unk_token
-        if unknown is None or self._tokenizer.unk_token_id in (None, self._tokenizer.eos_token_id):
-            word = min(lost)
-            raise DataError(
-                f"word {word + 1} ({words[word]!r}) produces no token, and the tokenizer has no unknown token. "
-                "Remove it and its tag."
-            )
-        return [unknown if index in lost else word for index, word in enumerate(words)]
 
 
 def tags_of(row: Row) -> Sequence[Any]:

@@ -1,6 +1,6 @@
 """Prompts for inference: convert rows of any format with prompts to turns, and turns to the tokens of a prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -106,7 +106,8 @@ def _turns(row: Row) -> Sequence[Turn]:
         return read_turns(row["messages"], title="`messages`")
     if row.get("conversations") is not None:
         return read_sharegpt_turns(row["conversations"], title="`conversations`")
-    before = _text_turn("system", row)
+    text = row.get("system")
+    before = [{"role": "system", "content": text}] if isinstance(text, str) and text else []
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         return [*before, *read_turns(prompt, title="`prompt`")]
@@ -117,8 +118,3 @@ def _turns(row: Row) -> Sequence[Turn]:
         return [*before, {"role": "user", "content": instruction}]
     columns = ", ".join(f"`{name}`" for name in row)
     raise DataError(f"has neither `messages`, `conversations`, `prompt` nor `instruction`; its columns are {columns}.")
-
-
-def _text_turn(role: str, row: Mapping[str, Any]) -> list[Turn]:
-    text = row.get(role)
-    return [{"role": role, "content": text}] if isinstance(text, str) and text else []

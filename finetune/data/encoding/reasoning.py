@@ -62,7 +62,7 @@ class ReasoningMarks:
         for closing in self.closings:
             if text.startswith(closing.strip(), closing_start):
                 closing_start += len(closing.strip())
-                return closing_start + len(_common_prefix(text[closing_start:end], _trailing_whitespace(closing)))
+                return closing_start + len(_common_prefix(text[closing_start:end], closing[len(closing.rstrip()) :]))
         return None
 
 
@@ -79,7 +79,9 @@ def find_marks(render_answer: RenderAnswer) -> ReasoningMarks:
         before_content = _before_content(with_content[2])
         closings |= {before_content, _common_prefix(before_content, with_call[2])}
     elif with_call[1]:
-        closings.add(_inserted(with_call[2], answers[False, True]))
+        longer = with_call[2]  # without the suffix that it shares with the answer that has no reasoning
+        same = len(_common_prefix(longer[::-1], answers[False, True][::-1]))
+        closings.add(longer[: len(longer) - same])
     prefix = _before_content(answers[False, False])
     if with_content[1] or with_call[1]:
         absent |= {prefix, _common_prefix(prefix, answers[False, True])}
@@ -107,19 +109,9 @@ def _answer(has_reasoning: bool, calls: bool) -> Turn:
     return turn | ({"tool_calls": [_CALL]} if calls else {})
 
 
-def _inserted(longer: str, shorter: str) -> str:
-    """Return the first text without the common suffix of both."""
-    same = len(_common_prefix(longer[::-1], shorter[::-1]))
-    return longer[: len(longer) - same]
-
-
 def _common_prefix(one: str, other: str) -> str:
     length = next((offset for offset, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return one[: min(len(one), len(other)) if length is None else length]
-
-
-def _trailing_whitespace(mark: str) -> str:
-    return mark[len(mark.rstrip()) :]
 
 
 def _longest_first(marks: set[str]) -> list[str]:

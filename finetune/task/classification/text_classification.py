@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.data.batch import Batch
+from finetune.data.classes import Classes
 from finetune.data.encoding.labelled_text import (
     LABELS,
     ClassLabelEncoder,
@@ -19,7 +20,7 @@ from finetune.data.encoding.labelled_text import (
     NumericLabelEncoder,
     Truncation,
     label_of,
-    labels_in,
+    read_label_list,
     read_label_numbers,
 )
 from finetune.data.features import Features
@@ -324,7 +325,12 @@ def _problem_type_of(context: TaskContext) -> ProblemType:
 
 
 def _labels_of(row: Row, *, is_multi: bool) -> Iterable[Any]:
-    return labels_in(label_of(row), is_multi=is_multi)
+    label = label_of(row)
+    if is_multi:
+        return read_label_list(label)
+    if isinstance(label, list):
+        ClassLabelEncoder(Classes(()))(label)  # raises with the remedy
+    return [label]
 
 
 def _num_numbers(context: TaskContext) -> int:
