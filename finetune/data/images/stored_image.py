@@ -102,7 +102,13 @@ def stored_image(
     if isinstance(value, bytes | bytearray | memoryview):
         return StoredImage(f"{len(value):,} bytes", content=bytes(value))
     if isinstance(value, dict) and not {"bytes", "path"}.isdisjoint(value):
-        return _from_object(value, folder=folder, title=title, root=root)
+        content, path = value.get("bytes"), value.get("path")
+        if content is None and path is None:
+            raise DataError(f"{title} has neither bytes nor a path.")
+        if content is None:
+            return stored_image(path, folder=folder, title=title, root=root)
+        image = stored_image(content, folder=folder, title=title, root=root)
+        return StoredImage(str(path), content=image.content) if path else image
     if isinstance(value, str):
         return _from_text(value, folder=folder, title=title, root=root)
     raise DataError(f"{title} must be a path, bytes, base64 or a `{{bytes, path}}` object, but is {describe(value)}.")
@@ -118,17 +124,6 @@ def folder_of(origin: str) -> Path | None:
     if "://" in origin or not path.is_absolute():
         return None
     return path if path.is_dir() else path.parent
-
-
-def _from_object(value: dict[str, Any], *, folder: Path | None, title: str, root: ImageRoot | None) -> StoredImage:
-    """Return the image of Hugging Face's image column, which has bytes, a path, or both."""
-    content, path = value.get("bytes"), value.get("path")
-    if content is None and path is None:
-        raise DataError(f"{title} has neither bytes nor a path.")
-    if content is None:
-        return stored_image(path, folder=folder, title=title, root=root)
-    image = stored_image(content, folder=folder, title=title, root=root)
-    return StoredImage(str(path), content=image.content) if path else image
 
 
 def _from_text(text: str, *, folder: Path | None, title: str, root: ImageRoot | None) -> StoredImage:

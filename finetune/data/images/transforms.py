@@ -128,22 +128,17 @@ class MixedImage:
 def mix_images(first: Tensor, second: Tensor, *, mixup: float, cutmix: float, random: Random) -> MixedImage:
     """Return a mixup or CutMix of both images; if both alphas are above 0, one is chosen with equal probability."""
     if cutmix > 0 and (mixup == 0 or random.random() < 0.5):
-        return _cutmix(first, second, cutmix, random)
+        height, width = first.shape[-2:]
+        side = math.sqrt(1 - random.betavariate(cutmix, cutmix))
+        center_y, center_x = random.randrange(height), random.randrange(width)
+        top, bottom = _span_around(center_y, int(height * side), height)
+        left, right = _span_around(center_x, int(width * side), width)
+        pixels = first.clone()
+        pixels[:, top:bottom, left:right] = second[:, top:bottom, left:right]
+        return MixedImage(pixels, 1 - (bottom - top) * (right - left) / (height * width))
     # a weighted mean of both (Zhang et al., 2017, arXiv:1710.09412)
     share = random.betavariate(mixup, mixup)
     return MixedImage(share * first + (1 - share) * second, share)
-
-
-def _cutmix(first: Tensor, second: Tensor, alpha: float, random: Random) -> MixedImage:
-    """Return the first image with a rectangle of the second (Yun et al., 2019, arXiv:1905.04899)."""
-    height, width = first.shape[-2:]
-    side = math.sqrt(1 - random.betavariate(alpha, alpha))
-    center_y, center_x = random.randrange(height), random.randrange(width)
-    top, bottom = _span_around(center_y, int(height * side), height)
-    left, right = _span_around(center_x, int(width * side), width)
-    pixels = first.clone()
-    pixels[:, top:bottom, left:right] = second[:, top:bottom, left:right]
-    return MixedImage(pixels, 1 - (bottom - top) * (right - left) / (height * width))
 
 
 def _span_around(center: int, size: int, end: int) -> tuple[int, int]:

@@ -197,23 +197,17 @@ def _by_weight(sections: Sequence[MixedSourceSection]) -> list[int]:
     weights = [Fraction(str(section.weight)) for section in sections]
     shares = [weight / sum(weights) for weight in weights]
     window = min(lcm(*(share.denominator for share in shares)), MAX_WINDOW)
-    counts = _largest_remainders(shares, window)
+    counts = [int(share * window) for share in shares]
+    remainders = [share * window - count for share, count in zip(shares, counts, strict=True)]
+    by_remainder = sorted(range(len(shares)), key=lambda source: (-remainders[source], source))
+    for source in by_remainder[: window - sum(counts)]:
+        counts[source] += 1
     for number, (section, count) in enumerate(zip(sections, counts, strict=True)):
         if count == 0:
             raise DataError(
                 f"data.train.mix.{number}.weight: {section.weight:g} is less than 1/{window} of the mix, so the source "
                 "would never appear. Increase the weight, or remove the source."
             )
-    return counts
-
-
-def _largest_remainders(shares: Sequence[Fraction], size: int) -> list[int]:
-    """Return integers with the sum `size` that are closest to the shares (Hamilton's method)."""
-    counts = [int(share * size) for share in shares]
-    remainders = [share * size - count for share, count in zip(shares, counts, strict=True)]
-    by_remainder = sorted(range(len(shares)), key=lambda source: (-remainders[source], source))
-    for source in by_remainder[: size - sum(counts)]:
-        counts[source] += 1
     return counts
 
 

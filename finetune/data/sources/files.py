@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from finetune.data.rows import RawRow
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
-from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, count_rows, rows_of
-from finetune.data.sources.tables import ClassNames, table_class_names
+from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, rows_of
+from finetune.data.sources.tables import ClassNames, num_parquet_rows, table_class_names
 from finetune.data.sources.unpacking import BoundedStream
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
@@ -109,7 +110,9 @@ class DataFile:
         kind, compression = kind_of(self.name)
         with _readable(self.file), self.file.open() as stream:
             content = _decompressed(stream, compression, self.name)
-            return count_rows(content, kind, origin=self.name, options=self.options, at_most=at_most)
+            if kind == ".parquet":
+                return min(at_most, num_parquet_rows(content))
+            return sum(1 for _ in islice(rows_of(content, kind, origin=self.name, options=self.options), at_most))
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,11 @@ def find_image_folder(folder: Path) -> ImageFolder | None:
     subfolders are splits.
     """
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
-    files = tuple(file.relative_to(folder) for class_folder in classes for file in _images(class_folder))
+    files = tuple(
+        file.relative_to(folder)
+        for class_folder in classes
+        for file in sorted(file for file in class_folder.rglob("*") if is_image(file))
+    )
     num_unlabelled = sum(is_image(file) for file in folder.iterdir())
     if num_unlabelled:
         raise DataError(
@@ -109,10 +113,6 @@ def find_image_folder(folder: Path) -> ImageFolder | None:
 def is_image(path: Path) -> bool:
     """Return whether the file is an image, judged by its name."""
     return path.suffix.lower() in ENDINGS and not path.name.startswith((".", "_")) and path.is_file()
-
-
-def _images(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if is_image(file))
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,10 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
     elif path.exists():
         if path.is_symlink():
             log(f"{key}.path: {path} is a link to {path.resolve()}")
-        _require_file(path)
+        try:
+            require_regular(path)
+        except NotAFile as error:
+            raise DataError(f"{path}: {error.strerror}. Rows are read several times: write them to a file.") from error
         files, base = [path], None
     else:
         base = _base(path)
@@ -173,14 +176,6 @@ def find_local(section: SourceSection, *, key: str, log: Callable[[str], None]) 
     if base is not None and not section.follow_links:
         _refuse_links_out(files, base, key=key)
     return Files(section.path, tuple(map(LocalFile, files)), base or path.parent)
-
-
-def _require_file(path: Path) -> None:
-    """Raise DataError for a FIFO or a device: rows are read more than once."""
-    try:
-        require_regular(path)
-    except NotAFile as error:
-        raise DataError(f"{path}: {error.strerror}. Rows are read several times: write them to a file.") from error
 
 
 _HOLE_BYTES = 1 << 20

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, BinaryIO, Literal
 
 from finetune.config.section import CONLL_KINDS
 from finetune.data.rows import RawRow, not_utf8, parse_json, parse_json_at, record_paths, shortened
 from finetune.data.sources.decoding import as_utf8, decode_line, decoded_chunks
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
-from finetune.data.sources.tables import arrow_rows, num_parquet_rows, parquet_rows
+from finetune.data.sources.tables import arrow_rows, parquet_rows
 from finetune.data.sources.unpacking import MAX_ROW_BYTES
 from finetune.errors import DataError
 
@@ -51,15 +51,6 @@ def rows_of(
         buffered = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(raw, 1 << 20)
         text = as_utf8(buffered, encoding=options.encoding, origin=origin)
         yield from islice(_TEXTS[kind](text, origin, options), start, None)
-
-
-def count_rows(
-    stream: BinaryIO, kind: str, *, origin: str, at_most: int, options: ReadOptions = DEFAULT_OPTIONS
-) -> int:
-    """Return the number of rows, but at most `at_most`."""
-    if kind == ".parquet":
-        return min(at_most, num_parquet_rows(stream))
-    return sum(1 for _ in islice(rows_of(stream, kind, origin=origin, options=options), at_most))
 
 
 def _json_lines(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Iterator[RawRow]:
@@ -100,7 +91,12 @@ def _json(stream: io.BufferedReader, origin: str, options: ReadOptions) -> Itera
         return
     for index, (number, line) in enumerate(_lines(stream, origin)):
         if index == 0 and not _is_whole(line):
-            _refuse_one_object(_parsed(line + b"\n" + _whole(stream, origin), origin), origin)
+            paths = record_paths(_parsed(line + b"\n" + _whole(stream, origin), origin))
+            if paths:
+                advice = f"its rows seem to be in `{paths[0]}`. Write `records: {paths[0]}` next to its path."
+            else:
+                advice = "it contains no list of objects. Write its rows as an array, or as one object per line."
+            raise DataError(f"{origin}: is one object, not an array of objects; {advice}")
         yield RawRow(origin, number, line)
 
 
@@ -178,15 +174,6 @@ def _not_valid(error: json.JSONDecodeError, origin: str) -> DataError:
         f"{origin}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}. "
         "The file must be an array of objects, or one object per line."
     )
-
-
-def _refuse_one_object(value: Any, origin: str) -> NoReturn:
-    paths = record_paths(value)
-    if paths:
-        advice = f"its rows seem to be in `{paths[0]}`. Write `records: {paths[0]}` next to its path."
-    else:
-        advice = "it contains no list of objects. Write its rows as an array, or as one object per line."
-    raise DataError(f"{origin}: is one object, not an array of objects; {advice}")
 
 
 def records_at(value: Any, path: str, origin: str) -> Iterator[dict[str, Any]]:
@@ -359,8 +346,13 @@ def _parsed_fields(lines: _DelimitedLines, origin: str, *, delimiter: str, quote
             raise DataError(f"{origin}, line {lines.first}: {_damage(error, lines)}") from error
         if fields is None:
             return
-        if lines.number > lines.first and delimiter == "\t" and quotes is None:
-            _refuse_rows_in_quotes(fields, lines, origin)
+        may_be_merged = lines.number > lines.first and delimiter == "\t" and quotes is None
+        if may_be_merged and any("\t" in field and ("\n" in field or "\r" in field) for field in fields):
+            raise DataError(
+                f"{origin}, lines {lines.first} to {lines.number}: are one row, since a quotation mark at the start of "
+                "a field is closed several lines later, with tabs in between. Write `quotes: false` next to the path "
+                "if quotation marks are ordinary characters, `quotes: true` if this is one row."
+            )
         if fields:
             yield fields
 
@@ -373,16 +365,6 @@ def _damage(error: csv.Error, lines: _DelimitedLines) -> str:
         )
     advice = "A quotation mark inside of quotes is written twice; `quotes: false` reads them as characters."
     return f"not valid CSV: {error}. {advice}"
-
-
-def _refuse_rows_in_quotes(fields: Sequence[str], lines: _DelimitedLines, origin: str) -> None:
-    """Raise DataError if quotes contain both tabs and line breaks, which suggests that they merged several rows."""
-    if any("\t" in field and ("\n" in field or "\r" in field) for field in fields):
-        raise DataError(
-            f"{origin}, lines {lines.first} to {lines.number}: are one row, since a quotation mark at the start of "
-            "a field is closed several lines later, with tabs in between. Write `quotes: false` next to the path if "
-            "quotation marks are ordinary characters, `quotes: true` if this is one row."
-        )
 
 
 def _header(fields: list[str], origin: str) -> list[str]:

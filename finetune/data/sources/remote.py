@@ -55,7 +55,11 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
     Raises DataError if there are none or they cannot be read, MissingPackage if the storage requires a package.
     """
     url = str(section.path)
-    _refuse_redacted(url)
+    if REDACTED in url:
+        raise DataError(
+            f"{url}: the secret in this URL was removed from the saved job. Pass the URL again with --set, or in "
+            f"the job file of --config."
+        )
     scheme = url.partition("://")[0]
     if scheme in STORAGE_PACKAGES:
         package, extra = STORAGE_PACKAGES[scheme]
@@ -74,14 +78,6 @@ def find_remote(section: SourceSection, *, key: str, log: Callable[[str], None])
     for name in facts_of:
         require_readable(name)
     return Files(unsigned_url(url), tuple(RemoteFile(name, file_facts) for name, file_facts in facts_of.items()))
-
-
-def _refuse_redacted(url: str) -> None:
-    if REDACTED in url:
-        raise DataError(
-            f"{url}: the secret in this URL was removed from the saved job. Pass the URL again with --set, or in "
-            f"the job file of --config."
-        )
 
 
 def _matching(storage: Any, path: str) -> dict[str, Any]:

@@ -41,7 +41,13 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     if chat_template is None:
         return
     path = BUILT_IN.get(chat_template, Path(chat_template).expanduser())
-    _check_tokens(tokenizer, chat_template)
+    missing = [mark for mark in NEEDED.get(chat_template, ()) if len(tokenize(tokenizer, mark)) != 1]
+    if missing:
+        raise DataError(
+            f"data.chat_template: {chat_template} requires the tokens {', '.join(missing)}, which this tokenizer does "
+            "not have. Remove the key to use the tokenizer's own template, or write `chatml`, which works with any "
+            "tokenizer."
+        )
     is_named = chat_template in BUILT_IN or chat_template in TEMPLATES
     try:
         tokenizer.chat_template = _of_plugin(chat_template) if chat_template in TEMPLATES else _read(path)
@@ -186,16 +192,6 @@ def _read(path: Path) -> str:
             f"data.chat_template: {path} has more than {MAX_TEMPLATE_BYTES >> 20} MB, too large for a template."
         )
     return content.decode("utf-8")
-
-
-def _check_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
-    missing = [mark for mark in NEEDED.get(chat_template, ()) if len(tokenize(tokenizer, mark)) != 1]
-    if missing:
-        raise DataError(
-            f"data.chat_template: {chat_template} requires the tokens {', '.join(missing)}, which this tokenizer does "
-            "not have. Remove the key to use the tokenizer's own template, or write `chatml`, which works with any "
-            "tokenizer."
-        )
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:

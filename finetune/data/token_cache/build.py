@@ -2,7 +2,7 @@
 
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -73,7 +73,13 @@ class TokenCacheWriter:
         self._head = f"{identity.fingerprint}/{FORMAT_VERSION}"
         self.damage: str | None = None  # why the files of an earlier process cannot be used
         chunks = self._intact_chunks()
-        _remove_others(folder, names={chunk_name(number) for number in range(len(chunks))})
+        names = {chunk_name(number) for number in range(len(chunks))}
+        for path in folder.iterdir():
+            if path.name not in names:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
         self._counts = Counts(**chunks[-1].facts["counts"]) if chunks else Counts()
         self._origins = [(start, origin) for chunk in chunks for start, origin in chunk.facts["origins"]]
         self._num_written_origins = len(self._origins)
@@ -147,16 +153,6 @@ class TokenCacheWriter:
         except Damaged as damage:
             self.damage = str(damage)
         return chunks
-
-
-def _remove_others(folder: Path, *, names: Collection[str]) -> None:
-    """Remove everything in the folder except the files with these names."""
-    for path in folder.iterdir():
-        if path.name not in names:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
 
 
 def num_written_rows(folder: Path) -> int:
