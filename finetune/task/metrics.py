@@ -112,19 +112,6 @@ TOP_K = 5
 """The number of most likely classes that count as correct in `top5_accuracy`."""
 
 
-def image_metrics(records: Tensor, *, num_classes: int) -> dict[str, float]:
-    """Return `accuracy`, `macro_f1` and, with more than TOP_K classes, `top5_accuracy`.
-
-    `records` are [images, 4]: id, class, most likely class, and the number of classes more likely than the true one.
-    Macro F1 is the mean over the classes that occur as label or prediction.
-    """
-    all_metrics = class_metrics(records[:, 1], records[:, 2], num_classes=num_classes)
-    metrics = {name: all_metrics[name] for name in ("accuracy", "macro_f1")}
-    if num_classes > TOP_K:
-        metrics["top5_accuracy"] = (records[:, 3] < TOP_K).double().mean().item()
-    return metrics
-
-
 Entity = tuple[int, int, str]
 """First and last word of an entity, and its type."""
 
@@ -145,10 +132,11 @@ def find_entities(tags: Sequence[str]) -> Iterator[Entity]:
     """
     start, previous = 0, (OUTSIDE, "")
     for number, tag in enumerate([*tags, OUTSIDE]):
-        current = _split_tag(tag)
-        if previous[0] != OUTSIDE and _ends_entity(previous, current):
+        prefix, _, entity_type = tag.partition("-")
+        current = prefix, entity_type
+        if previous[0] != OUTSIDE and (previous[0] in "ES" or current[0] in "BSO" or previous[1] != current[1]):
             yield start, number - 1, previous[1]
-        if current[0] != OUTSIDE and _starts_entity(previous, current):
+        if current[0] != OUTSIDE and (current[0] in "BS" or previous[0] in "ESO" or previous[1] != current[1]):
             start = number
         previous = current
 
@@ -177,18 +165,3 @@ def entity_scores(sentences: Iterable[tuple[Sequence[str], Sequence[str]]]) -> E
     recall = num_correct / num_true if num_true else 0.0
     f1 = 2 * num_correct / (num_predicted + num_true) if num_correct else 0.0
     return EntityScores(precision, recall, f1)
-
-
-def _split_tag(tag: str) -> tuple[str, str]:
-    prefix, _, entity_type = tag.partition("-")
-    return prefix, entity_type
-
-
-def _ends_entity(previous: tuple[str, str], current: tuple[str, str]) -> bool:
-    """Return whether the previous word ends its entity."""
-    return previous[0] in "ES" or current[0] in "BSO" or previous[1] != current[1]
-
-
-def _starts_entity(previous: tuple[str, str], current: tuple[str, str]) -> bool:
-    """Return whether the current word starts an entity."""
-    return current[0] in "BS" or previous[0] in "ESO" or previous[1] != current[1]

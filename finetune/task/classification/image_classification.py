@@ -18,7 +18,7 @@ from finetune.data.rows import Row
 from finetune.runtime.seeds import derive_seed
 from finetune.task.base import BaseTask
 from finetune.task.classification.classes import class_loss_sum, find_classes
-from finetune.task.metrics import image_metrics
+from finetune.task.metrics import TOP_K, class_metrics
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import DataFacts, EvaluationOutput, ModelHead, SampleSpec, TaskContext
 
@@ -95,7 +95,12 @@ class ImageClassificationTask(BaseTask):
         loss = sums["loss_sum"] / sums["num_targets"]
         if records is None:
             return {"loss": loss}
-        return {"loss": loss, **image_metrics(records, num_classes=len(self.classification.classes))}
+        num_classes = len(self.classification.classes)
+        all_metrics = class_metrics(records[:, 1], records[:, 2], num_classes=num_classes)
+        metrics = {name: all_metrics[name] for name in ("accuracy", "macro_f1")}
+        if num_classes > TOP_K:
+            metrics["top5_accuracy"] = (records[:, 3] < TOP_K).double().mean().item()
+        return {"loss": loss, **metrics}
 
     @property
     def _mixes(self) -> bool:

@@ -131,7 +131,9 @@ def _probe(module: nn.Module, *, logits_index: int) -> tuple[ScoreFunction, Rout
     if output is None:
         raise ModelError(f"its router {class_name} does not return logits, weights and indices of experts")
     for name, function in SCORE_FUNCTIONS.items():
-        if _are_proportional(output.weights, function(output.logits.float()).gather(1, output.experts)):
+        scores = function(output.logits.float()).gather(1, output.experts)
+        one, other = (values.float() / values.float().sum(dim=-1, keepdim=True) for values in (output.weights, scores))
+        if bool(torch.isclose(one, other, rtol=_TOLERANCE, atol=1e-6).all()):
             return name, output
     raise ModelError(f"the scores of its router {class_name} are neither a softmax nor a sigmoid of the logits")
 
@@ -168,9 +170,3 @@ def _call(router: Any, matrix: Tensor) -> Any:
     hidden = torch.randn(_NUM_TOKENS, width, generator=torch.Generator().manual_seed(1))
     others = list(inspect.signature(type(router).forward).parameters)[2:]
     return router(hidden, **{name: torch.zeros(num_experts) for name in others if name.endswith("bias")})
-
-
-def _are_proportional(weights: Tensor, scores: Tensor) -> bool:
-    """Return whether the weights of every token are proportional to its scores."""
-    one, other = (values.float() / values.float().sum(dim=-1, keepdim=True) for values in (weights, scores))
-    return bool(torch.isclose(one, other, rtol=_TOLERANCE, atol=1e-6).all())
