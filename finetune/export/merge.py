@@ -63,7 +63,10 @@ def merge(model: PeftModel, weights: Mapping[str, Tensor], *, dtype: torch.dtype
     require_mergeable(model)
     meta_model = _build_meta_peft_model(model)
     merges = list(_module_merges(meta_model.base_model.model, "", _Values(meta_model, weights, dtype=dtype)))
-    threads = num_threads_for(_WORKING_COPIES * 8 * _max_merged_elements(meta_model))
+    layers = (module for module in meta_model.modules() if isinstance(module, BaseTunerLayer))
+    sizes = (sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+    largest: int = max(0, *sizes, *(parameter.numel() for parameter in meta_model.parameters()))
+    threads = num_threads_for(_WORKING_COPIES * 8 * largest)
     results = map_in_threads(lambda merge_module: merge_module(), merges, num_threads=threads)
     merged = {name: value for tensors in results for name, value in tensors}
     return Merged(merged, _has_untied_weights(build_meta_model(unwrap_adapter(model), dtype=torch.float32), merged))
@@ -166,14 +169,6 @@ def _merged_layer(layer: nn.Module, path: str, values: _Values) -> _NamedTensors
     weights = [(_joined(path, name), values.rounded(merged[name], tensor)) for name, tensor in base.named_parameters()]
     given = [(name, buffer) for name, buffer in base.named_buffers() if values.is_given(buffer)]
     return [*weights, *((_joined(path, name), values.rounded(values.of(buffer), buffer)) for name, buffer in given)]
-
-
-def _max_merged_elements(meta_model: PeftModel) -> int:
-    """Return the largest number of elements that one call merges."""
-    layers = (module for module in meta_model.modules() if isinstance(module, BaseTunerLayer))
-    sizes = (sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
-    largest: int = max(0, *sizes, *(parameter.numel() for parameter in meta_model.parameters()))
-    return largest
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, Tensor]]:

@@ -132,7 +132,11 @@ def export_model(
             )
             base_model = unwrap_adapter(model)
             if _has_own_config(facts, base_model):
-                _save_config(base_model, staging / CONFIG_FOLDER, is_for_values=bool(facts.config_values))
+                config = copy.deepcopy(base_model.config)
+                config.use_cache = True  # disabled for training only
+                if facts.config_values and hasattr(config, "quantization_config"):
+                    del config.quantization_config  # of training; users of the adapter choose their own
+                config.save_pretrained(staging / CONFIG_FOLDER)
         else:
             weights = _cast(weights, section.dtype)
             written = _write_model(staging, model=model, weights=weights, preprocessors=preprocessors, section=section)
@@ -149,14 +153,6 @@ def export_model(
 def _has_own_config(facts: CardFacts, base: PreTrainedModel) -> bool:
     """Return whether an adapter's folder needs a config because its classes or values differ from the base's."""
     return bool(base.name_or_path) and (facts.head in NEW_HEADS or bool(facts.config_values))
-
-
-def _save_config(base: PreTrainedModel, folder: Path, *, is_for_values: bool) -> None:
-    config = copy.deepcopy(base.config)
-    config.use_cache = True  # disabled for training only
-    if is_for_values and hasattr(config, "quantization_config"):  # of training; users of the adapter choose their own
-        del config.quantization_config
-    config.save_pretrained(folder)
 
 
 def card_base(model: PreTrainedModel, *, is_merged: bool, facts: CardFacts) -> CardBase | None:

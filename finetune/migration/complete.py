@@ -64,7 +64,11 @@ def complete(draft: Draft) -> None:
     _budget(draft)
     _schedule(draft)
     _evaluation(draft)
-    _checkpoints(draft)
+    _put_interval(draft, "checkpoint.every_steps", "save", otherwise=500)
+    limit = draft.get("save_limit", 0)
+    if limit >= 1:
+        comment = "at least 2: the newest may still be being written" if limit == 1 else ""
+        draft.put("checkpoint.keep_last", max(2, limit), "save_limit", comment=comment)
     _tracking(draft)
     _strategy(draft)
     for name, (_, leaf) in draft.facts.items():
@@ -231,14 +235,6 @@ def _put_interval(draft: Draft, key: str, event: str, *, otherwise: int) -> None
         often = f"{times:g} times per epoch" if times else f"after each {steps:g} of the run"
         fact = f"{event}s_per_epoch" if times else f"{event}_steps"
         draft.put(key, otherwise, fact, f"{event}_strategy", comment=f"{often} {_ADAPT}")
-
-
-def _checkpoints(draft: Draft) -> None:
-    _put_interval(draft, "checkpoint.every_steps", "save", otherwise=500)
-    limit = draft.get("save_limit", 0)
-    if limit >= 1:
-        comment = "at least 2: the newest may still be being written" if limit == 1 else ""
-        draft.put("checkpoint.keep_last", max(2, limit), "save_limit", comment=comment)
 
 
 def _tracking(draft: Draft) -> None:

@@ -107,14 +107,14 @@ def _without_references(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], li
     resolved, problems = {}, []
     for key, leaf in leaves.items():
         try:
-            resolved[key] = Leaf(key, leaf.line, _resolve(leaf.value, leaves, is_template=_may_be_template(key)))
+            resolved[key] = Leaf(
+                key,
+                leaf.line,
+                _resolve(leaf.value, leaves, is_template=any(word in key.lower() for word in _JINJA_KEYS)),
+            )
         except ValueError as error:
             problems.append(Problem(key, str(error), line=leaf.line))
     return resolved, problems
-
-
-def _may_be_template(key: str) -> bool:
-    return any(word in key.lower() for word in _JINJA_KEYS)
 
 
 def _resolve(value: Any, leaves: Mapping[str, Leaf], *, is_template: bool) -> Any:

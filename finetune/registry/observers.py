@@ -43,11 +43,6 @@ TRACKERS = Table(
 )
 
 
-def trackers_that_read(key: str) -> tuple[str, ...]:
-    """Return the names of the trackers that take a key of `report:`, such as `tags`."""
-    return tuple(entry.name for entry in TRACKERS if key in entry.arguments)
-
-
 class Request(Flag):
     """What a callback may ask for. Ranks agree before the next step: what one of them asks for, all of them do."""
 

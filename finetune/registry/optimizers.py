@@ -188,8 +188,3 @@ def describe_defaults(key: str) -> str:
     """Return the sentence of the reference page with the optimizers that have a default of their own for a key."""
     own = [f"`{entry.name}` {entry.defaults[key]}" for entry in OPTIMIZERS if key in entry.defaults]
     return f" Unset, {', '.join(own)}." if own else ""
-
-
-def optimizers_that_read(key: str) -> tuple[str, ...]:
-    """Return the names of the optimizers that read a key of `train.optimizer`."""
-    return tuple(entry.name for entry in OPTIMIZERS if key in entry.reads)

@@ -115,17 +115,12 @@ def plugin_entries() -> Iterator[tuple[str, Entry]]:
         yield from ((group, entry) for table in tables for entry in table if entry.plugin)
 
 
-def is_file_name(name: str) -> bool:
-    """Return whether the name of a plugin is a path and not a module."""
-    return name.startswith((".", "/", "~"))
-
-
 def load_plugin(name: str, folder: pathlib.Path) -> tuple[Plugin, ...]:
     """Import the module, the file (relative to the folder) or all entry points of the distribution of that name.
 
     Raises RegistryError, with the line of the plugin that failed, where it cannot be imported.
     """
-    if is_file_name(name):
+    if name.startswith((".", "/", "~")):
         return (_load_file(folder / pathlib.Path(name).expanduser()),)
     try:
         is_module = importlib.util.find_spec(name) is not None

@@ -174,7 +174,11 @@ class ConsoleReporter:
                 self._num_steps = event.num_steps
                 self._meter = ThroughputMeter(event.num_steps, unit=throughput_unit(event.config))
             case StepTaken():
-                self._show_step(event)
+                self._meter.add(event)
+                logged = Cadence(self._log_every_steps, self._num_steps).due(event.step)
+                self._screen.show_step(event, num_steps=self._num_steps, meter=self._meter, is_logged=logged)
+                if logged:
+                    self._meter.reset_data_share()
             case Evaluated():
                 self._evaluations.append(event.metrics)
             case RunEnded():
@@ -188,13 +192,6 @@ class ConsoleReporter:
     def close(self) -> None:
         """Leave the terminal as it was."""
         self._screen.close()
-
-    def _show_step(self, event: StepTaken) -> None:
-        self._meter.add(event)
-        logged = Cadence(self._log_every_steps, self._num_steps).due(event.step)
-        self._screen.show_step(event, num_steps=self._num_steps, meter=self._meter, is_logged=logged)
-        if logged:
-            self._meter.reset_data_share()
 
 
 class PlainScreen:

@@ -83,12 +83,8 @@ class Curve:
         self._buckets = np.concatenate([self._buckets, _make_buckets(steps[:full], values[:full], self._width)])
         self._steps, self._values = steps[full:].tolist(), values[full:].tolist()
         while len(self._buckets) > self._most_buckets:
-            self._merge_pairs()
-
-    def _merge_pairs(self) -> None:
-        """Merge pairs of buckets; an odd last bucket joins the last pair, since its points are unknown."""
-        self._buckets = _merged(self._buckets)
-        self._width *= 2
+            self._buckets = _merged(self._buckets)
+            self._width *= 2
 
 
 def _make_buckets(steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:

@@ -283,8 +283,10 @@ class RunHistory:
         rates = np.divide(tokens, seconds, out=np.full(len(batch), np.nan), where=seconds > 0)
         self._extend("tokens_per_second", steps, rates.tolist())
         self._extend("seconds_per_step", steps, seconds.tolist())
-        if (factor := self._mfu_factor()) is not None:
-            self._extend("mfu", steps, (rates * factor).tolist())
+        start = self.starts[-1] if self.starts else {}
+        per_token, peak = start.get("flops_per_token"), start.get("peak_flops_per_second")
+        if per_token and peak:
+            self._extend("mfu", steps, (rates * (per_token / peak)).tolist())
         for group in ("metrics", "device"):
             for name in {name for event in batch for name in event.get(group) or ()}:
                 self._extend(f"{group}/{name}", steps, [(event.get(group) or {}).get(name) for event in batch])
@@ -304,12 +306,6 @@ class RunHistory:
         if pairs:
             numbers = [_number(value) for _, value in pairs]
             self.curves.setdefault(name, Curve()).extend([step for step, _ in pairs], numbers)
-
-    def _mfu_factor(self) -> float | None:
-        """Return the MFU of one token per second; None if it is unknown."""
-        start = self.starts[-1] if self.starts else {}
-        per_token, peak = start.get("flops_per_token"), start.get("peak_flops_per_second")
-        return per_token / peak if per_token and peak else None
 
     def _add_startup(self, event: EventFields) -> None:
         self.startup = event

@@ -30,9 +30,19 @@ class JsonlReporter:
     def __call__(self, event: Event) -> None:
         """Write the event's line."""
         if self._file is None:
-            self._file = _open_at_line_start(self._path)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a+b") as file:  # a run that was killed within a line left no newline
+                if file.tell() > 0:
+                    file.seek(-1, 2)
+                    if file.read(1) != b"\n":
+                        file.write(b"\n")
+            self._file = self._path.open("a", encoding="utf-8")
             for note in self._notes:
-                self._write(_note_event(note, step=event.step))
+                self._write(
+                    Warned(event.step, note.removeprefix("warning: "))
+                    if note.startswith("warning: ")
+                    else Noted(event.step, note)
+                )
         self._write(event)
 
     def close(self) -> None:
@@ -51,22 +61,6 @@ def event_fields(event: Event, *, time: float) -> dict[str, Any]:
     """Return the event as plain JSON values, its name and time first; values that look secret are left out."""
     fields = {field.name: _plain(getattr(event, field.name)) for field in dataclasses.fields(event)}
     return {"event": type(event).__name__, "time": round(time, 3), **redacted_config(fields)}
-
-
-def _note_event(note: str, *, step: int) -> Event:
-    if note.startswith("warning: "):
-        return Warned(step, note.removeprefix("warning: "))
-    return Noted(step, note)
-
-
-def _open_at_line_start(path: Path) -> Any:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:  # a run that was killed within a line left no newline
-        if file.tell() > 0:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-    return path.open("a", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

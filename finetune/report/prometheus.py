@@ -98,7 +98,11 @@ class PrometheusReporter:
                 per_step = {phase: seconds / event.num_steps for phase, seconds in event.seconds.items()}
                 self._set_labelled("profile_seconds", per_step)
             case CheckpointSaved():
-                self._save_checkpoint()
+                self._counters["checkpoints"].inc()
+                if self._saved_at is None:  # no checkpoint yet
+                    age = self._client.Gauge("last_checkpoint_age_seconds", "Since the last checkpoint.", **self._given)
+                    age.set_function(lambda: time.time() - (self._saved_at or 0.0))
+                self._saved_at = time.time()
             case Warned():
                 self._counters["warnings"].inc()
             case RunEnded():
@@ -162,13 +166,6 @@ class PrometheusReporter:
             if name not in self._gauges:
                 self._gauges[name] = self._client.Gauge(name, _GAUGES[name], **self._given)
             self._gauges[name].set(value)
-
-    def _save_checkpoint(self) -> None:
-        self._counters["checkpoints"].inc()
-        if self._saved_at is None:  # no checkpoint yet
-            age = self._client.Gauge("last_checkpoint_age_seconds", "Since the last checkpoint.", **self._given)
-            age.set_function(lambda: time.time() - (self._saved_at or 0.0))
-        self._saved_at = time.time()
 
     def _set_labelled(self, name: str, values: Mapping[str, float]) -> None:
         for label, value in values.items():

@@ -69,7 +69,9 @@ class FanOut:
                 try:
                     reporter(current)
                 except Exception as error:
-                    self._drop(reporter)
+                    self._reporters.remove(reporter)
+                    with suppress(Exception):  # it has failed already
+                        reporter.close()
                     events.append(self._warning(reporter, error))
 
     def close(self) -> None:
@@ -80,11 +82,6 @@ class FanOut:
                 reporter.close()
             except Exception as error:
                 self(self._warning(reporter, error))
-
-    def _drop(self, reporter: Reporter) -> None:
-        self._reporters.remove(reporter)
-        with suppress(Exception):  # it has failed already
-            reporter.close()
 
     def _warning(self, reporter: Reporter, error: Exception) -> Warned:
         name = reporter.name if isinstance(reporter, FunctionReporter) else type(reporter).__name__

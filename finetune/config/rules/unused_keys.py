@@ -25,8 +25,8 @@ from finetune.config.sections.task import (
 )
 from finetune.errors import Problem
 from finetune.registry.losses import EMBEDDING_LOSSES, PREFERENCE_LOSSES, PairLossEntry, PreferenceLossEntry
-from finetune.registry.observers import trackers_that_read
-from finetune.registry.optimizers import OPTIMIZERS, optimizers_that_read
+from finetune.registry.observers import TRACKERS
+from finetune.registry.optimizers import OPTIMIZERS
 from finetune.registry.schedules import SCHEDULES
 from finetune.registry.tasks import TASKS, tasks_where
 
@@ -275,7 +275,7 @@ def optimizer_keys() -> Iterator[ConditionalKey]:
     """Yield the keys that only some optimizers read."""
     wordings = {"momentum": "momentum", "betas": "betas", "eps": "eps", "state_dtype": "a choice of state dtype"}
     for key, text in wordings.items():
-        names = optimizers_that_read(key)
+        names = tuple(entry.name for entry in OPTIMIZERS if key in entry.reads)
         needs = f"only {format_list(names)} {'has' if len(names) == 1 else 'have'} {text}"
         yield ConditionalKey(f"train.optimizer.{key}", partial(_reads, key=key), needs)
 
@@ -283,7 +283,7 @@ def optimizer_keys() -> Iterator[ConditionalKey]:
 def tracker_keys() -> Iterator[ConditionalKey]:
     """Yield the keys of `report:` that only some trackers read."""
     for key in ("run_name", "entity", "group", "tags"):
-        names = trackers_that_read(key)
+        names = tuple(entry.name for entry in TRACKERS if key in entry.arguments)
         needs = f"only {format_list(names)} read it, and `report.trackers` names none of them"
         yield ConditionalKey(f"report.{key}", partial(_tracks_with, names=frozenset(names)), needs)
 

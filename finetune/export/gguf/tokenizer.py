@@ -70,7 +70,11 @@ def convert_tokenizer(
     scores: tuple[float, ...] = ()
     if is_spm:
         scores = _scores(tokens, merges)
-        flags["add_space_prefix"] = _prefixes_space(content)
+        normalizer, steps = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
+        parts = [*normalizer.get("normalizers", [normalizer]), *steps.get("pretokenizers", [steps])]
+        flags["add_space_prefix"] = any(
+            part.get("type") == "Prepend" or part.get("prepend_scheme") in ("first", "always") for part in parts
+        )
     return GGUFTokenizer(
         model="llama" if is_spm else "gpt2",
         pre="default" if is_spm else _pre_tokenizer(content),
@@ -114,13 +118,6 @@ def _scores(tokens: tuple[str, ...], merges: list[str]) -> tuple[float, ...]:
         if missing is not None:
             raise _unknown(f"a tokenizer with pieces but without all of their merges ({' + '.join(missing)})")
     return tuple(-float(rank_of[token]) if token in rank_of else _LOWEST_SCORE for token in tokens)
-
-
-def _prefixes_space(content: Mapping[str, Any]) -> bool:
-    """Return whether a space is added before the first word, by the normalizer or the pre-tokenizer."""
-    normalizer, steps = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
-    parts = [*normalizer.get("normalizers", [normalizer]), *steps.get("pretokenizers", [steps])]
-    return any(part.get("type") == "Prepend" or part.get("prepend_scheme") in ("first", "always") for part in parts)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> dict[str, int]:

@@ -41,7 +41,10 @@ def write_gguf(
     gguf: Any = require("gguf", extra="gguf", purpose="writing GGUF files")
     config = load_auto_class(AutoConfig, folder, trust_remote_code=trust_remote_code)
     architecture = find_architecture(config)
-    names = gguf.get_tensor_name_map(_number_of(gguf, architecture), config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(
+        next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name),
+        config.num_hidden_layers,
+    )
     partial = path.with_name(f".{path.name}.part")
     writer = gguf.GGUFWriter(partial, architecture.name)
     writer.add_name(path.stem)
@@ -56,7 +59,14 @@ def write_gguf(
             known = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if known is None:
                 raise ModelError(f"GGUF: llama.cpp's `{architecture.name}` has no tensor for `{name}` of {folder}.")
-            _add_tensor(gguf, writer, known, tensor, dtype=dtype)
+            types = gguf.GGMLQuantizationType
+            if tensor.dim() == 1 or "ffn_gate_inp" in known or float(tensor.abs().max()) > _LARGEST_HALF:
+                number_type = types.F32
+            else:
+                number_type = types.Q8_0 if dtype == "q8_0" and tensor.shape[-1] % _BLOCK == 0 else types.F16
+            writer.add_tensor(
+                known, gguf.quants.quantize(tensor.contiguous().numpy(), number_type), raw_dtype=number_type
+            )
         if (divisors := rope_divisors(config)) is not None:
             writer.add_tensor("rope_freqs.weight", torch.tensor(divisors).numpy())
         writer.write_header_to_file()
@@ -66,10 +76,6 @@ def write_gguf(
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _number_of(gguf: Any, architecture: GGUFArchitecture) -> Any:
-    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
 
 
 def _add_tokenizer(
@@ -126,12 +132,3 @@ def _as_computed(name: str, tensor: Tensor, architecture: GGUFArchitecture, conf
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)
     return tensor
-
-
-def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, *, dtype: GGUFType) -> None:
-    types = gguf.GGMLQuantizationType
-    if tensor.dim() == 1 or "ffn_gate_inp" in name or float(tensor.abs().max()) > _LARGEST_HALF:
-        number_type = types.F32
-    else:
-        number_type = types.Q8_0 if dtype == "q8_0" and tensor.shape[-1] % _BLOCK == 0 else types.F16
-    writer.add_tensor(name, gguf.quants.quantize(tensor.contiguous().numpy(), number_type), raw_dtype=number_type)

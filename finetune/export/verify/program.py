@@ -137,7 +137,13 @@ class _Verification:
                 model.resize_token_embeddings(size, mean_resizing=False)
             model = peft.PeftModel.from_pretrained(model, str(folder))
             if compares_tensors:
-                self._compare_adapter(model)
+                expected = self.request["adapter_tensors"]
+                in_file: dict[str, Tensor] = {}
+                for path in sorted(self.folder.glob("adapter_model*.safetensors")):
+                    in_file.update(_tensors_in(path))
+                self._compare_tensors(in_file, expected)
+                loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+                self._compare_tensors(loaded, {name: facts for name, facts in expected.items() if name in loaded})
         return model.eval()
 
     def _load_full_model(self, source: Json, *, dtype: torch.dtype) -> Any:
@@ -166,16 +172,6 @@ class _Verification:
                 f"{len(differences)} of {len(expected)} tensors differ from the exported ones: "
                 f"{', '.join(differences[:MAX_NAMED])}."
             )
-
-    def _compare_adapter(self, model: Any) -> None:
-        """Compare the tensors in the adapter's file and those that peft has loaded into the model."""
-        expected = self.request["adapter_tensors"]
-        in_file: dict[str, Tensor] = {}
-        for path in sorted(self.folder.glob("adapter_model*.safetensors")):
-            in_file.update(_tensors_in(path))
-        self._compare_tensors(in_file, expected)
-        loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-        self._compare_tensors(loaded, {name: facts for name, facts in expected.items() if name in loaded})
 
     def _compare_tensor_files(self) -> None:
         """Compare tensors file by file without loading the model, which does not fit in memory."""

@@ -178,7 +178,13 @@ class ExportVerifier:
             is_verified = answer.get("is_complete", True)
             raise ExportError(_refuse(report.folder, answer["problems"], failed=failed, is_verified=is_verified))
         shutil.rmtree(failed_folder(final or report.folder), ignore_errors=True)  # of an earlier attempt
-        return _describe_success(answer, num_rows=len(expected.rows), seconds=time.monotonic() - start)
+        parts = []
+        if answer["distance"] is not None:
+            parts.append(f"logits of {len(expected.rows)} rows within {answer['distance']:.1g}")
+        if answer.get("num_texts"):
+            parts.append(f"the same tokens for {answer['num_texts']} texts")
+        parts += answer["notes"]
+        return f"verified in a fresh process in {time.monotonic() - start:.1f} s: {', '.join(parts or ['it loads'])}"
 
     def _answer(self, request: Path, *, limit_seconds: float) -> dict[str, Any]:
         timer = Timer(limit_seconds, self._process.kill)
@@ -202,11 +208,22 @@ class ExportVerifier:
 
     def _request(self, report: ExportReport, expected: Expected) -> dict[str, Any]:
         facts = self._facts
-        written = _written_precision(report)
-        fits = self._fits(is_merge=expected.unmerged is not None)
+        dtypes = {tensor.dtype for tensor in (*report.tensors.values(), *report.adapter_tensors.values())}
+        written: Precision = "float32"
+        if torch.bfloat16 in dtypes or torch.float16 in dtypes:
+            written = "bfloat16" if torch.bfloat16 in dtypes else "float16"
+        num_copies = 1.6 if expected.unmerged is not None else 1.1  # of the float32 model; a merge loads the base, too
+        fits = int(facts.num_parameters * 4 * num_copies) + _LIBRARIES_BYTES < available_bytes()
         rows = Path(self._folder.name) / "rows.safetensors" if expected.rows and fits else None
         if rows is not None:
-            _write_rows(rows, expected)
+            tensors: dict[str, Tensor] = {}
+            for number, row in enumerate(expected.rows):
+                tensors |= {f"{number}/inputs/{name}": value.contiguous() for name, value in row.inputs.items()}
+                if row.positions is not None:
+                    tensors[f"{number}/positions"] = row.positions
+                if expected.logits is not None:
+                    tensors[f"{number}/logits"] = expected.logits[number].contiguous()
+            save_file(tensors, rows)
         limits = {
             "tolerance": tolerance(expected.precision, written, num_layers=facts.num_layers, of="the trained model's"),
             "merge_tolerance": tolerance(written, num_layers=facts.num_layers, of="those of base and adapter unmerged"),
@@ -250,11 +267,6 @@ class ExportVerifier:
             "config": str(config) if config.is_dir() else None,
             "num_embeddings": self._facts.num_embeddings,
         }
-
-    def _fits(self, *, is_merge: bool) -> bool:
-        """Return whether the float32 model, or one and a half of it for a merge, fits in the host's free memory."""
-        needed = int(self._facts.num_parameters * 4 * (1.6 if is_merge else 1.1)) + _LIBRARIES_BYTES
-        return needed < available_bytes()
 
 
 def start_program(imports: Sequence[str], *, log: int) -> "subprocess.Popen[bytes]":
@@ -306,36 +318,9 @@ def _refuse(folder: Path, problems: Iterable[str], *, failed: Path, is_verified:
     )
 
 
-def _describe_success(answer: Mapping[str, Any], *, num_rows: int, seconds: float) -> str:
-    parts = []
-    if answer["distance"] is not None:
-        parts.append(f"logits of {num_rows} rows within {answer['distance']:.1g}")
-    if answer.get("num_texts"):
-        parts.append(f"the same tokens for {answer['num_texts']} texts")
-    parts += answer["notes"]
-    return f"verified in a fresh process in {seconds:.1f} s: {', '.join(parts or ['it loads'])}"
-
-
-def _written_precision(report: ExportReport) -> Precision:
-    """Return the lowest precision of the tensors."""
-    dtypes = {tensor.dtype for tensor in (*report.tensors.values(), *report.adapter_tensors.values())}
-    return "bfloat16" if torch.bfloat16 in dtypes else "float16" if torch.float16 in dtypes else "float32"
-
-
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     digests = map_in_threads(program.digest, tensors.values(), num_threads=num_threads_for())
     return {
         name: {"digest": digest, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
     }
-
-
-def _write_rows(path: Path, expected: Expected) -> None:
-    tensors: dict[str, Tensor] = {}
-    for number, row in enumerate(expected.rows):
-        tensors |= {f"{number}/inputs/{name}": value.contiguous() for name, value in row.inputs.items()}
-        if row.positions is not None:
-            tensors[f"{number}/positions"] = row.positions
-        if expected.logits is not None:
-            tensors[f"{number}/logits"] = expected.logits[number].contiguous()
-    save_file(tensors, path)

@@ -56,7 +56,12 @@ def empty_model(config: RunConfig, section: ModelSection, *, task: Task) -> Any:
 def make_trainable(model: Any, section: ModelSection, *, task: Task, seed: int) -> Any:
     """Return the model with the section's quantization, adapters and frozen parameters."""
     if section.quantization is not None:
-        _quantize(model, section.quantization, dtype=getattr(torch, section.dtype))
+        dtype = getattr(torch, section.dtype)
+        head = model.get_output_embeddings()  # which no quantization replaces
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear and child is not head:
+                    setattr(module, name, QuantizedLinear(child, section.quantization, storage=dtype))
     adapter = adapter_config(section)
     if adapter is None:
         freeze(model, section.freeze)
@@ -187,12 +192,3 @@ class QuantizedLinear(nn.Linear):
     @property
     def _shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
-
-
-def _quantize(model: Any, section: QuantizationSection, *, dtype: torch.dtype) -> None:
-    """Replace every linear layer except the head by a QuantizedLinear."""
-    head = model.get_output_embeddings()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(module, name, QuantizedLinear(child, section, storage=dtype))

@@ -128,7 +128,11 @@ class Predictor:
         if key not in self._models:
             self._models[key] = empty_model(self._config, section, task=self._task)
         whole = self._models[key]
-        is_merged = layout.device == "cuda" and is_token_task(self._config) and is_padding_free(self._data.batching)
+        is_merged = (
+            layout.device == "cuda"
+            and TASKS[self._config.task.name].may_be_packed
+            and is_padding_free(self._data.batching)
+        )
         batch = largest_batch(
             self._config, self._task, data=self._data, num_samples=layout.microbatch_size, is_one_sample=is_merged
         )
@@ -228,11 +232,6 @@ def largest_batch(
     if is_one_sample:
         num_samples, length = 1, num_samples * length
     return task.collate([make(config, number, length) for number in range(num_samples)])
-
-
-def is_token_task(config: RunConfig) -> bool:
-    """Return whether only attention separates the samples of a row."""
-    return TASKS[config.task.name].may_be_packed
 
 
 def _of_text(config: RunConfig, number: int, length: int) -> Features:

@@ -75,7 +75,11 @@ def prepare(draft: Draft) -> None:
     draft.drop("rows are not streamed", *(() if draft.has("data.train.stream") else ("streaming", "window_rows")))
     _adapters(draft)
     _tokens(draft)
-    _plugins(draft)
+    names = [name.rpartition(".")[2] for name in draft.get("plugins", [])]
+    if "CutCrossEntropyPlugin" in names and draft.value("task.name") in ("sft", "pretrain", "vision_language_sft"):
+        draft.put("train.loss_kernel", "cce", "plugins")
+    else:
+        draft.drop("what they do is mapped or named at their own keys", "plugins")
 
 
 def _task(draft: Draft) -> None:
@@ -248,14 +252,6 @@ def _tokens(draft: Draft) -> None:
     for key, leaf in draft.file.leaves.items():
         if leaf.pattern.startswith("tokens."):
             draft.outcomes[key] = Outcome("not_needed", "the tokenizer's own token is used")
-
-
-def _plugins(draft: Draft) -> None:
-    names = [name.rpartition(".")[2] for name in draft.get("plugins", [])]
-    if "CutCrossEntropyPlugin" in names and draft.value("task.name") in ("sft", "pretrain", "vision_language_sft"):
-        draft.put("train.loss_kernel", "cce", "plugins")
-    else:
-        draft.drop("what they do is mapped or named at their own keys", "plugins")
 
 
 def finish(draft: Draft) -> None:

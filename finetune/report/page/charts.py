@@ -1,7 +1,7 @@
 """Charts as plain values for charts.js: the curves of each chart, and the scales from steps to tokens and seconds."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,12 +117,9 @@ def step_scales(history: RunHistory) -> dict[str, Any]:
 def rounded(values: np.ndarray, *, digits: int = 6) -> list[float | int]:
     """Return the values with this number of significant digits, whole ones as integers: the page is half as large."""
     return [
-        int(value) if value == int(value) and abs(value) < 1e15 else value for value in _significant(values, digits)
+        int(value) if value == int(value) and abs(value) < 1e15 else value
+        for value in (float(f"{value:.{digits}g}") for value in values.tolist())
     ]
-
-
-def _significant(values: np.ndarray, digits: int) -> Iterator[float]:
-    return (float(f"{value:.{digits}g}") for value in values.tolist())
 
 
 def _series(
