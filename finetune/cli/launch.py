@@ -9,10 +9,11 @@ import typer
 
 from finetune.cli.exit_codes import handle_errors
 from finetune.cli.options import AccelerateFile, Config, Overrides
+from finetune.errors import UserError
 from finetune.runtime.optional import lazily
 
 with lazily(freeze=True):
-    from finetune.commands.launch import attempt_end, job_files
+    from finetune.commands.launch import attempt_end, job_files, ray_submit
     from finetune.commands.launch import kubernetes as kubernetes_command
     from finetune.commands.launch import ray as ray_command
     from finetune.commands.launch import skypilot as skypilot_command
@@ -175,12 +176,12 @@ def slurm(
     )
 
 
-@app.command(short_help="Print or submit a JobSet or a TrainJob.")
+@app.command(short_help="Print or submit a JobSet, a TrainJob or a RayJob.")
 @handle_errors
 def kubernetes(
     config: Config,
     accelerate: AccelerateFile,
-    nodes: Nodes,
+    nodes: HostRange,
     gpus_per_node: Gpus,
     image: Annotated[str, typer.Option(help="Image of the ranks, with finetune in it.")],
     override: Overrides = None,
@@ -193,7 +194,14 @@ def kubernetes(
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
     cpu: Cpu = False,
-    kind: Annotated[Literal["jobset", "trainjob"], typer.Option(help="A JobSet, or Kubeflow's TrainJob.")] = "jobset",
+    kind: Annotated[
+        Literal["jobset", "trainjob"] | None, typer.Option(help="A JobSet, or Kubeflow's TrainJob. Default: jobset.")
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="A RayJob of KubeRay: `finetune launch ray` on its pods.")] = False,
+    redis: Annotated[
+        Text, typer.Option(metavar="HOST:PORT", help="With --ray: the Redis that keeps the state of Ray's head.")
+    ] = None,
+    redis_secret: Annotated[Text, typer.Option(metavar="NAME:KEY", help="Secret with the Redis password.")] = None,
     namespace: Annotated[Text, typer.Option(help="Namespace. Default: that of kubectl.")] = None,
     claim: Annotated[Texts, typer.Option(metavar="CLAIM:/PATH", help="Volume claim, and where it is mounted.")] = None,
     in_image: Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="Folder that is in the image.")] = None,
@@ -207,8 +215,16 @@ def kubernetes(
     runtime: Annotated[Text, typer.Option(help="TrainJob: runtime of the cluster. Default: one of its own.")] = None,
     max_starts: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of starts.")] = 100,
 ) -> int:
-    """Print a JobSet or a TrainJob, with the job's files: started again as a whole when a pod is lost."""
+    """Print a JobSet or a TrainJob, with the job's files: started again as a whole when a pod is lost.
+
+    With --ray it is a RayJob: the run continues on the other pods, and one that comes takes part.
+    """
     given = locals()
+    if ray and kind is not None:
+        raise UserError(f"--kind {kind}: --ray prints a RayJob. Leave one of them out.")
+    limits = torchrun_command.read_limits(nodes)
+    given["nodes"], given["kind"] = limits.most, "rayjob" if ray else kind
+    given["min_nodes"] = limits.least if limits.least < limits.most else None
     words = _chosen(kubernetes_command.KubernetesArguments, given)
     return kubernetes_command.launch_kubernetes(
         _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)
@@ -260,7 +276,7 @@ def ray(
     gpus_per_node: Gpus,
     override: Overrides = None,
     address: Annotated[
-        Text, typer.Option(metavar="HOST", help="Head of the cluster. Default: that of this host.")
+        Text, typer.Option(metavar="HOST", help="Head of the cluster, or with --submit its dashboard. Default: here.")
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Start Ray on this host, for this job alone.")] = False,
     cpu: Cpu = False,
@@ -269,6 +285,14 @@ def ray(
         int,
         typer.Option(min=0, metavar="N", help="Give up after N failures or losses in a row without a new checkpoint."),
     ] = 10,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Run this command as a Ray job, and follow its log.")
+    ] = False,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With --submit: folder that is sent to the hosts. Default: they share it."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="With --submit: do not follow the log.")] = False,
 ) -> int:
     """Run the job on a Ray cluster: when a host is lost the run continues without it, when one comes it takes part.
 
@@ -276,7 +300,12 @@ def ray(
     `ray`.
     """
     given = locals()
-    return ray_command.launch_ray(_chosen(ray_command.RayArguments, given))
+    arguments = _chosen(ray_command.RayArguments, given)
+    if submit:
+        return ray_submit.submit_ray_job(arguments, _chosen(ray_submit.Submission, given))
+    if detach or working_dir is not None:
+        raise UserError("--detach and --working-dir are for a Ray job: add --submit, or leave them out.")
+    return ray_command.launch_ray(arguments)
 
 
 @app.command(name="next", short_help="Decide if a job is started again.")

@@ -1,4 +1,4 @@
-"""`finetune launch kubernetes`: a JobSet or a TrainJob, with the job's files in a ConfigMap."""
+"""`finetune launch kubernetes`: a JobSet, a TrainJob or a RayJob, with the job's files in a ConfigMap."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,8 @@ from finetune.commands.launch.job_files import (
     require_files,
     require_kept,
 )
+from finetune.commands.launch.kuberay import Redis, ray_job_spec, read_redis
+from finetune.commands.launch.ray import RayArguments, check_ray_job
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import LoadedConfig, read_text
 from finetune.errors import UserError
@@ -23,7 +25,7 @@ from finetune.launch.jobs.request import PORT, JobRequest, host_script
 from finetune.launch.jobs.yaml_text import yaml_text
 from finetune.runtime.text.redact import redacted_yaml
 
-JOBSET, TRAINJOB = "jobset", "trainjob"
+JOBSET, TRAINJOB, RAYJOB = "jobset", "trainjob", "rayjob"
 
 _NODE = "node"
 """Name of the replicated job and of its container, as in Kubeflow's own runtimes."""
@@ -82,6 +84,9 @@ class KubernetesArguments:
     service_account: str | None = None
     runtime: str | None = None  # a ClusterTrainingRuntime of the cluster, in place of our own
     max_starts: int = 100  # for any reason, preemptions included
+    min_nodes: int | None = None  # RayJob: it continues on this number of hosts
+    redis: str | None = None  # HOST:PORT of the state of Ray's head
+    redis_secret: str | None = None  # NAME:KEY
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,8 @@ class KubernetesOptions:
     secret_keys: Mapping[str, tuple[str, str]]  # variable -> secret and key
     resources: Mapping[str, str]  # cpu, memory, rdma/hca ...
     node_selector: Mapping[str, str]
+    ray: RayArguments  # of a RayJob's entrypoint
+    redis: Redis | None
 
 
 def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArguments, destination: Destination) -> int:
@@ -127,7 +134,20 @@ def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArgumen
         secret_keys=_read_secret_keys(kubernetes.secret),
         resources=_read_resources(kubernetes.resource),
         node_selector=read_pairs(kubernetes.node_selector, option="--node-selector", noun="label", name=_RESOURCE),
+        ray=RayArguments(
+            arguments.config,
+            arguments.accelerate,
+            nodes=f"{kubernetes.min_nodes or arguments.nodes}:{arguments.nodes}",
+            gpus_per_node=arguments.gpus_per_node,
+            override=arguments.override,
+            cpu=arguments.cpu,
+            stop=float(arguments.stop),
+            max_failures=arguments.max_restarts,
+        ),
+        redis=read_redis(kubernetes.redis, kubernetes.redis_secret),
     )
+    if kubernetes.kind == RAYJOB:
+        check_ray_job(options.ray, elsewhere=folders)
     text = yaml_text(_objects(replace(request, deepspeed_file=deepspeed), options), comment=_COMMENT)
     return deliver(text, destination, name=request.name)
 
@@ -198,8 +218,10 @@ def _read_resources(texts: Sequence[str]) -> dict[str, str]:
 
 def _require_names(words: KubernetesArguments) -> None:
     """Raise UserError for names that Kubernetes would refuse or misread."""
-    if words.kind not in (JOBSET, TRAINJOB):
-        raise UserError(f"--kind {words.kind}: write {JOBSET} or {TRAINJOB}.")
+    if words.kind not in (JOBSET, TRAINJOB, RAYJOB):
+        raise UserError(f"--kind {words.kind}: write {JOBSET}, {TRAINJOB} or {RAYJOB}.")
+    if words.kind != RAYJOB and (words.min_nodes, words.redis, words.redis_secret) != (None, None, None):
+        raise UserError("--nodes MIN:MAX, --redis and --redis-secret are for a RayJob: add --ray, or leave them out.")
     if not words.image or not words.image.isprintable() or " " in words.image:
         raise UserError(f"--image {words.image!r}: write the name of an image, such as registry/finetune:cuda.")
     names = {"--namespace": words.namespace, "--service-account": words.service_account, "--runtime": words.runtime}
@@ -209,7 +231,7 @@ def _require_names(words: KubernetesArguments) -> None:
     if not re.fullmatch(_RESOURCE, words.gpu_resource):
         raise UserError(f"--gpu-resource {words.gpu_resource}: write a resource, such as nvidia.com/gpu.")
     if words.runtime is not None and words.kind != TRAINJOB:
-        raise UserError("--runtime: a JobSet does not have one. Write --kind trainjob, or leave it out.")
+        raise UserError("--runtime: only a TrainJob has one. Write --kind trainjob, or leave it out.")
     if words.runtime is not None and not all("=" in secret for secret in words.secret):
         raise UserError("--secret: the cluster's runtime accepts single variables only. Write VARIABLE=NAME:KEY.")
 
@@ -232,6 +254,15 @@ def _objects(request: JobRequest, options: KubernetesOptions) -> list[Object]:
             "spec": _job_set_spec(request, options, container={"command": command, **_run_of(request, options)}),
         }
         return [files, job_set]
+    if options.typed.kind == RAYJOB:
+        pod = _pod(request, options, container=_run_of(request, options))
+        ray_job = {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob",
+            "metadata": _metadata(request, options),
+            "spec": ray_job_spec(request, options.ray, pod=pod, redis=options.redis),
+        }
+        return [files, ray_job]
     if options.typed.runtime is not None:
         return [files, _train_job(request, options)]
     return [files, _training_runtime(request, options), _train_job(request, options)]

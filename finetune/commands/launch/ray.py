@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,15 @@ from typing import Any
 
 from finetune.commands.launch.attempt_end import newest_step
 from finetune.commands.launch.job_files import check_processes
-from finetune.commands.launch.ray_worker import PURPOSE, RAY_FOLDER, RankFailed, RankJob, RunControl, run_worker
+from finetune.commands.launch.ray_worker import (
+    PURPOSE,
+    RAY_FOLDER,
+    RankFailed,
+    RankJob,
+    RunControl,
+    read_metrics,
+    run_worker,
+)
 from finetune.commands.launch.torchrun import read_limits, require_shared_batch
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config
@@ -47,6 +56,9 @@ HEAD_SETTINGS = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000
 
 `--local` sets them. A cluster is given them when its head is started: `RAY_health_check_period_ms=1000 ... ray start`.
 """
+
+LOCAL = "local"
+"""The address that starts Ray on this machine."""
 
 RESIZE_SECONDS = 30.0
 """How often Ray looks for hosts that have come."""
@@ -108,8 +120,25 @@ def launch_ray(arguments: RayArguments) -> int:
     """Run the job on a Ray cluster, and return the exit code of the run. Raises UserError before anything starts."""
     if arguments.local and arguments.address is not None:
         raise UserError("--local starts Ray on this machine, and --address names a cluster. Leave one of them out.")
+    job = check_ray_job(arguments)
     limits = read_limits(arguments.nodes)
-    loaded = load_config(arguments.config, arguments.override)
+    least, most = limits.least * arguments.gpus_per_node, limits.most * arguments.gpus_per_node
+    address = LOCAL if arguments.local else arguments.address
+    connect_to_ray(address, num_cpus=most, num_gpus=None if arguments.cpu else most)
+    if len(job.worlds) < most - least + 1:
+        _log(f"the batch can be shared by {', '.join(map(str, job.worlds))} processes; other numbers are left out")
+    try:
+        code = _run(arguments, job)
+    finally:
+        require("ray", extra="ray", purpose=PURPOSE).shutdown()
+    _log("; ".join([f"exit code {code}", *(f"{name} {value}" for name, value in read_metrics(job.run_folder).items())]))
+    return code
+
+
+def check_ray_job(arguments: RayArguments, *, elsewhere: Sequence[Path] = ()) -> RankJob:
+    """Return what each worker starts. Raises UserError; files in the folders `elsewhere` are not checked here."""
+    limits = read_limits(arguments.nodes)
+    loaded = load_config(arguments.config, arguments.override, elsewhere=elsewhere)
     file = read_accelerate_file(arguments.accelerate)
     least, most = limits.least * arguments.gpus_per_node, limits.most * arguments.gpus_per_node
     worlds = fitting_worlds(loaded, file, least=least, most=most)
@@ -120,34 +149,26 @@ def launch_ray(arguments: RayArguments) -> int:
     words = ["-m", "finetune", "train", "--config", str(arguments.config.absolute())]
     words += [word for override in arguments.override for word in ("--set", override)]
     words += ["--accelerate", str(arguments.accelerate.absolute())]
-    job = RankJob(tuple(words), Path.cwd(), run_folder, worlds, arguments.stop)
-    _connect(arguments, num_workers=most)
-    if len(worlds) < most - least + 1:
-        _log(f"the batch can be shared by {', '.join(map(str, worlds))} processes; other numbers are left out")
-    try:
-        return _run(arguments, job)
-    finally:
-        require("ray", extra="ray", purpose=PURPOSE).shutdown()
+    return RankJob(tuple(words), Path.cwd(), run_folder, worlds, arguments.stop)
 
 
-def _connect(arguments: RayArguments, *, num_workers: int) -> None:
-    """Start Ray here, or join the cluster. Raises UserError if it cannot be reached."""
+def connect_to_ray(address: str | None, *, num_cpus: int, num_gpus: int | None) -> None:
+    """Join the cluster, or start Ray here with these resources if the address is LOCAL. Raises UserError."""
     settings = {name: os.environ.get(name, value) for name, value in WORKER_SETTINGS.items()}
     os.environ.update(settings)  # Ray reads some when it is imported here
     ray = require("ray", extra="ray", purpose=PURPOSE)
     require("ray.train", extra="ray", purpose=PURPOSE)
     options: dict[str, Any] = {"runtime_env": {"env_vars": settings}, "log_to_driver": True}
     try:
-        if arguments.local:
-            gpus = None if arguments.cpu else num_workers
-            ray.init("local", num_cpus=num_workers, num_gpus=gpus, _system_config=HEAD_SETTINGS, **options)
+        if address == LOCAL:
+            ray.init(LOCAL, num_cpus=num_cpus, num_gpus=num_gpus, _system_config=HEAD_SETTINGS, **options)
         else:
-            ray.init(_with_port(arguments.address), **options)
+            ray.init(_with_port(address), **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        where = "the cluster of this machine" if arguments.address is None else f"--address {arguments.address}"
+        where = "the cluster of this machine" if address is None else address
         raise UserError(
-            f"{where}: Ray cannot be reached: {str(error).splitlines()[0]} Start it with `ray start --head`, name the "
-            "host of its head with --address, or start Ray on this machine with --local."
+            f"{where}: Ray cannot be reached: {str(error).splitlines()[0]} Start it with `ray start --head`, or "
+            "name the host of the cluster's head."
         ) from error
 
 

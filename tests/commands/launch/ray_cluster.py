@@ -13,6 +13,7 @@ import psutil
 
 from finetune.commands.launch.ray import HEAD_SETTINGS
 from finetune.report.history import read_events
+from finetune.runtime.processes import free_port
 from finetune.runtime.supervision.faults import VARIABLE
 from finetune.runtime.supervision.status import read_status
 from tests import launching
@@ -46,7 +47,9 @@ class RayHosts:
 
 
 @contextmanager
-def two_raylets(folder: Path, *, pace_seconds: float, steps: int) -> Iterator[RayHosts]:
+def two_raylets(
+    folder: Path, *, pace_seconds: float, steps: int, dashboard_port: int | None = None
+) -> Iterator[RayHosts]:
     """Start the raylets, whose ranks take at least this time for each step; all their processes end afterwards."""
     from ray.cluster_utils import Cluster
 
@@ -59,9 +62,14 @@ def two_raylets(folder: Path, *, pace_seconds: float, steps: int) -> Iterator[Ra
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     started = {child.pid for child in psutil.Process().children()}
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "_system_config": HEAD_SETTINGS}
-    )
+    head: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "_system_config": HEAD_SETTINGS}
+    if dashboard_port is not None:
+        head |= {
+            "include_dashboard": True,
+            "dashboard_port": dashboard_port,
+            "dashboard_agent_listen_port": free_port(),
+        }
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         other = cluster.add_node(num_cpus=1, num_gpus=0)
         cluster.wait_for_nodes()

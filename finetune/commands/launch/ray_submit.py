@@ -1,0 +1,128 @@
+"""`finetune launch ray --submit`: the command as a job of the Ray cluster (Ray Jobs), which this terminal may leave.
+
+The entrypoint is `finetune launch ray` on Ray's head. `ray job stop` sends it SIGTERM, and SIGKILL after
+RAY_JOB_STOP_WAIT_TIME_S, by default 3 s; the job's environment sets it to the time that the ranks have to save.
+"""
+
+import asyncio
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.commands.launch.contents import check_text
+from finetune.commands.launch.ray import RayArguments, check_ray_job
+from finetune.commands.launch.ray_worker import PURPOSE
+from finetune.errors import UserError
+from finetune.registry.accelerate_files import SHIPPED
+from finetune.runtime.optional import require
+
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Ray reads it in the actor that starts the entrypoint (dashboard/modules/job/job_supervisor.py), in the job's
+environment."""
+
+STOP_MARGIN_SECONDS = 60
+"""Time of the command after that of its ranks: it ends 30 s after `--stop` at the latest."""
+
+DASHBOARD_PORT = 8265
+
+_SECRETS = "Ray shows it on its dashboard. Export it as a variable where Ray is started on the hosts."
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The options of `--submit`, with their names on the command line."""
+
+    working_dir: Path | None = None  # uploaded to the hosts; None: they share the folders of this one
+    detach: bool = False
+
+
+def submit_ray_job(arguments: RayArguments, submission: Submission) -> int:
+    """Submit the job, follow its log unless `detach`, and return its exit code. Raises UserError.
+
+    The files that it reads are checked on Ray's head, which may have others than this host.
+    """
+    if arguments.local:
+        raise UserError("--submit: --local starts Ray for one command alone. Name a cluster with --address.")
+    job = check_ray_job(arguments, elsewhere=(Path("/"),))
+    folder = submission.working_dir.absolute() if submission.working_dir is not None else None
+    if folder is not None and job.run_folder.is_relative_to(folder):
+        raise UserError(
+            f"run.folder: {job.run_folder} is in --working-dir, of which each host has a copy. Write a folder that all "
+            "hosts share: --set run.folder=/PATH"
+        )
+    entrypoint = f"exec {shlex.join(ray_words(arguments, folder=folder))}"
+    if folder is None:
+        entrypoint = f"cd {shlex.quote(str(job.working_folder))} && {entrypoint}"
+    check_text(entrypoint, source="the entrypoint", advice=_SECRETS, allows_secrets=False)
+    environment: dict[str, Any] = {"env_vars": {STOP_WAIT: str(int(arguments.stop) + STOP_MARGIN_SECONDS)}}
+    if folder is not None:
+        environment["working_dir"] = str(folder)
+    jobs = require("ray.job_submission", extra="ray", purpose=PURPOSE)
+    address = arguments.address
+    if address is not None and "://" not in address:
+        address = f"http://{address if ':' in address else f'{address}:{DASHBOARD_PORT}'}"
+    try:
+        client = jobs.JobSubmissionClient(address)
+        metadata = {"job_name": job.run_folder.name, "run_folder": str(job.run_folder)}
+        identifier = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata=metadata)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"--submit: {address or 'the dashboard of this host'}: {str(error).splitlines()[0]} Name the host of Ray's "
+            f"head, or the URL of its dashboard (port {DASHBOARD_PORT}), with --address."
+        ) from error
+    at = f"--address {client.get_address()}"
+    print(f"submitted: {identifier}\n  log: ray job logs {at} --follow {identifier}\n  status: ray job status {at} "
+          f"{identifier}\n  stop: ray job stop {at} {identifier}\nA stopped run saves first; submit the same command "
+          "again to resume.", flush=True)  # fmt: skip
+    return 0 if submission.detach else _follow(client, identifier)
+
+
+def ray_words(arguments: RayArguments, *, folder: Path | None = None) -> list[str]:
+    """Return the words of `finetune launch ray` on Ray's head; paths are relative to the folder, where one is named.
+
+    Raises UserError for a file that is not in the folder.
+    """
+    words = ["python", "-m", "finetune", "launch", "ray"]
+    for option, path in (("--config", arguments.config), ("--accelerate", arguments.accelerate)):
+        if path.parent == SHIPPED:
+            words += [option, path.stem]
+        elif folder is None:
+            words += [option, str(path.absolute())]
+        elif path.absolute().is_relative_to(folder):
+            words += [option, str(path.absolute().relative_to(folder))]
+        else:
+            raise UserError(f"{option} {path}: it is not in --working-dir {folder}, which is sent to the hosts.")
+    words += ["--nodes", arguments.nodes, "--gpus-per-node", str(arguments.gpus_per_node)]
+    words += [word for override in arguments.override for word in ("--set", override)]
+    words += ["--stop", f"{arguments.stop:g}", "--max-failures", str(arguments.max_failures)]
+    return [*words, "--cpu"] if arguments.cpu else words
+
+
+def _follow(client: Any, identifier: str) -> int:
+    """Print the log of the job until it ends, and return its exit code; 128 + SIGTERM for one that was stopped."""
+
+    async def print_log() -> None:
+        async for text in client.tail_job_logs(identifier):
+            print(text, end="", flush=True)
+
+    try:
+        asyncio.run(print_log())
+        while not (details := client.get_job_info(identifier)).status.is_terminal():
+            time.sleep(1.0)
+    except KeyboardInterrupt:
+        print(f"\nthe job continues; to stop it: ray job stop --address {client.get_address()} {identifier}")
+        return 128 + signal.SIGINT
+    except (OSError, RuntimeError) as error:
+        print(f"error: the log cannot be followed: {error} The job may continue: see its status.", file=sys.stderr)
+        return 1
+    print(f"job {identifier}: {details.status}", flush=True)
+    if details.status == "STOPPED":
+        return 128 + signal.SIGTERM
+    if details.driver_exit_code is None:
+        print(f"error: Ray has ended the job: {(details.message or '').splitlines()[0]}", file=sys.stderr)
+        return 1
+    return int(details.driver_exit_code)
