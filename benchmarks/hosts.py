@@ -1,9 +1,10 @@
-"""Runs on hosts that come and go, each compared with the undisturbed run: makes experiments/hosts.md.
+"""Runs on hosts of a Ray cluster that come and go, against the undisturbed run: makes experiments/hosts.md.
 
-    python benchmarks/hosts.py [--only NAME] [--at-once 2]      # needs root
+    python benchmarks/hosts.py [--only NAME] [--at-once 2]      # needs root and the extra `ray`
 
-Runs the tests of `tests/launch/test_hosts_*.py`, the slow ones too, and writes the table of what became of each run.
-With `--only` (an expression of `pytest -k`) the rows of the other runs stay. Exit code 1 unless all pass.
+Runs the tests of `tests/launch/test_hosts_*.py`, and writes the table of what became of each run. Rows of other runs
+stay: those that `--only` (an expression of `pytest -k`) leaves out, and those of the supervisors that were there before
+Ray. Exit code 1 unless all pass.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "experiments" / "hosts.md"
 HEADER = (
-    "| run | strategy | hosts x ranks | what happened | attempts on hosts | steps taken again | seconds lost "
-    "| median step | largest difference of a loss |\n|---|---|---|---|---|---|---|---|---|\n"
+    "| run | engine | strategy | hosts x ranks | what happened | attempts on hosts | steps taken again | seconds lost "
+    "| median step | largest difference of a loss |\n|---|---|---|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -34,7 +35,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as name:
         results = Path(name) / "results.jsonl"
-        words = ["-m", "full or slow", "-n", str(options.at_once), *(["-k", options.only] if options.only else [])]
+        words = ["-m", "slow", "-n", str(options.at_once), *(["-k", options.only] if options.only else [])]
         tests = [str(path) for path in sorted((ROOT / "tests" / "launch").glob("test_hosts_*.py"))]
         command = [sys.executable, "-m", "pytest", *tests, *words]
         code = subprocess.run(
@@ -51,16 +52,18 @@ def read_lines(path: Path) -> list[dict]:
 def write_page(found: list[dict]) -> None:
     """Write the rows into the page's table, in place of those of the same runs."""
     text = PAGE.read_text() if PAGE.exists() else f"# Hosts that come and go\n\n{HEADER}"
-    rows = {line.split("|")[1].strip(): line for line in re.findall(r"^\| (?!run ).*\|$", text, re.MULTILINE)}
-    rows |= {each["name"]: format_row(each) for each in found}
+    lines = [*re.findall(r"^\| (?!run ).*\|$", text, re.MULTILINE), *map(format_row, found)]
+    rows = {tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in lines}
+    order = [name for name, _ in rows]  # both engines of a run next to each other
     before, after = text.split(HEADER)
     rest = after.split("\n\n", 1)[1:] if "\n\n" in after else []
-    PAGE.write_text(before + HEADER + "\n".join(rows.values()) + "\n" + "".join("\n" + each for each in rest))
+    table = [rows[key] for key in sorted(rows, key=lambda key: (order.index(key[0]), key[1]))]
+    PAGE.write_text(before + HEADER + "\n".join(table) + "\n" + "".join("\n" + each for each in rest))
 
 
 def format_row(each: dict) -> str:
     cells = [
-        *(each["name"], each["strategy"], each["hosts"], each["happened"], " → ".join(each["attempts"])),
+        *(each["name"], "Ray", each["strategy"], each["hosts"], each["happened"], " → ".join(each["attempts"])),
         *(str(each["steps_again"]), f"{each['seconds_lost']:.0f}", f"{each['median_step_seconds']:.2f} s"),
         f"{each['largest_difference']:.0e}",
     ]

@@ -19,7 +19,6 @@ with lazily(freeze=True):
     from finetune.commands.launch import skypilot as skypilot_command
     from finetune.commands.launch import slurm as slurm_command
     from finetune.commands.launch import torchrun as torchrun_command
-    from finetune.launch.supervisor import supervise as supervisor
 
 Text = str | None
 Texts = list[str] | None
@@ -54,35 +53,6 @@ Cpu = Annotated[bool, typer.Option("--cpu", help="Request no GPUs; --gpus-per-no
 
 
 HostRange = Annotated[str, typer.Option(metavar="N or MIN:MAX", help="Number of hosts, or minimum and maximum.")]
-Supervised = Annotated[
-    bool,
-    typer.Option(
-        "--supervise",
-        help="Run on this host, with the supervisors of the other hosts: when a host is lost the run continues without "
-        "it from the newest checkpoint, when one comes it takes part. Start the same command on each host.",
-    ),
-]
-HostName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of this host, different on each. Default: the hostname.")
-]
-Interface = Annotated[
-    str | None, typer.Option(help="Network interface that leads to the other hosts. Default: the first.")
-]
-SharedFolder = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Folder of the supervisors' messages, shared by all hosts. Default: the run folder."
-    ),
-]
-LostAfter = Annotated[
-    float, typer.Option(min=2.0, metavar="SECONDS", help="A host counts as lost after this much silence.")
-]
-Join = Annotated[
-    float,
-    typer.Option(
-        min=0.0, metavar="SECONDS", help="At the start, wait this long for more than the minimum number of hosts."
-    ),
-]
 StopSeconds = Annotated[
     float, typer.Option(min=1.0, metavar="SECONDS", help="Time for ranks to save when they are stopped.")
 ]
@@ -99,36 +69,30 @@ def launch() -> None:
     """Launch a job on several hosts, or write its job file for a scheduler."""
 
 
+def _refuse_supervise(is_given: bool) -> None:
+    if is_given:
+        raise typer.BadParameter(
+            "there are no supervisors any more. `finetune launch ray` runs the job on hosts that come and go; "
+            "see docs/how-to/clusters.md."
+        )
+
+
 @app.command()
 @handle_errors
 def torchrun(
     config: Config,
     accelerate: AccelerateFile,
-    nodes: HostRange,
+    nodes: Nodes,
     gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="Processes on each host, one per GPU.")],
-    supervised: Supervised = False,
-    name: HostName = None,
-    interface: Interface = None,
-    shared_folder: SharedFolder = None,
-    lost_after: LostAfter = 30.0,
-    join: Join = 60.0,
-    stop: StopSeconds = 180.0,
     override: Overrides = None,
+    supervise: Annotated[bool, typer.Option(hidden=True, is_eager=True, callback=_refuse_supervise)] = False,
 ) -> int:
-    """Print the command of each host, or with --supervise run the job on hosts that come and go.
-
-    The global batch, the order of the samples and the loss stay as they are on any number of hosts.
-    """
-    limits = torchrun_command.read_limits(nodes)
+    """Print the command of each host."""
     job, loaded = torchrun_command.make_job(
-        config, override or [], accelerate_file=accelerate, ranks_per_host=gpus_per_node, stop_seconds=stop
+        config, override or [], accelerate_file=accelerate, ranks_per_host=gpus_per_node
     )
-    if not supervised:
-        torchrun_command.print_commands(job, loaded, limits)
-        return 0
-    local_host = torchrun_command.LocalHost(name, interface, shared_folder)
-    timing = supervisor.Timing(lost_after=lost_after, join=join)
-    return torchrun_command.supervise_job(job, loaded, limits, local_host=local_host, timing=timing)
+    torchrun_command.print_commands(job, loaded, num_hosts=nodes)
+    return 0
 
 
 @app.command(short_help="Print or submit a batch script for Slurm.")
@@ -222,9 +186,9 @@ def kubernetes(
     given = locals()
     if ray and kind is not None:
         raise UserError(f"--kind {kind}: --ray prints a RayJob. Leave one of them out.")
-    limits = torchrun_command.read_limits(nodes)
-    given["nodes"], given["kind"] = limits.most, "rayjob" if ray else kind
-    given["min_nodes"] = limits.least if limits.least < limits.most else None
+    least, most = ray_command.read_limits(nodes)
+    given["nodes"], given["kind"] = most, "rayjob" if ray else kind
+    given["min_nodes"] = least if least < most else None
     words = _chosen(kubernetes_command.KubernetesArguments, given)
     return kubernetes_command.launch_kubernetes(
         _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)

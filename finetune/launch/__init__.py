@@ -1,1 +1,1 @@
-"""Launching on several hosts, and supervision of a run whose hosts join and leave. Knows nothing of training."""
+"""Launching ranks on this host and on others. Knows nothing of training."""

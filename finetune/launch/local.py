@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from finetune.launch.ranks import LOCALHOST, OWN_RUN_ID, TORCHRUN_DEFAULTS, Ranks
-from finetune.launch.supervisor.network import free_port
+from finetune.launch.ranks import LOCALHOST, OWN_RUN_ID, TORCHRUN_DEFAULTS, Ranks, free_port
 from finetune.runtime.optional import lazily
 
 with lazily():  # torch

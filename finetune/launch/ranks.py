@@ -1,6 +1,7 @@
 """The ranks of this process, for every launcher."""
 
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from zlib import crc32
@@ -40,6 +41,12 @@ class Ranks:
 
     def __str__(self) -> str:
         return f"{self.world} processes by {self.source}; rank 0 is at {self.address}:{self.port}"
+
+
+def free_port() -> int:
+    """Return a TCP port that is free right now."""
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def is_launched(variables: Mapping[str, str]) -> bool:

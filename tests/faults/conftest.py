@@ -17,11 +17,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each chain; the long ones, on two hosts, come first."""
+    """One test for each chain."""
     if "chain" in metafunc.fixturenames:
         count = metafunc.config.getoption("--faults", NUM_FAULTS)
         found = chains_with(metafunc.config.getoption("--fault-seed", 0), count)
-        found.sort(key=lambda chain: not chain.on_hosts)
         metafunc.parametrize("chain", found, ids=lambda chain: f"seed{chain.seed}-chain{chain.number}")
 
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from tests import launching, small_job
-from tests.faults.schedule import EVALUATE_EVERY, HOST_STEPS, SAVE_EVERY, STEPS, Chain, Place
+from tests.faults.schedule import EVALUATE_EVERY, SAVE_EVERY, STEPS, Chain, Place
 
 GLOBAL_BATCH = 12
 MICROBATCHES = {1: 6, 2: 3, 3: 2, 4: 3}
@@ -71,20 +71,6 @@ def launch_command(job: Path, place: Place, changes: list[str], *, program: tupl
     if place.strategy == "single":
         return [sys.executable, *words]
     return launching.accelerate_command(place.strategy, *words, processes=place.ranks)
-
-
-def host_overrides() -> list[str]:
-    """Return what a run on two hosts changes: it lasts while hosts come and go, and saves seldom.
-
-    It learns slowly, since rounding grows with the steps: at 3e-3 two places differ by 4e-4 after 270 of them.
-    """
-    rest = (
-        "train.microbatch_size=1",
-        "train.learning_rate=1e-4",
-        "checkpoint.every_steps=20",
-        "evaluate.every_steps=150",
-    )
-    return [f"train.steps={HOST_STEPS}", *rest]
 
 
 def _yes(value: bool) -> str:

@@ -15,14 +15,12 @@ from finetune.runtime.supervision.faults import INJECTED, VARIABLE
 from tests import launching
 from tests.faults import judge
 from tests.faults.evidence import LATE, Attempted, Run
-from tests.faults.hosts import HostChain
 from tests.faults.inject import disk, signals
 from tests.faults.inject.damage import damage
 from tests.faults.inject.moments import StepWatch, wait_until
-from tests.faults.job import PROGRAM, SHUTDOWN_SECONDS, host_overrides, launch_command, overrides, write_job
+from tests.faults.job import PROGRAM, SHUTDOWN_SECONDS, launch_command, overrides, write_job
 from tests.faults.processes import Launched
 from tests.faults.schedule import ANY, BETWEEN, Attempt, Chain, Fault, Place
-from tests.launch.cluster import has_namespaces
 
 LIMIT_SECONDS = 200.0
 """For an attempt; a hang is found after HANG_SECONDS, and a busy machine is several times slower than an idle one."""
@@ -59,15 +57,14 @@ class Ground:
 
     def reference(self, chain: Chain, place: Place) -> Run:
         """Return the undisturbed run of the chain's job at a place."""
-        kind = "hosts" if chain.on_hosts else "lora" if chain.adapter else "full"
+        kind = "lora" if chain.adapter else "full"
         name = f"reference-{kind}-{place.strategy}-{place.ranks}"
         folder = self.folder / name
         with FileLock(self.folder / f"{name}.lock"):
             if not (folder / "done").exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 calm = replace(chain, asynchronous=True, workers=0)
-                changes = host_overrides() if chain.on_hosts else overrides(calm, place)
-                command = launch_command(write_job(folder), place, changes)
+                command = launch_command(write_job(folder), place, overrides(calm, place))
                 code = launching.run(command, log=folder / "log", timeout_seconds=540)
                 assert code == 0, (folder / "log").read_text(errors="replace")[-4000:]
                 (folder / "done").touch()
@@ -78,8 +75,6 @@ class Ground:
         began, outcome = time.monotonic(), Outcome(chain)
         folder = self.folder / f"chain-{chain.seed}-{chain.number}"
         shutil.rmtree(folder, ignore_errors=True)
-        if chain.on_hosts:
-            return self._run_on_hosts(chain, folder, outcome)
         with contextlib.ExitStack() as stack:
             place = folder / "disk"
             if chain.has_own_disk:
@@ -94,16 +89,6 @@ class Ground:
                 shutil.copytree(place, folder / "copy", dirs_exist_ok=True)
         if not outcome.violations:
             shutil.rmtree(folder, ignore_errors=True)
-        return outcome
-
-    def _run_on_hosts(self, chain: Chain, folder: Path, outcome: Outcome) -> Outcome:
-        if not has_namespaces():
-            outcome.skipped = "no network namespaces can be made here"
-            return outcome
-        began, run = time.monotonic(), HostChain(chain, folder)
-        outcome.violations += run.run(self.reference(chain, Place("single", 1)))
-        outcome.struck, outcome.notes, outcome.num_attempts = run.struck, run.notes, 1
-        outcome.seconds = time.monotonic() - began
         return outcome
 
 

@@ -54,7 +54,6 @@ BETWEEN = Moment()
 
 Kind = Literal[
     *("kill", "terminate", "hang", "pause", "slow", "no space", "bit rot", "full disk", "file limit", "damage"),
-    *("lose host", "lose link", "drop packets"),
 ]
 
 ENDING = frozenset({"kill", "terminate", "hang"})
@@ -67,7 +66,7 @@ class Fault:
 
     kind: Kind
     moment: Moment
-    target: str = ""  # `rank 1`, `all ranks`, `the launcher`, a host, or the file that is damaged
+    target: str = ""  # `rank 1`, `all ranks`, `the launcher`, or the file that is damaged
     how: str = ""  # of damage: flip, truncate, delete ...; of a full disk: the bytes that are left
     is_spare: bool = False  # strikes only where the one before it has missed: a point was never passed
 
@@ -94,7 +93,6 @@ class Chain:
     asynchronous: bool
     workers: int  # processes that load data, per rank
     attempts: tuple[Attempt, ...]
-    on_hosts: bool = False  # on two hosts, under `finetune launch torchrun --supervise`: one attempt, which goes on
     has_own_disk: bool = False  # so that it can be full
 
     @property
@@ -122,13 +120,11 @@ def chains(seed: int) -> Iterator[Chain]:
 
 
 def draw_chain(seed: int, number: int) -> Chain:
-    """Return the chain of that number. A third are moved; one in twelve runs on two hosts, one in six on its own disk.
+    """Return the chain of that number. A third are moved; one in six runs on its own disk.
 
     Dropout masks depend on the number of ranks, so that moved chains train all weights.
     """
     draw = random.Random(f"{seed}/{number}")
-    if number % 12 == 1:
-        return _chain_on_hosts(draw, seed, number)
     is_moved = number % 3 == 2
     has_own_disk = number % 6 == 3
     num_attempts = draw.randint(3, 5)
@@ -264,28 +260,6 @@ def _disk_fault(draw: random.Random, place: Place, steps: range) -> Fault:
         return Fault("file limit", _moment_after(draw, steps), f"rank {draw.randrange(place.ranks)}", "4096")
     room = draw.choice((0, 0, 4096, 100_000, 17 << 20))
     return Fault("full disk", _moment_after(draw, steps), "", str(room))
-
-
-HOSTS = ("h1", "h2")
-
-
-def _chain_on_hosts(draw: random.Random, seed: int, number: int) -> Chain:
-    """Return a run on two hosts that is never launched again by a person."""
-    strategy = ("multi_node_ddp", "multi_node_fsdp2", "multi_node_zero3")[number // 12 % 3]
-    others: tuple[Kind, ...] = ("lose link", "kill", "lose link")
-    kinds: list[Kind] = ["drop packets", others[number // 12 % 3], "lose host"]
-    draw.shuffle(kinds)
-    faults = []
-    for index, kind in enumerate(kinds):
-        step = round(HOST_STEPS * (index + draw.uniform(0.2, 0.8)) / len(kinds))
-        moment = Moment(step=step, seconds=round(draw.uniform(0.0, 0.3), 2))
-        faults.append(Fault(kind, moment, draw.choice(HOSTS) if kind != "kill" else draw.choice(("rank 0", "rank 1"))))
-    attempt = Attempt(Place(strategy, draw.choice((2, 4))), tuple(faults), is_cold=True)
-    return Chain(seed, number, False, True, 0, (attempt,), on_hosts=True)
-
-
-HOST_STEPS = 300
-"""Of a run on two hosts: it has to last while hosts are lost and return."""
 
 
 def chains_with(seed: int, num_faults: int) -> list[Chain]:

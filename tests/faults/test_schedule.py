@@ -19,25 +19,23 @@ def test_the_same_seed_draws_the_same_chains(seed: int):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_200_faults_meet_every_place_kind_and_point(seed: int):
     chains = chains_with(seed, 200)
-    plain = [chain for chain in chains if not chain.on_hosts]
     faults = [fault for chain in chains for fault in chain.faults]
     assert 200 <= len(faults) < 215
-    assert {attempt.place for chain in plain for attempt in chain.attempts} == set(PLACES)
+    assert {attempt.place for chain in chains for attempt in chain.attempts} == set(PLACES)
     assert {fault.kind for fault in faults} == set(Kind.__args__)  # type: ignore[attr-defined]
-    assert abs(sum(chain.is_moved for chain in plain) / len(plain) - 1 / 3) < 0.1
-    assert {chain.adapter for chain in plain} == {chain.asynchronous for chain in plain} == {True, False}
-    cold = Counter(attempt.place.strategy for chain in plain for attempt in chain.attempts if attempt.is_cold)
+    assert abs(sum(chain.is_moved for chain in chains) / len(chains) - 1 / 3) < 0.1
+    assert {chain.adapter for chain in chains} == {chain.asynchronous for chain in chains} == {True, False}
+    cold = Counter(attempt.place.strategy for chain in chains for attempt in chain.attempts if attempt.is_cold)
     assert set(cold) == {place.strategy for place in PLACES}
-    assert 0.1 < cold.total() / sum(len(chain.attempts) for chain in plain) < 0.3
+    assert 0.1 < cold.total() / sum(len(chain.attempts) for chain in chains) < 0.3
     points = {fault.moment.point for fault in faults if fault.moment.point}
     assert points <= set(POINTS) and len(points) >= 20
-    assert sum(chain.on_hosts for chain in chains) >= 3
 
 
 def test_the_20_faults_of_ci_hold_every_family():
     chains = chains_with(0, 20)
-    assert any(chain.on_hosts for chain in chains) and any(chain.has_own_disk for chain in chains)
-    assert any(chain.is_moved for chain in chains) and any(chain.adapter for chain in chains)
+    assert any(chain.has_own_disk for chain in chains) and any(chain.adapter for chain in chains)
+    assert any(chain.is_moved for chain in chains)
 
 
 def test_every_fault_at_a_point_is_one_that_the_product_knows():
@@ -50,11 +48,11 @@ def test_every_fault_at_a_point_is_one_that_the_product_knows():
 
 def test_an_attempt_ends_with_the_fault_that_ends_it_and_all_steps_lie_within_the_run():
     for chain in chains_with(0, 200):
-        for attempt in chain.attempts if not chain.on_hosts else ():
+        for attempt in chain.attempts:
             planned = [fault for fault in attempt.faults if not fault.is_spare]
             assert not any(fault.kind in ENDING for fault in planned[:-1])
             assert all(fault.is_spare for fault in attempt.faults[len(planned) :])
             assert all((fault.moment.step or 0) <= STEPS for fault in attempt.faults)
-        if not chain.is_moved or chain.on_hosts:
+        if not chain.is_moved:
             continue
         assert not chain.adapter

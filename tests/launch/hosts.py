@@ -30,6 +30,10 @@ _PACE = "; ".join(f"data step={step} do=sleep seconds=0.5" for step in range(1, 
 """A host that returns finds the run still going: Ray looks for new hosts every 30 s."""
 
 _PORT = 6379
+_AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
+_AGENT_PORTS = [word for number, name in enumerate(_AGENTS) for word in (f"--{name}-port", str(_PORT + 1 + number))]
+"""Without ports a raylet waits for those that its agents choose, and ends after 15 s on a busy machine."""
+
 _TIMEOUT_SECONDS = 400.0
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -123,6 +127,7 @@ class RayRun:
             *("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words),
             *("--node-ip-address", host.address, "--num-cpus", str(num_cpus), "--num-gpus", "0"),
             *("--temp-dir", str(self.temporary / host.name), "--object-store-memory", "100000000"),
+            *_AGENT_PORTS,
             log=self.log(host),
             **_raylet_settings(),
             **{faults.VARIABLE: text},

@@ -35,7 +35,7 @@ def step_folder(folder: Path, step: int) -> Path:
 def staging_folder(folder: Path, step: int) -> Path:
     """Return the hidden folder in which a step's checkpoint is written; on the same file system.
 
-    Each attempt of a supervised run has its own, so that live ranks of an older attempt write elsewhere.
+    Each attempt on a Ray cluster has its own, so that live ranks of an older attempt write elsewhere.
     """
     attempt = f"-attempt-{own_attempt()}" if own_attempt() else ""
     return folder / f"{_STAGING}step-{step:06d}{attempt}"

@@ -16,8 +16,7 @@ from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.config.rules.files import read_paths
 from finetune.errors import StrategyError, UserError
-from finetune.launch.jobs.request import JobRequest
-from finetune.launch.supervisor.agent import Job
+from finetune.launch.jobs.request import Job, JobRequest
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import write_file_to_stdout
@@ -64,7 +63,6 @@ def check_job(arguments: JobFileArguments) -> tuple[JobRequest, LoadedConfig]:
         arguments.override,
         accelerate_file=arguments.accelerate,
         ranks_per_host=arguments.gpus_per_node,
-        stop_seconds=float(arguments.stop),
         elsewhere=arguments.elsewhere,
     )
     require_shared_batch(loaded, file, world=arguments.world)

@@ -5,6 +5,7 @@ one next to that of the ranks, with GPU memory of its own, and its destruction w
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -26,7 +27,7 @@ from finetune.commands.launch.ray_worker import (
     read_metrics,
     run_worker,
 )
-from finetune.commands.launch.torchrun import read_limits, require_shared_batch
+from finetune.commands.launch.torchrun import require_shared_batch
 from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url, local_run_folder
@@ -83,6 +84,21 @@ class RayArguments:
     max_failures: int = 10
 
 
+def read_limits(nodes: str) -> tuple[int, int]:
+    """Return the least and the most hosts, from `2` or `1:4`. Raises UserError.
+
+    >>> read_limits("1:4")
+    (1, 4)
+    """
+    match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", nodes)
+    if match is None:
+        raise UserError(f"--nodes {nodes}: write a number of hosts, `2`, or the least and the most, `1:4`.")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UserError(f"--nodes {nodes}: write at least 1, and the smaller number first.")
+    return least, most
+
+
 def fitting_worlds(loaded: LoadedConfig, file: AccelerateFile, *, least: int, most: int) -> tuple[int, ...]:
     """Return the numbers of ranks that can share the batch. Raises ConfigError or StrategyError if there is none."""
     worlds: list[int] = []
@@ -121,8 +137,7 @@ def launch_ray(arguments: RayArguments) -> int:
     if arguments.local and arguments.address is not None:
         raise UserError("--local starts Ray on this machine, and --address names a cluster. Leave one of them out.")
     job = check_ray_job(arguments)
-    limits = read_limits(arguments.nodes)
-    least, most = limits.least * arguments.gpus_per_node, limits.most * arguments.gpus_per_node
+    least, most = (nodes * arguments.gpus_per_node for nodes in read_limits(arguments.nodes))
     address = LOCAL if arguments.local else arguments.address
     connect_to_ray(address, num_cpus=most, num_gpus=None if arguments.cpu else most)
     if len(job.worlds) < most - least + 1:
@@ -137,10 +152,9 @@ def launch_ray(arguments: RayArguments) -> int:
 
 def check_ray_job(arguments: RayArguments, *, elsewhere: Sequence[Path] = ()) -> RankJob:
     """Return what each worker starts. Raises UserError; files in the folders `elsewhere` are not checked here."""
-    limits = read_limits(arguments.nodes)
+    least, most = (nodes * arguments.gpus_per_node for nodes in read_limits(arguments.nodes))
     loaded = load_config(arguments.config, arguments.override, elsewhere=elsewhere)
     file = read_accelerate_file(arguments.accelerate)
-    least, most = limits.least * arguments.gpus_per_node, limits.most * arguments.gpus_per_node
     worlds = fitting_worlds(loaded, file, least=least, most=most)
     run = loaded.config.run
     if is_url(run.folder) and run.local_folder is None:

@@ -24,9 +24,7 @@ import psutil
 from finetune.commands.launch.attempt_end import INTERRUPTED, USER_MISTAKE, RunEnd, read_end
 from finetune.errors import TrainingError
 from finetune.launch.child import kill_child, start_child
-from finetune.launch.ranks import TORCHRUN_DEFAULTS, Ranks
-from finetune.launch.supervisor.agent import network_environment
-from finetune.launch.supervisor.network import free_port
+from finetune.launch.ranks import TORCHRUN_DEFAULTS, Ranks, free_port
 from finetune.runtime.optional import require
 from finetune.runtime.supervision.attempt import mark_attempt, mark_of
 from finetune.runtime.supervision.status import read_status
@@ -36,6 +34,8 @@ RAY_FOLDER = "ray"
 """Folder of the marks of attempts and of Ray's own files, in the run folder."""
 
 PURPOSE = "finetune launch ray"
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 _OVER = (0, USER_MISTAKE, INTERRUPTED)
 """Exit codes after which the run is over; after any other Ray starts the ranks again."""
@@ -179,10 +179,11 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
               "folder that all hosts share.", flush=True)  # fmt: skip
         control.finish(USER_MISTAKE)
         return USER_MISTAKE
+    # By default gloo uses the address of the hostname, often 127.0.0.1, and NCCL the first interface.
     interface = _interface_of(address)
+    defaults = TORCHRUN_DEFAULTS | (dict.fromkeys(_INTERFACE_VARIABLES, interface) if interface is not None else {})
     environment = {
-        **{name: os.environ.get(name, value) for name, value in TORCHRUN_DEFAULTS.items()},
-        **(network_environment(interface, stop_seconds=job.stop_seconds) if interface is not None else {}),
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
         **ranks.variables(),
         **mark_attempt(marks, attempt.number),
     }
@@ -193,7 +194,8 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
         kill_child(process)
     end = read_end(job.run_folder, since=attempt.since) or RunEnd(None)
     code = code if end.exit_code is None else end.exit_code
-    if code in _OVER or was_stopped:
+    is_away = not mark_of(marks, attempt.number).exists()  # the run folder; a rank that cannot write ends with 2
+    if (code in _OVER and not is_away) or was_stopped:
         control.finish(code)
         return code
     failure = RankFailed(f"rank {ranks.rank} ended with exit code {code}: {end.reason or 'it was killed'}")

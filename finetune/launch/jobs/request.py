@@ -1,17 +1,52 @@
 """A checked job on its hosts, and the commands and the script of a host."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from finetune.launch.jobs.shell import ShellText, Word, command_line, quoted, render
-from finetune.launch.supervisor.agent import Job, launch_command
-from finetune.launch.supervisor.members import Attempt
 
 PORT = 29500
 """Default port of the rendezvous."""
 
 TEE = "3"
 """torchelastic's number for standard output and error, each to a file and to the console."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job to launch on every host."""
+
+    words: tuple[str, ...]  # arguments after `accelerate launch ...`: -m finetune --config JOB.yaml ...
+    accelerate_file: Path
+    ranks_per_host: int
+    is_hybrid: bool = False  # HSDP: a copy of the model per host
+    sequence_size: int = 1  # ranks that share the tokens of every row
+    is_deepspeed: bool = False  # which Accelerate would launch through pdsh on all hosts at once
+
+
+def launch_command(job: Job, *, num_hosts: int, rank: int, address: str) -> list[str]:
+    """Return the command of the host with this number: three words of Python, then those of `accelerate launch`.
+
+    `address` is that of the first host.
+    """
+    hybrid = (
+        ("--parallelism_config_dp_replicate_size", str(num_hosts)),
+        ("--parallelism_config_dp_shard_size", str(job.ranks_per_host // job.sequence_size)),
+    )
+    options = (
+        ("--config_file", str(job.accelerate_file)),
+        ("--num_machines", str(num_hosts)),
+        ("--num_processes", str(num_hosts * job.ranks_per_host)),
+        ("--machine_rank", str(rank)),
+        ("--main_process_ip", address),
+        ("--main_process_port", str(PORT)),
+        *(hybrid if job.is_hybrid else ()),
+        *((("--deepspeed_multinode_launcher", "standard"),) if job.is_deepspeed else ()),
+    )
+    launcher = [sys.executable, "-m", "finetune.launch.launcher"]
+    return [*launcher, *(word for option in options for word in option), *job.words]
 
 
 @dataclass(frozen=True)
@@ -62,9 +97,7 @@ def launch_words(request: JobRequest, rendezvous: Rendezvous, *, log_folder: Wor
     """
     if request.is_single:
         return rank_words(request)
-    hosts = tuple(f"host{number}" for number in range(request.num_nodes))
-    attempt = Attempt(1, hosts, hosts, PORT, "")
-    words = launch_command(request.job, attempt, rank=0)[1:]
+    words = launch_command(request.job, num_hosts=request.num_nodes, rank=0, address="")[1:]
     options: list[Word] = list(words[: len(words) - len(request.job.words)])
     expanded = {
         "--machine_rank": rendezvous.machine_rank,

@@ -101,19 +101,25 @@ class Watchdog:
             self._watched_since = now
         self._checked_at = now
         self._note.read_wakeup_pipe()
-        if self._rank == 0 and (newer := newer_attempt()) is not None:
-            self._ending.replaced(format_newer(newer))
+        if self._rank == 0:
+            self._end_if_replaced()
         self._status.refresh()
         if distributed.is_rank_0_alone() and self._rank_0.has_progressed():
             heartbeat.keep_alive()
         silent = now - max(heartbeat.last_heartbeat_at(), self._watched_since)
         if silent > _QUIET_SECONDS or self._note.received:
+            self._end_if_replaced()
             self._check_others()
         if self._limit is not None:
             if self._ending.ends_process:
                 self._arm(self._limit)
             if silent > self._limit or (silent > _QUIET_SECONDS and (self._folder / HANG_FOLDER).exists()):
                 self._end_hang(silent)
+
+    def _end_if_replaced(self) -> None:
+        """End this process if a newer attempt has begun, whose ranks need its device."""
+        if (newer := newer_attempt()) is not None:
+            self._ending.replaced(format_newer(newer))
 
     def _check_others(self) -> None:
         """End this process if another has ended the run or died, or on a stop signal before the start of training.

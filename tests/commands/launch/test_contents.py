@@ -13,7 +13,7 @@ from finetune.commands.launch.job_files import Destination, JobFileArguments
 from finetune.commands.launch.kubernetes import KubernetesArguments, launch_kubernetes
 from finetune.commands.launch.skypilot import SkypilotArguments, launch_skypilot
 from finetune.commands.launch.slurm import SlurmArguments, launch_slurm
-from finetune.commands.launch.torchrun import make_job, print_commands, read_limits
+from finetune.commands.launch.torchrun import make_job, print_commands
 from finetune.errors import UserError
 
 SECRET = "canary77"
@@ -161,14 +161,12 @@ def test_commands_of_hosts_hold_no_secret_and_no_invisible_character(words, caps
         ('run.on_end="echo \u202e"', "a control character or an invisible one"),
     ):
         made = words("ddp", override=(override,))
-        job, loaded = make_job(
-            made.config, made.override, accelerate_file=made.accelerate, ranks_per_host=2, stop_seconds=9
-        )
+        job, loaded = make_job(made.config, made.override, accelerate_file=made.accelerate, ranks_per_host=2)
         if not message:
-            print_commands(job, loaded, read_limits("2"))
+            print_commands(job, loaded, num_hosts=2)
             continue
         with pytest.raises(UserError, match=message) as caught:
-            print_commands(job, loaded, read_limits("2"))
+            print_commands(job, loaded, num_hosts=2)
         assert SECRET not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune.commands.launch.ray import RayArguments, failure_limit, fitting_worlds, launch_ray
+from finetune.commands.launch.ray import RayArguments, failure_limit, fitting_worlds, launch_ray, read_limits
 from finetune.commands.launch.ray_worker import RankFailed
 from finetune.commands.rehearse.accelerate_file import read_accelerate_file
 from finetune.config.load import load_config
@@ -47,6 +47,16 @@ def test_hsdp_keeps_the_number_of_processes_that_its_file_names(tmp_path: Path) 
     loaded = load_config(write_job(tmp_path), ["train.microbatch_size=1"])
     file = read_accelerate_file(ROOT / "accelerate_configs" / "hsdp.yaml")
     assert fitting_worlds(loaded, file, least=1, most=8) == (4,)
+
+
+@pytest.mark.parametrize("nodes", ["", "0", "3:2", "1:2:3", "two", "1:"])
+def test_other_numbers_of_hosts_are_refused(nodes: str) -> None:
+    with pytest.raises(UserError, match="--nodes"):
+        read_limits(nodes)
+
+
+def test_numbers_of_hosts() -> None:
+    assert read_limits("3") == (3, 3) and read_limits("1:4") == (1, 4)
 
 
 def test_failures_in_a_row_end_the_run_unless_a_later_step_was_saved(tmp_path: Path) -> None:

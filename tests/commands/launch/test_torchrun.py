@@ -1,12 +1,13 @@
-"""What `finetune launch torchrun` prints for each host, and what it refuses before a supervisor starts."""
+"""What `finetune launch torchrun` prints for each host, and what it refuses."""
 
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from finetune.commands.launch.torchrun import make_job, print_commands, read_limits
+from finetune.cli.app import app
+from finetune.commands.launch.torchrun import make_job, print_commands
 from finetune.errors import UserError
-from finetune.launch.supervisor.members import Limits
 
 ROOT = Path(__file__).parents[3]
 RECIPE = next(iter(sorted((ROOT / "finetune" / "recipes").glob("sft*.yaml"))))
@@ -14,16 +15,15 @@ RECIPE = next(iter(sorted((ROOT / "finetune" / "recipes").glob("sft*.yaml"))))
 
 def printed(strategy: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
-    job, loaded = make_job(
-        RECIPE, ["train.global_batch_size=8"], accelerate_file=file, ranks_per_host=2, stop_seconds=9
-    )
-    print_commands(job, loaded, read_limits("2"))
+    job, loaded = make_job(RECIPE, ["train.global_batch_size=8"], accelerate_file=file, ranks_per_host=2)
+    print_commands(job, loaded, num_hosts=2)
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
 
 
 def test_each_host_gets_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = printed("multi_node_fsdp2", capsys)
     assert first.startswith("accelerate launch --config_file") and "--machine_rank 0" in first
+    assert "--main_process_ip HOST0_ADDRESS --main_process_port 29500" in first
     assert second == first.replace("--machine_rank 0", "--machine_rank 1")
     assert "--set train.global_batch_size=8" in first and "deepspeed" not in first and "replicate" not in first
 
@@ -39,9 +39,9 @@ def test_hsdp_whose_rows_are_shared_has_fewer_shards_on_a_host(
     text = (ROOT / "accelerate_configs" / "multi_node_hsdp.yaml").read_text()
     shared = tmp_path / "shared.yaml"
     shared.write_text(text.replace("shard_size: 8", "shard_size: 4") + "  parallelism_config_sp_size: 2\n")
-    options = {"accelerate_file": shared, "stop_seconds": 9}
+    options = {"accelerate_file": shared}
     job, loaded = make_job(RECIPE, ["train.global_batch_size=12"], ranks_per_host=4, **options)
-    print_commands(job, loaded, read_limits("3:3"))
+    print_commands(job, loaded, num_hosts=3)
     found = capsys.readouterr().out
     assert found.count("--parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2") == 3
     with pytest.raises(UserError, match="parallelism_config_sp_size: 2 does not divide the 3 ranks of a host"):
@@ -49,26 +49,22 @@ def test_hsdp_whose_rows_are_shared_has_fewer_shards_on_a_host(
 
 
 def test_a_tensor_parallel_group_is_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"accelerate_file": ROOT / "accelerate_configs" / "tensor_parallel.yaml", "stop_seconds": 9}
+    options = {"accelerate_file": ROOT / "accelerate_configs" / "tensor_parallel.yaml"}
     job, loaded = make_job(RECIPE, ["train.global_batch_size=2"], ranks_per_host=2, **options)
-    print_commands(job, loaded, read_limits("1"))
+    print_commands(job, loaded, num_hosts=1)
     assert capsys.readouterr().out.count("accelerate launch") == 1
     with pytest.raises(UserError, match="parallelism_config_tp_size: 2 on 4 ranks: tensor parallelism"):
-        print_commands(job, loaded, read_limits("2"))
+        print_commands(job, loaded, num_hosts=2)
 
 
-@pytest.mark.parametrize("nodes", ["", "0", "3:2", "1:2:3", "two", "1:"])
-def test_other_numbers_of_hosts_are_refused(nodes: str) -> None:
-    with pytest.raises(UserError, match="--nodes"):
-        read_limits(nodes)
-
-
-def test_numbers_of_hosts() -> None:
-    assert read_limits("3") == Limits(3, 3) and read_limits("1:4") == Limits(1, 4)
+def test_supervise_names_the_command_that_replaces_it() -> None:
+    words = ["--supervise", "--config", "job.yaml", "--accelerate", "ddp", "--nodes", "1:4", "--gpus-per-node", "8"]
+    result = CliRunner().invoke(app, ["launch", "torchrun", *words])
+    assert result.exit_code == 2 and "finetune launch ray" in result.output
 
 
 def test_an_invalid_accelerate_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1, 2]")
     for name, words in (("none.yaml", "it cannot be read: No such file"), ("list.yaml", "it has no keys")):
         with pytest.raises(UserError, match=words):
-            make_job(RECIPE, [], accelerate_file=tmp_path / name, ranks_per_host=1, stop_seconds=9)
+            make_job(RECIPE, [], accelerate_file=tmp_path / name, ranks_per_host=1)

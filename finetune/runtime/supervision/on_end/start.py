@@ -113,28 +113,15 @@ class RunSentinel:
 
 
 def find_launchers(process: psutil.Process) -> list[psutil.Process]:
-    """Return the ancestors of the process that may restart the run, the nearest first.
-
-    These are `accelerate launch`, `torchrun` and the supervisor of `finetune launch torchrun --supervise`.
-    """
+    """Return the ancestors of the process that may restart the run: `accelerate launch` and torchrun, nearest first."""
     launchers: list[psutil.Process] = []
     with suppress(psutil.Error):
         for parent in process.parents():
             is_elastic = not launchers and ELASTIC_VARIABLE in os.environ
-            if not (is_elastic or is_launcher(parent.cmdline()) or is_supervisor(parent.cmdline())):
+            if not (is_elastic or is_launcher(parent.cmdline())):
                 break
             launchers.append(parent)
     return launchers
-
-
-def is_supervisor(command: Sequence[str]) -> bool:
-    """Return whether this command line is that of our own launcher.
-
-    >>> is_supervisor(["python", "-m", "finetune", "launch", "torchrun"]), is_supervisor(["vi", "finetune"])
-    (True, False)
-    """
-    words = [Path(word).name for word in command[:4]]
-    return "finetune" in words and words[words.index("finetune") + 1 :][:1] == ["launch"]
 
 
 def _identity(process: psutil.Process) -> Process:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from finetune.runtime.supervision.on_end.sentinel import append_line, command_environment, run_command
-from finetune.runtime.supervision.on_end.start import RunSentinel, find_launchers, is_supervisor
+from finetune.runtime.supervision.on_end.start import RunSentinel, find_launchers
 from finetune.runtime.supervision.status import Peer
 
 PATH = {"PATH": os.environ["PATH"]}
@@ -191,7 +191,7 @@ def test_runs_that_end_in_every_way(begin):
 def test_a_launcher_that_lives_may_start_the_run_again(begin):
     launcher = subprocess.Popen(["sleep", "600"])
     created = psutil.Process(launcher.pid).create_time()
-    attempt = begin("supervised", "sentinel._send = None", launchers=[[launcher.pid, created]])
+    attempt = begin("launched", "sentinel._send = None", launchers=[[launcher.pid, created]])
     begin.all_started()
     attempt.process.wait()
     launcher.kill()
@@ -220,8 +220,6 @@ def test_no_sentinel_is_started_without_a_hook():
     assert sentinel.exit(3) == 3
 
 
-def test_only_our_launcher_is_recognized_as_a_supervisor(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_without_a_launcher_has_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert find_launchers(psutil.Process()) == []
-    assert is_supervisor(["/usr/bin/python3", "/usr/bin/finetune", "launch", "torchrun", "--supervise"])
-    assert not is_supervisor(["python", "-m", "finetune", "train", "launch"])

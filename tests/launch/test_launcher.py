@@ -1,4 +1,4 @@
-"""The launcher of an attempt ends without a traceback where its ranks have said why."""
+"""The launcher of a host ends without a traceback where its ranks have said why."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests import launching
 
 
 def launch(*words: str) -> tuple[int, str]:
-    module = "finetune.launch.supervisor.launcher"
+    module = "finetune.launch.launcher"
     found = launching.capture([sys.executable, "-m", module, *words], is_cold=True)
     return found.returncode, found.stderr
 

@@ -1,4 +1,4 @@
-"""`python -m finetune.launch.supervisor.launcher WORDS` is `accelerate launch WORDS` with less noise.
+"""`python -m finetune.launch.launcher WORDS` is `accelerate launch WORDS` with less noise.
 
 A traceback of the launcher is useless after a stop request or a failed rank: the ranks print the reason themselves.
 """
