@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.errors import FinetuneError
-from finetune.migration.detect import PEERS
-from finetune.migration.migrate import Migration, migrate_file
+from finetune.migration.migrate import PEERS, Migration, migrate_file
 
 FATES = ("mapped", "not_needed", "not_possible", "unknown")
 

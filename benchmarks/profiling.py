@@ -29,10 +29,9 @@ import torch  # noqa: E402  # the threads are set before
 
 from finetune.config.load import load_config  # noqa: E402
 from finetune.config.sections.report import ProfileSection  # noqa: E402
-from finetune.report.events import StepTaken  # noqa: E402
+from finetune.report.events import JsonlReporter, StepTaken  # noqa: E402
 from finetune.report.gpu import GpuSampler  # noqa: E402
 from finetune.report.history import read_events  # noqa: E402
-from finetune.report.jsonl import JsonlReporter  # noqa: E402
 from finetune.report.profile.window import StepProfile  # noqa: E402
 from finetune.report.prometheus import PrometheusReporter  # noqa: E402
 from finetune.report.reporter import NullReporter  # noqa: E402

@@ -19,8 +19,7 @@ from finetune.model.tokenizer import train_or_load_tokenizer
 from finetune.registry.tasks import TASKS
 from finetune.report.events import Evaluated, RunStarted
 from finetune.report.trackers import TrackersReporter
-from finetune.task.build import build_task
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import TaskContext, build_task
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")

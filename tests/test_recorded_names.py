@@ -11,8 +11,7 @@ import pytest
 from finetune import errors
 from finetune.checkpoint.format.manifest import FileChecksum, Manifest, RunFingerprint
 from finetune.config.sections.data import DataSection, TrainingSourceSection
-from finetune.data.audit.audit import Audit, Exceeded, Histogram, SourceAudit
-from finetune.data.audit.padding import Padding
+from finetune.data.audit.audit import Audit, Exceeded, Histogram, Padding, SourceAudit
 from finetune.data.audit.template_check import PromptMismatch, TemplateCheck
 from finetune.data.encoding.conversation import ConversationEncoder
 from finetune.data.encoding.image_conversation import ImageConversationEncoder
@@ -34,11 +33,10 @@ from finetune.runtime.files.recorded_names import recorded_name
 from finetune.runtime.progress import Progress
 from finetune.runtime.supervision.hang import HangReport
 from finetune.runtime.supervision.status import Peer
-from finetune.task.base import BaseTask
+from finetune.task.base import BaseTask, RequireImageMessages, RequireMessages, RequireText
 from finetune.task.classification.text_classification import MultiLabel, Regression, SingleLabel
 from finetune.task.distillation import DistillationTask
 from finetune.task.preference.dpo import precomputed_reference
-from finetune.task.row_formats import RequireImageMessages, RequireMessages, RequireText
 
 
 def instance_of(kind):

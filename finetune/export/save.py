@@ -14,10 +14,16 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from finetune.config.sections.export import ExportSection
 from finetune.export.card import CardBase, CardFacts, write_card
-from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.upstream import savable_generation_config
 from finetune.export.verify.files import file_digest
-from finetune.export.weights import build_meta_model, check_files, complete_weights, unwrap_adapter
+from finetune.export.weights import (
+    build_meta_model,
+    check_files,
+    complete_weights,
+    map_in_threads,
+    num_threads_for,
+    unwrap_adapter,
+)
 from finetune.model.adapters.context import ADAPTER_NAME, has_adapter
 from finetune.model.loading.architecture import NEW_HEADS
 from finetune.model.loading.saved import CONFIG_FOLDER
@@ -26,7 +32,6 @@ from finetune.runtime.optional import lazily
 from finetune.runtime.text.terminal import printable
 
 with lazily():
-    from finetune.export import adapter as adapters
     from finetune.export import merge as merging
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -231,7 +236,7 @@ def _write_adapter(
     preprocessors: Preprocessors,
     section: ExportSection,
 ) -> _Written:
-    adapter, config = adapters.adapter_for_export(model, weights, dtype=_dtype(weights))
+    adapter, config = merging.adapter_for_export(model, weights, dtype=_dtype(weights))
     base = unwrap_adapter(model)
     config.base_model_name_or_path = base.name_or_path or str(folder.absolute() / BASE_FOLDER)
     save_file(adapter, staging / ADAPTER_FILE, metadata={"format": "pt"})
@@ -245,7 +250,7 @@ def _write_adapter(
     base_written = _write_model(
         base_folder,
         model=base,
-        weights=adapters.base_weights(model, weights),
+        weights=merging.base_weights(model, weights),
         preprocessors=preprocessors,
         section=section,
     )

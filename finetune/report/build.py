@@ -8,10 +8,9 @@ from finetune.config.sections.report import ReportSection
 from finetune.errors import UserError
 from finetune.registry.observers import REPORTERS
 from finetune.report.console import ConsoleReporter, choose_screen
-from finetune.report.events import Event
+from finetune.report.events import Event, JsonlReporter
 from finetune.report.history import EVENTS_FILE, RunHistory
-from finetune.report.jsonl import JsonlReporter
-from finetune.report.page.reporter import PageReporter
+from finetune.report.page.page import PageReporter
 from finetune.report.prometheus import PrometheusReporter, require_client
 from finetune.report.reporter import FanOut, FunctionReporter, NullReporter, Reporter
 from finetune.report.trackers import TrackersReporter, check_trackers

@@ -13,13 +13,12 @@ from finetune.data.features import Features
 from finetune.data.templates.chat_template import require_chat_template
 from finetune.data.token_cache.chunks import Encode
 from finetune.errors import DataError
-from finetune.task.base import BaseTask
+from finetune.task.base import BaseTask, RequireMessages, RequireText
 from finetune.task.lm_loss.target_loss import PluginLoss, TargetLoss
 from finetune.task.lm_loss.token_loss import TokenLoss
 from finetune.task.metrics import token_metrics
 from finetune.task.model_inputs import collate_padded, collate_padding_free, is_padding_free
 from finetune.task.protocol import GenerationPrompt, ModelHead, TaskContext
-from finetune.task.row_formats import RequireMessages, RequireText
 
 
 class CausalTask(BaseTask):

@@ -5,7 +5,7 @@ Every task is built from a `TaskContext`.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from finetune.data.rows import Row
 from finetune.data.token_cache.chunks import Encode
 from finetune.data.token_cache.lengths import LengthLimit
 from finetune.data.workers import LoadingCost
-from finetune.registry.tasks import ModelHead
+from finetune.registry.losses import PREFERENCE_LOSSES
+from finetune.registry.table import import_attribute
+from finetune.registry.tasks import TASKS, ModelHead
 
 
 def no_rows() -> Iterable[Row]:
@@ -163,3 +165,13 @@ class Task(Protocol):
 
     def prompt(self, features: Features) -> GenerationPrompt | None:
         """Return the sample's generation prompt and reference answer; None if the task does not generate."""
+
+
+def build_task(context: TaskContext) -> Task:
+    """Return the job's task; raises DataError if tokenizer or rows are unsuitable for it."""
+    return cast(Task, TASKS.resolve(context.section.name)(context))
+
+
+def preference_task(context: TaskContext) -> Task:
+    """Return the task of the configured preference loss; that of KTO has single answers instead of pairs."""
+    return cast(Task, import_attribute(PREFERENCE_LOSSES[context.section.preference.loss].task)(context))

@@ -12,10 +12,10 @@ from finetune.data.batch import Batch
 from finetune.data.encoding.image_conversation import ImageConversationEncoder, ImageTextProcessor, images_of
 from finetune.data.features import Features
 from finetune.data.token_cache.chunks import Encode
+from finetune.task.base import RequireImageMessages
 from finetune.task.causal_lm import SftTask
 from finetune.task.model_inputs import collate_padded
 from finetune.task.protocol import GenerationPrompt, ModelHead, SampleSpec, TaskContext
-from finetune.task.row_formats import RequireImageMessages
 
 
 class VisionLanguageSftTask(SftTask):

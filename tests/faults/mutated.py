@@ -13,7 +13,7 @@ from finetune.__main__ import main
 from finetune.checkpoint.read import find
 from finetune.checkpoint.write import writer
 from finetune.data import loader
-from finetune.report.jsonl import JsonlReporter
+from finetune.report.events import JsonlReporter
 from finetune.runtime import seeds
 
 VARIABLE = "FINETUNE_FAULTS_MUTANT"

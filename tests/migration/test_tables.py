@@ -8,8 +8,7 @@ from ruamel.yaml import YAML
 
 from finetune.config.schema import node_at
 from finetune.migration.complete import LEFT_OVER
-from finetune.migration.detect import PEERS
-from finetune.migration.migrate import migrate_file
+from finetune.migration.migrate import PEERS, migrate_file
 from finetune.migration.rules import NoCounterpart
 
 VALUES = (

@@ -9,7 +9,7 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 
 from finetune.strategy.experts import keep_experts_in_graph, separate_experts, set_zero3_leaf_modules
 from tests.devices import NEEDS_DEEPSPEED
-from tests.task.router_loss.mixtures import mixture
+from tests.task.test_router_loss import mixture
 
 
 class ListOfExperts(nn.Module):

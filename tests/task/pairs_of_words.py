@@ -4,8 +4,7 @@ import torch
 
 from finetune.config.sections.task import TaskSection
 from finetune.data.features import Features
-from finetune.task.build import build_task
-from finetune.task.protocol import Task, TaskContext
+from finetune.task.protocol import Task, TaskContext, build_task
 
 ANSWERS = (("Two and two is four.", "What?"), ("four", "two two two"), ("is two", "and"), ("And four?", "two is"))
 

@@ -16,9 +16,8 @@ from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
-from finetune.task.build import build_task
 from finetune.task.causal_lm import PretrainTask, SftTask, pad_id
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import TaskContext, build_task
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 

@@ -8,9 +8,8 @@ from finetune.config.sections.data import BatchingSection, DataSection, Training
 from finetune.config.sections.task import TaskSection
 from finetune.data.batch import IGNORED
 from finetune.data.features import Features
-from finetune.task.build import build_task
 from finetune.task.model_inputs import collate_padded, collate_padding_free, forward_logits
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import TaskContext, build_task
 
 
 def features(ids, targets, sample_id=0):

@@ -19,9 +19,8 @@ from finetune.config.sections.data import BatchingSection
 from finetune.config.sections.task import ClassificationSection, DistillationSection, TaskSection
 from finetune.data.features import Features
 from finetune.model.attention.implementation import register_per_sample
-from finetune.task.build import build_task
 from finetune.task.preference.answer_pairs import lower_half, sequence_log_probabilities, upper_half
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
 from tests.task.pairs_of_words import JUDGED, PAIRS, encoded, nudged
 

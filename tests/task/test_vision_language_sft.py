@@ -10,9 +10,8 @@ from finetune.data.batch import IGNORED
 from finetune.data.encoding.image_conversation import images_of
 from finetune.data.images.stored_image import StoredImage
 from finetune.errors import DataError
-from finetune.task.build import build_task
 from finetune.task.generation.evaluation import generate
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import TaskContext, build_task
 from tests.data.picture_processors import llava, picture, qwen, smolvlm
 
 PROCESSORS = {"llava": llava, "qwen": qwen, "smolvlm": smolvlm}

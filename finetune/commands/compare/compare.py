@@ -10,11 +10,9 @@ from finetune.commands.compare.comparison import Comparison, build_comparison
 from finetune.commands.compare.differences import Difference
 from finetune.commands.compare.time_to_metric import TimeToMetric
 from finetune.commands.printing import print_facts, print_json, print_table
-from finetune.report.page.charts import step_scales
+from finetune.report.page.charts import step_scales, write_pngs
 from finetune.report.page.facts import format_count, format_duration, format_time, format_value
-from finetune.report.page.html import render_page
-from finetune.report.page.page import SMOOTHING
-from finetune.report.page.png import write_pngs
+from finetune.report.page.page import SMOOTHING, render_page
 from finetune.runtime.files import atomic
 
 

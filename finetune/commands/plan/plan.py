@@ -33,7 +33,7 @@ from finetune.commands.printing import print_json
 from finetune.config.load import LoadedConfig, load_config
 from finetune.errors import ModelError
 from finetune.memory.layout import STRATEGIES, Method, StrategyName
-from finetune.memory.planned import write_planned
+from finetune.memory.state import write_planned
 from finetune.memory.step.predict import Predictor
 from finetune.report.history import read_history
 from finetune.run.setup.padding_free import resolve_padding_free

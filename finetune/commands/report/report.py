@@ -4,9 +4,8 @@ from pathlib import Path
 
 from finetune.errors import UserError
 from finetune.report.history import EVENTS_FILE, HistoryReader
-from finetune.report.page.charts import charts_of
+from finetune.report.page.charts import charts_of, write_pngs
 from finetune.report.page.page import write_report
-from finetune.report.page.png import write_pngs
 
 
 def report(run: Path, *, png: Path | None = None, price: float | None = None) -> None:

@@ -12,8 +12,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from finetune.data.rows import RawRow
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
 from finetune.data.sources.readers import TABLE_KINDS, TEXT_KINDS, rows_of
-from finetune.data.sources.tables import ClassNames, num_parquet_rows, table_class_names
-from finetune.data.sources.unpacking import BoundedStream
+from finetune.data.sources.tables import BoundedStream, ClassNames, num_parquet_rows, table_class_names
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.optional import require
 from finetune.runtime.text.secret_urls import without_query

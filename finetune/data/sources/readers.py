@@ -15,8 +15,7 @@ from finetune.config.section import CONLL_KINDS
 from finetune.data.rows import RawRow, not_utf8, parse_json, parse_json_at, record_paths, shortened
 from finetune.data.sources.decoding import as_utf8, decode_line, decoded_chunks
 from finetune.data.sources.options import DEFAULT_OPTIONS, ReadOptions
-from finetune.data.sources.tables import arrow_rows, parquet_rows
-from finetune.data.sources.unpacking import MAX_ROW_BYTES
+from finetune.data.sources.tables import MAX_ROW_BYTES, arrow_rows, parquet_rows
 from finetune.errors import DataError
 
 MAX_JSON_BYTES = 2 << 30

@@ -24,11 +24,10 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from finetune.errors import ExportError
 from finetune.export.save import ExportReport, TextPreprocessor, generation_config
-from finetune.export.threads import map_in_threads, num_threads_for
 from finetune.export.verify import program
 from finetune.export.verify.files import file_problems
 from finetune.export.verify.rows import VerificationRow
-from finetune.export.weights import build_meta_model, unwrap_adapter
+from finetune.export.weights import build_meta_model, map_in_threads, num_threads_for, unwrap_adapter
 from finetune.model.adapters.context import has_adapter
 from finetune.model.loading.architecture import HEADS
 from finetune.model.loading.model_files import CONFIG

@@ -49,11 +49,10 @@ from finetune.model.processing import load_processing
 from finetune.model.size import optimizer_state_bytes
 from finetune.registry.tasks import TASKS, SampleContent
 from finetune.runtime.optional import no_op
-from finetune.task.build import build_task
 from finetune.task.lm_loss.target_loss import resolve_kernel
 from finetune.task.model_inputs import is_padding_free, unwrap_model
 from finetune.task.preference.dpo import REFERENCE
-from finetune.task.protocol import Task, TaskContext
+from finetune.task.protocol import Task, TaskContext, build_task
 
 CONTEXT_BYTES = 600 << 20
 """Memory of a CUDA context, its kernels and cuBLAS's workspace, outside torch's allocator."""

@@ -16,8 +16,16 @@ from typing import Any
 
 import torch
 
-from finetune.report.profile.intervals import Interval, difference, intersection, length, union
-from finetune.report.profile.phases import COMMUNICATION, PHASES, Segment
+from finetune.report.profile.phases import (
+    COMMUNICATION,
+    PHASES,
+    Interval,
+    Segment,
+    difference,
+    intersection,
+    length,
+    union,
+)
 from finetune.runtime.files import atomic
 
 _COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ncclKernel", "ncclDevKernel")

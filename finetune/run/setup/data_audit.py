@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.config.run_config import RunConfig
-from finetune.data.audit.audit import Audit, audit_sources
-from finetune.data.audit.padding import Padding, measure_padding
+from finetune.data.audit.audit import Audit, Padding, audit_sources, measure_padding
 from finetune.data.audit.template_check import TemplateCheck, check_template
 from finetune.data.encoding.labelled_images import LABEL
 from finetune.data.features import LENGTHS_OF_SEQUENCES

@@ -13,8 +13,15 @@ from finetune.config.run_config import RunConfig, possible_microbatch_sizes
 from finetune.config.section import KeyLocation
 from finetune.data.loader import slice_batch
 from finetune.errors import UserError
-from finetune.memory.trial.choose import MemoryLimits, Peaks, largest_fitting, next_size
-from finetune.memory.trial.limits import MemoryLimit, memories, release_freed_memory
+from finetune.memory.trial.limits import (
+    MemoryLimit,
+    MemoryLimits,
+    Peaks,
+    largest_fitting,
+    memories,
+    next_size,
+    release_freed_memory,
+)
 from finetune.memory.trial.longest import LongestBatch, find_longest_batch
 from finetune.memory.trial.trial import Trial, later_host_bytes, missing_state_bytes, zero_buffer_bytes
 from finetune.run.context import RunContext

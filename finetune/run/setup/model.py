@@ -42,7 +42,7 @@ from finetune.runtime.parameters import InitContext
 from finetune.runtime.run_folder import CHECKPOINTS_FOLDER
 from finetune.task.model_inputs import is_padding_free, unwrap_model
 from finetune.task.protocol import Task
-from finetune.task.router_loss.routers import find_routers
+from finetune.task.router_loss import find_routers
 
 with lazily():
     from finetune.model.adapters import build, lora, single_pass, targets

@@ -53,8 +53,7 @@ from finetune.strategy.protocol import Strategy
 from finetune.task.lm_loss.target_loss import fallback_warning, resolve_kernel
 from finetune.task.model_inputs import unwrap_model
 from finetune.task.protocol import Task
-from finetune.task.router_loss.loss import RoutedTask, RoutingRecorder
-from finetune.task.router_loss.routers import Router, find_routers
+from finetune.task.router_loss import RoutedTask, Router, RoutingRecorder, find_routers
 from finetune.train.evaluate import AveragedWeights, EvaluationWeights, TrainedWeights, average_formula
 from finetune.train.neftune import EmbeddingNoise
 from finetune.train.optim.parameter_groups import list_parameters

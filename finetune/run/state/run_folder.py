@@ -45,9 +45,8 @@ from finetune.runtime.files.digests import digests_file, find_folder_damage, wri
 from finetune.runtime.files.read import parse_as, read_regular
 from finetune.runtime.text.redact import redacted_yaml
 from finetune.runtime.text.terminal import format_json
-from finetune.task.build import build_task
 from finetune.task.lm_loss.target_loss import resolve_kernel
-from finetune.task.protocol import Task, TaskContext
+from finetune.task.protocol import Task, TaskContext, build_task
 
 _PROBE_BYTES = 256 << 10
 """About what a run writes before its first step."""

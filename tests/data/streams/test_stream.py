@@ -18,8 +18,7 @@ from finetune.data.sample_checks import digest_of_step_ids
 from finetune.data.sources.source import open_source
 from finetune.data.streams import producer as stream_maker
 from finetune.data.streams.producer import NUM_KEPT_WINDOWS, make_window, serve
-from finetune.data.streams.stream import StreamOrder, stream_view
-from finetune.data.streams.windows import _COMMAND
+from finetune.data.streams.stream import _COMMAND, StreamOrder, stream_view
 from finetune.data.token_cache.chunks import Encoding
 from finetune.data.token_cache.integrity import sample_checksum
 from finetune.errors import DataError

@@ -4,12 +4,16 @@ import base64
 import gzip
 import json
 import re
+import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from finetune.report.events import JsonlReporter, RunEnded, RunStarted, StepTaken, Warned
 from finetune.report.history import HistoryReader
+from finetune.report.page import page as page_module
 from finetune.report.page.facts import (
     Audit,
     AuditedSource,
@@ -19,8 +23,8 @@ from finetune.report.page.facts import (
     format_duration,
     phase_rows,
 )
-from finetune.report.page.html import script_json
-from finetune.report.page.page import report_page, write_report
+from finetune.report.page.page import PageReporter, report_page, script_json, write_report
+from finetune.report.reporter import FanOut
 from tests.report.page.events import answered, ended, started, taken, whole_run, write_run
 
 HOSTILE = "</script><script>window.hurt=1</script><img src=x onerror=hurt()>\u2028]]>{{ 7*7 }}' \" &lt;"
@@ -228,3 +232,76 @@ def test_a_config_value_that_looks_like_a_source_is_not_parsed_as_one():
 def test_numbers_are_short():
     assert [format_duration(each) for each in (0.25, 59, 3723, 200_000)] == ["0.2 s", "59 s", "1 h 2 min", "2 d 7 h"]
     assert [format_count(each) for each in (999, 12_345, 1_234_567, 3.2e12)] == ["999", "12.3 k", "1.23 M", "3.2 T"]
+
+
+START = RunStarted(0, 100, "single on 1 process", ("batch: 64 = 1 process x 64",), {})
+END = RunEnded(3, "finished", 3.0, {}, "final")
+
+
+def reporters(folder: Path, **settings) -> FanOut:
+    path = folder / "events.jsonl"
+    return FanOut([JsonlReporter(path), PageReporter(path, **settings)])
+
+
+def steps_in(folder: Path) -> int:
+    page = (folder / "report.html").read_text()
+    return int(page.partition("<small>steps</small><b>")[2].partition("<")[0].replace(",", ""))
+
+
+def test_the_last_page_has_all_steps(tmp_path: Path, take_step):
+    reporter = reporters(tmp_path)
+    for event in (START, *(take_step(step) for step in (1, 2, 3)), END):
+        reporter(event)
+    reporter.close()
+    assert steps_in(tmp_path) == 3
+    assert '<span class="state finished">' in (tmp_path / "report.html").read_text()
+
+
+def test_a_resumed_run_continues_the_page(tmp_path: Path, take_step):
+    first = reporters(tmp_path)
+    for event in (START, *(take_step(step) for step in (1, 2, 3))):
+        first(event)
+    first.close()  # as after a failure: nothing has said that the run is over
+    (tmp_path / "status.json").write_text(
+        json.dumps({"state": "failed", "error": {"rank": 0, "type": "OSError", "message": "disk full"}})
+    )
+    second = reporters(tmp_path)
+    second(RunStarted(2, 100, "single on 1 process", (), {}))
+    second(take_step(3))
+    second(take_step(4))
+    second.close()
+    assert steps_in(tmp_path) == 4
+    assert "rank 0: OSError: disk full" in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_that_fails_is_a_warning(tmp_path: Path, take_step, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(page_module, "write_report", fail)
+    seen = []
+    reporter = FanOut([seen.append, PageReporter(tmp_path / "events.jsonl")])
+    reporter(START)
+    for thread in [each for each in threading.enumerate() if each.name == "report.html"]:
+        thread.join()
+    reporter(take_step(1))
+    reporter(take_step(2))
+    warnings = [event.message for event in seen if isinstance(event, Warned)]
+    assert warnings == ["PageReporter failed and is disabled: OSError: no room"]
+    assert [event.step for event in seen if isinstance(event, StepTaken)] == [1, 2]
+
+
+def test_pages_are_rare(tmp_path: Path, take_step, monkeypatch: pytest.MonkeyPatch):
+    written = []
+    monkeypatch.setattr(page_module, "write_report", lambda *_: written.append(time.monotonic()))
+    reporter = reporters(tmp_path, min_seconds=3600.0)
+    reporter(START)
+    for step in range(1, 2000):
+        reporter(take_step(step))
+    reporter.close()
+    assert 1 <= len(written) <= 2  # at the start, and at the end
+
+
+def test_a_run_without_events_has_no_page(tmp_path: Path):
+    reporters(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []

@@ -14,8 +14,7 @@ from finetune.config.load import LoadedConfig, load_config
 from finetune.config.overrides import override_label, override_text
 from finetune.config.resume_keys import keys_that_may_differ, keys_that_must_match
 from finetune.config.yaml import read_yaml
-from finetune.report.events import Warned
-from finetune.report.jsonl import event_fields
+from finetune.report.events import Warned, event_fields
 from finetune.run.state.run_folder import config_copy
 from finetune.runtime.text.redact import (
     REDACTED,

@@ -21,8 +21,7 @@ from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
 from finetune.errors import DataError
-from finetune.task.build import build_task
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import bert_tokenizer
 
 LABELS = {"single_label": ["x", "y", "x", "z", "y"], "multi_label": [["x"], [], ["x", "y"], ["z"], ["y"]]}

@@ -11,9 +11,8 @@ from finetune.data.features import Features
 from finetune.data.sources.source import open_source
 from finetune.data.token_cache.cache import prepare_set
 from finetune.data.token_cache.chunks import Encoding
-from finetune.task.build import build_task
 from finetune.task.classification.token_classification import entity_metrics
-from finetune.task.protocol import TaskContext
+from finetune.task.protocol import TaskContext, build_task
 from tests.data.encoding.word_pieces import WORDS, bert_tokenizer
 
 ROWS = [

@@ -16,10 +16,8 @@ from finetune.commands.verify.serving.served_model import ServingError
 from finetune.commands.verify.serving.serving import ServingOptions, run_serving
 from finetune.data.templates.chat_template import stop_ids
 from finetune.export.engines import ENGINES
-from finetune.export.gguf.architectures import ARCHITECTURES
-from finetune.export.gguf.tokenizer import _LLAMA3
-from finetune.export.gguf.write import write_gguf
-from tests.export.gguf.test_tokenizer import split_by
+from finetune.export.gguf import _LLAMA3, ARCHITECTURES, write_gguf
+from tests.export.test_gguf import split_by
 from tests.serving_folders import FAMILIES, SIZES, make_model, make_sentencepiece_tokenizer, make_tokenizer, save
 
 pytest.importorskip("gguf", reason="the extra `gguf` writes these files")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.memory.trial.choose import MARGIN, MemoryLimits, largest_fitting, next_size, predict
+from finetune.memory.trial.limits import MARGIN, MemoryLimits, largest_fitting, next_size, predict
 
 
 def search(sizes, limits, memory):

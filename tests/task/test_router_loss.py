@@ -2,20 +2,76 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.config.sections.data import BatchingSection, DataSection, TrainingSourceSection
 from finetune.config.sections.task import TaskSection
+from finetune.data.batch import Batch
 from finetune.data.features import Features
+from finetune.errors import ModelError
 from finetune.task.causal_lm import CausalTask
 from finetune.task.protocol import TaskContext
-from finetune.task.router_loss.loss import RoutedTask, RoutingRecorder, load_balancing_loss, load_metrics
-from finetune.task.router_loss.routers import find_routers
-from tests.task.router_loss.mixtures import SIGMOID, SOFTMAX, VOCABULARY, mixture
+from finetune.task.router_loss import (
+    RoutedTask,
+    RoutingRecorder,
+    expert_probabilities,
+    find_routers,
+    load_balancing_loss,
+    load_metrics,
+)
+from tests.train.test_syncs import waits_of
+
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_FINE = {**_SIZES, "intermediate_size": 64, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    "qk_nope_head_dim": 8,
+}
+_LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16, "head_dim": 8},
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_LOCAL = {**_SIZES, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+
+SOFTMAX: dict[str, dict[str, Any]] = {
+    "mixtral": _LOCAL,
+    "qwen3_moe": {**_FINE, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "qwen3_next": {**_FINE, **_LINEAR, "num_experts": 8},
+    "qwen3_5_moe_text": {**_FINE, **_LINEAR, "num_experts": 8},
+    "gpt_oss": {**_LOCAL, "head_dim": 8},
+    "olmoe": {**_SIZES, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": _LOCAL,
+    "granitemoehybrid": {**_LOCAL, **_MAMBA, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
+}
+SIGMOID: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_FINE, **_GROUPED, **_LATENT},
+    "glm4_moe": {**_FINE, **_GROUPED},
+    "lfm2_moe": {**_FINE, "num_experts": 8, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+}
+VOCABULARY = 64
+
+
+def mixture(model_type: str, **values: Any) -> PreTrainedModel:
+    """Return the model in training mode, its routers far enough from balance that experts differ."""
+    known = {**SOFTMAX, **SIGMOID}.get(model_type, {})
+    special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0}
+    config = AutoConfig.for_model(model_type, **{**known, **special, **values})
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
 
 LENGTHS = (9, 3, 14, 6)
 COEFFICIENT = 0.5
@@ -168,3 +224,99 @@ def test_metrics_of_a_step_are_the_task_s_and_the_routers():
     }
     counted = replace(routed, coefficient=None)
     assert "router_aux_loss" not in counted.step_metrics({"tokens_per_expert": [[3.0, 1.0]]}, num_targets=2)
+
+
+def on_meta(model_type, **values):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+
+
+@pytest.mark.parametrize("model_type", [*SOFTMAX, *SIGMOID])
+def test_every_layer_with_experts_has_one_router_whose_scores_are_known(model_type):
+    values = {**SOFTMAX, **SIGMOID}[model_type]
+    routers = find_routers(on_meta(model_type, vocab_size=64, **values))
+    dense = values.get("first_k_dense_replace", values.get("num_dense_layers", len(values.get("mlp_only_layers", ()))))
+    assert len(routers) == values["num_hidden_layers"] - dense
+    wanted = "softmax" if model_type in SOFTMAX else "sigmoid"
+    assert {(each.num_experts, each.top_k, each.score_function) for each in routers} == {(8, 2, wanted)}
+
+
+def test_a_dense_model_has_none():
+    assert find_routers(on_meta("llama", num_hidden_layers=1)) == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("phimoe", "PhimoeTopKRouter are neither a softmax nor a sigmoid"),
+        ("llama4_text", "Llama4Router does not return logits, weights and indices"),
+    ],
+)
+def test_routers_that_choose_in_another_way_are_refused(model_type, why):
+    with pytest.raises(ModelError, match=why):
+        find_routers(on_meta(model_type, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("trained", "place"),
+    [({}, "gate"), ({"modules_to_save": ["gate"]}, "gate.modules_to_save.default")],
+    ids=["frozen", "copied"],
+)
+def test_routers_are_found_inside_adapters(trained, place):
+    model = get_peft_model(mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"], **trained))
+    layers = [f"base_model.model.model.layers.{layer}.mlp" for layer in (0, 1)]
+    assert [each.name for each in find_routers(model)] == [f"{layer}.{place}" for layer in layers]
+
+
+def test_routers_with_adapters_of_their_own_are_called_through_them():
+    model = get_peft_model(mixture("mixtral"), LoraConfig(r=2, target_parameters=["gate.weight"]))
+    assert [each.name.rpartition("mlp.")[2] for each in find_routers(model)] == ["gate.base_layer"] * 2
+
+
+def test_weights_that_zero3_has_partitioned_are_not_needed():
+    model = mixture("deepseek_v3")
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    assert [each.score_function for each in find_routers(model)] == ["sigmoid"]
+
+
+def test_the_scores_of_a_sigmoid_are_divided_by_their_sum():
+    logits = torch.tensor([[0.0, torch.inf, -torch.inf]])
+    assert expert_probabilities(logits, "sigmoid").tolist() == [pytest.approx([1 / 3, 2 / 3, 0.0])]
+    assert expert_probabilities(torch.zeros(1, 4), "softmax").tolist() == [[0.25] * 4]
+
+
+class Replayed:
+    """A task whose forward pass is over: only what the routers returned comes again."""
+
+    def __init__(self, model, recorder):
+        self._recorder, self._before = recorder, []
+        ids = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(ids).tril(6)
+        with recorder.recording() as routings:
+            loss = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum()
+        self._sums, self._routings = {"loss_sum": loss}, list(routings)
+        self.batch = Batch({"input_ids": ids}, ids, num_targets=16, num_tokens=16, sample_ids=(0, 1))
+
+    def prepare_step(self, model, batches):
+        return batches
+
+    def loss_sums(self, model, batch):
+        self._recorder._routings.extend(self._routings)
+        return self._sums
+
+
+def test_counts_totals_and_the_loss_stay_on_the_device():
+    model = mixture("mixtral")
+    recorder = RoutingRecorder(model, find_routers(model))
+    replayed = Replayed(model, recorder)
+    routed = RoutedTask(replayed, recorder, 0.1, lambda batch: None)
+
+    def step():
+        for batch in routed.prepare_step(model, [replayed.batch] * 2):
+            routed.loss_sums(model, batch)
+
+    step()
+    seen, found = waits_of(step)
+    assert sum(event.name == "aten::scatter_add_" for event in seen.events()) >= 4
+    assert not found

@@ -1,1 +1,0 @@
-"""Mixtures of experts: the load-balancing loss of their routers over a whole step, and the load of each expert."""
