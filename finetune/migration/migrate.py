@@ -1,4 +1,4 @@
-"""From a peer's file to the texts of a job and its other files, with what became of every key."""
+"""Convert a file of another trainer, whose kind is detected, to a job and its other files, and list every key."""
 
 import tempfile
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The events of a run. The class names are the values of `event` in events.jsonl."""
+"""The events of a run, and events.jsonl, which has a line of each. The class names are the values of `event` there."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Base class of the tasks."""
+"""Base class of the tasks, and the formats of rows that tasks require."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: its stages, the datasets of dataset_info.json, its templates and defaults."""
+"""LLaMA-Factory: its keys and stages, the datasets of dataset_info.json, its templates and defaults."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""ms-swift: its tasks, its datasets with `#rows` in their names, and its defaults."""
+"""ms-swift: its keys and tasks, its datasets with `#rows` in their names, and its defaults."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""TRL: the task by the keys of its configs, its rows and losses, and its defaults."""
+"""TRL: its keys, the task by the keys of its configs, its rows and losses, and its defaults."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Charts as plain values for charts.js: the curves of each chart, and the scales from steps to tokens and seconds."""
+"""Charts as plain values for charts.js, with scales from steps to tokens and seconds, and drawn as PNG files."""
 
 import re
 from collections.abc import Mapping, Sequence

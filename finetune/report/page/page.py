@@ -1,4 +1,4 @@
-"""Renders report.html from the current history of a run."""
+"""Renders report.html from the current history of a run, once or again and again while the run goes on."""
 
 import base64
 import gzip
