@@ -265,11 +265,8 @@ class WeightTest:
             return node is not None and hasattr(node, "variable")
         dtypes = self._dtypes.get(origin.shape)
         is_cast = dtypes is not None and origin.is_floating_point() and origin.dtype not in dtypes
-        return is_cast or self._is_buffer(tensor)
-
-    def _is_buffer(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        return any(
+        return is_cast or any(
             buffer.untyped_storage()._cdata == storage._cdata
             for buffer in self._model.buffers()
             if type(buffer) is Tensor and buffer.numel() * buffer.element_size() >= self._smallest_bytes

@@ -50,20 +50,17 @@ def set_batch_norm(model: nn.Module, mode: Literal["frozen"] | int | None, *, is
                 f"model.batch_norm: {name} is a {type(module).__name__}, which supports only `frozen`. Write `frozen`."
             )
         else:
-            _replace(model, module, by=GhostBatchNorm(module, group_size=mode))
+            ghost_norm = GhostBatchNorm(module, group_size=mode)
+            for parent in list(model.modules()):
+                for child_name, child in list(parent.named_children()):
+                    if child is module:
+                        setattr(parent, child_name, ghost_norm)
     model.train(model.training)
 
 
 def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
     """Stay in evaluation mode: use the running statistics and never update them."""
     return type(module).train(module, False)
-
-
-def _replace(model: nn.Module, module: nn.Module, *, by: nn.Module) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child is module:
-                setattr(parent, name, by)
 
 
 @dataclass
@@ -98,15 +95,18 @@ class GhostBatchNorm(_BatchNorm):
             return functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        return torch.cat([self._normalize(group) for group in torch.split(input, size)])
-
-    def _normalize(self, group: Tensor) -> Tensor:
-        moments = torch.zeros_like(_running_statistics(self))  # momentum 1: filled with the group's mean and variance
-        output = functional.batch_norm(group, moments[0], moments[1], self.weight, self.bias, True, 1.0, self.eps)
-        state, moments = self.groups, moments.float()
-        state.sums = moments if state.sums is None else state.sums + moments
-        state.count += 1
-        return output
+        outputs = []
+        for group in torch.split(input, size):
+            moments = torch.zeros_like(
+                _running_statistics(self)
+            )  # momentum 1: filled with the group's mean and variance
+            outputs.append(
+                functional.batch_norm(group, moments[0], moments[1], self.weight, self.bias, True, 1.0, self.eps)
+            )
+            moments = moments.float()
+            self.groups.sums = moments if self.groups.sums is None else self.groups.sums + moments
+            self.groups.count += 1
+        return torch.cat(outputs)
 
 
 def update_running_statistics(model: nn.Module) -> None:

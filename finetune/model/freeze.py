@@ -88,12 +88,6 @@ def peft_exclude_pattern(model: nn.Module) -> str | None:
     return "|".join(rf"{re.escape(name)}(\..*)?" for name in names) or None
 
 
-def freeze_unused(model: nn.Module) -> None:
-    """Freeze the modules whose output is unused."""
-    for name in unused_modules(model):
-        model.get_submodule(name).requires_grad_(False)
-
-
 def _unused_in_tower(tower: nn.Module, *, name: str, read: int | list[int]) -> Iterator[str]:
     stacks = {path: module for path, module in tower.named_modules() if isinstance(module, nn.ModuleList)}
     if not stacks:

@@ -56,7 +56,9 @@ def weights_digest(section: ModelSection, *, model: Any, log: Callable[[str], No
     """
     if is_local_path(str(section.name)):
         return folder_digest(Path(resolve_name(str(section.name), key="model.name")), log=log)
-    commit = getattr(getattr(model, "config", None), "_commit_hash", None) or _cached_commit(section)
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None)
+    if commit is None:
+        commit = _cached_commit(str(section.name), cache_folder=section.cache_folder, revision=section.revision)
     if commit is None:
         log(f"model.name: the commit of `{section.name}` is unknown, so a resume would not notice a change")
     return f"commit {commit or 'unknown'}"
@@ -94,11 +96,9 @@ def _files(folder: Path) -> Iterator[Path]:
             return
 
 
-def _cached_commit(section: ModelSection) -> str | None:
+def _cached_commit(name: str, *, cache_folder: str | None, revision: str | None = None) -> str | None:
     """Return the commit whose config.json is in the local cache; its folder is named after the commit."""
-    path = try_to_load_from_cache(
-        str(section.name), "config.json", cache_dir=section.cache_folder, revision=section.revision
-    )
+    path = try_to_load_from_cache(name, "config.json", cache_dir=cache_folder, revision=revision)
     return Path(path).parent.name if isinstance(path, str) else None
 
 
@@ -106,10 +106,12 @@ _INITS_FROM_BASE = ("pissa", "olora", "loftq")
 """Initializations that move a part of the base into the adapters: the base alone is not the original model."""
 
 _ADAPTER_KEYS = frozenset({"lora", "ia3", "oft", "peft", "prompt_tuning", "prefix_tuning", "adapter"})
-_KEYS_WITHOUT_EFFECT = frozenset(
-    {"gradient_checkpointing", "activation_offload", "cache_folder", "freeze", "train_only"}
-    | {"name", "revision", "tokenizer"}
-)
+# fmt: off
+_KEYS_WITHOUT_EFFECT = frozenset({
+    "gradient_checkpointing", "activation_offload", "cache_folder", "freeze", "train_only", "name", "revision",
+    "tokenizer",
+})
+# fmt: on
 
 
 def reference_is_base(section: ModelSection) -> bool:
@@ -226,11 +228,10 @@ def teacher_digest(section: DistillationSection, *, model: ModelSection, log: Ca
     """
     if is_local_path(section.teacher):
         return folder_digest(Path(resolve_name(section.teacher, key=TEACHER_KEY)), log=log)
-    path = try_to_load_from_cache(section.teacher, "config.json", cache_dir=model.cache_folder)
-    if not isinstance(path, str):
+    commit = _cached_commit(section.teacher, cache_folder=model.cache_folder)
+    if commit is None:
         log(f"{TEACHER_KEY}: the commit of `{section.teacher}` is unknown, so a resume would not notice a change")
-        return "commit unknown"
-    return f"commit {Path(path).parent.name}"
+    return f"commit {commit or 'unknown'}"
 
 
 def _teacher_arguments(section: DistillationSection, model: ModelSection) -> dict[str, Any]:

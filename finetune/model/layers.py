@@ -59,8 +59,9 @@ def find_stacks(model: nn.Module, *, with_sizes: bool) -> tuple[LayerStack, ...]
             continue
         kinds = [_kind(layer, with_sizes=with_sizes) for layer in module]
         if with_sizes:
-            lists = _lists_of_config(_owner(model, name), length=len(module))
-            kinds = [(kind, *(repr(values[index]) for values in lists)) for index, kind in enumerate(kinds)]
+            values = vars(getattr(_owner(model, name), "config", object)).values()
+            lists = [value for value in values if isinstance(value, list | tuple) and len(value) == len(module)]
+            kinds = [(kind, *(repr(entries[index]) for entries in lists)) for index, kind in enumerate(kinds)]
         stacks.append(LayerStack(name, tuple(kinds)))
     return tuple(stacks)
 
@@ -83,11 +84,6 @@ def _kind(layer: nn.Module, *, with_sizes: bool) -> tuple[Hashable, ...]:
                 switches.append((attribute, value is not None))
         kind.append((name, type(module).__name__, tuple(parameters), tuple(switches)))
     return tuple(kind)
-
-
-def _lists_of_config(owner: nn.Module, *, length: int) -> list[Sequence[Any]]:
-    values = vars(getattr(owner, "config", object)).values()
-    return [value for value in values if isinstance(value, list | tuple) and len(value) == length]
 
 
 def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, lengths: set[int]) -> None:
@@ -113,9 +109,12 @@ def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, l
         ]
 
 
-def can_be_extrapolated(stacks: Sequence[LayerStack], *, max_kinds: int = 6) -> bool:
+MAX_KINDS = 6
+
+
+def can_be_extrapolated(stacks: Sequence[LayerStack]) -> bool:
     """Return whether the model has few enough kinds of layers to extrapolate from one layer of each."""
-    return 0 < sum(len(set(stack.kinds)) for stack in stacks) <= max_kinds
+    return 0 < sum(len(set(stack.kinds)) for stack in stacks) <= MAX_KINDS
 
 
 def fewest_layers(stacks: Sequence[LayerStack]) -> KeptLayers:

@@ -47,7 +47,8 @@ def with_image_size(processor: Any, size: int) -> Any:
     """Return the processor with that output size, resizing and cropping as before."""
     values = processor.to_dict()
     values["size"] = {"height": size, "width": size}
-    if "shortest_edge" in _set_keys(processor.size):
+    size_values = dict(processor.size) if isinstance(processor.size, dict) else vars(processor.size)
+    if size_values.get("shortest_edge") is not None:
         values["size"] = {"shortest_edge": size}
     if getattr(processor, "do_center_crop", None):
         values["crop_size"] = {"height": size, "width": size}
@@ -81,7 +82,7 @@ def with_pixel_limits(processor: Any, images: ImagesSection) -> Any:
 
 
 def check_image_shape(config: PreTrainedConfig, processor: Any) -> None:
-    """Raise ModelError if the processor's image size or number of channels is not what the model expects."""
+    """Raise ModelError if the processor's image size or number of channels differs from the model's."""
     mean = getattr(processor, "image_mean", None)
     if not isinstance(mean, list | tuple):
         return
@@ -108,12 +109,6 @@ def processed_image_size(processor: Any, *, num_channels: int) -> tuple[int, int
     blank = Image.new("L" if num_channels == 1 else "RGB", (64, 64))
     height, width = processor(blank, return_tensors="pt")["pixel_values"].shape[-2:]
     return int(height), int(width)
-
-
-def _set_keys(size: Any) -> frozenset[str]:
-    """Return the keys that are set in a processor's `size`, a dict or transformers' SizeDict."""
-    values = dict(size) if isinstance(size, dict) else vars(size)
-    return frozenset(name for name, value in values.items() if value is not None)
 
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

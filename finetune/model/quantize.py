@@ -1,14 +1,13 @@
 """A quantized, frozen base (QLoRA: Dettmers et al., 2023, arXiv:2305.14314), and weights that are stored quantized."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
-from finetune.config.sections.model import ModelSection, QuantizationSection
+from finetune.config.sections.model import ModelSection
 from finetune.errors import Problem
 from finetune.model.loading.hub import is_local_path, loading_errors, resolve_name
 from finetune.runtime.hub import is_offline
@@ -37,7 +36,15 @@ def quantization_config(section: ModelSection) -> Any:
     if quantization.method == "torchao":  # 8-bit weights: config/rules refuses others
         torchao = require("torchao.quantization", extra="torchao", purpose="model.quantization.method: torchao")
         return TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    return _bitsandbytes(quantization, dtype=section.dtype)
+    if quantization.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.kind,
+        bnb_4bit_use_double_quant=quantization.double,
+        bnb_4bit_compute_dtype=getattr(torch, quantization.compute_dtype),
+        bnb_4bit_quant_storage=getattr(torch, section.dtype),
+    )
 
 
 def stored_method(config: Any) -> str | None:
@@ -49,9 +56,10 @@ def stored_method(config: Any) -> str | None:
 
 
 def dequantize_while_loading(config: Any) -> None:
-    """Have the weights loaded as plain ones, which are trained like any others; without a GPU that is the default.
+    """Make transformers dequantize stored weights while it loads them, so that they can be trained.
 
-    On a GPU transformers would keep them for its kernels, through which no gradient passes. Raises MissingPackage.
+    Without a GPU that is the default; on a GPU transformers would keep them for its kernels, through which no gradient
+    passes. Raises MissingPackage.
     """
     method = stored_method(config)
     if method not in _DEQUANTIZED:
@@ -105,11 +113,6 @@ def _as_section(stored: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_installed(package: str) -> bool:
-    """Return whether the package is installed, without importing it."""
-    return find_spec(package) is not None
-
-
 def unquantized_weights_folder(section: ModelSection) -> str | None:
     """Return the folder of the unquantized weights; None if they are not needed."""
     if section.name is None or section.lora is None or section.lora.init != "loftq":
@@ -124,15 +127,3 @@ def unquantized_weights_folder(section: ModelSection) -> str | None:
             allow_patterns=["*.safetensors"],
             local_files_only=is_offline(),
         )
-
-
-def _bitsandbytes(section: QuantizationSection, *, dtype: str) -> BitsAndBytesConfig:
-    if section.bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=section.kind,
-        bnb_4bit_use_double_quant=section.double,
-        bnb_4bit_compute_dtype=getattr(torch, section.compute_dtype),
-        bnb_4bit_quant_storage=getattr(torch, dtype),
-    )

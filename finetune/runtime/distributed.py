@@ -205,8 +205,15 @@ def close_background_group() -> None:
 def _open(group: Group, *, timeout: timedelta) -> None:
     if not is_distributed() or group in _groups:
         return
-    with _lazy_connections():
+    # Gloo connects only ranks that communicate, unless the environment sets the variable: a full mesh needs a socket
+    # for every rank, the rings and trees of our collectives a few dozen in any world.
+    is_set = _LAZY_CONNECTIONS in os.environ
+    os.environ.setdefault(_LAZY_CONNECTIONS, "1")
+    try:
         opened = dist.new_group(backend="gloo", timeout=timeout)
+    finally:
+        if not is_set:
+            del os.environ[_LAZY_CONNECTIONS]
     _groups[group] = opened
     # Each collective once: ranks that connect later need the store, which ends with the launcher, and could wait
     # forever for a rank that has died in the meantime.
@@ -214,21 +221,6 @@ def _open(group: Group, *, timeout: timedelta) -> None:
     gather_objects(0, group=group)
     broadcast_object(0, group=group)
     barrier(group)
-
-
-@contextmanager
-def _lazy_connections() -> Iterator[None]:
-    """Make gloo connect only ranks that communicate, unless the environment sets the variable.
-
-    A full mesh needs a socket for every rank; the rings and trees of our collectives need a few dozen in any world.
-    """
-    is_set = _LAZY_CONNECTIONS in os.environ
-    os.environ.setdefault(_LAZY_CONNECTIONS, "1")
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[_LAZY_CONNECTIONS]
 
 
 def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
@@ -252,7 +244,7 @@ def shut_down(code: int, *, afterwards: Callable[[int], int] = int) -> int:
 
 
 def wait_for_devices() -> None:
-    """Wait until no rank needs a process group any more, be it for a kernel of its device. Collective."""
+    """Wait until no rank needs a process group any more, not even for a kernel of its device. Collective."""
     if is_distributed():
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -263,10 +255,10 @@ def wait_for_devices() -> None:
 def restored_groups() -> Iterator[None]:
     """Close the process groups that were made within the context, torch's default one if it is among them.
 
-    Groups of a caller stay. Not collective: after an error, the ranks that wait in such a group fail at once.
+    Groups of a caller are kept. Not collective: after an error, the ranks that wait in such a group fail at once.
 
-    A launcher's store outlives groups, and has the addresses of their ranks under names that the groups of the next
-    run have, too: each run of a process looks for addresses under a prefix of its own.
+    A launcher's store outlives the groups and keeps the addresses of their ranks under names that the groups of the
+    next run also have. So each run of a process uses its own prefix for addresses.
     """
     global _num_runs
     _num_runs += 1

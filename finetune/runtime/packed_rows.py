@@ -10,7 +10,7 @@ class SampleLengths:
     """The number of tokens of each sample of the row, as integers on the host: no host-device synchronization.
 
     Not a tuple: a compiler would specialize on its length and recompile for every number of samples. If the model gets
-    one of several equal slices of the row (`runtime/sequence_parallel.py`), the lengths are those of the whole row.
+    one of several equal slices of the row (`runtime/parallel/sequence.py`), the lengths are those of the whole row.
     """
 
     __slots__ = ("num_slices", "values")

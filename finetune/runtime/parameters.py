@@ -93,6 +93,11 @@ def local_part(tensor: DTensor, *, dimension: int) -> tuple[int, int]:
     return first, count
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, or the tensor itself, without its graph; both share memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def canonical_name(name: str) -> str:
     """Return the parameter's name in the plain model, without the prefixes of wrappers."""
     return _WRAPPERS.sub("", name)

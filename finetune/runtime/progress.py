@@ -80,13 +80,8 @@ def parse_progress(content: bytes | str) -> Progress:
         raise ValueError(str(error).removeprefix("Progress.__init__() ")) from None
     except ValueError as error:
         raise (UnsupportedVersion(str(error)) if version != VERSION else error) from None
-    _validate(progress, state=state)
-    return progress
-
-
-def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
     names = {field.name for field in fields(Progress)} - {"knows_contents"}  # implied by the version
-    if state["version"] == VERSION and (missing := sorted(names - state.keys())):
+    if version == VERSION and (missing := sorted(names - state.keys())):
         raise ValueError(f"{missing[0]}: it is missing")
     try:
         _schema().model_validate(asdict(progress))
@@ -95,6 +90,7 @@ def _validate(progress: Progress, *, state: Mapping[str, Any]) -> None:
     for name in ("step", "metrics_step"):
         if getattr(progress, name) > MAX_STEPS:
             raise ValueError(f"{name}: {getattr(progress, name)} steps are out of range; the maximum is {MAX_STEPS}")
+    return progress
 
 
 @cache

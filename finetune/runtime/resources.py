@@ -41,7 +41,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 def usable_cores() -> int:
     """Return the number of cores that this process may use, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = quota_cores(CGROUPS, within=_own_group(Path("/proc/self/cgroup")))
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    own_group = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")  # in cgroup v2
+    quota = quota_cores(CGROUPS, within=own_group)
     return max(1, allowed if quota is None else min(allowed, int(quota)))
 
 
@@ -52,34 +57,16 @@ def quota_cores(groups: Path, *, within: str = "/") -> float | None:
     """
     own = groups / within.strip("/")
     folders = [own, *own.parents[: len(own.parts) - len(groups.parts)]]
-    limits = [cores for folder in folders if (cores := _quota(folder)) is not None]
-    limits += [cores for name in ("cpu", "cpu,cpuacct") if (cores := _cgroup_v1_quota(groups / name)) is not None]
+    # cgroup v2: `QUOTA PERIOD` in microseconds, or `max PERIOD`
+    pairs = [_words(folder / "cpu.max") for folder in folders]
+    for name in ("cpu", "cpu,cpuacct"):  # cgroup v1, where a quota of -1 means no limit
+        pairs.append([*_words(groups / name / "cpu.cfs_quota_us"), *_words(groups / name / "cpu.cfs_period_us")])
+    limits = [
+        int(pair[0]) / int(pair[1])
+        for pair in pairs
+        if len(pair) == 2 and all(map(str.isdigit, pair)) and int(pair[1]) > 0
+    ]
     return min(limits, default=None)
-
-
-def _quota(folder: Path) -> float | None:
-    """Read `cpu.max`: `QUOTA PERIOD` in microseconds, or `max PERIOD`."""
-    words = _words(folder / "cpu.max")
-    return _cores(words[0], words[1]) if len(words) == 2 else None
-
-
-def _cgroup_v1_quota(folder: Path) -> float | None:
-    """Read the two files of cgroup v1; a quota of -1 means no limit."""
-    quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
-    return _cores(quota[0], period[0]) if quota and period else None
-
-
-def _cores(quota: str, period: str) -> float | None:
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) > 0 else None
-
-
-def _own_group(file: Path) -> str:
-    """Return the path of this process's group in cgroup v2."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return "/"
-    return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
 
 
 def _words(file: Path) -> list[str]:
@@ -89,10 +76,7 @@ def _words(file: Path) -> list[str]:
         return []
 
 
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_bytes(cgroup: Path = _CGROUP) -> int:
+def available_bytes(cgroup: Path = CGROUPS) -> int:
     """Return the bytes that can still be allocated on this machine, or in its container if that is less."""
     available = int(psutil.virtual_memory().available)
     try:
@@ -120,11 +104,6 @@ def disk_errors(folders: Sequence[Path], error_type: type[FinetuneError]) -> Ite
         raise error_type(text) from error
 
 
-def format_free_space(folders: Sequence[Path]) -> str:
-    """Return the free space on the disks of the folders, as text."""
-    return ", ".join(f"{folder} has {format_size(free_bytes(folder))} free" for folder in dict.fromkeys(folders))
-
-
 def free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which may not exist yet."""
     path = folder.absolute()
@@ -136,13 +115,12 @@ def _text(error: OSError, folders: Sequence[Path]) -> str | None:
     if text is None:
         return None
     if error.errno in FULL:
-        return f"{text} {format_free_space(folders)}. Run the same command again once there is space."
+        space = ", ".join(f"{folder} has {format_size(free_bytes(folder))} free" for folder in dict.fromkeys(folders))
+        return f"{text} {space}. Run the same command again once there is space."
     path = Path(str(error.filename)).absolute()
     is_ours = any(path.is_relative_to(folder.absolute()) for folder in folders)
-    return f"{text} {_ADVICE}" if is_ours else None
-
-
-_ADVICE = "Make it writable for this user, or name another folder (run.folder, data.cache_folder)."
+    advice = "Make it writable for this user, or name another folder (run.folder, data.cache_folder)."
+    return f"{text} {advice}" if is_ours else None
 
 
 _OWN_FILES = 512

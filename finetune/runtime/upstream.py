@@ -2,17 +2,17 @@
 
 **Locks of extensions.** torch waits for the lock of an extension that DeepSpeed compiles silently and forever, even if
 its owner is dead (pytorch#189245; fixed after 2.13 by pytorch#190543). It (`torch/utils/file_baton.py`) creates a file
-`lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. So a process of this machine
-that has it open is the owner, and one that is open nowhere has none; only a file system or a container that other
-machines share may hide an owner. A thread reports the lock that is waited for, and removes the locks of dead builds.
-From torch 2.14 on, the file stays after every build and stops nobody, since the kernel holds the lock.
+`lock` in the folder of a build, keeps it open while it compiles and removes it afterwards. So its owner is the process
+of this machine that has it open, and a lock that no process has open has no owner, unless a shared file system or a
+container hides it. A thread reports the lock that the run waits for, and removes the locks of dead builds. From torch
+2.14 on, the file remains after every build and blocks nobody, since the kernel holds the lock.
 
-**Retries of the hub.** huggingface_hub asks an unreachable hub again and again, for most of a minute.
+**Retries of the hub.** huggingface_hub retries for most of a minute before it gives up on an unreachable hub.
 
-**Freed memory.** On CPUs torch allocates each tensor by `malloc`, and glibc gives large blocks back to the kernel when
+**Freed memory.** On CPUs torch allocates each tensor by `malloc`, and glibc returns large blocks to the kernel when
 they are freed, so every step pays for its pages again.
 
-**Dead loader processes.** torch's first DataLoader with workers handles SIGCHLD from then on, once for a process.
+**Dead loader processes.** torch's first DataLoader with workers in a process handles SIGCHLD from then on.
 
 **oneDNN's primitives.** On CPUs torch compiles a primitive for each new shape, and oneDNN keeps 1,024 of them.
 """
@@ -68,7 +68,7 @@ _RECHECK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BuildLock:
-    """The lock of one build, and who holds it."""
+    """The lock of one build, and its owner."""
 
     path: Path
     state: str  # BUILDING, ABANDONED or UNKNOWN
@@ -91,7 +91,7 @@ def extensions_folder() -> Path:
 
 
 def torch_waits_for_locks() -> bool:
-    """Return whether this torch waits for a file that a killed build has left."""
+    """Return whether this torch waits for the lock file of a killed build."""
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) < (2, 14)
 
@@ -126,7 +126,7 @@ def remove_abandoned(path: Path, *, pause: Callable[[float], None] = time.sleep)
 
 
 def awaited_lock(frame: FrameType | None) -> Path | None:
-    """Return the lock that a thread waits for, according to its innermost frame; None where it waits for none."""
+    """Return the lock that a thread waits for, according to its innermost frame; None if it waits for none."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "wait" and code.co_filename.endswith("file_baton.py"):
@@ -141,7 +141,7 @@ def innermost_frame(thread: int) -> FrameType | None:
 
 
 def _builders(path: Path) -> Iterator[str]:
-    """Yield the processes that have the lock open, or that compile in its folder though their parent is dead."""
+    """Yield the processes that have the lock open, or that still compile in its folder after their parent's death."""
     lock, folder = path.resolve(), path.parent.resolve()
     for process in psutil.process_iter(["pid", "name"]):
         try:
@@ -154,7 +154,7 @@ def _builders(path: Path) -> Iterator[str]:
 
 
 def _why_unknown(path: Path) -> str | None:
-    """Return why an owner could be hidden from this process; None where it would be seen."""
+    """Return why an owner could be hidden from this process; None if it would be visible."""
     try:
         uid = path.stat().st_uid
     except OSError:
@@ -183,7 +183,7 @@ Log = Callable[[str], None]
 
 
 def clear_build_locks(*, log: Log) -> None:
-    """Remove the locks that killed builds have left, and log it; name those whose owner is unknown."""
+    """Remove the locks of killed builds and log that; warn about locks whose owner is unknown."""
     for lock in build_locks(extensions_folder()):
         if lock.state != ABANDONED:
             log(f"{'note' if lock.state == BUILDING else 'warning'}: {lock}")
@@ -206,7 +206,7 @@ class BuildLockWatcher:
         threading.Thread(target=self._run, name="build locks", daemon=True).start()
 
     def look(self) -> None:
-        """Check once: an abandoned lock is removed, which ends the waiting; any other is logged."""
+        """Check once: remove an abandoned lock, which ends the wait, and log any other."""
         path = awaited_lock(innermost_frame(self._main))
         if path is None:
             self._since.clear()
@@ -228,11 +228,11 @@ class BuildLockWatcher:
 
 @contextmanager
 def without_hub_retries(*, is_local: bool) -> Iterator[None]:
-    """Meanwhile, send no request to the hub when the files are local or the hub is unreachable.
+    """In this context, send no request to the hub if the files are local or the hub is unreachable.
 
-    `local_files_only` is not enough: transformers 5.23 does not hand it on when it looks for an adapter, and
-    huggingface_hub 2.4 fetches a list of agents before its first download (`utils/_detect_agent.py`). What
-    HF_HUB_OFFLINE=1 sets stops both.
+    `local_files_only` is not enough: transformers 5.23 does not pass it on when it looks for an adapter, and
+    huggingface_hub 2.4 fetches a list of agents before its first download (`utils/_detect_agent.py`). The constant that
+    HF_HUB_OFFLINE=1 sets prevents both.
     """
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or is_local or is_offline()
@@ -248,12 +248,13 @@ _OLD_MMAP_MAXIMUM = 32 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep the memory that it frees and use it again; return False where malloc is not glibc's.
+    """Make this process keep and reuse the memory that it frees; return False if malloc is not glibc's.
 
-    glibc maps a block above a threshold (from 128 KiB, raised up to 32 MiB by what is freed) for itself and unmaps it
-    when it is freed, and gives back the end of the heap where more is free than twice that. Which of a step's tensors
-    this strikes depends on the order of all earlier allocations: under ZeRO-2 up to 4,900 page faults a step, or none,
-    from one start to the next (glibc 2.36, `sysmalloc`, `systrim`). glibc before 2.35 takes no threshold above 32 MiB.
+    glibc maps a block above a threshold (from 128 KiB, raised up to 32 MiB by freed blocks) separately and unmaps it
+    when it is freed, and returns the end of the heap to the kernel if more than twice that is free. Which tensors of a
+    step this affects depends on the order of all earlier allocations: under ZeRO-2 up to 4,900 page faults per step, or
+    none, varying from start to start (glibc 2.36, `sysmalloc`, `systrim`). glibc before 2.35 accepts no threshold above
+    32 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -267,9 +268,9 @@ _LOADER_SIGNALS = "torch.utils.data._utils.signal_handling"
 
 @contextmanager
 def restored_child_signal() -> Iterator[None]:
-    """Give SIGCHLD the handler back that it had, and have torch set its own again at the next DataLoader with workers.
+    """Restore the handler of SIGCHLD, and make torch set its own again for the next DataLoader with workers.
 
-    torch remembers in a global that it has (`_set_SIGCHLD_handler` in torch/utils/data/_utils, 2.11 to 2.13).
+    torch records in a global that it has set it (`_set_SIGCHLD_handler` in torch/utils/data/_utils, 2.11 to 2.13).
     """
     loader = sys.modules.get(_LOADER_SIGNALS)
     handler, is_set = signal.getsignal(signal.SIGCHLD), getattr(loader, "_SIGCHLD_handler_set", False)
@@ -288,10 +289,10 @@ _NUM_PRIMITIVES = 64
 
 
 def bound_primitive_cache(variables: MutableMapping[str, str]) -> None:
-    """Have oneDNN keep few primitives, unless the user has said how many.
+    """Limit the number of primitives that oneDNN keeps, unless the user has set it.
 
-    Steps of varying lengths meet ever new shapes, whose primitives are hardly ever used again, and their code lies
-    between the tensors of malloc's heap, which fragments: memory grew for hundreds of steps. oneDNN 3.12 reads the
+    Steps of varying lengths need primitives of ever new shapes, which are hardly ever used again. Their code lies
+    between the tensors in malloc's heap and fragments it: memory grew for hundreds of steps. oneDNN 3.12 reads the
     variable with the first primitive of a process; torch exports no function for it.
     """
     if not any(name in variables for name in _CAPACITIES):

@@ -1,4 +1,4 @@
-"""Build the Accelerator that a strategy asks for, and check that it is what came out."""
+"""Builds the Accelerator that a strategy requests, and checks the one that Accelerate built."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -21,10 +21,10 @@ from finetune.strategy.upstream import set_default_group_timeout, without_accele
 
 
 def build_accelerator(strategy: Strategy, *, precision: str, timeout: timedelta) -> Accelerator:
-    """Return an Accelerator as the strategy wants it; raises StrategyError when something else came out. Collective.
+    """Return the Accelerator of the strategy; raises StrategyError if Accelerate built another one. Collective.
 
-    `timeout` is that of every process group over which tensors are sent. Accumulation stays at 1 in
-    Accelerate: the step sets the boundary itself, from the number of targets.
+    `timeout` is that of every process group over which tensors are sent. Accelerate's own accumulation stays at 1: the
+    step sets the boundary, from the number of targets.
     """
     set_default_group_timeout(timeout)
     with strategy.accelerator_context(timeout=timeout), without_accelerate_parallelism():
@@ -80,7 +80,7 @@ def check_accelerator(accelerator: Accelerator, expected: Expected, *, precision
 
 
 def check_prepared(model: nn.Module, expected: Expected, *, strategy: str) -> None:
-    """Raise StrategyError when the prepared model is not of the strategy's kind."""
+    """Raise StrategyError unless the prepared model has the strategy's class and ZeRO stage."""
     names = {cls.__name__ for cls in type(model).__mro__}
     differences: list[str | None] = []
     if expected.model_class is not None and expected.model_class not in names:

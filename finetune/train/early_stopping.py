@@ -1,4 +1,4 @@
-"""Early stopping, and the reasons for which a run is over; imports no torch."""
+"""Early stopping, and the reasons why a run has ended; imports no torch."""
 
 import math
 
@@ -9,7 +9,7 @@ from finetune.runtime.progress import Progress
 FINISHED, EARLY_STOPPING = "finished", "early stopping"
 
 FINAL_REASONS = (FINISHED, EARLY_STOPPING)
-"""Why a run may end so that its model is final; after a signal or a limit the run is to be resumed."""
+"""Reasons after which the model is final; after a signal or a limit the run is to be resumed."""
 
 
 class NeverStop:
@@ -30,17 +30,22 @@ class EarlyStopping:
         self._section = section
 
     def update(self, metrics: dict[str, float], progress: Progress) -> None:
-        """Record an evaluation in `progress`; raises UserError where it has not measured the metric.
+        """Record an evaluation in `progress`; raises UserError if it has not measured the metric.
 
-        Which metrics there are can depend on the rows: only tags such as `B-PER` have entities.
+        The metrics can depend on the rows: only tags such as `B-PER` have entities.
         """
         if self._section.metric not in metrics:
             missing = self._section.metric
             raise UserError(
                 f"train.early_stopping.metric: the evaluation has no `{missing}`. It measures {', '.join(metrics)}."
             )
-        value = metrics[self._section.metric]
-        if self._is_better(value, progress.best_metric):
+        value, best = metrics[self._section.metric], progress.best_metric
+        if best is None or math.isnan(best):  # a correlation with a constant is NaN
+            is_better = True
+        else:
+            gain = best - value if self._section.goal == "minimize" else value - best
+            is_better = gain > self._section.min_delta
+        if is_better:
             progress.best_metric = value
             progress.evaluations_since_best = 0
         else:
@@ -49,9 +54,3 @@ class EarlyStopping:
     def is_over(self, progress: Progress) -> bool:
         """Return whether patience is exhausted; it still is when a stopped run is started again."""
         return progress.evaluations_since_best >= self._section.patience
-
-    def _is_better(self, value: float, best: float | None) -> bool:
-        if best is None or math.isnan(best):  # a correlation with a constant is NaN
-            return True
-        gain = best - value if self._section.goal == "minimize" else value - best
-        return gain > self._section.min_delta

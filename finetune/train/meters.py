@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +112,12 @@ class Meters:
         if not records:
             return []
         losses = distributed.sum_in_rank_order(torch.stack([record.losses.sum() for record in records]))
-        rows = _rows(records, losses, _other_sums(records)).tolist()
+        norms = torch.stack([record.gradient_norm for record in records])  # on the CPU if parameters are offloaded
+        columns = [norms[:, None].to(losses), losses[:, None]]
+        if records[0].sums:
+            flat = [torch.cat([value.flatten() for value in record.sums.values()]) for record in records]
+            columns.append(distributed.sum_tensor(torch.stack(flat)))  # [steps, numbers]
+        rows = torch.cat(columns, dim=1).tolist()
         memory = peak_memory_bytes()
         events = [
             _event(record, loss_sum=loss, gradient_norm=norm, metrics=self._metrics(record, sums), memory=memory)
@@ -125,34 +129,15 @@ class Meters:
         """Return a warning, once each, if too much time was spent waiting for batches, or if the GPU is lost."""
         return self._wait.warning() or self._device.warning()
 
-    def _metrics(self, record: StepRecord, sums: Sequence[float]) -> Mapping[str, float]:
-        """Return the task's metrics of a step."""
+    def _metrics(self, record: StepRecord, numbers: Sequence[float]) -> Mapping[str, float]:
+        """Return the task's metrics of a step, from the numbers of its sums over all ranks."""
         if not record.sums:
             return {}
-        return dict(self._step_metrics(_by_name(record.sums, sums), num_targets=record.num_targets))
-
-
-def _by_name(sums: Mapping[str, Tensor], numbers: Sequence[float]) -> dict[str, Any]:
-    """Return the numbers by the sums' names, in their shapes: a float, or nested lists."""
-    flat = torch.split(torch.tensor(numbers, dtype=torch.float64), [value.numel() for value in sums.values()])
-    return {name: part.view(value.shape).tolist() for (name, value), part in zip(sums.items(), flat, strict=True)}
-
-
-def _other_sums(records: Sequence[StepRecord]) -> list[Tensor]:
-    """Return a list of one tensor with the other sums of all ranks, [steps, numbers]; empty if there are none."""
-    if not records[0].sums:
-        return []
-    flat = [torch.cat([value.flatten() for value in record.sums.values()]) for record in records]
-    return [distributed.sum_tensor(torch.stack(flat))]
-
-
-def _rows(records: Sequence[StepRecord], losses: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return norm, loss and other sums of every step, [steps, 2 + numbers], on the losses' device.
-
-    If parameters are offloaded, as with `fsdp_offload_params`, the gradient norm is on the CPU.
-    """
-    norms = torch.stack([record.gradient_norm for record in records])
-    return torch.cat([norms[:, None].to(losses), losses[:, None], *others], dim=1)
+        sizes = [value.numel() for value in record.sums.values()]
+        parts = torch.split(torch.tensor(numbers, dtype=torch.float64), sizes)
+        named = zip(record.sums.items(), parts, strict=True)
+        sums = {name: part.view(value.shape).tolist() for (name, value), part in named}  # floats, or nested lists
+        return dict(self._step_metrics(sums, num_targets=record.num_targets))
 
 
 def sum_over_ranks(sums: dict[str, Tensor]) -> dict[str, float]:

@@ -11,7 +11,13 @@ from finetune.runtime.supervision.signals import ReceivedSignals
 SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT = "spot notice", "STOP file", "checkpoint failed", "time limit"
 CALLBACK = "callback"
 REASONS = (
-    *("signal SIGTERM", "signal SIGINT", "signal SIGHUP", SPOT_NOTICE, STOP_FILE, FAILED_SAVE, TIME_LIMIT),
+    "signal SIGTERM",
+    "signal SIGINT",
+    "signal SIGHUP",
+    SPOT_NOTICE,
+    STOP_FILE,
+    FAILED_SAVE,
+    TIME_LIMIT,
     CALLBACK,
 )
 """The reasons for which a rank can request a stop; the first in this order counts."""
@@ -19,7 +25,7 @@ REASONS = (
 
 @dataclass(frozen=True)
 class StopRequest:
-    """What all ranks have agreed on: the reason to stop, if any, and whether to save and to evaluate first."""
+    """The agreement of all ranks: the reason to stop, if any, and whether to save and to evaluate first."""
 
     stop_reason: str | None
     saves: bool
@@ -30,7 +36,7 @@ class StopRequest:
 class StopSources:
     """The stop requests of this rank, as counts that are summed in the step's own all-reduce.
 
-    `sources` are what can request a stop besides a signal, by reason; each is called once per step. `requests` returns
+    `sources` can request a stop besides a signal, by reason; each is called once per step. `requests` returns
     what callbacks have requested since its last call.
     """
 
@@ -69,17 +75,17 @@ class TimeLimit:
 
 
 class StopFile:
-    """A file with which a user requests a stop; looked for at most once a second."""
+    """A file by which a user requests a stop; checked at most once a second."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
-        self._looked_at = -1.0
-        self._is_there = False
+        self._checked_at = -1.0
+        self._exists = False
 
     def __call__(self) -> bool:
-        """Return whether the file existed at the last look."""
-        if not self._is_there and self._clock() - self._looked_at >= 1.0:
-            self._looked_at = self._clock()
-            self._is_there = self._path.exists()
-        return self._is_there
+        """Return whether the file existed at the last check."""
+        if not self._exists and self._clock() - self._checked_at >= 1.0:
+            self._checked_at = self._clock()
+            self._exists = self._path.exists()
+        return self._exists

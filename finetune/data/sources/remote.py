@@ -12,7 +12,7 @@ from finetune.data.sources.files import Files, format_not_read, require_readable
 from finetune.errors import DataError, FinetuneError
 from finetune.runtime.files.remote import STORAGE_PACKAGES
 from finetune.runtime.optional import require
-from finetune.runtime.text.secret_urls import REDACTED, unsigned_url, without_query
+from finetune.runtime.text.secret_patterns import REDACTED, unsigned_url, without_query
 
 _BLOCK_BYTES = 8 << 20
 _TAGS = ("ETag", "etag", "checksum", "md5Hash", "content_md5", "crc32c", "blob_id", "sha256", "hash")

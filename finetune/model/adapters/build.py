@@ -22,7 +22,6 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.oft import OFTLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from finetune.config.sections.model import (
@@ -172,7 +171,7 @@ def _init_lora(model: PeftModel, lora: LoraSection, context: AdapterContext) -> 
     check_lora(model, lora)
     add_dropout(model, lora.dropout)
     if lora.init in INITS_FROM_BASE:
-        record_initial_factors(model, lora.init)
+        record_initial_factors(model)
         return
     _init_factors(model, is_gaussian=lora.init == "gaussian", seed=context.seed)
     if lora.init == "loftq":
@@ -260,7 +259,14 @@ def init_prompt(model: PeftModel, prompt: PromptTuningSection, context: AdapterC
     """Initialize from the embeddings of `init_text`, repeated as needed, or of tokens drawn from the seed."""
     learned = model.prompt_encoder[ADAPTER_NAME].embedding.weight  # [tokens, width]
     embeddings = model.get_base_model().get_input_embeddings()
-    ids = _init_token_ids(prompt, context)
+    if prompt.init_text is None:
+        generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prompt"))
+        ids = torch.randint(len(context.tokenizer), (prompt.num_tokens,), generator=generator)
+    else:
+        text_ids = torch.tensor(context.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"])
+        if not len(text_ids):
+            raise ModelError("model.prompt_tuning.init_text: the text has no tokens. Write some words, or remove it.")
+        ids = text_ids.repeat(-(-prompt.num_tokens // len(text_ids)))[: prompt.num_tokens]
     with torch.no_grad(), context.init_context.gather([embeddings.weight]):
         if not context.init_context.on_meta_device:
             learned.copy_(embeddings.weight[ids].to(learned))
@@ -272,16 +278,6 @@ def init_prefix(model: PeftModel, prefix: PrefixTuningSection, context: AdapterC
     generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prefix"))
     with torch.no_grad():
         learned.copy_(torch.randn(learned.shape, generator=generator))
-
-
-def _init_token_ids(prompt: PromptTuningSection, context: AdapterContext) -> Tensor:
-    if prompt.init_text is None:
-        generator = torch.Generator().manual_seed(derive_seed(context.seed, "adapters", "prompt"))
-        return torch.randint(len(context.tokenizer), (prompt.num_tokens,), generator=generator)
-    ids = torch.tensor(context.tokenizer(prompt.init_text, add_special_tokens=False)["input_ids"], dtype=torch.long)
-    if not len(ids):
-        raise ModelError("model.prompt_tuning.init_text: the text has no tokens. Write some words, or remove it.")
-    return ids.repeat(-(-prompt.num_tokens // len(ids)))[: prompt.num_tokens]
 
 
 def _task_type(context: AdapterContext, *, key: str) -> str:

@@ -186,15 +186,14 @@ def _new_token_rows(model: PreTrainedModel, lora: LoraSection, context: AdapterC
 _INITIAL_FACTORS = "_first_factors"
 
 
-def record_initial_factors(model: PeftModel, init: str) -> None:
+def record_initial_factors(model: PeftModel) -> None:
     """Record the factors that were subtracted from the base: `W = residual + scale * B0 A0`."""
-    if init in INITS_FROM_BASE:
-        factors = {
-            name: parameter.detach().to("cpu", copy=True)
-            for name, parameter in model.named_parameters()
-            if ".lora_A." in name or ".lora_B." in name
-        }
-        setattr(model, _INITIAL_FACTORS, factors)
+    factors = {
+        name: parameter.detach().to("cpu", copy=True)
+        for name, parameter in model.named_parameters()
+        if ".lora_A." in name or ".lora_B." in name
+    }
+    setattr(model, _INITIAL_FACTORS, factors)
 
 
 def initial_factors(model: PeftModel) -> Mapping[str, Tensor]:
@@ -230,26 +229,22 @@ def init_loftq(model: PeftModel, context: AdapterContext) -> None:
 
     The original weights are read from the base's safetensors one at a time; raises ModelError if one is missing.
     """
+    files: dict[str, Path] = {}
     with loading_errors(context.base or "", key="model.lora.init"):
-        files = _weight_files(Path(context.base or ""))
+        for path in sorted(Path(context.base or "").glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                files.update(dict.fromkeys(file.keys(), path))
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 original = _original_weight(name.removeprefix(BASE_PREFIX) + ".weight", files)
-                error = original.float() - dequantized_weight(module.get_base_layer())
+                dequantized: Tensor = dequantize_module_weight(module.get_base_layer())  # [outputs, inputs]
+                error = original.float() - dequantized.detach().float().cpu()
                 left, values, right = torch.linalg.svd(error, full_matrices=False)
                 rank = module.r[ADAPTER_NAME]
                 root = (values[:rank] / module.scaling[ADAPTER_NAME]).sqrt()
                 module.lora_A[ADAPTER_NAME].weight.copy_(root[:, None] * right[:rank])
                 module.lora_B[ADAPTER_NAME].weight.copy_(left[:, :rank] * root)
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            files.update(dict.fromkeys(file.keys(), path))
-    return files
 
 
 def _original_weight(name: str, files: dict[str, Path]) -> Tensor:
@@ -261,9 +256,3 @@ def _original_weight(name: str, files: dict[str, Path]) -> Tensor:
     with safe_open(files[name], framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
-
-
-def dequantized_weight(layer: nn.Module) -> Tensor:
-    """Return the layer's dequantized weight, [outputs, inputs], in float32 on the CPU."""
-    weight: Tensor = dequantize_module_weight(layer)
-    return weight.detach().float().cpu()

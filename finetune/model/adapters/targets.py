@@ -5,7 +5,7 @@ a mixture of experts this module selects the targets by full name; for other mod
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -102,9 +102,11 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
         keys = (("experts", lora.experts is not None), ("router", lora.router))
         message = "this model has no routed experts. Remove the key."
         return [Problem(f"model.lora.{key}", message) for key, is_written in keys if is_written]
-    if lora.router and not find_routers(model, experts):
+    routers = find_routers(model, experts)
+    if lora.router and not routers:
         problems.append(Problem("model.lora.router", "no module `gate` or `router` was found. Remove the key."))
-    if not adapts_parameters(model, lora):
+    has_router_parameters = lora.router and bool(_router_targets(model, routers)[1])
+    if not has_router_parameters and not (adapts_experts(lora) and any(layer.parameters for layer in experts)):
         return problems
     setting = "experts: false" if adapts_experts(lora) else "router: false"
     reason = "peft adapts the matrices of routed experts and routers as parameters, which does not support"
@@ -113,13 +115,6 @@ def target_problems(model: PreTrainedModel, lora: LoraSection) -> list[Problem]:
     if lora.init in _INITS_OF_MODULES:
         problems.append(Problem("model.lora.init", f"{reason} `{lora.init}`. Write `{setting}`, or `init: default`."))
     return problems
-
-
-def adapts_parameters(model: PreTrainedModel, lora: LoraSection) -> bool:
-    """Return whether experts or routers would be adapted as parameters."""
-    experts = find_experts(model)
-    has_routers = lora.router and bool(_router_targets(model, find_routers(model, experts))[1])
-    return has_routers or (adapts_experts(lora) and any(layer.parameters for layer in experts))
 
 
 def key_with_folded_parameters(model: PreTrainedModel, lora: LoraSection) -> str | None:
@@ -134,7 +129,12 @@ def key_with_folded_parameters(model: PreTrainedModel, lora: LoraSection) -> str
 def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> LoraTargets | None:
     """Return the targets; None for a model without experts and mixers, whose targets peft selects itself."""
     experts = find_experts(model)
-    read = [name for name, parent, local_name in _children(model) if is_read_by_kernel(parent, local_name)]
+    read = [
+        f"{name}.{local_name}".removeprefix(".")
+        for name, parent in model.named_modules()
+        for local_name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and is_read_by_kernel(parent, local_name)
+    ]
     if not experts and not (read and lora.target_modules == ALL_LINEAR):
         return None
     routers = find_routers(model, experts)
@@ -142,8 +142,13 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
     left_out = []
     if lora.target_modules == ALL_LINEAR:
         left_out = _left_out(model, lora, modules, read)
-        inside = {*routers, *(() if adapts_experts(lora) else (layer.name for layer in experts))}
-        modules = [name for name in modules if not _is_inside(name, inside) and name not in dict(left_out)]
+        unadapted = {*routers, *(() if adapts_experts(lora) else (layer.name for layer in experts))}
+        modules = [
+            name
+            for name in modules
+            if name not in dict(left_out)
+            and not any(name == module or name.startswith(f"{module}.") for module in unadapted)
+        ]
     parameters = (
         [f"{layer.name}.{local_name}" for layer in experts for local_name in layer.parameters]
         if adapts_experts(lora)
@@ -153,10 +158,13 @@ def choose_targets(model: PreTrainedModel, lora: LoraSection, *, head: str) -> L
         router_modules, router_parameters = _router_targets(model, routers)
         modules = [*modules, *(name for name in router_modules if name not in modules)]
         parameters = [*parameters, *router_parameters]
+    by_reason: dict[str, set[str]] = {}
+    for name, reason in left_out:
+        by_reason.setdefault(reason, set()).add(".".join(_without_layers(name)[-2:]))
     return LoraTargets(
         modules=tuple(name for name in modules if _is_in_layers(name, lora.layers)),
         parameters=tuple(name for name in parameters if _is_in_layers(name, lora.layers)),
-        left_out=_reasons(left_out),
+        left_out=tuple(f"{', '.join(sorted(names))} ({reason})" for reason, names in by_reason.items()),
     )
 
 
@@ -205,18 +213,6 @@ def _router_targets(model: nn.Module, routers: Sequence[str]) -> tuple[list[str]
     return modules, parameters
 
 
-def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the full name, the parent and the name within the parent of every linear layer."""
-    for name, parent in model.named_modules():
-        for local_name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                yield f"{name}.{local_name}".removeprefix("."), parent, local_name
-
-
-def _is_inside(name: str, modules: Collection[str]) -> bool:
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
 def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
     """Return whether the name belongs to one of the layers, by its first number; True if `layers` is empty."""
     return not layers or _layer_of(name) in layers
@@ -225,13 +221,6 @@ def _is_in_layers(name: str, layers: Sequence[int]) -> bool:
 def _layer_of(name: str) -> int | None:
     number = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
     return None if number is None else int(number[1])
-
-
-def _reasons(left_out: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    by_reason: dict[str, set[str]] = {}
-    for name, reason in left_out:
-        by_reason.setdefault(reason, set()).add(".".join(_without_layers(name)[-2:]))
-    return tuple(f"{', '.join(sorted(names))} ({reason})" for reason, names in by_reason.items())
 
 
 def _without_layers(name: str) -> list[str]:
@@ -246,7 +235,11 @@ def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTar
     if targets is None:
         return None
     experts = find_experts(model)
-    parts = _groups(targets.modules)
+    groups: dict[str, set[str]] = {}  # by the parent within the layer
+    for name in targets.modules:
+        *_, group, local_name = ["model", *_without_layers(name)]
+        groups.setdefault(group, set()).add(local_name)
+    parts = [f"{group} ({', '.join(sorted(names))})" for group, names in groups.items()]  # `self_attn (k_proj, q_proj)`
     others = list(targets.left_out)
     routed = [layer for layer in experts if f"{layer.name}." in "".join(f"{name}." for name in targets.parameters)]
     if routed:
@@ -263,15 +256,6 @@ def describe_targets(model: PreTrainedModel, lora: LoraSection, targets: LoraTar
         is_parameter = any(name.endswith(".weight") for name in targets.parameters)
         parts.append(f"router{' (without dropout)' if is_parameter and lora.dropout else ''}")
     return f"LoRA on {', '.join(parts)}" + (f"; not on {', '.join(others)}" if others else "")
-
-
-def _groups(modules: Sequence[str]) -> list[str]:
-    """Return the modules grouped by their parent within the layer: `self_attn (k_proj, q_proj)`."""
-    groups: dict[str, set[str]] = {}
-    for name in modules:
-        *_, group, local_name = ["model", *_without_layers(name)]
-        groups.setdefault(group, set()).add(local_name)
-    return [f"{group} ({', '.join(sorted(names))})" for group, names in groups.items()]
 
 
 def shortest_names(chosen: Collection[str], names: Collection[str]) -> list[str]:

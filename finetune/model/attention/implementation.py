@@ -20,11 +20,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from finetune.errors import ModelError
-from finetune.model.attention.bidirectional import is_bidirectional, padded_attention, sample_attention
-from finetune.model.attention.causal import (
+from finetune.model.attention.sample_attention import (
     AttentionSettings,
     QueryKeyValue,
     attention_with_sinks,
+    is_bidirectional,
+    padded_attention,
+    sample_attention,
     softcapped_attention,
 )
 from finetune.model.attention.sequence_parallel import attend_slices
@@ -45,7 +47,7 @@ def register_per_sample() -> None:
 def padding_mask(**arguments: Any) -> Tensor | None:
     """Return transformers' mask, for batches without sample lengths.
 
-    On a GPU it is made even if no row is padded: to learn that, the host would wait for the device in every pass.
+    On a GPU it is created even if no row is padded: checking that would synchronize host and device in every pass.
     """
     rows = arguments.get("attention_mask")
     if rows is not None and rows.device.type != "cpu":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finetune.errors import StrategyError
-from finetune.model.attention.causal import AttentionSettings, QueryKeyValue
+from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.model.attention.supported_models import PLAIN_MODEL_TYPES, SINK_MODEL_TYPES, text_config
 from finetune.runtime.parallel.sequence import SequenceGroup, sequence_group, swap_blocks
 
@@ -35,7 +35,9 @@ def attend_slices(qkv: QueryKeyValue, settings: AttentionSettings, attend: Atten
     require_divisible_heads(qkv.query.shape[1], group.size)
     if settings.sinks is not None:
         settings = replace(settings, sinks=settings.sinks.chunk(group.size)[group.index])
-    return _heads_to_tokens(attend(_tokens_to_heads(qkv, group), settings), group)
+    output = attend(_tokens_to_heads(qkv, group), settings)
+    blocks = output.view(group.size, -1, *output.shape[2:])  # [ranks, tokens of a slice, heads / ranks, width]
+    return swap_blocks(blocks).transpose(0, 1).flatten(1, 2).contiguous()[None]
 
 
 def require_divisible_heads(num_heads: int, size: int) -> None:
@@ -53,7 +55,10 @@ def slicing_problem(config: Any, size: int) -> str | None:
     model_type, heads = text.model_type, getattr(text, "num_attention_heads", None)
     if model_type not in PLAIN_MODEL_TYPES | SINK_MODEL_TYPES:
         return f"`{model_type}` has, or may have, layers that mix the tokens of a row outside our attention"
-    if unsupported := sorted(set(_rope_types(text)) & set(_ROPES_OF_THE_LONGEST)):
+    parameters = getattr(text, "rope_parameters", None) or {}
+    parts = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]  # of layer types
+    rope_types = {str(part["rope_type"]) for part in parts if "rope_type" in part}
+    if unsupported := sorted(rope_types & set(_ROPES_OF_THE_LONGEST)):
         return f"the frequencies of `{unsupported[0]}` rotary positions depend on the whole row. Use `yarn` or `linear`"
     if isinstance(heads, int):
         require_divisible_heads(heads, size)
@@ -76,13 +81,6 @@ def require_equal_logits(whole: Tensor, slices: Tensor, *, config: Any, size: in
         )
 
 
-def _rope_types(config: Any) -> list[str]:
-    """Return the rope types of the config, including those of single layer types."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parts = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
-    return [str(part["rope_type"]) for part in parts if "rope_type" in part]
-
-
 def _tokens_to_heads(qkv: QueryKeyValue, group: SequenceGroup) -> QueryKeyValue:
     """Return all tokens of this rank's heads, [1, heads / ranks, tokens, width]; repeats key heads if too few."""
     times = group.size // gcd(group.size, qkv.key.shape[1])
@@ -100,9 +98,3 @@ def _whole_rows(parts: Any, group: SequenceGroup) -> list[Tensor]:
     swapped = swap_blocks(torch.cat([block.flatten(1) for block in blocks], dim=1))
     rows = torch.split(swapped, [block[0].numel() for block in blocks], dim=1)
     return [row.view(block.shape).transpose(0, 1).flatten(1, 2)[None] for row, block in zip(rows, blocks, strict=True)]
-
-
-def _heads_to_tokens(output: Tensor, group: SequenceGroup) -> Tensor:
-    """Return all heads of this rank's tokens from all tokens of its heads: [1, tokens, heads, width], contiguous."""
-    blocks = output.view(group.size, -1, *output.shape[2:])  # [ranks, tokens of a slice, heads / ranks, width]
-    return swap_blocks(blocks).transpose(0, 1).flatten(1, 2).contiguous()[None]

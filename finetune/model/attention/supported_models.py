@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from finetune.errors import ModelError
-from finetune.model.attention.bidirectional import supports_packed_encoders
 from finetune.model.attention.upstream import modeling_file
 
 # fmt: off
@@ -74,6 +73,29 @@ _REASONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "axk2", "minimax_m3_vl_text"), _INDEXER),
 }
+
+
+# fmt: off
+PACKING_ENCODER_TYPES = frozenset({
+    "albert", "bert", "camembert", "data2vec-text", "distilbert", "electra", "ernie", "eurobert", "gte",
+    "jina_embeddings_v3", "modernbert", "nomic_bert", "roberta", "roberta-prelayernorm", "ultrabert", "xlm-roberta",
+    "xlm-roberta-xl",
+})
+# fmt: on
+"""Values of `model_type`. Others compute attention in code of their own, or from relative positions of a whole row."""
+
+ENCODER_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def supports_packed_encoders(config: Any) -> bool:
+    """Return whether the config is of such an encoder, with transformers' own code, and not used as a decoder."""
+    return (
+        config.model_type in PACKING_ENCODER_TYPES
+        and type(config).__module__.startswith("transformers.models.")
+        and ENCODER_LAYER_TYPES.issuperset(getattr(config, "layer_types", None) or ())
+        and not getattr(config, "is_decoder", False)
+        and not getattr(config, "add_cross_attention", False)
+    )
 
 
 def supports_packed_samples(config: Any) -> bool:

@@ -1,9 +1,9 @@
 """Every workaround for transformers in packed rows: its convolutions and scans get the boundaries of samples.
 
-transformers 5.23 hands a layer's keyword arguments on to these functions of its modeling files, where a kernel package
-may take `cu_seqlens` or `seq_idx`; its own code in torch takes neither and raises ValueError ("can't keep packed
-sequences apart"), and nothing computes `seq_idx`. Without sample lengths among the arguments, what is called is
-transformers' function, unchanged. Can go, function by function, when transformers' torch code takes the boundaries.
+transformers 5.23 passes a layer's keyword arguments to these functions of its modeling files, where a kernel package
+may accept `cu_seqlens` or `seq_idx`; its own code in torch accepts neither and raises ValueError ("can't keep packed
+sequences apart"), and nothing computes `seq_idx`. Without sample lengths, transformers' own functions run unchanged.
+Each can be removed when transformers' torch code accepts the boundaries.
 """
 
 import inspect
@@ -46,7 +46,7 @@ class ScanInputs:
 def convolve_samples(convolve: Scan, lengths: SampleLengths, row: Tensor, weight: Tensor, *args: Any, **kw: Any) -> Any:
     """Return the causal convolution of every sample of a row, [1, channels, tokens].
 
-    One call for the row, in which zeros stand between samples: as many as the kernel reaches back.
+    One call for the row, with zeros between samples: one fewer than the width of the convolution.
     """
     sizes, between = lengths.values, weight.shape[-1] - 1
     if len(sizes) == 1 or between == 0:

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from finetune.model.attention.causal import AttentionSettings, QueryKeyValue
+from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.runtime.optional import require
 
 Kernel = Callable[[QueryKeyValue, Tensor, int, AttentionSettings], Tensor]
@@ -38,8 +38,8 @@ _available = AvailableKernels()
 def varlen_kernel(qkv: QueryKeyValue, settings: AttentionSettings) -> Kernel | None:
     """Return the kernel for such a row on its device; None where each sample is computed separately."""
     width = qkv.query.shape[-1]
-    is_there = _available.is_capable and qkv.query.device.type == _available.device_type
-    if not is_there or _attention_dtype(qkv) not in HALF_DTYPES:
+    is_available = _available.is_capable and qkv.query.device.type == _available.device_type
+    if not is_available or _attention_dtype(qkv) not in HALF_DTYPES:
         return None
     if width != qkv.value.shape[-1] or width > MAX_HEAD_DIM or settings.sinks is not None:
         return None
@@ -108,9 +108,9 @@ def _torch_varlen(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: Att
 
 
 def _window_size(settings: AttentionSettings, *, causal_right: int = -1) -> tuple[int, int]:
-    """Return how many keys to the left and right a query attends to; -1 is all.
+    """Return the number of keys to the left and right that a query attends to; -1 is all.
 
-    `causal_right` is what the kernel is given for the right side of causal attention without a window.
+    `causal_right` is the kernel's argument for the right side of causal attention without a window.
     """
     side = -1 if settings.window is None else settings.window - 1
     if not settings.is_causal:
@@ -121,7 +121,7 @@ def _window_size(settings: AttentionSettings, *, causal_right: int = -1) -> tupl
 def _as_varlen_inputs(qkv: QueryKeyValue) -> tuple[Tensor, ...]:
     """Return queries, keys and values as [tokens, heads, width] in the kernel's dtype."""
     dtype = _attention_dtype(qkv)
-    return tuple(each[0].transpose(0, 1).to(dtype) for each in qkv)
+    return tuple(tensor[0].transpose(0, 1).to(dtype) for tensor in qkv)
 
 
 def _attention_dtype(qkv: QueryKeyValue) -> torch.dtype:

@@ -1,6 +1,6 @@
 """torch.compile of the repeated layers or the whole body of a model, in place: no module or parameter is renamed.
 
-And whether it pays: what a run saves by it, against what it takes.
+It also estimates whether compilation pays: the time saved in a run against the time to compile.
 
 Only the forward pass of training is compiled. Evaluation and generation run uncompiled, and so does training from the
 moment the compiler fails.
@@ -39,10 +39,10 @@ FUSED_TRAFFIC_PER_HIDDEN = 140.0
 
 COMPILE_SECONDS = 60.0
 """Time to compile one kind of layer in its four graphs, forward and backward: an assumption. A CPU takes 44 s; a later
-start reads what is cached."""
+start reads the cache."""
 
 MIN_GAIN = 2.0
-"""`auto` compiles where it saves at least this many times what compiling takes, as both are estimates."""
+"""`auto` compiles where it saves at least this multiple of the time to compile, since both are estimates."""
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -51,7 +51,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CompilationEstimate:
-    """What compiling the repeated layers takes, and what it saves in a whole run, in seconds."""
+    """The time to compile the repeated layers, and the time that it saves in a whole run, in seconds."""
 
     compile_seconds: float
     saved_seconds: float
@@ -70,7 +70,7 @@ def estimate_compilation(
 ) -> CompilationEstimate:
     """Return the estimate for a run in which one rank computes `num_tokens`, with `num_kinds` kinds of layers.
 
-    What is saved is memory traffic between matrix products; `item_bytes` are those of an element there.
+    The savings are memory traffic between matrix products; `item_bytes` are those of an element there.
     """
     saved_bytes = (TRAFFIC_PER_HIDDEN - FUSED_TRAFFIC_PER_HIDDEN) * shapes.hidden * shapes.layers * item_bytes / 2
     passes = 4 / 3 if recomputes else 1.0
@@ -121,7 +121,8 @@ class CompiledForward:
 def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, log: Log) -> None:
     """Compile the model's repeated layers, or its body without the head, at their first forward pass in training.
 
-    `model` is the one inside all wrappers, which may be applied before or after. Logs what is compiled, or why not.
+    `model` is the one inside all wrappers, which may be applied before or after. Logs the compiled layers, or the
+    reason for none.
     """
     reason = why_not_compilable()
     body: nn.Module = model.base_model  # the model without its head
@@ -137,8 +138,17 @@ def compile_model(model: PreTrainedModel, mode: Literal["regional", "full"], *, 
     for part in parts:
         forward = CompiledForward(part, compilation)
         part.forward = forward
-    for line in _log_lines(parts, mode):
-        log(line)
+    layer_types = ", ".join(sorted({type(part).__name__ for part in parts}))
+    folder = _torch_module("_inductor.runtime.cache_dir_utils").cache_dir()
+    log(
+        f"compile: {mode}, {len(parts)} x {layer_types}, in the first steps; cached for later starts in {folder} (set "
+        f"{CACHE_VARIABLE} to change it)"
+    )
+    if not torch.accelerator.is_available():
+        log(
+            "note: model.compile gains little on a CPU (1.1x, for almost a minute of compiling). "
+            "Prefer `compile: off` for short runs."
+        )
 
 
 def repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -157,7 +167,8 @@ def why_not_compilable() -> str | None:
         if BACKEND == "inductor" and not torch.accelerator.is_available():
             _torch_module("_inductor.cpp_builder").get_cpp_compiler()
     except RuntimeError as error:
-        return f"torch.compile does not work on this machine ({_first_line(error)})"
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"torch.compile does not work on this machine ({first_line})"
     if BACKEND == "inductor" and torch.cuda.is_available():
         return missing_triton_toolchain()
     return None
@@ -185,24 +196,6 @@ def missing_triton_toolchain() -> str | None:
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
         return "triton needs a C compiler (gcc or clang), and none was found"
     return None
-
-
-def _log_lines(parts: list[nn.Module], mode: str) -> Iterator[str]:
-    layer_types = sorted({type(part).__name__ for part in parts})
-    folder = _torch_module("_inductor.runtime.cache_dir_utils").cache_dir()
-    yield (
-        f"compile: {mode}, {len(parts)} x {', '.join(layer_types)}, in the first steps; cached for later starts in "
-        f"{folder} (set {CACHE_VARIABLE} to change it)"
-    )
-    if not torch.accelerator.is_available():
-        yield (
-            "note: model.compile gains little on a CPU (1.1x, for almost a minute of compiling). "
-            "Prefer `compile: off` for short runs."
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _torch_module(name: str) -> ModuleType:

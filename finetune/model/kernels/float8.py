@@ -27,14 +27,14 @@ MIN_CAPABILITY = (8, 9)
 """The compute capability of the first NVIDIA GPUs that multiply 8-bit floats (Ada); of AMD's, MI300 reports 9.4."""
 
 _MULTIPLE = 16
-"""What both sides of a weight must be a multiple of, for the kernels."""
+"""The kernels need weights whose sides are multiples of this."""
 
 _IN_BF16 = ("gate", "router", "score", "classifier")
 """Layers that stay in bf16: a router's choice of experts is not continuous, and heads are the most sensitive layers."""
 
 
 def missing_requirement(device: torch.device, section: Fp8Section) -> str | None:
-    """Return what 8-bit products need and this device lacks; None if they run."""
+    """Return the requirement of 8-bit products that this device does not meet; None if they run."""
     if section.emulate:
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY:
@@ -87,19 +87,16 @@ def gather_in_8_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     After each update one reduction finds the scales of all of them. Only with one scale per tensor, and where ranks
     hold equal shards on the device; elsewhere weights are gathered in bf16. Collective in each step.
     """
-    shards = [shard for parameter in _fsdp_parameters(model) if (shard := _Shard.of(parameter)) is not None]
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    shards = [shard for parameter in parameters if (shard := _Shard.of(parameter)) is not None]
     if shards:
         inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper calls no hooks
         inner.register_step_post_hook(lambda *_: _compute_scales(shards))
         _compute_scales(shards)
     return len(shards)
-
-
-def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            yield from group.fsdp_params if group is not None else ()
 
 
 class _Shard:

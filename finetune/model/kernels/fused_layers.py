@@ -1,6 +1,6 @@
 """Fused kernels of liger-kernel for RMSNorm, gated MLPs and rotary embeddings (Hsu et al., 2024, arXiv:2410.10989).
 
-A layer gets a kernel only where a probe with random values shows that it computes what the kernel computes, so the
+A layer gets a kernel only where a probe with random values shows that both compute the same, so the
 architecture need not be known. No module or parameter is replaced or renamed: a module gets another `forward`, which
 runs the kernel on a GPU and the model's own operations anywhere else. torch's LayerNorm is one kernel already.
 """
@@ -55,7 +55,8 @@ def fuse_layers(model: nn.Module, *, fuses_rotary: bool = True, stand_ins: Any =
         for module in model.modules():
             if (fused := _fused_norm(module) or _fused_mlp(module)) is not None:
                 counts[fused[0]] += 1
-                _replace_forward(module, fused[1], stand_ins)
+                # A partial, which deepcopy copies.
+                module.forward = partial(_forward, module.forward, partial(fused[1], module), stand_ins)
         if fuses_rotary:
             files = {sys.modules[type(module).__module__] for module in model.modules()}
             counts[ROTARY] += sum(map(_fuse_rotary, files))
@@ -88,20 +89,15 @@ def are_wanted(section: ModelSection, *, compiled: str) -> bool:
 
 
 def missing_requirement(device_type: str) -> str | None:
-    """Return what the kernels need and do not have on this device; None if they run."""
+    """Return the requirement of the kernels that this device lacks; None if they run."""
     if not runs_kernels(device_type):
         return f"a CUDA GPU, and this run is on `{device_type}`"
     missing = missing_triton_toolchain() if device_type == "cuda" else None
     return None if missing is None else f"triton: {missing}"
 
 
-def _replace_forward(module: nn.Module, fused: Forward, stand_ins: Any) -> None:
-    # which deepcopy copies
-    module.forward = partial(_forward, module.forward, partial(fused, module), stand_ins)
-
-
 def _forward(own: Forward, fused: Forward, stand_ins: Any, rows: Tensor, *others: Any, **named: Any) -> Any:
-    """Run the kernel on tensors that it takes, else the module's own forward."""
+    """Run the kernel on tensors that it supports, else the module's own forward."""
     runs = stand_ins is not None or runs_kernels(rows.device.type)
     if others or named or not runs or not rows.numel():
         return own(rows, *others, **named)
@@ -124,13 +120,13 @@ def _fused_norm(module: nn.Module) -> tuple[str, Forward] | None:
         (torch.randn(4, *shape, dtype=dtype), torch.randn(shape, dtype=dtype))
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    found = [
+    outputs = [
         _tried(torch.func.functional_call, module, {"weight": weights.clone()}, (rows.clone(),))
         for rows, weights in probes
     ]
     for casting, offset in itertools.product(("llama", "gemma"), (0.0, 1.0)):
         expected = [_rms_norm(*probe, eps, casting, offset) for probe in probes]
-        if all(map(_are_same, found, expected)):
+        if all(map(_are_same, outputs, expected)):
             return RMS_NORM, partial(_run_norm, eps=eps, casting=casting, offset=offset)
     return None
 
@@ -138,12 +134,12 @@ def _fused_norm(module: nn.Module) -> tuple[str, Forward] | None:
 def _run_norm(module: Any, rows: Tensor, functions: Any, *, eps: float, casting: str, offset: float) -> Any:
     if rows.dtype != module.weight.dtype:  # the kernel returns the type of the rows, and a product the wider one
         return None
-    # not in place: what adds the rows to the result shares its gradient
+    # not in place: the residual addition of the rows shares its gradient
     return functions.LigerRMSNormFunction.apply(rows, module.weight, eps, offset, casting, False)
 
 
 def _rms_norm(rows: Tensor, weight: Tensor, eps: float, casting: str, offset: float) -> Tensor:
-    """Return what the kernel computes: `llama` multiplies by the weight in the type of the rows, `gemma` in float32."""
+    """Return the same as the kernel: `llama` multiplies by the weight in the type of the rows, `gemma` in float32."""
     normalized = rows.float() * torch.rsqrt(rows.float().square().mean(-1, keepdim=True) + eps)
     if casting == "llama":
         return (weight + offset) * normalized.to(rows.dtype)
@@ -160,12 +156,12 @@ def _fused_mlp(module: nn.Module) -> tuple[str, Forward] | None:
     small._modules = {**module._modules, **{name: nn.Linear(*sizes[name]) for name in linear}}
     rows = torch.randn(4, 8)
     gate, up = _gate_and_up(small, rows)
-    found = _tried(small, rows)
+    output = _tried(small, rows)
     for name, activate, kernel in (
         (SWIGLU, functional.silu, "LigerSiLUMulFunction"),
         (GEGLU, partial(functional.gelu, approximate="tanh"), "LigerGELUMulFunction"),
     ):
-        if _are_same(found, small.down_proj(activate(gate) * up)):
+        if _are_same(output, small.down_proj(activate(gate) * up)):
             return name, partial(_run_mlp, kernel=kernel)
     return None
 
@@ -187,9 +183,12 @@ def _fuse_rotary(module: ModuleType) -> bool:
         return module in _originals
     query, key, angles = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 4).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    expected = [states * cos[:, None] + _rotated(states) * sin[:, None] for states in (query, key)]
-    found = _tried(own, query.clone(), key.clone(), cos, sin)
-    if not isinstance(found, tuple) or len(found) != 2 or not all(map(_are_same, found, expected)):
+    expected = []
+    for states in (query, key):
+        first, second = states.chunk(2, -1)
+        expected.append(states * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None])
+    outputs = _tried(own, query.clone(), key.clone(), cos, sin)
+    if not isinstance(outputs, tuple) or len(outputs) != 2 or not all(map(_are_same, outputs, expected)):
         return False
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> Any:
@@ -203,22 +202,17 @@ def _fuse_rotary(module: ModuleType) -> bool:
     return True
 
 
-def _rotated(states: Tensor) -> Tensor:
-    one, other = states.chunk(2, -1)
-    return torch.cat((-other, one), -1)
-
-
 def _tried(function: Callable[..., Any], *values: Any) -> Any:
-    """Return the result; None if the function takes something else."""
+    """Return the result; None if the function does not accept these values."""
     try:
         return function(*values)
     except Exception:
         return None
 
 
-def _are_same(found: Any, expected: Tensor) -> bool:
+def _are_same(output: Any, expected: Tensor) -> bool:
     """Return whether the tensors have the same type and shape, and equal values but for the last bits in float32."""
-    if not isinstance(found, Tensor) or (found.dtype, found.shape) != (expected.dtype, expected.shape):
+    if not isinstance(output, Tensor) or (output.dtype, output.shape) != (expected.dtype, expected.shape):
         return False
     tolerance = 1e-6 if expected.dtype == torch.float32 else 0.0
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+    return torch.allclose(output, expected, rtol=tolerance, atol=tolerance)

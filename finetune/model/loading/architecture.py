@@ -59,7 +59,7 @@ NEW_HEADS = frozenset({"sequence_classification", "token_classification", "image
 _TEXT_CONFIG_VALUES = ("pad_token_id",)
 """Values that a model of images and text reads from its text config."""
 
-_HEAD_PARAMETERS_IN_BODY = ("pooler.",)
+HEAD_PARAMETERS_IN_BODY = ("pooler.",)
 """Parameters of the body that only these heads use, and that weights without such a head lack."""
 
 
@@ -70,12 +70,6 @@ def set_config_values(config: PreTrainedConfig, values: Mapping[str, Any]) -> No
         setattr(config, name, value)
         if name in _TEXT_CONFIG_VALUES:
             setattr(text, name, value)
-
-
-def is_head_parameter(name: str, model: PreTrainedModel) -> bool:
-    """Return whether the parameter of that name belongs to the head."""
-    prefix = f"{model.base_model_prefix}."
-    return not name.startswith(prefix) or name.removeprefix(prefix).startswith(_HEAD_PARAMETERS_IN_BODY)
 
 
 def new_head_modules(model: PreTrainedModel, *, head: str) -> tuple[str, ...]:

@@ -16,15 +16,15 @@ from finetune.config.sections.model import ModelSection
 from finetune.errors import ModelError
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.attention.implementation import default_attention, requested_attention
-from finetune.model.freeze import freeze_unused, unused_modules
+from finetune.model.freeze import unused_modules
 from finetune.model.loading.architecture import (
+    HEAD_PARAMETERS_IN_BODY,
     HEADS,
     NEW_HEADS,
     SEQ2SEQ_HEAD,
     SpecialTokenIds,
     build_model_config,
     check_decoder_start,
-    is_head_parameter,
     load_pretrained_config,
     model_build_errors,
     pretrained_arguments,
@@ -216,8 +216,12 @@ def _load_pretrained(
         disable_cpu_repacking(model)
     absent = {*loading["missing_keys"], *(name for name, *_ in loading.get("mismatched_keys", ()))}
     unused = tuple(f"{module}." for module in unused_modules(model))  # their parameters are never read
+    body = f"{model.base_model_prefix}."
     new = frozenset(
-        name for name in absent if name.startswith(unused) or (may_be_new and is_head_parameter(name, model))
+        name
+        for name in absent
+        if name.startswith(unused)
+        or (may_be_new and (not name.startswith(body) or name.removeprefix(body).startswith(HEAD_PARAMETERS_IN_BODY)))
     )
     missing = sorted(absent - new)
     if missing:
@@ -235,7 +239,8 @@ def _prepare_for_training(model: PreTrainedModel, *, section: ModelSection) -> P
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if inputs is not None and outputs is not None:
         model.config.tie_word_embeddings = inputs.weight is outputs.weight
-    freeze_unused(model)
+    for name in unused_modules(model):
+        model.get_submodule(name).requires_grad_(False)
     unify_tied_embeddings(model)
     keep_own_no_split_modules(model)
     model.config.use_cache = False  # generation enables its cache through generation_config

@@ -46,18 +46,17 @@ def lowest(prices: tuple[Price, ...], offer: str) -> Price | None:
 def _read(path: Path, gpu_table: Path | None) -> Mapping[str, tuple[Price, ...]]:
     values = read_table(path)
     sources = values.pop(_SOURCES, {})
-    return {
-        require_gpu(gpu, table=gpu_table, location=str(path)).name: _offers(gpu, offers, sources, path)
-        for gpu, offers in values.items()
-    }
-
-
-def _offers(gpu: str, offers: Any, sources: Any, path: Path) -> tuple[Price, ...]:
-    if not isinstance(offers, dict) or not offers or not isinstance(sources, dict):
-        raise UserError(
-            f"{path}: `{gpu}` must be a mapping of providers to prices, and `sources` a mapping of names to text."
+    prices = {}
+    for gpu, offers in values.items():
+        name = require_gpu(gpu, table=gpu_table, location=str(path)).name
+        if not isinstance(offers, dict) or not offers or not isinstance(sources, dict):
+            raise UserError(
+                f"{path}: `{gpu}` must be a mapping of providers to prices, and `sources` a mapping of names to text."
+            )
+        prices[name] = tuple(
+            _price(f"{gpu}: {provider}", str(provider), offer, sources, path) for provider, offer in offers.items()
         )
-    return tuple(_price(f"{gpu}: {name}", str(name), offer, sources, path) for name, offer in offers.items())
+    return prices
 
 
 def _price(entry: str, provider: str, offer: Any, sources: Mapping[str, Any], path: Path) -> Price:

@@ -84,7 +84,7 @@ def gpu_models(table: Path | None = None) -> Sequence[GpuModel]:
 
 @cache
 def _read(path: Path) -> tuple[GpuModel, ...]:
-    return tuple(_kind(name, values, path) for name, values in read_table(path).items())
+    return tuple(_gpu_model(name, values, path) for name, values in read_table(path).items())
 
 
 ATTENTION_SHARE = 0.9
@@ -110,7 +110,7 @@ _KEYS = (
 )
 
 
-def _kind(name: str, values: Any, path: Path) -> GpuModel:
+def _gpu_model(name: str, values: Any, path: Path) -> GpuModel:
     if not isinstance(values, dict) or sorted({*values} - {_OPTIONAL}) != sorted(_KEYS):
         raise UserError(f"{path}: the entry `{name}` must have exactly the keys {', '.join(_KEYS)}.")
     try:

@@ -58,10 +58,8 @@ def expected_time(work: float, *, interval: float, save: float, restart: float, 
 
 def best_interval(*, save: float, write: float, between_failures: float) -> float:
     """Return Daly's interval in seconds, but at least the time of writing in the background and a lower limit."""
-    least = max(
-        write, min(MIN_INTERVAL_SECONDS, between_failures / 20)
-    )  # the previous checkpoint must be written by then
-    return max(daly_interval(save=save, between_failures=between_failures), least)
+    lower_limit = min(MIN_INTERVAL_SECONDS, between_failures / 20)
+    return max(daly_interval(save=save, between_failures=between_failures), write, lower_limit)
 
 
 @dataclass(frozen=True)

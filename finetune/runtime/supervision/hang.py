@@ -88,7 +88,10 @@ def write_report(folder: Path, *, rank: int, point: str, step: int, silent_secon
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
-    where, called = _main_thread_position()
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    where, called = "nowhere", ""
+    if frame is not None:
+        where, called = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", _called(frame)
     report = HangReport(rank, platform.node(), os.getpid(), point, step, silent_seconds, where, called)
     atomic.write_json(path.with_suffix(".json"), asdict(report))
 
@@ -127,14 +130,6 @@ def format_blocking_ranks(reports: Sequence[HangReport], *, world: int) -> str:
     if named := late or (idle if len(idle) < world else []):
         return f"The others wait for {'; and '.join(map(str, named))}."
     return "It cannot be determined which rank the others wait for."
-
-
-def _main_thread_position() -> tuple[str, str]:
-    """Return the position of the main thread, and the name of the function that it has called there."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "nowhere", ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}", _called(frame)
 
 
 def _called(frame: FrameType) -> str:

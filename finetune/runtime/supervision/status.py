@@ -81,9 +81,8 @@ def exit_from_error(error: BaseException, *, rank: int) -> RankExit:
         return RankExit(STOPPED, rank, type(error).__name__, INTERRUPTED, 130)
     code = error.exit_code if isinstance(error, FinetuneError) else 1
     message = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {error}"
-    return RankExit(
-        FAILED, rank, type(error).__name__, redacted_text(message), code
-    )  # as it will be read from the file
+    as_in_file = redacted_text(message)
+    return RankExit(FAILED, rank, type(error).__name__, as_in_file, code)
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -183,10 +182,17 @@ class StatusFile:
             with self._alone():
                 first = self.first()
                 facts = read_status(self._folder)
-                if (
-                    first is None and facts.get("launch") == self._launch
-                ):  # otherwise the file belongs to another launch
-                    self._write(facts | (self._facts if self._rank == 0 else {}) | self._step() | _fields(ended))
+                is_ours = facts.get("launch") == self._launch  # otherwise the file belongs to another launch
+                if first is None and is_ours:
+                    error = {"rank": ended.rank, "type": ended.type, "message": ended.message}
+                    end = {
+                        "state": ended.state,
+                        "reason": ended.message if ended.state == STOPPED else None,
+                        "error": error if ended.state == FAILED else None,
+                        "ended_by": ended.rank,
+                        "exit_code": ended.exit_code,
+                    }
+                    self._write(facts | (self._facts if self._rank == 0 else {}) | self._step() | end)
                 return first or ended
         except OSError:
             return ended
@@ -223,8 +229,12 @@ class StatusFile:
         now = self._clock()
         updated = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
         facts = redacted_config({**facts, "launch": self._launch, "updated": updated, "time": now})
+        content = format_json(facts, indent=2).encode(errors="backslashreplace")
+        # padded with blanks, to have space for the final state on a full disk
+        size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
+        padding = b" " * (size - len(content) - 1) + b"\n"
         try:
-            atomic.write_bytes(self._folder / STATUS_FILE, _padded(facts))
+            atomic.write_bytes(self._folder / STATUS_FILE, content + padding)
         except OSError:
             _overwrite(self._folder / STATUS_FILE, facts)
 
@@ -233,24 +243,13 @@ class StatusFile:
         lock = FileLock(self._folder / _LOCK, timeout=5)
         try:
             lock.acquire()
-        except (
-            Timeout,
-            NotImplementedError,
-            OSError,
-        ):  # without locks, two ranks that fail at the same time may overwrite each other
-            yield
+        except (Timeout, NotImplementedError, OSError):
+            yield  # without locks, two ranks that fail at the same time may overwrite each other
             return
         try:
             yield
         finally:
             lock.release()
-
-
-def _padded(facts: Mapping[str, Any]) -> bytes:
-    """Return the facts as indented JSON padded with blanks, to have space for the final state on a full disk."""
-    content = format_json(facts, indent=2).encode(errors="backslashreplace")
-    size = -(-(len(content) + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
-    return content + b" " * (size - len(content) - 1) + b"\n"
 
 
 def _overwrite(path: Path, facts: Mapping[str, Any]) -> None:
@@ -291,7 +290,7 @@ _num_launches = 0
 
 
 def begin_launch() -> None:
-    """Have the next run of this process be another launch: its ranks do not mind how the one before it ended."""
+    """Make the next run of this process another launch, whose ranks ignore the end of the previous one."""
     global _num_launches
     _num_launches += 1
 
@@ -310,14 +309,3 @@ def record_finished(status: StatusFile, progress: Progress, checkpoint: str, rea
     status.run(progress, num_steps=num_steps)
     status.end(FINISHED, reason=reason, exit_code=0)
     return 0
-
-
-def _fields(ended: RankExit) -> dict[str, Any]:
-    error = {"rank": ended.rank, "type": ended.type, "message": ended.message}
-    return {
-        "state": ended.state,
-        "reason": ended.message if ended.state == STOPPED else None,
-        "error": error if ended.state == FAILED else None,
-        "ended_by": ended.rank,
-        "exit_code": ended.exit_code,
-    }

@@ -76,18 +76,14 @@ class Watchdog:
                 num_failures = 0
             except Exception as error:  # after any error the run must not continue unsupervised
                 num_failures += 1
-                self._report_failure(error, num_failures=num_failures)
-
-    def _report_failure(self, error: Exception, *, num_failures: int) -> None:
-        """Print the first of several failed checks; end the run after too many in a row."""
-        if num_failures == 1:
-            text = f"{type(error).__name__}: {error}"
-            print(
-                f"warning: the watchdog of rank {self._rank} failed to check the run and tries again: {text}",
-                file=sys.stderr,
-            )
-        if num_failures >= _MAX_FAILURES:
-            self._ending.after(exit_from_error(error, rank=self._rank))
+                if num_failures == 1:
+                    print(
+                        f"warning: the watchdog of rank {self._rank} failed to check the run and tries again: "
+                        f"{type(error).__name__}: {error}",
+                        file=sys.stderr,
+                    )
+                if num_failures >= _MAX_FAILURES:
+                    self._ending.after(exit_from_error(error, rank=self._rank))
 
     def stop(self) -> None:
         """Stop checking."""

@@ -47,15 +47,11 @@ def quiet_libraries(*, is_main: bool) -> None:
     if not is_main or not sys.stderr.isatty():
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-        _stop_progress_bars()
-
-
-def _stop_progress_bars() -> None:
-    switches = {
-        "transformers.utils.logging": "disable_progress_bar",
-        "datasets.utils.tqdm": "disable_progress_bars",
-        "huggingface_hub.utils.tqdm": "disable_progress_bars",
-    }
-    for module, switch in switches.items():
-        if module in sys.modules:
-            getattr(sys.modules[module], switch)()
+        switches = {
+            "transformers.utils.logging": "disable_progress_bar",
+            "datasets.utils.tqdm": "disable_progress_bars",
+            "huggingface_hub.utils.tqdm": "disable_progress_bars",
+        }
+        for module, switch in switches.items():
+            if module in sys.modules:
+                getattr(sys.modules[module], switch)()

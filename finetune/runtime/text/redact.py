@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from finetune.runtime.text.secret_names import NO_VALUE, SECRET_WORD, is_secret_name, named_values, without_named
-from finetune.runtime.text.secret_urls import REDACTED, redacted_urls, secrets_in_urls, unsigned_urls
+from finetune.runtime.text.secret_patterns import (
+    NO_VALUE,
+    REDACTED,
+    SECRET_WORD,
+    is_secret_name,
+    named_values,
+    redacted_urls,
+    secrets_in_urls,
+    unsigned_urls,
+    without_named,
+)
 
 MIN_KNOWN_LENGTH = 8
 """Minimum length of a known value that is searched for in texts: shorter ones occur in ordinary words."""

@@ -1,6 +1,6 @@
-"""What a process needs before its first import and after its last line: three open streams, and an end by Ctrl-C.
+"""Opens missing standard streams before the first import, and lets Ctrl-C end the process.
 
-Imports nothing but the standard library.
+Imports only the standard library.
 """
 
 import os
@@ -32,9 +32,9 @@ def open_missing_streams() -> None:
 
 
 def exit_on_interrupt() -> None:
-    """Have Ctrl-C end the process at once from now on: nothing has begun yet, or all is done.
+    """Make Ctrl-C end the process at once from now on, since nothing has started yet or everything is done.
 
-    Where SIGINT is ignored (`nohup`, a job in the background), it stays ignored.
+    If SIGINT is ignored (`nohup`, a job in the background), it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise_interrupt):
         signal.signal(signal.SIGINT, _exit_at_once)
@@ -42,7 +42,7 @@ def exit_on_interrupt() -> None:
 
 @contextmanager
 def raised_interrupts() -> Iterator[None]:
-    """While a command runs, raise KeyboardInterrupt at Ctrl-C, as Python does by itself."""
+    """Raise KeyboardInterrupt at Ctrl-C in this context, as Python does by default."""
     if signal.getsignal(signal.SIGINT) is not _exit_at_once:
         yield
         return
@@ -72,9 +72,9 @@ def exit_on_interrupt_while_importing() -> Iterator[None]:
 
 
 def flush_streams() -> OSError | None:
-    """Write out what standard output still holds, and return the error if it cannot be written.
+    """Flush standard output and error; return the error if standard output cannot be written.
 
-    After an error, and for standard error silently, /dev/null takes the rest: Python would write a traceback at exit.
+    After an error the rest goes to /dev/null, since Python would otherwise write a traceback at exit.
     """
     failure: OSError | None = None
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -97,7 +97,7 @@ def discard_output(descriptor: int) -> None:
 
 
 def is_pipe_closed() -> bool:
-    """Return whether nobody reads standard output or standard error any longer (`| head -1`)."""
+    """Return whether the reader of standard output or standard error has exited (`| head -1`)."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)

@@ -30,11 +30,11 @@ _CONTROLS = re.compile(f"[{_CONTROL_CHARACTERS}]|(?<![\u0300-\U0010ffff])[\u200c
 _ASCII_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 
 _BAR = re.compile(r"\r|(?:\x1b\[A)+")
-"""What libraries' progress bars write on a terminal's standard error to go back, alone or before their text."""
+"""Cursor movements of libraries' progress bars on a terminal's standard error, alone or before their text."""
 
 
 def escape_controls(text: str) -> str:
-    r"""Return the text with every character that acts instead of being read as its escape; tab and line end stay.
+    r"""Return the text with control characters replaced by their escapes; tabs and line ends are kept.
 
     >>> escape_controls("a\x1b[31mred\r\n\u202e")
     'a\\x1b[31mred\n\\u202e'
@@ -44,12 +44,12 @@ def escape_controls(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text as it may be printed: without secrets, and neutral."""
+    """Return the text for printing: without secrets and control characters."""
     return escape_controls(redacted_text(text))
 
 
 def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> str:
-    """Return the value as JSON in which people can read every script, and nothing acts on a terminal."""
+    """Return the value as JSON with readable text in every script, and without effect on a terminal."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, **settings)
     return text if text.isascii() and "\x7f" not in text else _CONTROLS.sub(_json_escape, text)
 
@@ -57,8 +57,8 @@ def format_json(value: Any, *, indent: int | None = None, **settings: Any) -> st
 class GuardedStream:
     """A text stream that escapes characters its encoding does not have; otherwise like the wrapped stream.
 
-    It has no `buffer`: nothing goes round it. With `has_bars`, what libraries draw bars with on a terminal passes.
-    `keeps_escapes` leaves escapes alone, for text that was made printable before it was colored.
+    It has no `buffer`, which would bypass it. With `has_bars`, cursor movements of libraries' progress bars pass on a
+    terminal. `keeps_escapes` keeps escapes, for text that was made printable before it was colored.
     """
 
     def __init__(self, stream: TextIO, *, keeps_escapes: bool = False, has_bars: bool = False) -> None:
@@ -71,7 +71,12 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         """Write the text, readable."""
-        self._write(self._readable(text))
+        readable = self._readable(text)
+        try:
+            self.stream.write(readable)
+        except UnicodeEncodeError:
+            encoding = self.stream.encoding or "ascii"
+            self.stream.write(readable.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
@@ -84,12 +89,12 @@ class GuardedStream:
         self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("buffer", "stream"):  # `stream` is asked for here only before there is one
+        if name in ("buffer", "stream"):  # `stream` is looked up here only before it is set
             raise AttributeError(f"a guarded stream has no `{name}`: only text can be written")
         return getattr(self.stream, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "write":  # wandb wraps it so: it, too, gets only readable text
+        if name == "write":  # wandb replaces it by a wrapper, which also gets only readable text
             super().__setattr__(name, lambda text: value(self._readable(text)))
         else:
             super().__setattr__(name, value)
@@ -104,18 +109,11 @@ class GuardedStream:
             return printable(text)
         return bar[0] + printable(text[bar.end() :])
 
-    def _write(self, text: str) -> None:
-        try:
-            self.stream.write(text)
-        except UnicodeEncodeError:
-            encoding = self.stream.encoding or "ascii"
-            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
 
 def write_file_to_stdout(text: str) -> None:
-    """Write a generated file to standard output, byte for byte: another program reads it, and no terminal shows it.
+    """Write a generated file to standard output, byte for byte, for another program.
 
-    The writer of the file makes sure that it holds neither secrets nor control characters.
+    The caller guarantees that it has neither secrets nor control characters.
     """
     stream = sys.stdout.stream if isinstance(sys.stdout, GuardedStream) else sys.stdout
     if stream is None:
@@ -130,7 +128,7 @@ def write_file_to_stdout(text: str) -> None:
 
 @contextmanager
 def guarded_output() -> Iterator[None]:
-    """Meanwhile, guard standard output and error, and the reports of errors in threads; nested calls change nothing."""
+    """Guard standard output and error, and reports of errors in threads, in this context; nested calls do nothing."""
     if isinstance(sys.stdout, GuardedStream):
         yield
         return
@@ -151,7 +149,7 @@ def guard_process() -> None:
 
 
 def guard_streams() -> None:
-    """Guard what standard output and error are now, where it is not guarded: a progress bar has put itself there."""
+    """Guard the current standard output and error, which a progress bar may have replaced."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, GuardedStream):

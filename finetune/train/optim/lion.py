@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from finetune.runtime.parameters import local_tensor
 from finetune.train.optim.optimizers import OptimizerInputs
 
 MOMENT = "exp_avg"
@@ -32,9 +31,9 @@ class Lion(torch.optim.Optimizer):
                     self.state[parameter][MOMENT] = torch.zeros_like(parameter)
             if not parameters:
                 continue
-            weights = [_local(parameter) for parameter in parameters]
-            gradients = [_local(parameter.grad) for parameter in parameters]
-            moments = [_local(self.state[parameter][MOMENT]) for parameter in parameters]
+            weights = [local_tensor(parameter) for parameter in parameters]
+            gradients = [local_tensor(parameter.grad) for parameter in parameters]
+            moments = [local_tensor(self.state[parameter][MOMENT]) for parameter in parameters]
             first, second = group["betas"]
             directions = torch._foreach_lerp(moments, gradients, 1.0 - first)
             torch._foreach_sign_(directions)
@@ -46,7 +45,3 @@ class Lion(torch.optim.Optimizer):
 def lion(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     """Return Lion over the groups."""
     return Lion(inputs.groups, learning_rate=inputs.learning_rate, betas=inputs.betas)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

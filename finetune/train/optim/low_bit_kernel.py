@@ -55,12 +55,27 @@ def launch_update(
     per_program = max(1, _NUM_ELEMENTS // padded_width)
     beta1, beta2 = update.betas
     _update[(triton.cdiv(triton.cdiv(weights.numel(), width), per_program),)](
-        *(weights, gradient, state["exp_avg"], state["exp_avg_sq"]),
-        *(scales if is_quantized else (weights, weights)),
-        *(state["step"], skip, weights.numel(), start, update.moments_key, update.weights_key),
+        weights,
+        gradient,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        scales[0] if is_quantized else weights,
+        scales[1] if is_quantized else weights,
+        state["step"],
+        skip,
+        weights.numel(),
+        start,
+        update.moments_key,
+        update.weights_key,
         (
-            *(1.0 - update.learning_rate * update.weight_decay, float(update.learning_rate), float(update.eps)),
-            *(1.0 - beta1, beta2, 1.0 - beta2, _log2(beta1), _log2(beta2)),
+            1.0 - update.learning_rate * update.weight_decay,
+            float(update.learning_rate),
+            float(update.eps),
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            _log2(beta1),
+            _log2(beta2),
         ),
         width=width,
         padded_width=padded_width,
@@ -130,11 +145,11 @@ def _encode(values, scales, bits, top: tl.constexpr, roots: tl.constexpr):
 
 @triton.jit
 def _read_moment(codes, scales, at, block, inside, is_quantized: tl.constexpr, top: tl.constexpr, roots: tl.constexpr):
-    found = tl.load(codes + at, mask=inside, other=0)
+    values = tl.load(codes + at, mask=inside, other=0)
     if is_quantized:
         scale = tl.load(scales + block, mask=tl.sum(inside.to(tl.int32), axis=1, keep_dims=True) > 0, other=0.0)
-        return _decode(found, scale, top, roots)
-    return found.to(tl.float32)
+        return _decode(values, scale, top, roots)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -162,7 +177,7 @@ def _write(
 
 
 @triton.jit
-def _places(num_elements, width: tl.constexpr, padded_width: tl.constexpr, per_program: tl.constexpr):
+def _block_elements(num_elements, width: tl.constexpr, padded_width: tl.constexpr, per_program: tl.constexpr):
     """Return this program's blocks [blocks, 1], their elements [blocks, padded width], and which of these exist."""
     block = tl.program_id(0).to(tl.int64) * per_program + tl.arange(0, per_program)[:, None]
     column = tl.arange(0, padded_width)[None, :]
@@ -172,7 +187,7 @@ def _places(num_elements, width: tl.constexpr, padded_width: tl.constexpr, per_p
 
 @triton.jit
 def _adam_step(m, v, count, rate, eps, log_beta1, log_beta2):
-    """Return what the weights lose; both corrections are float64 scalars, after `count` updates."""
+    """Return the amount to subtract from the weights; both corrections are float64 scalars, after `count` updates."""
     count = count.to(tl.float64)
     unbiased = (rate / (1.0 - tl.exp2(count * log_beta1))).to(tl.float32)
     spread = tl.sqrt(1.0 - tl.exp2(count * log_beta2)).to(tl.float32)
@@ -206,7 +221,7 @@ def _update(
     if tl.load(skip) > 0.0:
         return
     decay, rate, eps, first_share, beta2, second_share, log_beta1, log_beta2 = settings
-    block, at, inside = _places(num_elements, width, padded_width, per_program)
+    block, at, inside = _block_elements(num_elements, width, padded_width, per_program)
     gradient = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32)
     m = _read_moment(first, first_scale, at, block, inside, is_quantized, 127.0, 2)
     m = m + first_share * (gradient - m)

@@ -16,7 +16,8 @@ from finetune.train.optim.optimizers import OptimizerInputs
 def adamw_8bit(inputs: OptimizerInputs) -> torch.optim.Optimizer:
     """Return bitsandbytes' 8-bit AdamW; raises MissingPackage if it is missing, ModelError on unsupported devices."""
     bitsandbytes = _bitsandbytes(inputs)
-    if not torch.cuda.is_available() and not _is_on_cpu("bitsandbytes::optimizer_update_8bit_blockwise"):
+    operator = "bitsandbytes::optimizer_update_8bit_blockwise"
+    if not torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU"):
         raise ModelError(
             f"train.optimizer.name: adamw_8bit needs a CUDA GPU and none was found: bitsandbytes "
             f"{bitsandbytes.__version__} does not support it on CPUs. Write `name: adamw` with `state_dtype: int8`."
@@ -63,7 +64,3 @@ def _build(optimizer_class: Any, inputs: OptimizerInputs) -> torch.optim.Optimiz
         inputs.groups, lr=inputs.learning_rate, betas=inputs.betas, eps=inputs.section.eps
     )
     return optimizer
-
-
-def _is_on_cpu(operator: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU")

@@ -1,6 +1,7 @@
 """LoRA in one pass computes what peft computes, with one mask and one copy of the inputs for layers that share them."""
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from torch.autograd import gradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
 from finetune.config.sections.model import LoraSection, QuantizationSection
-from finetune.model import quantize
 from finetune.model.activations import enable_gradient_checkpointing
 from finetune.model.adapters.single_pass import AddProduct, MultiplyA, SinglePassLayer, use_single_pass
 from finetune.model.kernels import compilation
@@ -271,7 +271,7 @@ def test_recomputation_and_compilation_change_no_number(from_config, build, adap
         assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"]
 
 
-@pytest.mark.skipif(not quantize.is_installed("bitsandbytes"), reason="bitsandbytes is not installed")
+@pytest.mark.skipif(not find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"bits": 8}])
 def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(from_config, build, adapted, tmp_path, keys):
     build(from_config()).save_pretrained(tmp_path)

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.data.features import Features
 from finetune.errors import ModelError
 from finetune.model.attention import varlen_kernels
-from finetune.model.attention.causal import AttentionSettings, QueryKeyValue, causal_attention
 from finetune.model.attention.implementation import (
     attend_sample_by_sample,
     check_isolation,
@@ -23,6 +22,7 @@ from finetune.model.attention.implementation import (
     requested_attention,
     require_position_ids,
 )
+from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue, causal_attention
 from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, supports_packed_samples
 from finetune.runtime.packed_rows import SampleLengths
 from finetune.task.lm_loss.token_loss import cross_entropy_sum

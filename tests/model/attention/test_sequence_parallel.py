@@ -5,7 +5,7 @@ import torch
 
 from finetune.errors import StrategyError
 from finetune.model.attention import sequence_parallel
-from finetune.model.attention.causal import AttentionSettings, QueryKeyValue
+from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.model.attention.sequence_parallel import (
     attend_slices,
     require_divisible_heads,

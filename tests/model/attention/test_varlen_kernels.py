@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
 from finetune.model.attention import varlen_kernels
-from finetune.model.attention.causal import AttentionSettings, QueryKeyValue
 from finetune.model.attention.implementation import per_sample_attention
+from finetune.model.attention.sample_attention import AttentionSettings, QueryKeyValue
 from finetune.model.attention.varlen_kernels import AvailableKernels, detect_kernels, varlen_kernel
 from finetune.runtime import seeds
 from finetune.runtime.packed_rows import SampleLengths

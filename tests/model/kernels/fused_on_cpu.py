@@ -90,8 +90,12 @@ def kernel_errors() -> dict[str, float]:
             cos, sin = angles.cos(), angles.sin()
 
             def rotated(q: Tensor, k: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
-                turned = (one * cos[:, None] + fused_layers._rotated(one) * sin[:, None] for one in (q, k))
-                return torch.cat([one.flatten() for one in turned])
+                halves = [states.chunk(2, -1) for states in (q, k)]
+                swapped = [torch.cat((-second, first), -1) for first, second in halves]
+                turned = (
+                    states * cos[:, None] + other * sin[:, None] for states, other in zip((q, k), swapped, strict=True)
+                )
+                return torch.cat([states.flatten() for states in turned])
 
             def kernel(q: Tensor, k: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
                 turned = ops.LigerRopeFunction.apply(q.clone(), k.clone(), cos.to(q.dtype), sin.to(q.dtype))

@@ -10,20 +10,25 @@ from transformers.masking_utils import sliding_window_bidirectional_mask_functio
 
 from finetune.data.features import Features
 from finetune.errors import ModelError
-from finetune.model.attention.bidirectional import (
-    PACKING_ENCODER_TYPES,
-    bidirectional_attention,
-    is_bidirectional,
-    padded_attention,
-)
-from finetune.model.attention.causal import MAX_QUERY_BLOCK, AttentionSettings, QueryKeyValue
 from finetune.model.attention.implementation import (
     attend_sample_by_sample,
     check_isolation,
     default_attention,
     register_per_sample,
 )
-from finetune.model.attention.supported_models import PACKING_MODEL_TYPES, supports_packed_samples
+from finetune.model.attention.sample_attention import (
+    MAX_QUERY_BLOCK,
+    AttentionSettings,
+    QueryKeyValue,
+    bidirectional_attention,
+    is_bidirectional,
+    padded_attention,
+)
+from finetune.model.attention.supported_models import (
+    PACKING_ENCODER_TYPES,
+    PACKING_MODEL_TYPES,
+    supports_packed_samples,
+)
 from finetune.model.attention.upstream import patch_row_functions
 from finetune.runtime.packed_rows import SampleLengths
 from finetune.task import model_inputs

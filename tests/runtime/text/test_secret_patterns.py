@@ -1,6 +1,6 @@
 import pytest
 
-from finetune.runtime.text.secret_urls import (
+from finetune.runtime.text.secret_patterns import (
     is_secret_parameter,
     redacted_urls,
     secrets_in_urls,

@@ -1,10 +1,11 @@
-"""Causal attention of one sample: scaling, sliding window, dropout and soft cap as its model applies them."""
+"""Attention of one sample, causal or bidirectional: scaling, window, dropout and soft cap as its model applies them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention, softmax
 
 MAX_QUERY_BLOCK = 512
@@ -38,9 +39,18 @@ class AttentionSettings:
     softcap: float | None = None  # c tanh(score / c): Gemma 2
     window: int | None = None  # keys that a query attends to on a side, its own included; None: all
     is_causal: bool = True  # False: a query attends to both sides
-    sinks: Tensor | None = (
-        None  # [heads]: a score in addition to those of the keys, whose weight reaches no value: gpt-oss
-    )
+    sinks: Tensor | None = None  # [heads]: an additional score per query, whose weight reaches no value (gpt-oss)
+
+
+def is_bidirectional(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Return whether an attention layer attends to both sides, as transformers decides it; `arguments` are its own."""
+    is_causal = arguments.get("is_causal")
+    return not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def sample_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
+    """Return attention within each row of a batch, [batch, length, heads, width], causal or bidirectional."""
+    return causal_attention(qkv, settings) if settings.is_causal else bidirectional_attention(qkv, settings)
 
 
 def causal_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
@@ -78,7 +88,7 @@ def _sliding_window_attention(qkv: QueryKeyValue, settings: AttentionSettings, *
     for query in torch.split(qkv.query, sizes, dim=2):
         start, end = end, end + query.shape[2]
         first = max(0, start - window + 1)
-        seen = QueryKeyValue(query, *(each.narrow(2, first, end - first) for each in qkv[1:]))
+        seen = QueryKeyValue(query, *(tensor.narrow(2, first, end - first) for tensor in qkv[1:]))
         band = None if start == 0 else bands.of(end - start, end - first)
         if settings.sinks is None:
             outputs.append(_sdpa(seen, band, settings))
@@ -93,26 +103,26 @@ class _Bands:
 
     def __init__(self, *, back: int, like: Tensor) -> None:
         self._back, self._like = back, like
-        self._found: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
     def of(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return 0 where a query attends to a key and -inf elsewhere: what attention makes of a mask of bools."""
+        """Return 0 where a query attends to a key and -inf elsewhere, as attention converts a boolean mask."""
         shape = num_queries, num_keys
-        if shape not in self._found:
+        if shape not in self._masks:
             is_seen = _band_mask(*shape, back=self._back, device=self._like.device)
-            self._found[shape] = torch.zeros_like(is_seen, dtype=self._like.dtype).masked_fill(~is_seen, -torch.inf)
-        return self._found[shape]
+            self._masks[shape] = torch.zeros_like(is_seen, dtype=self._like.dtype).masked_fill(~is_seen, -torch.inf)
+        return self._masks[shape]
 
 
 def _causal_with_sinks(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
-    """Return causal attention with sinks. A query before the first, which is dropped, keeps the mask a plain one."""
+    """Return causal attention with sinks. A dummy query before the first keeps the mask plainly causal."""
     query, key, value = _with_sink_key(qkv, settings)
     before = QueryKeyValue(pad(query, (0, 0, 1, 0)), key, value)
     return _sdpa(before, None, _scaled(qkv, settings))[:, 1:, :, : qkv.value.shape[-1]]
 
 
 def attention_with_sinks(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
-    """Return attention with sinks, [batch, length, heads, width]; `mask` tells or adds to which keys a query attends.
+    """Return attention with sinks, [batch, length, heads, width]; `mask` is boolean or added to the scores.
 
     Without a mask it is causal, and the last query is at the last key.
     """
@@ -126,7 +136,7 @@ def attention_with_sinks(qkv: QueryKeyValue, mask: Tensor | None, settings: Atte
 
 
 _SINK_WIDTH = 8
-"""By how much heads are widened: kernels want multiples of 8."""
+"""Columns added to every head; kernels need a multiple of 8."""
 
 
 def _with_sink_key(qkv: QueryKeyValue, settings: AttentionSettings) -> QueryKeyValue:
@@ -134,20 +144,16 @@ def _with_sink_key(qkv: QueryKeyValue, settings: AttentionSettings) -> QueryKeyV
     assert settings.sinks is not None
     query, key, value = qkv.repeated
     batch, heads, _, width = query.shape
-    query = torch.cat([query, _marked(query)], dim=-1)
+    marks = pad(query.new_ones(*query.shape[:-1], 1), (0, _SINK_WIDTH - 1))  # the 1 multiplies the sink's score
+    query = torch.cat([query, marks], dim=-1)
     score = settings.sinks.to(key.dtype) / _scaling(qkv, settings)
     sink = pad(score[None, :, None, None], (width, _SINK_WIDTH - 1)).expand(batch, heads, 1, -1)
     key = torch.cat([sink, pad(key, (0, _SINK_WIDTH))], dim=2)
     return QueryKeyValue(query, key, pad(value, (0, query.shape[-1] - value.shape[-1], 1, 0)))
 
 
-def _marked(query: Tensor) -> Tensor:
-    """Return further numbers of every query: 1, which the sink's score is multiplied with, and zeros."""
-    return pad(query.new_ones(*query.shape[:-1], 1), (0, _SINK_WIDTH - 1))
-
-
 def _scaled(qkv: QueryKeyValue, settings: AttentionSettings) -> AttentionSettings:
-    """Return the settings with the scaling of the heads as they were, before they are widened."""
+    """Return the settings with the scaling for the width of the heads before they are widened."""
     return replace(settings, scaling=_scaling(qkv, settings))
 
 
@@ -156,14 +162,14 @@ def _scaling(qkv: QueryKeyValue, settings: AttentionSettings) -> float:
 
 
 def _band_mask(num_queries: int, num_keys: int, *, back: int, device: torch.device) -> Tensor:
-    """Return which keys each query attends to, `back` in all with its own; the last query is at the last key."""
+    """Return the mask of a window of `back` keys up to and including the query's own; the last query is at the end."""
     is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     own = num_keys - num_queries
     return is_seen.tril(own).triu(own - back + 1)
 
 
-def _sdpa(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
-    """Return attention with the mask, or causal attention without one, [batch, length, heads, width]."""
+def _sdpa(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings, *, is_causal: bool = True) -> Tensor:
+    """Return attention with the mask, [batch, length, heads, width]; without one, causal or to all keys."""
     query = qkv.query
     if query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
         qkv = qkv.repeated  # no fast kernel supports grouped heads here
@@ -171,8 +177,55 @@ def _sdpa(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) 
         *qkv,
         attn_mask=mask,
         dropout_p=settings.dropout,
-        is_causal=mask is None,
+        is_causal=is_causal and mask is None,
         scale=settings.scaling,
         enable_gqa=query.shape[1] != qkv.key.shape[1],
     )
     return output.transpose(1, 2)
+
+
+def bidirectional_attention(qkv: QueryKeyValue, settings: AttentionSettings) -> Tensor:
+    """Return attention to both sides; with a window, a query attends to the keys at a distance below `window`."""
+    length, window = qkv.query.shape[2], settings.window
+    if window is None or length <= window:
+        return _attend(qkv, None, settings)
+    outputs = []
+    for number, query in enumerate(torch.split(qkv.query, MAX_QUERY_BLOCK, dim=2)):  # memory: length x window
+        start = number * MAX_QUERY_BLOCK
+        first, last = max(0, start - window + 1), min(length, start + query.shape[2] + window - 1)
+        seen = QueryKeyValue(query, *(tensor.narrow(2, first, last - first) for tensor in qkv[1:]))
+        queries = torch.arange(start, start + query.shape[2], device=query.device)
+        keys = torch.arange(first, last, device=query.device)
+        outputs.append(_attend(seen, (queries[:, None] - keys).abs() < window, settings))
+    return torch.cat(outputs, dim=1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be recompiled for every longest sample
+def padded_attention(qkv: QueryKeyValue, edges: Tensor, longest: int, settings: AttentionSettings) -> Tensor:
+    """Return bidirectional attention of the samples of a row, [1, tokens, heads, width], as one padded batch.
+
+    For a GPU without a kernel for such rows: one call instead of one per sample. `edges` are the starts of the samples
+    and the end of the row.
+    """
+    starts, offsets = edges[:-1, None].long(), torch.arange(longest, device=edges.device)
+    is_token = offsets < edges.diff()[:, None]  # [samples, longest]
+    index = torch.where(is_token, starts + offsets, 0)
+    batch = QueryKeyValue(*(tensor[0].transpose(0, 1)[index].transpose(1, 2) for tensor in qkv))
+    mask = is_token[:, None, None]
+    if settings.window is not None:
+        mask = mask & ((offsets[:, None] - offsets).abs() < settings.window)
+        mask = mask | ~is_token[:, None, :, None]  # padding attends to all: a row without any key would be NaN
+    tokens = torch.arange(qkv.query.shape[2], device=edges.device)
+    sample = torch.searchsorted(edges[1:].contiguous(), tokens, right=True)
+    return _attend(batch, mask, settings)[sample, tokens - edges[sample]][None]
+
+
+def _attend(qkv: QueryKeyValue, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
+    """Return attention to the keys where the mask is true, to all without one: [batch, queries, heads, width]."""
+    if settings.softcap is not None:
+        added = None
+        if mask is not None:
+            least = torch.finfo(qkv.query.dtype).min
+            added = torch.zeros_like(mask, dtype=qkv.query.dtype).masked_fill(~mask, least)
+        return softcapped_attention(qkv, added, settings)
+    return _sdpa(qkv, mask, settings, is_causal=False)
