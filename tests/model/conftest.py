@@ -41,7 +41,7 @@ def from_config() -> Callable[..., ModelSection]:
 
 @pytest.fixture(scope="session")
 def build() -> Callable[..., PreTrainedModel]:
-    """Return a function that loads the model of a section as a run does."""
+    """Return a function that loads the model of a section in the same way as a run."""
 
     def load(section: ModelSection, *, construction: InitContext | None = None, seed: int = 7) -> PreTrainedModel:
         return load_model(

@@ -1,4 +1,4 @@
-"""Writes small models whose weights are stored quantized, as the tools that make such checkpoints do."""
+"""Writes small models with weights stored quantized, as the tools for such checkpoints do."""
 
 import json
 from collections.abc import Callable

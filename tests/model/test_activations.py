@@ -50,7 +50,7 @@ SMALLEST = 512
 
 
 class Counting(HostCopies):
-    """Copies within the host's memory, counted."""
+    """Counts copies within host memory."""
 
     def __init__(self):
         self.num_to_host = self.num_to_device = 0
@@ -97,7 +97,7 @@ def test_an_evaluation_offloads_nothing(from_config, build):
 
 
 def forms(weight):
-    """Yield the weight as an operator may save it: as it is, transposed, in bfloat16."""
+    """Yield the weight in the forms that an operator may save: unchanged, transposed, in bfloat16."""
     for each in (weight, weight.to(torch.bfloat16)):
         yield from (content(each), content(each.t() if each.ndim == 2 else each))
 
@@ -133,7 +133,7 @@ def test_no_activation_is_offloaded_twice_and_no_weight_at_all(
 
 
 def saved_by_torch(model, ids):
-    """Return the bytes that torch's own `save_on_cpu` would move, which takes whatever is saved."""
+    """Return the bytes that torch's own `save_on_cpu`, which offloads every saved tensor, would copy."""
     found = []
     with (
         saved_tensors_hooks(lambda tensor: (found.append(tensor.nbytes), tensor)[1], lambda tensor: tensor),
@@ -162,7 +162,7 @@ def group_of_one():
 
 @pytest.mark.usefixtures("group_of_one")
 def test_gathered_parameters_are_not_offloaded_as_activations(from_config, build):
-    """FSDP2 frees them after a layer and gathers them again: a copy in the host would keep them for nothing."""
+    """FSDP2 frees them after a layer and gathers them again, so a copy on the host would be useless."""
     model = build(from_config()).train()
     weights = {form for each in model.parameters() for form in forms(each)}
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
@@ -178,7 +178,7 @@ def test_gathered_parameters_are_not_offloaded_as_activations(from_config, build
 
 
 class Streams:
-    """Two streams that only write down who waits for whom."""
+    """Two streams that only record which waits for which."""
 
     def __init__(self):
         self.log, self.num_events = [], 0
@@ -264,7 +264,7 @@ def llama(device):
 
 
 class CopiesOutOfSight(HostCopies):
-    """Host memory that no one counts: what a GPU's allocator does not see."""
+    """Copies in uncounted host memory, which a GPU's allocator does not see."""
 
     def to_host(self, tensor):
         return torch.from_numpy(tensor.contiguous().view(torch.uint8).numpy().copy()).view(tensor.dtype)
@@ -296,7 +296,7 @@ def test_the_third_step_takes_six_tenths_of_the_memory(device, figure):
 
 
 def saved_bytes(model):
-    """Return the bytes that the forward pass leaves for the backward pass, beside the weights."""
+    """Return the bytes that the forward pass saves for the backward pass, without the weights."""
     weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
     found = {}
 
@@ -373,7 +373,7 @@ def packed_row():
 
 
 def attention_calls(implementation, mode, *, kind="llama"):
-    """Return how often a step computes attention, and its gradients."""
+    """Return the number of attention calls of a step, and its gradients."""
     given = {"input_ids": tokens(12, 0)} if implementation in ("sdpa", "eager") else packed_row()
     is_flash = implementation == "flash_on_cpu"
     with flash_on_cpu() if is_flash else nullcontext():
@@ -418,7 +418,7 @@ def test_selective_computes_attention_once_per_layer_on_a_gpu(implementation, fi
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_results_of_every_attention_library_are_saved(name):
-    """The operators of packages that are not installed here, under their names; and nothing else of theirs."""
+    """Operators of packages that are not installed here are matched by name, and no others of these packages."""
     assert is_saved(name)
     assert is_saved(f"{name}.default")
     assert not is_saved(name.replace("fwd", "bwd").replace("forward", "backward").replace("attn", "attn_backward"))
@@ -448,13 +448,13 @@ def test_an_operator_of_flash_attention_that_is_registered_later_is_called_once(
     assert weight.grad is not None
 
 
-def test_more_layers_than_there_are_cannot_be_left_out(from_config, build):
+def test_checkpointing_every_nth_layer_needs_n_layers(from_config, build):
     with pytest.raises(ModelError, match="too many for `llama`, which has 2 layers"):
         enable_gradient_checkpointing(build(from_config()), 3)
 
 
 class Products(TorchDispatchMode):
-    """Counts the matrix products that are really computed."""
+    """Counts the computed matrix products."""
 
     count = 0
 

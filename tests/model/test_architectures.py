@@ -44,7 +44,7 @@ def test_config_values_that_transformers_ignores_or_fails_on_are_one_message(mod
 
 
 @pytest.mark.parametrize(("model_type", "start"), [("t5", 3), ("bart", 0), ("pegasus", 3)])
-def test_a_decoder_begins_with_the_kind_of_token_that_its_architecture_means(model_type, start):
+def test_a_decoder_starts_with_the_token_that_its_default_config_uses(model_type, start):
     assert config_of(model_type).decoder_start_token_id == start  # the tokenizer's padding, or its end of text
     assert config_of(model_type, decoder_start_token_id=7).decoder_start_token_id == 7
 

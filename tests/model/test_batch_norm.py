@@ -1,4 +1,4 @@
-"""Batch norms that give the same whatever the cut of a step into microbatches and ranks."""
+"""Batch norms do not depend on the split of a step into microbatches and ranks."""
 
 import copy
 
@@ -37,7 +37,7 @@ def test_frozen_norms_stay_in_evaluation_and_learn_scale_and_shift():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_one_group_is_torchs_own_batch_norm():
+def test_a_single_group_equals_torch_s_batch_norm():
     model, plain = grouped(), small_model().train()
     torch.testing.assert_close(model(SAMPLES[:4]), plain(SAMPLES[:4]))
     sync_batch_norm(model)
@@ -53,7 +53,7 @@ def gradients_of(model: nn.Module, cuts: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("cuts", [[8, 8], [4, 4, 4, 4], [12, 4]])
-def test_the_cut_of_a_step_changes_neither_gradients_nor_statistics(cuts):
+def test_the_split_of_a_step_changes_neither_gradients_nor_statistics(cuts):
     one, other = grouped(), grouped()
     for wanted, found in zip(gradients_of(one, [16]), gradients_of(other, cuts), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -109,7 +109,7 @@ def test_non_finite_activations_do_not_change_batch_norm_statistics():
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-def test_a_batch_of_no_whole_group_is_normalized_as_in_evaluation():
+def test_a_batch_with_an_incomplete_group_is_normalized_as_in_evaluation():
     model = grouped()
     found = model(SAMPLES[:3])
     assert torch.equal(found, model.eval()(SAMPLES[:3]))

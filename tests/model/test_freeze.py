@@ -1,4 +1,4 @@
-"""Which parameters learn is said by patterns on their names."""
+"""Patterns of names select the trained parameters."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from finetune.model.upstream import expose_hidden_size, keep_own_no_split_module
 
 
 class Tied(nn.Module):
-    """Embeddings that are the head, and a layer between."""
+    """A model whose embeddings are tied to the head, with a layer between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_unused_layers_are_those_without_a_gradient():
     assert len(without) > 10
 
 
-def test_a_language_model_is_read_as_a_whole():
+def test_a_language_model_has_no_unused_modules():
     config = AutoConfig.for_model("llama", num_hidden_layers=1, vocab_size=32, **SMALL)
     model = AutoModelForCausalLM.from_config(config)
     assert unused_modules(model) == ()

@@ -1,4 +1,4 @@
-"""A teacher is frozen, in its own type, of the student's vocabulary, and known by its weights."""
+"""A teacher is frozen, has its own dtype and the student's vocabulary, and is identified by its weights."""
 
 import hashlib
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_the_digest_of_a_folder_is_the_sha256_of_its_sha256sum_listing(folder):
 
 
 @pytest.mark.parametrize("name", ["model-2.safetensors", "config.json", "model.safetensors.index.json"])
-def test_one_byte_makes_another_base(folder, name):
+def test_a_changed_byte_changes_the_digest_of_the_base(folder, name):
     before = digest(folder)
     content = bytearray((folder / name).read_bytes())
     content[500] ^= 1
@@ -90,7 +90,7 @@ def test_an_unknown_hub_commit_is_logged(tmp_path):
     assert "a resume would not notice a change" in said[0]
 
 
-def test_weights_that_take_long_are_worth_a_line(folder, monkeypatch):
+def test_hashing_weights_is_logged_if_it_takes_long(folder, monkeypatch):
     said = []
     monkeypatch.setattr(frozen_models, "_LOG_AFTER_SECONDS", -1.0)
     digest(folder, log=said.append)
@@ -129,7 +129,7 @@ def test_a_teacher_is_frozen_and_has_no_dropout(teacher_folder):
     assert {(each.dtype, each.requires_grad) for each in teacher.parameters()} == {(torch.bfloat16, False)}
 
 
-def test_another_vocabulary_is_one_sentence(teacher_folder):
+def test_a_teacher_with_another_vocabulary_is_rejected_with_one_sentence(teacher_folder):
     section = DistillationSection(teacher=str(teacher_folder))
     check_teacher_tokenizer(section, model=MODEL, tokenizer=tokenizer("red", "green"))
     with pytest.raises(ModelError, match="differs from the student's in 2 tokens, such as 'green'"):
@@ -140,7 +140,7 @@ def test_another_vocabulary_is_one_sentence(teacher_folder):
         check_teacher_tokenizer(DistillationSection(teacher="./none"), model=MODEL, tokenizer=tokenizer("red"))
 
 
-def test_other_weights_are_another_teacher(teacher_folder):
+def test_other_weights_change_the_identity_of_the_teacher(teacher_folder):
     section = DistillationSection(teacher=str(teacher_folder))
     before = teacher_digest(section, model=MODEL, log=print)
     assert before == teacher_digest(section, model=MODEL, log=print)

@@ -1,4 +1,4 @@
-"""Stacks of layers are found, compared and shortened."""
+"""Layer stacks are found, compared and shortened."""
 
 import pytest
 from torch import nn

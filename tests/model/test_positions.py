@@ -1,4 +1,4 @@
-"""How many positions a model has, and what a sample beyond them does to the others of its forward pass."""
+"""The number of positions of a model, and the effect of a longer sample on the others of its forward pass."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_longrope_changes_at_the_length_of_pre_training():
     assert positions_of(config) == Positions(128, 32, is_rotary=True, by_length="longrope", same_up_to=32)
 
 
-def test_each_kind_of_layer_is_looked_at():
+def test_positions_are_read_for_every_layer_type():
     config = Gemma3TextConfig(**SIZES, head_dim=8)
     config.rope_parameters["full_attention"] = {**SCALINGS["dynamic"], "rope_theta": 1e4}
     assert positions_of(config).by_length == "dynamic"
@@ -124,7 +124,7 @@ def test_models_without_positions_have_none():
 
 @pytest.fixture(autouse=True)
 def switch():
-    """Leave torch's switch as it was."""
+    """Restore torch's switch after the test."""
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)

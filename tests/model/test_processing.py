@@ -1,4 +1,4 @@
-"""Image processors for new models, other sizes, and whether they fit their model."""
+"""Image processors: of new models, with other sizes, and checked against their model."""
 
 import pytest
 import transformers
@@ -64,7 +64,7 @@ def test_pixel_limits_of_a_processor_without_any_are_refused_by_name():
         with_pixel_limits(qwen().image_processor, ImagesSection(max_pixels=100))
 
 
-def test_a_model_of_patches_wants_its_size_and_any_model_its_channels():
+def test_image_size_and_channels_must_match_the_model():
     processor = build_image_processor(ImageProcessorSection(size=32))
     check_image_shape(ViTConfig(image_size=32), processor)
     check_image_shape(ResNetConfig(), processor)

@@ -41,7 +41,7 @@ def folder(from_config, build, tmp_path_factory):
 
 @pytest.fixture
 def load(from_config, build, folder):
-    """Return a function that loads the folder's model as a section with these keys says."""
+    """Return a function that loads the folder's model with these keys of the section."""
     return lambda **keys: build(from_config().model_copy(update={"from_config": None, "name": str(folder), **keys}))
 
 
@@ -167,7 +167,7 @@ def test_the_memory_of_stored_quantized_weights_is_that_of_plain_ones(tmp_path, 
 
 
 def test_a_gpu_dequantizes_too(tmp_path):
-    """There transformers would keep 8-bit weights for kernels through which no gradient passes."""
+    """On a GPU transformers would keep 8-bit weights for kernels without gradients."""
     WRITERS["fp8"](tmp_path)
     config = load_pretrained_config(ModelSection(name=str(tmp_path)))
     dequantize_while_loading(config)

@@ -1,4 +1,4 @@
-"""The reference is the model before anything was learnt, whatever adapters have learnt since."""
+"""The reference computes the outputs of the initial model, regardless of what adapters have been trained to."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_trained_prompt_embeddings_are_bypassed_in_reference_mode(base):
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
-def test_an_adapter_that_holds_a_part_of_the_base_stays_on(base, init):
+def test_an_adapter_that_contains_a_part_of_the_base_stays_enabled_in_reference_mode(base, init):
     assert not reference_is_base(section(lora={"init": init}))
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
     after = logits(model)

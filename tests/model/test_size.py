@@ -40,7 +40,7 @@ def test_partitioned_parameters_count_in_full():
     assert measure_model(model).lines == ("trained: 6 of 6 parameters (100.00%)", "weights: 24 B in float32")
 
 
-def test_sixteen_bit_weights_that_learn_are_warned_about():
+def test_trained_16_bit_weights_cause_a_warning():
     (warning,) = precision_warnings(dtype="bfloat16", is_lora=False)
     assert "2^-8 (1/256) of a weight is rounded away" in warning
     assert "or `train.optimizer.stochastic_rounding: true`" in warning

@@ -29,7 +29,7 @@ SIZES = {
 
 @pytest.fixture
 def group():
-    """Return a group of this process, for what does not depend on the others."""
+    """Return a group of this process alone."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in address.items():

@@ -63,7 +63,7 @@ def test_a_trained_tokenizer_gives_every_text_back(trained):
     assert len(tokenizer) == 300
 
 
-def test_its_special_tokens_are_single_tokens_and_padding_is_not_the_end(trained):
+def test_special_tokens_of_a_trained_tokenizer_are_single_tokens_and_padding_is_not_the_end_token(trained):
     tokenizer = trained()
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
     assert tokenizer("<|im_start|>the<|im_end|>")["input_ids"][::2] == [1, 2]
@@ -110,7 +110,7 @@ def test_the_digest_sees_the_chat_template_and_the_special_tokens_and_not_paddin
     assert len({digest, with_template, digest_of(tokenizer)}) == 3
 
 
-def test_there_must_be_a_text(trained):
+def test_training_a_tokenizer_needs_a_text(trained):
     with pytest.raises(ModelError, match="there are no texts"):
         trained([])
 
@@ -122,14 +122,14 @@ def test_the_model_s_folder_brings_its_tokenizer_and_the_end_of_text_pads(load, 
     assert said == ["the tokenizer has no padding token: <end> is used for padding, which never counts in the loss"]
 
 
-def test_another_folder_can_be_named(load, said, tmp_path):
+def test_torch_extensions_dir_sets_the_folder_of_build_locks(load, said, tmp_path):
     word_tokenizer(eos_token="<end>", pad_token="b").save_pretrained(tmp_path / "other")
     tokenizer = load(name="org/model", tokenizer=TokenizerSection(name=str(tmp_path / "other")))
     assert tokenizer.pad_token == "b"
     assert said == []
 
 
-def test_a_tokenizer_that_can_neither_pad_nor_end_is_refused(load, tmp_path):
+def test_a_tokenizer_without_padding_and_end_tokens_is_rejected(load, tmp_path):
     word_tokenizer(unk_token="a").save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="neither a padding nor an end-of-text token"):
         load(name=str(tmp_path / "model"))
@@ -218,7 +218,7 @@ def test_resizing_keeps_older_rows_and_ties_and_updates_the_config(from_config, 
         assert torch.allclose(weight[OLDER:], weight[:OLDER].mean(dim=0).expand(2, -1), atol=1e-6)
 
 
-def test_rows_may_begin_as_their_pieces_or_as_numbers_of_the_seed_and_the_token(
+def test_new_rows_start_from_their_subwords_or_from_the_seed_and_the_token(
     from_config, build, plain_tokenizer, tokenizer
 ):
     rows = grown(build(from_config()), tokenizer, init="pieces").get_input_embeddings().weight
@@ -234,9 +234,7 @@ def test_rows_may_begin_as_their_pieces_or_as_numbers_of_the_seed_and_the_token(
 
 
 @pytest.mark.parametrize("name", ["llama untied", "llama tied"])
-def test_under_lora_the_new_rows_learn_and_a_resized_base_takes_them_back(
-    from_config, build, tokenizer, tmp_path, name
-):
+def test_new_rows_are_trained_under_lora_and_fit_a_resized_base(from_config, build, tokenizer, tmp_path, name):
     model = grown(build(from_config(name)), tokenizer)
     adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1, new_ids=new_token_ids(tokenizer, SECTION)))
     rows = {name: each for name, each in adapted.named_parameters() if "trainable_tokens_delta" in name}

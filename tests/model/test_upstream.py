@@ -1,4 +1,4 @@
-"""The workarounds do what they say, and are still needed."""
+"""The workarounds work, and are still needed."""
 
 import inspect
 from importlib.metadata import version
@@ -59,7 +59,7 @@ def test_a_model_of_text_keeps_its_own():
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
-def test_the_head_that_owns_the_bias_stands_for_its_decoder_meanwhile():
+def test_the_head_that_shares_the_bias_replaces_its_decoder_in_the_context():
     model = BertForMaskedLM(BertConfig(vocab_size=30, **SIZES))
     decoder = model.get_output_embeddings()
     with head_as_one_unit(model):
@@ -195,7 +195,7 @@ def test_bitsandbytes_still_repacks_without_an_option():
     assert "support_avx512bf16_for_cpu" in inspect.getsource(modules)
 
 
-def test_a_patch_of_something_that_is_gone_is_an_error_and_undoes_the_others():
+def test_a_patch_of_a_missing_attribute_raises_and_undoes_the_others():
     with pytest.raises(KeyError), patched([(nn.Linear, "reset_parameters", None), (nn.Linear, "no_such_name", None)]):
         raise AssertionError
     assert nn.Linear.reset_parameters is not None

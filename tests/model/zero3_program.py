@@ -1,4 +1,4 @@
-"""Run by two processes under ZeRO-3: are the weights those of one process, though each rank draws in parts?"""
+"""Run by two processes under ZeRO-3: checks that the weights equal those of one process."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def adapted(section: ModelSection, construction: InitContext) -> torch.nn.Module
 
 
 def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:
-    """Return how many parameters were partitioned at birth; all values must be those of the whole model."""
+    """Return the number of parameters partitioned at creation; all values must equal those of the whole model."""
     num_partitioned = 0
     for (name, part), (_, expected) in zip(partitioned.named_parameters(), whole.named_parameters(), strict=True):
         if hasattr(part, "ds_id"):
@@ -69,7 +69,7 @@ def compare(partitioned: torch.nn.Module, whole: torch.nn.Module) -> int:
 
 
 def with_trained_factors(section: ModelSection, construction: InitContext) -> PeftModel:
-    """Return a model with LoRA in one pass, whose factors are those of no new adapter."""
+    """Return a model with LoRA in one pass, with factors that differ from those of a new adapter."""
     model = add_adapter(
         build(section, construction),
         LoraSection(rank=2, dropout=0.2),

@@ -20,7 +20,7 @@ def git(folder, *words):
     subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
 
 
-def test_the_facts_are_plain_json_and_name_the_versions():
+def test_environment_facts_are_plain_json_with_the_versions():
     facts = json.loads(json.dumps(environment_facts()))
     assert facts["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert facts["packages"]["finetune"] == __version__

@@ -10,7 +10,7 @@ from finetune.runtime.optional import lazily
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package `slow` whose module `slow.part` counts how often it is imported."""
+    """Create a package `slow` whose module `slow.part` counts its imports."""
     folder = tmp_path / "slow"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -93,7 +93,7 @@ def test_modules_imported_by_a_command_are_frozen_for_the_garbage_collector(pack
         gc.unfreeze()
 
 
-def test_no_garbage_is_collected_while_a_command_imports(package, tmp_path, figure):
+def test_garbage_collection_is_disabled_while_a_command_imports(package, tmp_path, figure):
     (tmp_path / "slow" / "many.py").write_text("kept = [[] for _ in range(200_000)]")
     collections = []
     watch = lambda phase, info: collections.append(phase)  # noqa: E731
@@ -108,7 +108,7 @@ def test_no_garbage_is_collected_while_a_command_imports(package, tmp_path, figu
         gc.unfreeze()
 
 
-def test_frozen_objects_of_triton_are_no_page_of_leaks_at_exit():
+def test_frozen_objects_of_triton_cause_no_leak_report_at_exit():
     pytest.importorskip("triton")
     code = (
         "from finetune.runtime.optional import lazily\n"
@@ -120,7 +120,7 @@ def test_frozen_objects_of_triton_are_no_page_of_leaks_at_exit():
     assert ended.stderr == ""
 
 
-def test_another_thread_imports_at_once():
+def test_imports_in_another_thread_are_not_lazy():
     found = []
 
     def work():

@@ -1,4 +1,4 @@
-"""A process that a launcher started ends with it; one that a shell started does not."""
+"""A process ends with its launcher, but not with the shell that started it."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_launchers_are_known_by_their_command_line(command, expected):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 @pytest.mark.parametrize(("is_launched", "answer"), [(True, "told\n"), (False, "lives\n")])
-def test_the_end_of_a_launcher_is_a_sigterm_and_that_of_a_shell_is_nothing(is_launched, answer):
+def test_a_process_gets_sigterm_when_its_launcher_dies_but_not_when_its_shell_does(is_launched, answer):
     variables = {name: value for name, value in os.environ.items() if name != ELASTIC_VARIABLE}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD],
@@ -67,7 +67,7 @@ def test_the_end_of_a_launcher_is_a_sigterm_and_that_of_a_shell_is_nothing(is_la
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
-def test_a_signal_in_the_moment_of_its_start_does_not_end_a_process_that_loads_data():
+def test_a_signal_during_its_start_does_not_end_a_data_loading_process():
     def work():
         os.kill(os.getpid(), signal.SIGTERM)  # before it ignores anything, as a launcher that signals the group
         ignore_run_signals()
@@ -109,7 +109,7 @@ print("at work")
 
 @pytest.fixture
 def ended():
-    """Return a function that runs the program with this ending: exit code, what it printed, what it complained of."""
+    """Return a function that runs the program with this end and returns exit code, output and errors."""
 
     def run(ending: str) -> tuple[int, list[str], str]:
         done = subprocess.run([sys.executable, "-c", PROGRAM.format(ending=ending)], capture_output=True, text=True)
@@ -118,14 +118,14 @@ def ended():
     return run
 
 
-def test_handlers_run_last_first_and_one_that_fails_keeps_no_other(ended):
+def test_exit_handlers_run_in_reverse_order_and_a_failing_one_does_not_stop_the_others(ended):
     code, said, complaint = ended("exit_process(3)")
     assert code == 3
     assert said == ["at work", "registered last", "registered first"]
     assert "a handler fails" in complaint
 
 
-def test_a_handler_that_never_ends_is_left_after_a_while(ended):
+def test_an_exit_handler_that_never_returns_is_abandoned_after_a_timeout(ended):
     code, said, complaint = ended("atexit.register(time.sleep, 60); exit_process(3, seconds=0.2)")
     assert (code, said) == (3, ["at work"])
     assert "threads and exit handlers took more than 0.2 s" in complaint
@@ -137,7 +137,7 @@ def test_exit_handlers_run_from_another_thread_if_the_main_thread_is_stuck(ended
     assert "a handler fails" in complaint
 
 
-def test_a_handler_that_needs_a_lock_of_the_stuck_thread_is_left_soon(ended):
+def test_an_exit_handler_that_needs_a_lock_of_the_stuck_thread_is_abandoned_soon(ended):
     stuck = "lock = threading.Lock(); lock.acquire(); atexit.register(lock.acquire)\n"
     ending = f"{stuck}threading.Thread(target=exit_process, args=(3,)).start(); time.sleep(60)"
     code, said, complaint = ended(ending)
@@ -145,7 +145,7 @@ def test_a_handler_that_needs_a_lock_of_the_stuck_thread_is_left_soon(ended):
     assert "took more than 3 s" in complaint
 
 
-def test_a_pool_finishes_what_it_was_given_and_threads_end_before_the_handlers_run(ended):
+def test_thread_pools_finish_before_exit_handlers_run(ended):
     pool = (
         "from concurrent.futures import ThreadPoolExecutor\n"
         "ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.3), print('profile written')))\n"

@@ -1,4 +1,4 @@
-"""What a container grants is read from the files of its cgroup."""
+"""The limits of a container are read from the files of its cgroup."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def groups(tmp_path):
     return write
 
 
-def test_without_a_limit_there_is_none(groups):
+def test_without_a_cgroup_limit_there_is_no_quota(groups):
     assert quota_cores(groups("cpu.max", "max 100000\n")) is None
 
 
@@ -37,18 +37,18 @@ def test_a_cpu_quota_is_a_number_of_cores(groups):
     assert quota_cores(groups("cpu.max", "250000 100000\n")) == 2.5
 
 
-def test_the_smallest_of_the_groups_around_it_counts(groups):
+def test_the_smallest_quota_of_the_parent_groups_counts(groups):
     groups("kubepods/pod/cpu.max", "max 100000\n")
     assert quota_cores(groups("kubepods/cpu.max", "400000 100000\n"), within="/kubepods/pod") == 4.0
 
 
-def test_the_older_files_are_read_too(groups):
+def test_older_pooling_files_are_read(groups):
     groups("cpu/cpu.cfs_period_us", "100000\n")
     assert quota_cores(groups("cpu/cpu.cfs_quota_us", "300000\n")) == 3.0
     assert quota_cores(groups("cpu/cpu.cfs_quota_us", "-1\n")) is None
 
 
-def test_there_is_at_least_one_core():
+def test_usable_cores_are_at_least_one():
     assert usable_cores() >= 1
 
 
@@ -62,7 +62,7 @@ def no_file_larger_than(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_write_that_is_refused_names_why_and_the_room(tmp_path):
+def test_a_failed_write_reports_the_reason_and_the_free_space(tmp_path):
     with (
         no_file_larger_than(100),
         pytest.raises(DiskError, match=r"may not grow further.*See `ulimit -f`.*has .* free"),
@@ -72,7 +72,7 @@ def test_a_write_that_is_refused_names_why_and_the_room(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_library_in_rust_that_meets_a_full_disk_is_understood(tmp_path):
+def test_a_full_disk_in_a_rust_library_is_recognized(tmp_path):
     weights = {"weight": torch.zeros(1000)}
     with (
         no_file_larger_than(100),

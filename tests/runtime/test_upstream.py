@@ -1,4 +1,4 @@
-"""Locks of killed builds are named and removed; the hub is not asked in vain; freed memory is used again."""
+"""Locks of killed builds are reported and removed, an unreachable hub is not retried, and freed memory is reused."""
 
 import inspect
 import platform
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
-    """Where a build's lock would be, on a disk of this machine alone."""
+    """Return the path of a build's lock on a local disk."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(upstream, "_CONTAINER_MARKS", ())
     monkeypatch.setattr(upstream, "torch_waits_for_locks", lambda: True)
@@ -45,7 +45,7 @@ def lock(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def owner_of():
-    """Start a process that holds the lock as torch does, and return it."""
+    """Start a process that holds the lock like torch, and return it."""
     started = []
 
     def start(path):
@@ -89,7 +89,7 @@ def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.juicefs", "lustre"])
-def test_where_another_machine_may_compile_a_lock_is_named_and_stays(lock, monkeypatch, kind):
+def test_a_lock_on_a_shared_file_system_is_reported_and_kept(lock, monkeypatch, kind):
     lock.touch()
     monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], kind))
     said = []
@@ -155,7 +155,7 @@ def test_torch_before_2_14_waits_for_a_file_that_a_killed_build_leaves():
     assert waits == upstream.torch_waits_for_locks()
 
 
-def test_the_file_of_a_build_is_no_lock_where_torch_does_not_wait_for_it(lock, monkeypatch):
+def test_the_lock_file_of_a_build_is_ignored_if_torch_does_not_wait_for_it(lock, monkeypatch):
     lock.touch()
     assert [each.path for each in upstream.build_locks(lock.parents[1])] == [lock]
     monkeypatch.setattr(upstream, "torch_waits_for_locks", lambda: False)
@@ -218,7 +218,7 @@ print(peak() - first)
 """
 
 
-def test_ever_new_shapes_take_no_more_memory(figure):
+def test_new_shapes_in_every_step_do_not_increase_memory(figure):
     grown = {}
     for name in ("bounded", "as it was"):
         done = capture([sys.executable, "-c", SHAPES, name], is_cold=True)

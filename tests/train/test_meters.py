@@ -1,4 +1,4 @@
-"""A run whose loader holds it up is told so, once, and only when it is sure."""
+"""A run that waits for its data loader warns once, after a full window."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.devices import EVERY_DEVICE
 
 
 def warnings(steps):
-    """Return what is said after each step of (waited, whole) seconds."""
+    """Return the warnings after each step of (waited, total) seconds."""
     wait = DataWaitMonitor()
     said = []
     for waited, seconds in steps:
@@ -26,7 +26,7 @@ def test_a_run_that_waits_for_data_is_warned_once_with_a_remedy():
     assert "finetune doctor --data" in warning
 
 
-def test_the_first_batch_waits_for_the_loader_to_start_and_counts_for_nothing():
+def test_the_wait_for_the_first_batch_does_not_count():
     assert warnings([(60.0, 61.0), *[(0.01, 2.0)] * 100]) == []
 
 
@@ -34,7 +34,7 @@ def test_a_little_waiting_for_data_gives_no_warning():
     assert warnings([(0.09, 1.0)] * 100) == []
 
 
-def test_a_short_run_is_not_judged():
+def test_a_short_run_gives_no_warning_about_waiting_for_data():
     assert warnings([(0.2, 0.4)] * 20) == []  # eight seconds in all: too few to be sure
 
 
@@ -76,7 +76,7 @@ def step_record(*, device, norm_device):
 
 
 class Joined(Exception):
-    """The numbers of the steps are together, and on their way to the host."""
+    """Counts tensors when they are copied to the host."""
 
 
 def test_a_gradient_norm_on_the_cpu_is_logged_with_losses_on_a_device(monkeypatch):
@@ -118,7 +118,7 @@ def test_the_numbers_of_a_step_arrive_unchanged(device):
     assert (event.loss, event.gradient_norm) == (2.0, 0.25)
 
 
-def test_a_sum_of_any_shape_reaches_the_task_as_it_was():
+def test_a_logged_sum_of_any_shape_reaches_the_task_unchanged():
     seen = []
     meters = Meters(lambda sums, num_targets: seen.append(sums) or {})
     tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -1,4 +1,4 @@
-"""Noise on the embeddings is a function of step and sample, and of nothing else."""
+"""Noise on the embeddings is a function of only the step and the sample."""
 
 import math
 
@@ -16,7 +16,7 @@ LENGTHS = {1: 3, 2: 5, 3: 2}
 
 
 class Embedder(nn.Module):
-    """Embeddings alone."""
+    """A model that consists of embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_an_encoders_embeddings_are_noisy_and_its_decoders_are_not():
     torch.testing.assert_close(heard[0], heard[1] + noise(batch))
 
 
-def test_a_model_that_does_not_ask_its_embeddings_is_refused():
+def test_a_model_that_does_not_call_its_embeddings_is_rejected_with_embedding_noise():
     tell = EmbeddingNoise(Embedder(), alpha=ALPHA).set_batch
     tell(padded(1))
     with pytest.raises(ModelError, match="does not call its input embeddings"):

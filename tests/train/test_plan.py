@@ -1,4 +1,4 @@
-"""The plan prints its arithmetic."""
+"""The step plan is derived from the budget and described."""
 
 import pytest
 
@@ -45,13 +45,13 @@ def test_epochs_become_whole_steps_and_the_remainder_is_logged():
     assert made.epoch(47) == pytest.approx(3.008)
 
 
-def test_tokens_are_turned_into_steps_by_the_data():
+def test_a_token_budget_becomes_steps_by_the_data():
     made = plan(tokens=120_000)
     assert made.num_steps == 12
     assert "120,000 tokens are reached in 12 steps" in made.arithmetic[1]
 
 
-def test_packs_are_counted_as_packs():
+def test_the_plan_counts_packs_as_its_unit():
     made = plan(epochs=1.0, num_positions=128, unit="packs")
     assert made.arithmetic[1] == "budget: 1 epochs x 128 packs / 64 = 2.00 -> 2 steps"
 
@@ -62,7 +62,7 @@ def test_a_stream_has_steps_and_no_epoch():
     assert made.epoch(5) is None
 
 
-def test_a_scaled_rate_shows_how_it_came_about():
+def test_a_scaled_learning_rate_is_described_with_its_formula():
     made = plan(steps=10, learning_rate_scaling=ScalingSection(rule="linear", base_global_batch_size=32))
     assert made.schedule.peak == pytest.approx(2e-3)
     assert "0.002 = 0.001 x (64 / 32)" in made.arithmetic[2]

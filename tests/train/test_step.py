@@ -1,4 +1,4 @@
-"""One step: its result does not depend on how the batch is cut, and a NaN changes no weight."""
+"""One step: its result does not depend on the split of the batch, and a NaN changes no weight."""
 
 import signal
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ NUM_SAMPLES, LENGTH = 8, 6
 
 
 class Kept:
-    """Remembers the steps of the checkpoints that it was asked for."""
+    """Records the steps of the requested checkpoints."""
 
     has_failed = False
 
@@ -78,7 +78,7 @@ def batch_of(samples: range) -> Batch:
 
 
 class Handed:
-    """Every step must consist of all samples; what is said to be damaged is."""
+    """Expects all samples in every step, and reports the given samples as damaged."""
 
     def __init__(self, *, damaged=(), problem=None):
         self.damaged, self.problem, self.explained = damaged, problem, []
@@ -172,7 +172,7 @@ def test_a_nan_stops_the_run_names_its_samples_and_changes_no_weight():
     assert torch.equal(parts.model.weight.detach(), before)
 
 
-def test_a_skipped_step_is_left_out_and_counted():
+def test_a_skipped_step_changes_nothing_and_is_counted():
     events: list = []
     parts = parts_of(
         2, task=RegressionTask(poisoned=5), nonfinite=NonFiniteSection(action="skip", max_skips=2), events=events
@@ -195,7 +195,7 @@ def test_progress_counts_tokens_and_resumes_at_its_step():
 
 
 class OverflowingTask(RegressionTask):
-    """A finite loss with an infinite gradient, as a loss scale that is too high gives it."""
+    """A finite loss with an infinite gradient, as with a loss scale that is too high."""
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return super().loss_sum(model, batch) + (model.weight * 0.0).sum().sqrt()
@@ -211,7 +211,7 @@ def test_a_loss_scale_overflow_is_counted_separately_and_does_not_stop_the_run()
     assert torch.equal(parts.model.weight.detach(), before)
 
 
-def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_nothing():
+def test_a_stop_requested_before_the_first_step_takes_no_step_and_saves_nothing():
     parts = parts_of(4)
     parts.stop_sources.note.note(signal.SIGTERM, None)
     progress = Progress()
@@ -220,7 +220,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_takes_none_and_saves_no
 
 
 class SignallingTask(RegressionTask):
-    """A signal arrives in the middle of the second step."""
+    """Sends a signal in the middle of the second step."""
 
     def __init__(self, note: ReceivedSignals, number: signal.Signals) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_a_signal_lets_its_step_finish_and_then_saves(number, reason, saved):
 
 
 class Diverging(RegressionTask):
-    """The loss is NaN in the steps named, from 1."""
+    """The loss is NaN in the given steps, counted from 1."""
 
     def __init__(self, *steps: int) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Diverging(RegressionTask):
 
 @pytest.fixture(params=[False, True], ids=["at once", "later"])
 def reads_later(request, monkeypatch) -> bool:
-    """Whether the verdict on a gradient is read at once, or on the device first and by the host at a log point."""
+    """Parametrize whether the host reads at once or at a log point whether a gradient is finite."""
     monkeypatch.setattr(update, "defers_check_on", lambda device: request.param)
     return request.param
 
@@ -275,7 +275,7 @@ def run_of(*bad_steps: int, action="skip", max_skips=5, num_steps=8, log_every=4
     return replace(parts, log_due=Cadence(log_every, num_steps)), events
 
 
-def test_a_step_left_out_changes_neither_weights_nor_moments_whenever_that_is_known(reads_later):
+def test_a_skipped_step_changes_neither_weights_nor_moments_whenever_it_is_detected(reads_later):
     parts, events = run_of(2, 6)
     progress = Progress()
     train(parts, progress)
@@ -309,7 +309,7 @@ def test_exceeding_the_skip_limit_stops_the_run_without_changing_weights(reads_l
     assert torch.equal(parts.model.weight, parts_of(NUM_SAMPLES).model.weight)
 
 
-def test_a_checkpoint_knows_of_every_step_that_was_left_out_before_it(reads_later):
+def test_a_checkpoint_counts_all_skipped_steps_before_it(reads_later):
     parts, _ = run_of(1, 2, log_every=8)
     saved = []
     parts = replace(parts, save_due=Cadence(2, 8), save=Noting(lambda progress: saved.append(progress)))
@@ -317,7 +317,7 @@ def test_a_checkpoint_knows_of_every_step_that_was_left_out_before_it(reads_late
     assert saved == [(2, 2), (4, 2), (6, 2), (8, 2)]
 
 
-def test_news_of_a_bad_step_ends_the_run_before_the_next_log_point(monkeypatch):
+def test_a_nonfinite_step_ends_the_run_before_the_next_log_point(monkeypatch):
     monkeypatch.setattr(update, "defers_check_on", lambda device: True)
     parts, _ = run_of(1, action="stop", log_every=8)
     with pytest.raises(NonFiniteError, match="step 1 is"):
@@ -326,7 +326,7 @@ def test_news_of_a_bad_step_ends_the_run_before_the_next_log_point(monkeypatch):
 
 
 class Noting(Kept):
-    """Hands on step and skips of each progress that it is to save."""
+    """Records step and skips of each progress that is saved."""
 
     def __init__(self, note) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ def test_damaged_samples_stop_the_run_before_its_weights_change(damaged, problem
     assert torch.equal(parts.model.weight, before)
 
 
-def test_samples_that_are_another_steps_stop_the_run():
+def test_samples_of_another_step_stop_the_run():
     handed = Handed()
     handed.expected = lambda step: samples_checksum([0], [0])
     with pytest.raises(TrainingError, match="are not those that the data order assigns to it"):

@@ -1,4 +1,4 @@
-"""Stopping is asked for on one rank and agreed by all; early stopping keeps its memory in the progress."""
+"""A stop is requested on one rank and agreed by all; early stopping keeps its state in the progress."""
 
 import math
 import signal
@@ -22,7 +22,7 @@ from finetune.train.stopping import (
 )
 
 
-def test_a_signal_on_one_rank_is_everybodys_reason():
+def test_a_signal_on_one_rank_is_the_stop_reason_of_all_ranks():
     calm, told = ReceivedSignals(), ReceivedSignals()
     told.note(signal.SIGTERM, None)
     added = [sum(column) for column in zip(StopSources(calm).counts(), StopSources(told).counts(), strict=True)]
@@ -98,7 +98,7 @@ def test_an_early_stopping_metric_that_is_not_measured_is_rejected():
         EarlyStopping(section).update({"loss": 1.0, "accuracy": 0.5}, Progress())
 
 
-def test_any_number_is_better_than_none_at_all():
+def test_any_metric_is_better_than_nan():
     section = EarlyStoppingSection(metric="pearson", goal="maximize", patience=2)
     progress = Progress()
     for value in (math.nan, 0.2):

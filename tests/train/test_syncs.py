@@ -1,4 +1,4 @@
-"""Nobody waits for the device within a step.
+"""A step has no host-device synchronization.
 
 On a GPU, CUDA itself raises where a host waits. On a CPU it is counted how often torch's profiler sees an operation, or
 a caller asks for one, for which a host would wait for a GPU.
@@ -125,7 +125,7 @@ def second_step(
     averages: bool = False,
     **section: Any,
 ) -> Callable[[], object]:
-    """Return what takes a step once the first, which makes the optimizer's state, has been taken."""
+    """Return a function that takes a step, after the first step has created the optimizer's state."""
     batching = BatchingSection(padding_free=is_free)
     data = DataSection(train=TrainingSourceSection(path="rows.jsonl"), batching=batching)
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
@@ -166,7 +166,7 @@ def waits_of_a_step(kind: str = "single", *, scales_loss: bool = False, **how: A
 
 
 def waits_of(take: Callable[[], object]) -> tuple[profile, Counter[str]]:
-    """Return the profile of a call and the operations of it that a host waits for, by name."""
+    """Return the profile of a call, and the operations for which the host waits, by name."""
     with profile(activities=[ProfilerActivity.CPU]) as seen, Asked() as asked:
         take()
     waiting = [event for event in seen.events() if event.name in WAITING and not is_inside(event, ON_A_CPU_ALONE)]
@@ -174,7 +174,7 @@ def waits_of(take: Callable[[], object]) -> tuple[profile, Counter[str]]:
 
 
 def is_inside(event: Any, names: tuple[str, ...]) -> bool:
-    """Tell whether an operation of these names called it, however far up."""
+    """Return whether one of its callers is an operation of these names."""
     while (event := event.cpu_parent) is not None:
         if event.name in names:
             return True
@@ -198,7 +198,7 @@ LAUNCHED = {
 
 @contextmanager
 def accelerator_of(device: str, kind: str, *, precision: str = "fp32") -> Iterator[Accelerator]:
-    """Lend an Accelerator; its group and the settings of its launch end with the block."""
+    """Yield an Accelerator; its process group and launch settings end with the context."""
     world, has_device = KINDS[kind], device == "cuda"
     launched = {**LAUNCHED, "WORLD_SIZE": str(world), "MASTER_PORT": str(free_port())} if world else {}
     if not has_device:
@@ -282,12 +282,12 @@ def test_host_device_synchronizations_are_counted():
 @pytest.mark.parametrize("limit", [1.0, None])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_over_rows_without_padding_waits_for_nothing(as_on_a_gpu, kind, lora, limit, num_batches):
+def test_a_step_over_packed_rows_synchronizes_nothing(as_on_a_gpu, kind, lora, limit, num_batches):
     assert waits_of_a_step(kind, lora=lora, limit=limit, num_batches=num_batches) == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_average_of_the_weights_waits_for_nothing(as_on_a_gpu, kind):
+def test_an_average_of_the_weights_synchronizes_nothing(as_on_a_gpu, kind):
     assert waits_of_a_step(kind, averages=True) == {}
 
 
@@ -304,11 +304,11 @@ def test_a_step_over_padded_rows_waits_only_where_transformers_looks_into_the_ma
 
 
 @pytest.mark.parametrize("section", [{"state_dtype": "int8"}, {"state_dtype": "bfloat16", "stochastic_rounding": True}])
-def test_rounded_states_wait_for_nothing(as_on_a_gpu, section):
+def test_an_update_with_rounded_states_synchronizes_nothing(as_on_a_gpu, section):
     assert waits_of_a_step(**section) == {}
 
 
-def test_an_optimizer_that_heeds_no_flag_waits_for_its_norm_once(as_on_a_gpu):
+def test_an_optimizer_without_found_inf_synchronizes_once_for_the_norm(as_on_a_gpu):
     assert waits_of_a_step(name="sgd") == {"aten::_local_scalar_dense": 1}
 
 
@@ -330,7 +330,7 @@ ON_DEVICE = {
 @pytest.mark.parametrize("kind", ["single", "fsdp2"])
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_cuda_reports_no_synchronization_in_a_step(device, kind, name, request):
-    """On a CPU nothing is seen, but every line is run."""
+    """On a CPU nothing is reported, but every line runs."""
     how = {"num_batches": 2, **ON_DEVICE[name]}
     if kind != "single" and "in_backward" in how:
         pytest.skip("parameters learn in the backward pass of one process only")

@@ -1,4 +1,4 @@
-"""Parameters that learn within the backward pass learn the same, and their gradients are gone by its end."""
+"""Updates within the backward pass equal updates after it, and free their gradients."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ IDS = torch.randint(0, 40, (8, 5), generator=torch.Generator().manual_seed(1))
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too, and a numbered layer that is recomputed."""
+    """An embedding tied to the head, and a numbered layer that is recomputed."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def test_updates_in_the_backward_pass_are_bitwise_identical(settings):
             assert torch.equal(state[key], value) if isinstance(value, torch.Tensor) else state[key] == value, key
 
 
-def test_no_more_than_one_gradient_is_there_at_a_time():
+def test_at_most_one_gradient_exists_at_a_time():
     model, optimizer, one = made(in_backward=True)
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(sum(each.grad is not None for each in model.parameters())))
@@ -89,7 +89,7 @@ def test_no_more_than_one_gradient_is_there_at_a_time():
     assert seen == [1] * 5
 
 
-def test_a_loss_that_is_not_finite_changes_nothing():
+def test_a_nonfinite_loss_changes_no_weight():
     model, optimizer, one = made(in_backward=True)
     before = [each.detach().clone() for each in model.parameters()]
     _, norm, is_taken = step(model, optimizer, one, 0, factor=float("nan"))
@@ -145,7 +145,7 @@ def copies_of(model, optimizer):
     return {name: each.detach().clone() for name, each in named.items()} | state
 
 
-def test_a_gradient_that_is_not_finite_stops_those_that_come_after_it():
+def test_a_nonfinite_gradient_prevents_later_updates_in_the_backward_pass():
     model, optimizer, one = made(in_backward=True)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     model.layers[0][2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * float("inf"),))

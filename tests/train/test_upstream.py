@@ -1,4 +1,4 @@
-"""Each workaround is still needed: where a test fails, the library has mended it and the workaround can go."""
+"""Each workaround is still needed; when a test fails, the library has fixed the bug."""
 
 import importlib.util
 

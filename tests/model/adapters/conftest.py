@@ -1,4 +1,4 @@
-"""Ground to stand on, and models in which adapters have learnt something."""
+"""Contexts for adapters, and models with trained adapters."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ VOCABULARY_SIZE = 300
 
 
 class Letters:
-    """A tokenizer of one token for each letter."""
+    """A tokenizer with one token per letter."""
 
     def __len__(self) -> int:
         return VOCABULARY_SIZE

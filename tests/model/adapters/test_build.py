@@ -34,7 +34,7 @@ def logits_of(model):
 
 @pytest.fixture
 def saved(from_config, build, adapted, tmp_path):
-    """Return a function that trains, so to speak, and saves an adapter with plain peft; gives its logits."""
+    """Return a function that saves an adapter with random values by plain peft, and returns its logits."""
 
     def save(kind: str):
         made = adapted(build(from_config()), KINDS[kind], noise=0.1)
@@ -87,7 +87,7 @@ def test_an_adapter_of_another_base_is_warned_about_or_rejected(tmp_path):
         base_mismatch_warning(str(tmp_path), name="org/other")
 
 
-def test_the_first_adapter_is_known_by_its_content(saved, tmp_path):
+def test_the_initial_adapter_is_identified_by_its_content(saved, tmp_path):
     assert adapter_digest(None) is None
     saved("ia3")
     digest = adapter_digest(str(tmp_path / "first"))
@@ -144,7 +144,7 @@ def test_only_the_prompt_embeddings_of_prompt_tuning_get_gradients(from_config, 
 
 
 @pytest.mark.parametrize("kind", [*IN_THE_MODEL, *BEFORE_THE_TEXT])
-def test_first_values_depend_on_no_random_state(from_config, build, adapted, kind):
+def test_initial_adapter_values_do_not_depend_on_the_random_state(from_config, build, adapted, kind):
     made = []
     for state in (1, 2):
         torch.manual_seed(state)
@@ -192,7 +192,7 @@ def test_an_adapter_that_the_model_does_not_support_is_rejected(from_config, bui
 
 
 @pytest.mark.parametrize("wish", BEFORE_THE_TEXT.values(), ids=list(BEFORE_THE_TEXT))
-def test_a_head_that_picks_a_position_has_nothing_before_its_text(from_config, build, wish):
+def test_a_head_that_reads_one_position_gets_no_padding_before_its_text(from_config, build, wish):
     with pytest.raises(ModelError, match="with the head `token_classification`"):
         add_adapter(build(from_config()), wish, AdapterContext(seed=1, head="token_classification", tokenizer=[]))
 

@@ -1,4 +1,4 @@
-"""LoRA on routed experts, computed as grouped products: the numbers of peft, without a matrix of the experts' size."""
+"""LoRA on routed experts as grouped products equals peft's results without a matrix of the experts' size."""
 
 import copy
 from unittest.mock import patch

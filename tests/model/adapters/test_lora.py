@@ -102,7 +102,7 @@ def test_freeze_takes_patterns_and_counts_a_tied_weight_once(from_config, build)
     assert size.lines[0].startswith(f"trained: {size.num_trained:,} of {size.num_parameters:,} parameters (")
 
 
-def test_freeze_refuses_a_pattern_without_a_match_and_a_model_without_a_learner(from_config, build):
+def test_freeze_rejects_a_pattern_without_a_match_and_a_model_without_trained_parameters(from_config, build):
     with pytest.raises(ModelError, match=r"no parameter matches `model\.layer\.0\.\*`\..* `model\.layers\.0"):
         freeze(build(from_config()), ["model.layer.0.*"])
     with pytest.raises(ModelError, match="freeze every parameter"):
@@ -110,7 +110,7 @@ def test_freeze_refuses_a_pattern_without_a_match_and_a_model_without_a_learner(
 
 
 class Casts(TorchDispatchMode):
-    """Remembers which parameters are copied into another type."""
+    """Records which parameters are converted to another dtype."""
 
     def __init__(self, model):
         super().__init__()

@@ -30,7 +30,7 @@ SECTIONS = {
 
 
 class Attention(nn.Module):
-    """Four projections, of which some read a second tensor if there is one."""
+    """Four projections, some of which read a second tensor if there is one."""
 
     def __init__(self, base_bias: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 @pytest.fixture
 def attention() -> Any:
-    """Return a function that makes the module with adapters in float64."""
+    """Return a function that builds the module with adapters in float64."""
 
     def make(*, bias: bool = False, **settings: Any) -> Any:
         torch.manual_seed(1)

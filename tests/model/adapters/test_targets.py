@@ -1,4 +1,4 @@
-"""What LoRA adapts in mixtures of experts and in models with mixers: chosen here, said, and refused early."""
+"""LoRA's targets in mixtures of experts and models with mixers are selected, described and checked early."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_dropout_is_that_of_modules_and_patterns_reach_parameters(adapt):
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_checkpoint_of_an_older_version_keeps_the_targets_that_peft_had_chosen(adapt, model_type):
-    """There were adapters on the router and none on shared experts, the rank of gate_up_proj doubled; gpt_oss none."""
+    """Older versions adapted the router, not shared experts, and doubled gate_up_proj's rank; in gpt_oss nothing."""
     prefix, mlp = "base_model.model.model.layers.1", "mlp.gate.lora_A.default.weight"
     older = {"gpt_oss": [f"{prefix}.self_attn.q_proj.lora_A.default.weight"]}.get(model_type, [f"{prefix}.{mlp}"])
     model = adapt(model_type, recorded=older)

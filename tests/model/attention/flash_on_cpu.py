@@ -1,4 +1,4 @@
-"""torch's flash attention operators on a CPU, by the textbook: what calls them runs here as it does on a GPU."""
+"""Reference implementations of torch's flash attention operators on a CPU, so that their callers run as on a GPU."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class FlashOnCpu:
 
     @torch.autocast("cpu", enabled=False)  # a kernel is below it
     def forward(self, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *others: Any, **named: Any) -> Any:
-        """Return what `aten::_flash_attention_forward` does."""
+        """Compute `aten::_flash_attention_forward`."""
         self.calls["forward"] += 1
         how = self._checked(edges, named, longest=others[1], dropout=others[3], is_causal=others[4])
         outputs, sums = [], []
@@ -70,7 +70,7 @@ class FlashOnCpu:
 
     @torch.autocast("cpu", enabled=False)  # a kernel is below it
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Any:
-        """Return what `aten::_flash_attention_backward` does; no autograd, which an operator's kernel does not have."""
+        """Compute `aten::_flash_attention_backward` without autograd, which an operator's kernel lacks."""
         self.calls["backward"] += 1
         edges, parts = others[2], []
         how = self._checked(edges, named, longest=others[4], dropout=others[6], is_causal=others[7])
@@ -99,7 +99,7 @@ class FlashOnCpu:
 
 @contextmanager
 def flash_on_cpu() -> Iterator[FlashOnCpu]:
-    """Have torch's varlen attention run on the CPU, and our attention use it there; yields the counted calls."""
+    """Make torch's varlen attention run on the CPU, and our attention use it; yields the counted calls."""
     stand_in, before = FlashOnCpu(), varlen_kernels._available
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", stand_in.forward, "CPU")

@@ -1,4 +1,4 @@
-"""Tiny random models of every kind that our attention is used with, and rows for them."""
+"""Tiny random models of every type that uses our attention, and packed rows for them."""
 
 import inspect
 
@@ -84,7 +84,7 @@ VALUES_OF = {
 
 
 def small_values(kind):
-    """Return the values that the kind's config has, by name."""
+    """Return the values of the model type's config, by name."""
     config_class = CONFIG_MAPPING[kind]
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
     known |= set(getattr(config_class, "__dataclass_fields__", ()))
@@ -110,7 +110,7 @@ def tokens(length, salt):
 
 
 def row_of(samples):
-    """Return what a model with our attention is given for these samples in one row."""
+    """Return the inputs of a model with our attention for these samples in one row."""
     lengths = [each.shape[1] for each in samples]
     edges = torch.tensor([0, *lengths]).cumsum(0).int()
     return {

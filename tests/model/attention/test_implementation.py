@@ -1,4 +1,4 @@
-"""Every kind of model that is said to keep samples apart does, and others are not said to."""
+"""Every model type that is listed as isolating packed samples does so, and others are not listed."""
 
 import json
 from itertools import pairwise
@@ -75,12 +75,12 @@ def samples(lengths=LENGTHS):
 
 
 def block_masked(given):
-    """Return the same row as transformers' own attention is given it: positions alone tell where samples begin."""
+    """Return the row for transformers' own attention, where only positions mark the starts of samples."""
     return {name: given[name] for name in ("input_ids", "position_ids", "use_cache")}
 
 
 def learnt(model, given):
-    """Return the logits, and the gradient of all that learns."""
+    """Return the logits, and the gradients of all trained parameters."""
     model.zero_grad()
     logits = model(**given).logits
     logits.log_softmax(dim=-1)[..., 5].sum().backward()
@@ -100,7 +100,7 @@ def test_logits_and_gradients_are_those_of_sdpa_with_a_block_mask(kind):
     assert_equal(learnt(tiny_model(kind), given), learnt(tiny_model(kind, "sdpa"), block_masked(given)))
 
 
-def test_capped_scores_are_those_of_eager_attention_with_a_block_mask():
+def test_softcapped_attention_equals_eager_attention_with_a_block_mask():
     given, caps = row_of(samples()), {"attn_logit_softcapping": 2.0}
     ours, eager = tiny_model("gemma2", **caps), tiny_model("gemma2", "eager", **caps)
     assert_equal(learnt(ours, given), learnt(eager, block_masked(given)))
@@ -131,7 +131,7 @@ def test_adapters_get_the_same_gradients_with_per_sample_and_sdpa_attention():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most numbers that any operation returned in one tensor."""
+    """Records the largest number of elements in a tensor that any operation returned."""
 
     numel = 0
 
@@ -166,7 +166,7 @@ def test_padded_batches_give_the_logits_of_sdpa():
 
 
 @pytest.mark.parametrize(("kind", "other"), [("llama", "sdpa"), ("gemma2", "eager"), ("mistral", "sdpa")])
-def test_answers_are_those_of_transformers_own_attention(kind, other):
+def test_outputs_equal_those_of_transformers_own_attention(kind, other):
     ids = torch.cat([tokens(9, 0), tokens(9, 1)])
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # padded on the left, as prompts are
@@ -182,7 +182,7 @@ def test_no_saved_model_names_our_attention(tmp_path):
     assert "model_type" in json.loads((tmp_path / "config.json").read_text())
 
 
-def test_a_model_that_loses_the_lengths_is_an_error_and_no_wrong_number():
+def test_a_model_that_drops_the_sample_lengths_raises_instead_of_computing_wrong_values():
     with pytest.raises(ModelError, match="StableLmAttention does not pass sample lengths to its attention"):
         tiny_model("stablelm")(**row_of(samples()))
 
@@ -194,7 +194,7 @@ def heads(num_heads=4, num_key_heads=2):
 
 
 def row_by_row(query, key, value, edges, *, scale, window, softcap=None):
-    """Return what a kernel for rows promises, [tokens, heads, width], a window being keys before a query's own."""
+    """Return the expected output of a varlen kernel, [tokens, heads, width]; windows count keys before the query's."""
     window = None if window < 0 else window + 1
     parts = []
     for start, stop in pairwise(edges):
@@ -349,7 +349,7 @@ def test_a_sample_in_a_row_is_the_sample_alone(kind, attention):
 @pytest.mark.slow  # it is compiled first
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gpt2"])
 def test_flex_attention_isolates_samples(kind):
-    """Its backward pass does not exist on a CPU; what each sample sees is the same there and back."""
+    """Only its forward pass runs on a CPU; the backward pass uses the same mask."""
     assert_each_is_as_alone(
         build(kind, "flex_attention"),
         collate_padding_free(samples_isolation()),

@@ -1,4 +1,4 @@
-"""Every encoder that is said to keep samples apart does: in a row each is what it is in a padded batch."""
+"""Every encoder that is listed as isolating samples gives in a packed row the outputs of a padded batch."""
 
 import copy
 
@@ -69,7 +69,7 @@ def padded(features):
 
 
 def models(kind, head, **others):
-    """Return one model with our attention, and the same with transformers' own."""
+    """Return a model with our attention, and a copy with transformers' own."""
     config = tiny_config(kind, **{"pad_token_id": PAD, "num_labels": 3, **SMALL.get(kind, {}), **others})
     register_per_sample()
     patch_row_functions(tiny_config(kind))
@@ -166,7 +166,7 @@ def test_padding_tokens_within_a_text_take_the_positions_that_the_model_gives_th
     assert apart(torch.cat(logits_of(ours, features)), torch.cat(expected_logits(theirs, features))) < 1e-5
 
 
-def test_the_body_is_itself_again_after_a_pass_and_after_a_failed_one(monkeypatch):
+def test_the_body_is_restored_after_a_forward_pass_and_after_a_failed_one(monkeypatch):
     model, _ = models("bert", AutoModelForSequenceClassification)
     features = texts()
     logits_of(model, features)
@@ -191,7 +191,7 @@ def test_recomputed_layers_give_the_same_gradient():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("length", "window"), [(9, None), (9, 4), (9, 9), (2 * MAX_QUERY_BLOCK + 7, 5)])
-def test_a_window_reaches_to_both_sides(length, window, softcap):
+def test_a_bidirectional_window_reaches_to_both_sides(length, window, softcap):
     torch.manual_seed(0)
     qkv = QueryKeyValue(*(torch.randn(2, heads, length, 8) for heads in (4, 2, 2)))
     found = bidirectional_attention(qkv, AttentionSettings(softcap=softcap, window=window, is_causal=False))
@@ -232,7 +232,7 @@ def test_causality_comes_from_the_layer_and_can_be_overridden_by_an_argument():
 
 
 def prove(model, *, is_half=False):
-    """Check the model as a run does before its first step."""
+    """Run the check of a run's start on the model."""
 
     def of_row(row):
         return torch.stack(logits_of(model, [Features({"input_ids": np.array(ids, np.uint32)}) for ids in row]))
@@ -256,7 +256,7 @@ def test_a_classifier_of_one_score_passes_the_check_of_a_start_however_small_its
 
 
 @torch.no_grad()
-def test_a_classifier_that_mixes_texts_or_counts_positions_otherwise_is_refused(monkeypatch):
+def test_a_classifier_that_mixes_samples_or_does_not_reset_positions_is_rejected(monkeypatch):
     _, mixing = models("bert", AutoModelForSequenceClassification)  # transformers' own attention, told nothing
     with pytest.raises(ModelError, match="depends on others"):
         prove(mixing)

@@ -1,4 +1,4 @@
-"""Heads are shared among ranks as the model groups them; what is not exact in slices is refused by name."""
+"""Heads are divided among ranks as the model groups them; models that are inexact in slices are rejected by name."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ WIDTH, VALUE_WIDTH, TOKENS = 3, 2, 2
 
 
 class Ranks:
-    """Ranks of one process, run one after another until each has what the others send."""
+    """Simulates ranks in one process, run in turn until each has received the others' data."""
 
     def __init__(self, monkeypatch, size):
         self._size, self._sent, self._place = size, {}, 0
@@ -54,7 +54,7 @@ SHARED = [
 
 
 def attention(qkv, settings):
-    """Return something of every token's query with the keys and values of its own head, and of its sink."""
+    """Return a function of every token's query, the keys and values of its own head, and its sink."""
     query, key, value = qkv.repeated
     assert query.shape[1] == key.shape[1]
     scores = query @ key.transpose(2, 3)

@@ -1,4 +1,4 @@
-"""Models whose layers are not plain attention, or not attention at all: each sample of a row is as if alone."""
+"""Models with other layers than plain attention compute each sample of a row as if it were alone."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def samples_of(lengths):
 
 
 def padded(samples):
-    """Return the samples as a padded batch, and where its tokens are."""
+    """Return the samples as a padded batch, and the mask of its tokens."""
     longest = max(each.shape[1] for each in samples)
     mask = torch.stack([(torch.arange(longest) < each.shape[1]).long() for each in samples])
     ids = torch.cat([torch.nn.functional.pad(each, (0, longest - each.shape[1])) for each in samples])
@@ -72,7 +72,7 @@ def test_logits_are_those_of_a_sample_alone_and_gradients_those_of_a_padded_batc
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_sample_of_the_row_changes_nothing(kind):
+def test_the_output_of_a_sample_does_not_depend_on_others_in_its_row(kind):
     model, samples = tiny_model(kind), samples_of(LENGTHS)
     changed = [samples[0], tokens(LENGTHS[1], 7), samples[2], tokens(LENGTHS[3], 8), *samples[4:]]
     one, other = (model(**row_of(each)).logits[0].split(LENGTHS) for each in (samples, changed))
@@ -128,11 +128,11 @@ def test_a_model_that_needs_padding_is_reported_with_the_reason(kind, reason):
         ("gemma3_text", {"use_bidirectional_attention": True}, "is not a causal decoder"),
     ],
 )
-def test_values_of_a_config_may_rule_it_out(kind, values, reason):
+def test_config_values_can_prevent_packing(kind, values, reason):
     assert reason in padding_reason(tiny_config(kind, **values))
 
 
-def test_a_model_of_images_that_is_built_as_its_text_part_is_judged_by_that():
+def test_a_vision_language_model_built_as_its_text_part_is_checked_as_a_text_model():
     config = AutoConfig.for_model("qwen3_5")
     assert text_config(config).model_type == "qwen3_5_text"
     assert supports_packed_samples(config)

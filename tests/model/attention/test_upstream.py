@@ -1,4 +1,4 @@
-"""Each workaround for transformers in packed rows is still needed, and leaves everything else as it was."""
+"""Each workaround for transformers in packed rows is still needed and changes nothing else."""
 
 import functools
 import inspect
@@ -89,7 +89,7 @@ def test_a_kernel_that_separates_samples_gets_their_boundaries(monkeypatch, name
 
 
 def calling_a_kernel(kernel):
-    """Return what transformers' decorator makes of a function where the kernel is installed."""
+    """Return the function as transformers decorates it where the kernel is installed."""
     return functools.wraps(lambda: None)(lambda *args, **named: kernel(*args, **named))
 
 
@@ -114,7 +114,7 @@ def test_a_fused_kernel_that_cannot_separate_samples_is_left_out(monkeypatch):
     assert told(SimpleNamespace(is_cuda=True), **{SAMPLE_LENGTHS: SampleLengths((2, 3))}) is None
 
 
-def test_a_kernel_is_asked_for_its_arguments():
+def test_a_kernel_without_the_argument_for_boundaries_is_not_used():
     assert upstream._takes("torch", "cumsum_of_samples", "seq_idx") is False
     assert upstream._takes("no_such_package.ops", "scan", "seq_idx") is False
     assert upstream._takes("finetune.model.attention.upstream", "sample_index", "edges") is True
@@ -165,7 +165,7 @@ def test_a_convolution_reads_zeros_before_each_sample_in_one_call(reach):
 
 
 def decaying_sum(values, decay, scale, *, chunk_size=64, seen):
-    """Return a scan over [batch, time, width]: what came before, decayed, and the value."""
+    """Return a scan over [batch, time, width]: the decayed previous sum plus the value."""
     seen.append((tuple(values.shape[:2]), chunk_size))
     state, outputs = torch.zeros_like(values[:, 0]), []
     for value, factor in zip(values.unbind(1), decay.unbind(1), strict=True):

@@ -1,4 +1,4 @@
-"""The kernel for packed rows computes each sample's attention, forward and back, and repeats itself where asked to."""
+"""The varlen kernel computes the attention of each sample, forward and backward, deterministically if requested."""
 
 import gc
 from collections import defaultdict
@@ -61,7 +61,7 @@ def ours(qkv, lengths, *, window=None, scale=None, softcap=None, gradient=None):
 
 
 def reference(qkv, lengths, *, window=None, scale=None, gradient):
-    """Return the same in float32, sample by sample."""
+    """Return output and gradients in float32, computed sample by sample."""
     exact = [each.detach().float().requires_grad_() for each in qkv]
     rows = [each[0].transpose(0, 1) for each in exact]
     output = reference_attention(*rows, [0, *accumulate(lengths)], scale=scale, window=window)
@@ -74,7 +74,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @contextmanager
 def kernels(device):
-    """Have the kernel of the device: torch's own; on a CPU, by the textbook."""
+    """Use torch's own kernel on a GPU, and its reference implementation on a CPU."""
     if device == "cpu":
         with flash_on_cpu() as counted:
             yield counted
@@ -143,7 +143,7 @@ def test_the_kernel_computes_each_samples_attention(device, dtype, width, key_he
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_without_a_kernel_each_samples_attention_is_the_same(device, window, softcap, figure):
-    """float32, which no such kernel computes, and capped scores, which torch's does not."""
+    """No varlen kernel supports float32, and torch's does not support soft-capped scores."""
     lengths = (1, 7, 300)
     sizes = {"heads": 8, "key_heads": 1, "width": 64, "dtype": torch.float32, "device": device}
     qkv = inputs(lengths, **sizes)
@@ -173,8 +173,8 @@ def capped(qkv, lengths, *, window, softcap, gradient):
 
 
 @EVERY_DEVICE
-def test_a_row_of_attention_waits_for_nothing(device):
-    """The lengths are on the host already: no kernel is asked for a number."""
+def test_per_sample_attention_synchronizes_nothing(device):
+    """The lengths are on the host, so nothing is read from the device."""
     lengths = lengths_on(device)[0]
     sizes = {"heads": 8, "key_heads": 1, "width": 64, "dtype": torch.bfloat16, "device": device}
     qkv = inputs(lengths, **sizes)
@@ -195,7 +195,7 @@ def test_a_row_of_attention_waits_for_nothing(device):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """A deterministic run's switches, undone after the test."""
+    """Set the switches of a deterministic run, and restore them after the test."""
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     benchmark = torch.backends.cudnn.benchmark
@@ -206,7 +206,7 @@ def deterministic(monkeypatch):
 
 
 def flash_package():
-    """Return a stand-in for the package `flash_attn` and what its function was called with."""
+    """Return a stand-in for the package `flash_attn` and the recorded arguments of its function."""
     calls = []
     package = ModuleType("flash_attn")
 
@@ -250,7 +250,7 @@ def test_flash_attention_by_transformers_is_deterministic_too():
 
 
 class TestOnGpu:
-    """Bit for bit."""
+    """Results are bitwise equal."""
 
     pytestmark = ON_GPU
 

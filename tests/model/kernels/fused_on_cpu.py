@@ -1,4 +1,4 @@
-"""Runs liger's kernels in Triton's interpreter and prints what they give as JSON; started by test_fused_layers.py."""
+"""Runs liger's kernels in Triton's interpreter and prints the results as JSON; started by test_fused_layers.py."""
 
 import copy
 import json
@@ -121,7 +121,7 @@ def _error(kernel: Any, reference: Any, values: tuple[Tensor, ...], dtype: torch
 
 
 class Odd(nn.Module):
-    """Looks like a gated MLP, and is none."""
+    """Looks like a gated MLP, but computes something else."""
 
     def __init__(self) -> None:
         super().__init__()

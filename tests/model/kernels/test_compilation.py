@@ -1,4 +1,4 @@
-"""Compiled layers give the numbers of the code as it is written, once per kind of layer, or step aside."""
+"""Compiled layers equal uncompiled ones, compile once per type of layer, and fall back after a failure."""
 
 import gc
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ LORA = {"rank": 4, "dropout": 0.1}
 
 @pytest.fixture(autouse=True)
 def traces(monkeypatch):
-    """Trace without a compiler, from nothing; what a test has compiled is forgotten after it."""
+    """Trace without a compiler, with empty caches, which are cleared after the test."""
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     settings = torch._dynamo.config
     before = settings.recompile_limit, settings.fail_on_recompile_limit_hit
@@ -42,7 +42,7 @@ def traces(monkeypatch):
 
 @pytest.fixture
 def model(build, from_config):
-    """Return a function that builds a small model; the same values each time."""
+    """Return a function that builds a small model with the same values every time."""
 
     def make(name="llama untied", *, lora=None, **keys):
         section = from_config(name, **keys, **({"lora": lora} if lora else {}))
@@ -182,7 +182,7 @@ def test_a_missing_compiler_is_warned_about_and_nothing_is_compiled(model, monke
     assert all("forward" not in vars(module) for module in quick.modules())
 
 
-def test_the_compiler_is_looked_for(monkeypatch):
+def test_a_missing_c_compiler_is_detected(monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "inductor")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -199,7 +199,7 @@ LENGTHS = [(5, 9, 1), (3, 3), (12,), (1, 2, 3, 4, 5)]
 
 
 def sized(device, lora, mode=False):
-    """Return a model of the device's size, with our attention, for training there."""
+    """Return a model sized for the device, with our attention, for training."""
     sizes = {"head_dim": 8}
     if device == "cuda":
         sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "head_dim": 128}

@@ -1,4 +1,4 @@
-"""Products of linear layers in 8 bits, emulated: which are converted, their numbers, and weights that stay plain."""
+"""Emulated 8-bit products of linear layers: the converted layers, their results, and weights that stay unchanged."""
 
 import copy
 
@@ -115,7 +115,7 @@ def losses_of_steps(model, optimizer, *, then=lambda: None):
 
 
 def test_fsdp2_gathers_8_bits_with_the_scales_of_the_last_update(mesh, monkeypatch):
-    """Of a weight that changes otherwise, as by loading a checkpoint, the scale is found again."""
+    """After other changes of a weight, such as loading a checkpoint, its scale is computed again."""
 
     def halve(model):
         with torch.no_grad():

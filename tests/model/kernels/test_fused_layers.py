@@ -1,4 +1,4 @@
-"""Liger's kernels in Triton's interpreter: they compute what the model computes, and only layers that do get them."""
+"""Liger's kernels, in Triton's interpreter, equal the model's operations; other layers get none."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_model_with_kernels_has_the_loss_and_gradients_of_the_model_without(fo
 
 
 def test_every_kernel_agrees_with_float64_to_rounding(found: dict[str, Any]):
-    """In units of the precision of the type; over widths of 1 to 1,025 and odd numbers of heads."""
+    """Errors are in units of the dtype's precision, over widths of 1 to 1,025 and odd numbers of heads."""
     assert len(found["kernels"]) == 46
     assert {name: error for name, error in found["kernels"].items() if error > 4} == {}
 

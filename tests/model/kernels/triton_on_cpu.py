@@ -23,7 +23,7 @@ def _with_floats(argument: object) -> object:
 
 
 def install() -> None:
-    """Make liger's kernels run; imports them."""
+    """Import liger's kernels and make them run on a CPU."""
     interpreter._implicit_cvt = _with_floats
     importlib.import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: tl.math.rsqrt(x)
     importlib.import_module("liger_kernel.ops.geglu").tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1

@@ -1,4 +1,4 @@
-"""Heads of classes: what the config of a model is told, and which of its modules are the head's."""
+"""Classification heads: the values set in the model's config, and the modules that belong to the head."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_vocabulary_and_special_tokens_are_those_of_the_text_part():
     assert (text.hidden_size, config.vision_config.hidden_size) == (32, 32)
 
 
-def test_a_text_part_that_is_not_written_has_the_vocabulary_too():
+def test_a_default_text_config_gets_the_tokenizer_s_vocabulary():
     assert built(vision_config=VISION).text_config.vocab_size == 300
 
 

@@ -1,4 +1,4 @@
-"""`model.config`: values of a pre-trained model's config are changed, checked, and part of what is exported."""
+"""`model.config` changes values of a pre-trained model's config, which are checked and exported."""
 
 import json
 
@@ -34,7 +34,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Folders of pre-trained models."""
+    """Return folders of pre-trained models."""
     folder = tmp_path_factory.mktemp("bases")
     for name, config in CONFIGS.items():
         torch.manual_seed(0)

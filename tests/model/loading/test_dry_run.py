@@ -1,4 +1,4 @@
-"""A model is tried on the meta device before anything that takes long: bad values are told by their key."""
+"""A dry run on the meta device reports invalid config values by their key before the slow parts of a start."""
 
 import time
 
@@ -62,14 +62,14 @@ def test_invalid_config_values_are_reported_by_key_and_not_as_a_hub_error(monkey
         ("bert", "masked_lm", {}),
     ],
 )
-def test_good_values_pass_and_leave_the_random_numbers_alone(kind, head, values):
+def test_valid_config_values_pass_without_changing_the_random_state(kind, head, values):
     before = torch.random.get_rng_state()
     dry_run_model(section(kind, **values), head=head)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
-def test_a_model_of_images_is_asked_about_an_image(kind):
+def test_the_dry_run_of_an_image_model_uses_an_image(kind):
     dry_run_model(ModelSection(from_config=FromConfigSection(model_type=kind)), head="image_classification")
 
 

@@ -27,7 +27,7 @@ def test_another_seed_gives_other_weights_and_another_module_too(from_config, bu
     assert not torch.equal(layers[0].mlp.up_proj.weight, layers[1].mlp.up_proj.weight)
 
 
-def test_a_deeper_model_begins_with_the_same_layers(from_config, build):
+def test_the_weights_of_a_layer_do_not_depend_on_the_depth_of_the_model(from_config, build):
     shallow, section = build(from_config()), from_config()
     values = {**section.from_config.values, "num_hidden_layers": 3}
     deep = build(section.model_copy(update={"from_config": section.from_config.model_copy(update={"values": values})}))
@@ -43,7 +43,7 @@ def test_bfloat16_weights_are_the_rounded_float32_ones(architecture_name, from_c
         assert torch.equal(weight.to(torch.bfloat16), rounded.get_parameter(name)), name
 
 
-def test_the_model_s_own_rules_hold(from_config, build):
+def test_weights_are_initialized_by_the_model_s_own_rules(from_config, build):
     llama, gpt2 = build(from_config("llama untied")), build(from_config("gpt2 tied"))
     assert (llama.model.norm.weight == 1).all()
     assert (llama.model.embed_tokens.weight[3] == 0).all()  # the padding token's row
@@ -52,7 +52,7 @@ def test_the_model_s_own_rules_hold(from_config, build):
 
 
 def test_parameters_that_are_empty_until_gathered_get_the_same_weights(architecture_name, from_config, build):
-    """ZeRO-3 hands out parameters without elements and makes them whole inside its own context."""
+    """ZeRO-3's parameters are empty except within its gathering context."""
     expected, partitioned = build(from_config(architecture_name)), build(from_config(architecture_name), seed=1)
     parts = {parameter: parameter.data for parameter in partitioned.parameters()}
     for parameter in parts:
@@ -75,7 +75,7 @@ def test_parameters_that_are_empty_until_gathered_get_the_same_weights(architect
     assert max(num_gathered) < len(parts) / 2  # never the whole model at once
 
 
-def test_values_written_meanwhile_arrive_in_the_parameter_s_own_storage():
+def test_values_written_in_the_context_arrive_in_the_parameter_s_own_storage():
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     address = parameter.data_ptr()
     with torch.no_grad(), as_cpu_float32([parameter]):
@@ -84,7 +84,7 @@ def test_values_written_meanwhile_arrive_in_the_parameter_s_own_storage():
     assert (parameter.dtype, parameter.data_ptr(), parameter.tolist()) == (torch.bfloat16, address, [1.5] * 3)
 
 
-def test_values_that_are_drawn_anyway_are_not_drawn_before(monkeypatch):
+def test_weights_are_not_initialized_twice(monkeypatch):
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )

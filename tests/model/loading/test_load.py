@@ -63,7 +63,7 @@ def test_a_rank_without_weights_keeps_the_same_parameters_in_float32(tmp_path):
     assert hollow == full
 
 
-def test_a_saved_model_comes_back_in_the_type_asked_for(tmp_path, from_config, build):
+def test_a_saved_model_is_loaded_in_the_requested_dtype(tmp_path, from_config, build):
     saved = build(from_config())
     saved.save_pretrained(tmp_path)
     loaded = build(ModelSection(name=str(tmp_path), dtype="bfloat16"))
@@ -101,12 +101,12 @@ def test_flash_attention_without_a_gpu_is_refused_before_anything_is_loaded():
     assert requested_attention("auto") is None
 
 
-def test_a_folder_that_is_not_there_is_named(build):
+def test_a_missing_model_folder_is_named_in_the_error(build):
     with pytest.raises(ModelError, match="the folder /nowhere"):
         build(ModelSection(name="/nowhere"))
 
 
-def test_an_adapter_is_not_a_model(tmp_path, build):
+def test_an_adapter_s_folder_is_rejected_as_model_name(tmp_path, build):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="contains an adapter, not a model"):
         build(ModelSection(name=str(tmp_path)))

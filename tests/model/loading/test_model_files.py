@@ -1,4 +1,4 @@
-"""What is in a model's folder is looked at before anything reads it."""
+"""The files of a model's folder are checked before libraries read them."""
 
 import os
 

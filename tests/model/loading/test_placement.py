@@ -1,4 +1,4 @@
-"""Weights are loaded straight to the device that computes with them: no copy of the model in host memory."""
+"""Weights are loaded directly to the device that uses them, without a copy of the model in host memory."""
 
 import gc
 from pathlib import Path
@@ -21,7 +21,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def freed():
-    """Give back what a test has taken of a GPU."""
+    """Free the GPU memory that a test has allocated."""
     yield
     gc.collect()
     if torch.cuda.is_available():
@@ -43,7 +43,7 @@ def loaded(folder: Path, device: str | None, **section):
 
 
 def anonymous_bytes() -> int:
-    """Return the memory that this process alone takes: file pages, which processes share, do not count."""
+    """Return the anonymous memory of this process, without file pages, which processes share."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 

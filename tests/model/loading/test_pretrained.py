@@ -1,4 +1,4 @@
-"""Models are loaded in one place, behind doors that are shut; nobody else reads what could run code."""
+"""Models are loaded by one module, without remote code and pickles; no other module reads files that can run code."""
 
 import ast
 import json
@@ -31,7 +31,7 @@ UNPICKLE = ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "jo
 
 
 def loads(path):
-    """Yield line and text of every expression in the file that loads a model, or what could be a pickle."""
+    """Yield line and text of every expression in the file that loads a model or possibly a pickle."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         if text.endswith(".from_pretrained") or text in UNPICKLE:
@@ -107,7 +107,7 @@ def test_a_panic_of_rust_becomes_an_error_and_ctrl_c_stays():
         raise KeyboardInterrupt
 
 
-def test_settings_are_one_object_of_moderate_depth(tmp_path):
+def test_settings_files_are_one_object_of_limited_depth(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"a": {"b": [1, "ü", {"c": null}]}}')
     assert read_json_settings(path) == {"a": {"b": [1, "ü", {"c": None}]}}

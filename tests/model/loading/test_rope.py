@@ -1,4 +1,4 @@
-"""YaRN and other scaling of rotary embeddings: computed as the paper says, in every kind of config."""
+"""YaRN and other scaling of rotary embeddings is computed as in the paper, in every form of config."""
 
 import json
 import math
@@ -71,7 +71,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Folders of configs, and of weights where a test needs them."""
+    """Return folders of configs, with weights where a test needs them."""
     folder = tmp_path_factory.mktemp("bases")
     for name, config in CONFIGS.items():
         config.save_pretrained(folder / name)
@@ -138,7 +138,7 @@ def test_rope_values_unrelated_to_scaling_are_kept(bases):
     assert (same["beta_fast"], same["factor"], "attention_factor" in same) == (16.0, 8.0, False)
 
 
-def test_only_layers_that_see_everything_get_more_positions(bases):
+def test_only_layers_with_full_attention_are_scaled(bases):
     for config in (scaled(bases, "gemma3_text"), scaled(bases, "gemma3").text_config):
         assert config.rope_parameters["full_attention"]["rope_type"] == "yarn"
         assert config.rope_parameters["full_attention"]["original_max_position_embeddings"] == 64
@@ -272,7 +272,7 @@ def test_the_names_of_scalings_are_found_in_a_text_config_too():
 
 
 def test_yarn_still_needs_a_head_size_in_the_config():
-    """Once this fails, `written_head_size` can go."""
+    """When this fails, `written_head_size` can be removed."""
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     config = MixtralConfig(**TINY, rope_parameters=yarn)
     assert config.head_dim is None

@@ -1,4 +1,4 @@
-"""A folder is looked at before it is loaded: whose head, which base, how many classes, how large a vocabulary."""
+"""A model folder is inspected before it is loaded: its head, base, number of classes and size of the vocabulary."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def llama(tmp_path):
 
 
 def adapted(model, folder, **keys):
-    """Save an adapter that does something, as peft alone does, and return the model with it."""
+    """Save a trained adapter by peft alone, and return the model with it."""
     made = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **keys))
     made.save_pretrained(folder)
     return made
@@ -83,7 +83,7 @@ def test_a_base_in_the_adapter_folder_takes_precedence_over_the_named_one(tmp_pa
 @pytest.mark.parametrize(
     "keys", [{"trainable_token_indices": [40, 41]}, {"modules_to_save": ["embed_tokens", "lm_head"]}]
 )
-def test_rows_that_the_base_lacks_come_with_the_adapter(tmp_path, llama, keys):
+def test_embedding_rows_that_the_base_lacks_are_loaded_from_the_adapter(tmp_path, llama, keys):
     base = LlamaForCausalLM.from_pretrained(llama)
     base.resize_token_embeddings(42, mean_resizing=False)
     made = adapted(base, tmp_path / "adapter", **keys)

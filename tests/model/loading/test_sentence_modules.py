@@ -1,4 +1,4 @@
-"""A model that was trained with one pooling is not trained on with another without a word."""
+"""A run warns if its pooling differs from the one that the model was trained with."""
 
 import json
 

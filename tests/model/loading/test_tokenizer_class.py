@@ -1,4 +1,4 @@
-"""What AutoTokenizer makes of a tokenizer of one's own beside each type of model, and that training uses just that."""
+"""The tokenizer that AutoTokenizer loads for a model type, which is also the one that training uses."""
 
 import json
 
@@ -30,7 +30,7 @@ def tokenizer(model, trainer, pre_tokenizer, decoder=None):
 
 @pytest.fixture(scope="module")
 def bytes_and_digits():
-    """A byte-level BPE that cuts digits one by one and puts a space before every text."""
+    """Return a byte-level BPE that splits digits and adds a space before every text."""
     cuts = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=True)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["</s>", "<unk>"], initial_alphabet=alphabet)
@@ -39,13 +39,13 @@ def bytes_and_digits():
 
 @pytest.fixture(scope="module")
 def pieces():
-    """A unigram model as SentencePiece writes it."""
+    """Return a unigram model as SentencePiece writes it."""
     trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=["</s>", "<unk>"], unk_token="<unk>")
     return tokenizer(models.Unigram(), trainer, pre_tokenizers.Metaspace(), decoders.Metaspace())
 
 
 def exported(made, model_type, folder):
-    """Return what anybody loads from the exported folder."""
+    """Return the tokenizer that AutoTokenizer loads from the exported folder."""
     made.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return AutoTokenizer.from_pretrained(folder)
@@ -59,7 +59,7 @@ def test_training_reads_texts_as_the_exported_folder_does(bytes_and_digits, mode
     assert len(HOSTILE_TEXTS) > 60
 
 
-def test_the_one_that_transformers_would_not_load_reads_otherwise(bytes_and_digits, tmp_path):
+def test_differences_to_the_tokenizer_that_transformers_loads_are_detected(bytes_and_digits, tmp_path):
     assert differing_text(bytes_and_digits, exported(bytes_and_digits, "qwen2", tmp_path)) is not None
 
 

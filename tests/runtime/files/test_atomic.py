@@ -1,4 +1,4 @@
-"""What a killed writer has left goes with the next start; what lives, and what is a user's, stays."""
+"""Files of killed writers are removed at the next start; those of running ones and of users are kept."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def names(folder):
 
 
 def of_another(name, **parts):
-    """Return the temporary name as another host or process would have made it."""
+    """Return the temporary name of another host or process."""
     pattern = r"(?P<before>.*\.)(?P<host>[0-9a-f]{8})-(?P<pid>\d+)(?P<after>-.*)"
     found = re.fullmatch(pattern, name).groupdict() | parts
     return "{before}{host}-{pid}{after}".format(**found)
@@ -93,7 +93,7 @@ def test_a_folder_killed_between_the_two_renames_gets_its_older_content_back(tmp
     assert (tmp_path / "final" / "file").read_text() == "older"
 
 
-def test_a_long_name_is_written_all_the_same(tmp_path):
+def test_a_file_with_a_long_name_is_written(tmp_path):
     path = tmp_path / ("ä" * 120 + ".json")
     atomic.write_json(path, [1])
     assert names(tmp_path) == [path.name]
@@ -104,7 +104,7 @@ def make(folder, build, **named):
     return build_once(folder, build, log=said.append, **named), said
 
 
-def test_a_folder_that_is_there_is_not_made(tmp_path):
+def test_an_existing_folder_is_not_built_again(tmp_path):
     build = lambda staging: (staging / "file").write_text("made")  # noqa: E731
     assert make(tmp_path / "folder", build) == (True, [])
     assert make(tmp_path / "folder", None) == (False, [])

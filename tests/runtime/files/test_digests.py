@@ -1,4 +1,4 @@
-"""A large file is read once for its digest, and again as soon as anything was written."""
+"""The digest of a large file is cached until the file changes."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from finetune.runtime.files import digests
 
 @pytest.fixture
 def read(monkeypatch, tmp_path):
-    """Count the reads; files are large from 10 bytes on, and what is remembered lies in a folder of the test."""
+    """Count the reads; files count as large from 10 bytes, and the cache is in a folder of the test."""
     read: list[str] = []
     really = digests._read
     monkeypatch.setattr(digests, "_read", lambda path: read.append(path.name) or really(path))

@@ -1,4 +1,4 @@
-"""The same stories on storage in memory and on a real S3 server."""
+"""Remote folders, in memory and on a real S3 server."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def file(tmp_path):
     return path
 
 
-def test_a_folder_that_is_not_there_is_empty(folder):
+def test_a_missing_remote_folder_has_no_files(folder):
     assert folder.sizes() == {}
     assert folder.read("manifest.json") is None
 
@@ -49,7 +49,7 @@ def test_uploaded_files_can_be_downloaded_and_replaced(folder, file, tmp_path):
     assert folder.read("a/b") == b"other"
 
 
-def test_a_file_is_deleted_and_one_that_is_gone_is_passed_over(folder, file):
+def test_deleting_a_remote_file_skips_missing_ones(folder, file):
     folder.upload(file, "a")
     folder.upload(file, "b")
     folder.delete(["a", "never-there"])

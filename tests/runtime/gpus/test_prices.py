@@ -1,4 +1,4 @@
-"""The table of prices: every entry is of a kind that exists and says where it comes from."""
+"""Every entry of the price table is for an existing GPU model and names its source."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_a_price_file_replaces_the_gpu_types_it_names(tmp_path: Path):
         ("H101: {us: {spot: 1}}", "there is no GPU `H101` in the table. Nearest: H100"),
     ],
 )
-def test_a_broken_file_is_one_message_with_the_place(tmp_path: Path, text: str, message: str):
+def test_a_damaged_file_is_reported_by_one_message_with_its_path(tmp_path: Path, text: str, message: str):
     table = tmp_path / "mine.yaml"
     table.write_text(text)
     with pytest.raises(UserError, match=message):

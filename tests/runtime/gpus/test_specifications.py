@@ -1,4 +1,4 @@
-"""The table of GPU kinds: names as torch, nvidia-smi and clouds write them, and figures as datasheets print them."""
+"""GPU models are found by the names of torch, nvidia-smi and clouds, with the figures of their datasheets."""
 
 from pathlib import Path
 
@@ -40,11 +40,11 @@ def test_a_gpu_is_found_by_the_names_that_it_goes_by(written: str, name: str):
     "other",
     ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 D", ""],
 )
-def test_a_gpu_with_other_figures_is_not_taken_for_its_namesake(other: str):
+def test_a_gpu_variant_with_other_specifications_is_not_mistaken_for_its_namesake(other: str):
     assert find_gpu(other) is None
 
 
-def test_figures_are_those_of_the_datasheets():
+def test_specifications_equal_the_datasheets():
     """H100 SXM (2023): 1,979 TFLOP/s of bf16 with sparsity, 3.35 TB/s, NVLink 900 GB/s in both directions together."""
     h100 = find_gpu("H100")
     assert h100 is not None

@@ -1,4 +1,4 @@
-"""A process of an attempt that a newer one has replaced writes nothing more."""
+"""A process of a replaced attempt stops writing."""
 
 from pathlib import Path
 

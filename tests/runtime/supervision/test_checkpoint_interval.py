@@ -1,4 +1,4 @@
-"""Young's and Daly's intervals against hand calculation, and against the definition: nothing else loses less time."""
+"""Young's and Daly's intervals equal hand calculations and lose the least time."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_the_checkpoint_interval_is_the_time_between_failures_if_saving_takes_ov
 
 
 @pytest.mark.parametrize(("save", "between"), [(5.0, 1440.0), (1.0, 60.0), (10.0, 60.0), (0.01, 24.0)])
-def test_no_other_interval_loses_less(save: float, between: float):
+def test_daly_s_interval_loses_the_least_time(save: float, between: float):
     """Daly's estimate is within 1% of the least expected time over a fine grid (Daly, 2006, figure 5)."""
 
     def total(interval: float) -> float:
@@ -49,7 +49,7 @@ def test_expected_time_by_hand():
     )
 
 
-def test_work_that_never_gets_between_two_failures_does_not_end():
+def test_the_expected_time_is_infinite_if_failures_outpace_checkpoints():
     assert expected_time(1.0, interval=1e6, save=1.0, restart=0.0, between_failures=1.0) == math.inf
 
 
@@ -67,7 +67,7 @@ def advised(**changed):
     return advise_interval(**{**given, "hours_between_interruptions": 6.0, "is_stated": True, **changed})
 
 
-def test_the_advice_by_hand():
+def test_the_checkpoint_interval_advice_equals_a_hand_calculation():
     """An interruption loses half of an interval: 1,000 steps of 2 s are 1,000 s, the best 300 s are 150 s."""
     advice = advised()
     assert (advice.best_steps, advice.lost_seconds, advice.best_lost_seconds) == (150, 1000.0, 150.0)
@@ -76,7 +76,7 @@ def test_the_advice_by_hand():
     assert advised(every_steps=None).lost_seconds is None
 
 
-def test_saving_too_often_is_right_while_it_costs_next_to_nothing():
+def test_frequent_saves_are_not_advised_against_if_they_cost_little():
     """0.4 s every 50 steps of 2 s are 0.4%; every 5 steps they are 4%."""
     assert (advised(every_steps=50).save_share, advised(every_steps=5).save_share) == (0.004, 0.04)
     assert advised(every_steps=50).is_right and not advised(every_steps=5).is_right

@@ -1,4 +1,4 @@
-"""A process that ends before the others tells why once: its own error, or the one that came first."""
+"""A process that ends before the others prints the reason once: its own error, or the first one of the run."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547
 
 
 class Left(Exception):
-    """In the place of the end of the process."""
+    """Raised instead of the exit of the process."""
 
 
 def leave(code: int) -> None:
@@ -54,7 +54,7 @@ def test_rank_0_reports_the_error_if_the_disk_is_full_on_all_ranks(tmp_path, cap
     assert len(waited) == 1
 
 
-def test_a_fault_of_ours_keeps_its_traceback(tmp_path, capsys):
+def test_a_bug_in_this_package_keeps_its_traceback(tmp_path, capsys):
     (_, own), _ = ranks_of(tmp_path)
     assert code_after(own, ZeroDivisionError("by nothing")) == 1
     assert "Traceback" in (said := capsys.readouterr().err) or "ZeroDivisionError: by nothing" in said

@@ -1,4 +1,4 @@
-"""Faults on purpose strike where, when and on whom they are told to, once."""
+"""Faults are injected once, at the specified point, step and rank."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def test_a_fault_point_without_injected_faults_only_updates_the_heartbeat(monkey
     assert (last_heartbeat().point, last_heartbeat().step) == ("forward", 4)
 
 
-def test_a_fault_strikes_once_at_its_step(monkeypatch):
+def test_a_fault_is_injected_once_at_its_step(monkeypatch):
     monkeypatch.setenv(VARIABLE, "forward step=5 do=nan")
     weight = torch.ones((), requires_grad=True)
     losses = [weight * 2.0 for _ in range(3)]
@@ -39,7 +39,7 @@ def test_a_fault_strikes_once_at_its_step(monkeypatch):
     assert [torch.autograd.grad(loss, weight)[0].isnan().item() for loss in losses] == [False, True, False]
 
 
-def test_another_rank_is_left_alone(monkeypatch):
+def test_a_fault_of_one_rank_is_not_injected_on_another(monkeypatch):
     monkeypatch.setenv(VARIABLE, "update.before rank=1 do=raise")
     fault_point("update.before", step=1)
 

@@ -1,4 +1,4 @@
-"""When nothing moves, every rank writes down where it stands, and the one that the others wait for is named."""
+"""In a hang every rank writes a report, and the rank that the others wait for is named."""
 
 import threading
 import time
@@ -70,7 +70,7 @@ def test_no_blocking_rank_is_named_if_it_cannot_be_determined():
         ("/site-packages/torch/cuda/streams.py:90 synchronize", ""),
     ],
 )
-def test_a_rank_that_waits_for_its_device_is_a_victim_and_not_named(where, called):
+def test_a_rank_that_waits_for_its_device_is_not_named_as_blocking(where, called):
     victim = report(0, "update.after", 3, where=where, called=called)
     at_work = report(1, "data", 4, where="/home/me/dataset.py:10 read")
     named = format_blocking_ranks([victim, at_work], world=2)
@@ -92,7 +92,7 @@ def test_a_rank_that_waits_for_a_collective_that_was_started_before_is_not_named
 
 
 class Sums:
-    """In the place of a tensor on a device that is busy: its `tolist` shows no frame while it waits."""
+    """Stands for a tensor on a busy device, whose `tolist` has no Python frame while it waits."""
 
     tolist = staticmethod(time.sleep)
 

@@ -1,4 +1,4 @@
-"""Signals are noted, and handled as before once the run is over."""
+"""Signals are recorded during a run, and handled as before after it."""
 
 import signal
 
@@ -9,7 +9,7 @@ from finetune.runtime.supervision.signals import record_signals
 
 @pytest.fixture(autouse=True)
 def in_the_foreground():
-    """Hear every signal, also where the tests themselves were started in the background or under nohup."""
+    """Handle every signal, even if the tests were started in the background or under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGHUP, before[0])
@@ -17,7 +17,7 @@ def in_the_foreground():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_leaves_a_note_and_the_handler_comes_back(number):
+def test_a_signal_is_recorded_and_the_previous_handler_is_restored(number):
     before = signal.getsignal(number)
     with record_signals() as note:
         signal.raise_signal(number)
@@ -25,7 +25,7 @@ def test_a_signal_leaves_a_note_and_the_handler_comes_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_the_first_signal_is_the_one_remembered_and_the_second_ctrl_c_means_now(capfd):
+def test_the_first_signal_is_recorded_and_a_second_ctrl_c_raises_at_once(capfd):
     with record_signals() as note:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
@@ -35,14 +35,14 @@ def test_the_first_signal_is_the_one_remembered_and_the_second_ctrl_c_means_now(
             signal.raise_signal(signal.SIGINT)
 
 
-def test_sigusr1_asks_for_a_checkpoint_and_for_no_stop():
+def test_sigusr1_requests_a_checkpoint_without_a_stop():
     with record_signals() as note:
         signal.raise_signal(signal.SIGUSR1)
     assert note.wants_save
     assert note.received is None
 
 
-def test_under_nohup_the_end_of_the_shell_is_not_heard():
+def test_sighup_stays_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with record_signals() as note:

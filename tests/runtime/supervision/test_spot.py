@@ -1,4 +1,4 @@
-"""The clouds' notices, asked of a local server that answers as their documents say."""
+"""The clouds' spot notices, from a local server that responds as documented."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from finetune.runtime.supervision.spot import BASE_VARIABLE, SpotNotice
 
 
 class Service:
-    """Answers by (method, path); asks for the headers that a cloud wants."""
+    """Responds by (method, path), and requires the headers of the cloud."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, str], str] = {}
@@ -79,7 +79,7 @@ def test_azure_names_the_machines_of_an_event_and_only_ours_counts(service):
     assert service.headers[-1]["metadata"] == "true"
 
 
-def test_a_service_that_does_not_answer_is_one_warning(monkeypatch):
+def test_a_metadata_service_that_does_not_respond_causes_one_warning(monkeypatch):
     monkeypatch.setenv(BASE_VARIABLE, "http://127.0.0.1:9")
     said: list[str] = []
     notice = SpotNotice("gcp", log=said.append)

@@ -1,4 +1,4 @@
-"""status.json says how a run stands; the first rank that ends it on its own is the one that stays in it."""
+"""status.json has the state of a run, and keeps the first rank that ended it alone."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_a_launch_that_was_refused_leaves_the_file_of_the_running_one_alone(tmp_
     assert read(tmp_path)["state"] == "starting"
 
 
-def test_a_status_that_cannot_be_written_stops_nothing(tmp_path):
+def test_a_status_that_cannot_be_written_does_not_stop_the_run(tmp_path):
     (tmp_path / "run").write_text("a file where the folder should be")
     status = status_of(tmp_path / "run")
     status.start()
@@ -97,12 +97,12 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path):
         (ZeroDivisionError(), "failed", 1),
     ],
 )
-def test_each_end_has_its_exit_code(error, state, code):
+def test_each_outcome_has_its_exit_code(error, state, code):
     ended = exit_from_error(error, rank=0)
     assert (ended.state, ended.exit_code) == (state, code)
 
 
-def test_an_error_with_a_secret_is_still_known_as_this_rank_s_own(tmp_path):
+def test_a_redacted_error_is_still_recognized_as_this_rank_s_own(tmp_path):
     status = status_of(tmp_path)
     status.start()
     own = exit_from_error(ValueError("\x1b 403 at https://h/?token=c0ffee"), rank=0)
@@ -124,7 +124,7 @@ def disk_is_full(monkeypatch):
 
 
 @pytest.mark.parametrize("message", ["the disk is full", "x" * 100_000])
-def test_on_a_full_disk_the_end_is_written_into_the_room_that_the_file_has(tmp_path, disk_is_full, message):
+def test_on_a_full_disk_the_end_is_written_into_the_padding_of_the_status_file(tmp_path, disk_is_full, message):
     status = status_of(tmp_path)
     status.start()
     status.run(Progress(3), num_steps=8)
@@ -162,7 +162,7 @@ def test_a_damaged_status_file_is_ignored_and_rewritten(tmp_path, content):
 HANGS = RankExit("failed", 1, "Hang", "...", 1)
 
 
-def test_a_start_knows_how_the_one_before_it_ended():
+def test_the_status_of_a_start_has_the_end_of_the_previous_one():
     running = {"state": "running", "num_steps": 9, "step": 4, "time": 5.0, "reason": None, "error": None}
     killed = previous_end(running)
     assert killed == {"state": "failed", "reason": "killed", "step": 4, "time": 5.0}

@@ -1,4 +1,4 @@
-"""The watchdog ends a process whose main thread cannot: after another rank, at a hang, at a signal before the start."""
+"""The watchdog ends a process that is stuck: after another rank's end, in a hang, or on a signal before training."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from finetune.runtime.supervision.watchdog import Watchdog
 
 
 class Left(Exception):
-    """In the place of the end of the process."""
+    """Raised instead of the exit of the process."""
 
 
 def leave(code: int) -> None:
@@ -50,7 +50,7 @@ def watched(tmp_path, monkeypatch) -> Iterator[Watched]:
     each.dog.stop()
 
 
-def test_while_all_is_well_nothing_happens(watched):
+def test_the_watchdog_does_nothing_in_a_healthy_run(watched):
     watched.dog.detect_hangs(1000.0)
     watched.dog.check()
     watched.dog.begin_training()
@@ -72,7 +72,7 @@ def test_a_signal_after_the_failure_of_another_rank_reports_that_failure(watched
     assert capsys.readouterr().err == "rank 0 exits because rank 1 failed: ValueError: broken\n"
 
 
-def test_a_process_that_has_vanished_is_lost_contact(watched, capsys):
+def test_a_process_that_disappeared_is_reported_as_lost_contact(watched, capsys):
     watched.dog.begin_training()
     watched.ending.peers = [Peer(0, platform.node(), os.getpid()), Peer(1, platform.node(), 2**22 + 1)]
     assert watched.code() == 1

@@ -1,4 +1,4 @@
-"""Something else under the name of one of a run's files is told before the run begins."""
+"""A run folder is locked by one run, and rejected if a file of another type has a name that the run needs."""
 
 import os
 import subprocess

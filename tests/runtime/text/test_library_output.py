@@ -21,7 +21,7 @@ print("bars", transformers.utils.logging.is_progress_bar_enabled(), os.environ.g
 
 
 def said(*, is_main: bool) -> str:
-    """Return what a process says after quiet_libraries, in its own interpreter as logging is global."""
+    """Return the output of a process after quiet_libraries, in its own interpreter since logging is global."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     done = subprocess.run(
         [sys.executable, "-c", STORY.format(is_main=is_main)],

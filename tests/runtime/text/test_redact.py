@@ -22,7 +22,7 @@ CANARY = "c0ffee Ab/+\"'x"
 
 @pytest.fixture
 def known(monkeypatch):
-    """Return a function that makes one that knows the environment, with these variables set."""
+    """Return a function that creates KnownSecrets of an environment with these variables."""
 
     def make(**variables: str) -> KnownSecrets:
         for name, value in variables.items():
@@ -97,7 +97,7 @@ def test_variables_with_secret_names_lose_their_values(name):
 
 
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "ACCELERATE_MIXED_PRECISION", "WORLD_SIZE", "HF_HOME"])
-def test_other_variables_keep_theirs(name):
+def test_variables_without_secret_names_keep_their_values(name):
     assert redacted_variables({name: CANARY_redact}) == {name: CANARY_redact}
 
 
@@ -110,7 +110,7 @@ def test_other_variables_keep_theirs(name):
         "AKIAIOSFODNN7EXAMPLE",
     ],
 )
-def test_tokens_of_known_shape_are_left_out_anywhere(secret):
+def test_tokens_of_known_shape_are_redacted_anywhere(secret):
     assert redacted_text(f"clone with {secret} please") == f"clone with {REDACTED} please"
 
 
@@ -133,7 +133,7 @@ def test_config_keys_that_only_sound_secret_stay():
 @pytest.mark.parametrize(
     "name", ["hub_token", "api_key", "password", "token", "db_password", "secret_key", "auth_token"]
 )
-def test_config_keys_that_hold_secrets_do_not(name):
+def test_config_keys_with_secret_names_are_redacted(name):
     assert redacted_config({"outer": [{name: CANARY_redact}]}) == {"outer": [{name: REDACTED}]}
 
 
@@ -205,7 +205,7 @@ def test_secrets_under_a_name_in_a_sentence_are_left_out(text, cleaned):
         f"samples {'0123456789abcdef' * 4}",
     ],
 )
-def test_sentences_that_only_speak_of_secrets_stay(text):
+def test_sentences_that_only_mention_secrets_are_kept(text):
     assert redacted_text(text) == text
 
 
@@ -236,7 +236,7 @@ def test_fingerprint_values_do_not_depend_on_secrets_in_the_environment(monkeypa
 @pytest.mark.parametrize(
     "piece", ["a_", "eyJ-", "token", "http://a:", "%3Da", "&a=", "{a:", "aA1-", "'a':", "%3A%2F%2F"]
 )
-def test_no_text_takes_long(piece):
+def test_redaction_is_fast_for_any_text(piece):
     text = piece * (50_000 // len(piece)) + "=://?x=%3"
     began = time.process_time()
     redacted_text(text)

@@ -14,7 +14,7 @@ SHOWN = "\\x1b]8;;http://evil\\x9c[link=http://evil]x[/link]\\u202e token='[reda
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports being a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A color terminal."""
+    """Return a color terminal."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return Terminal()
@@ -39,14 +39,14 @@ def drawn(screen: Terminal) -> str:
     return screen.getvalue()
 
 
-def test_foreign_text_is_neither_markup_nor_obeyed_in_lines_texts_and_tables(screen):
+def test_foreign_text_is_not_interpreted_as_markup_or_escapes_in_lines_and_tables(screen):
     said = drawn(screen)
     assert said.count(SHOWN) == 4
     assert "\x1b]8" not in said
     assert "c0ffee" not in said
 
 
-def test_colors_of_ours_are_drawn(screen):
+def test_our_own_colors_are_shown(screen):
     assert f"\x1b[1;31m{SHOWN}\x1b[0m" in drawn(screen)
 
 

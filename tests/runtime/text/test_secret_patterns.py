@@ -26,7 +26,7 @@ def test_signature_and_access_parameters_of_a_url_are_redacted(name):
 
 
 @pytest.mark.parametrize("name", ["part", "page", "num_tokens", "max_tokens", "keyword", "design", "monkey"])
-def test_other_parameters_stay(name):
+def test_parameters_of_other_urls_are_kept(name):
     assert not is_secret_parameter(name)
 
 
@@ -52,7 +52,7 @@ def test_other_parameters_stay(name):
         ),
     ],
 )
-def test_users_and_parameters_are_left_out_wherever_the_address_stands(text, cleaned):
+def test_users_and_parameters_of_urls_are_redacted_anywhere_in_a_text(text, cleaned):
     assert redacted_urls(text) == cleaned
     assert redacted_urls(cleaned) == cleaned
 
@@ -69,7 +69,7 @@ def test_parameters_that_only_look_like_a_signature_s_stay_where_there_is_none()
     assert unsigned_url("https://h/x?expires=never&st=1") == "https://h/x?expires=never&st=1"
 
 
-def test_the_secrets_of_an_address_are_known_as_written_and_as_meant():
+def test_secrets_in_urls_are_known_encoded_and_decoded():
     found = set(secrets_in_urls("https://me:pass%2Fword@h/x?sig=a%2Bb"))
     assert {"pass%2Fword", "pass/word", "a%2Bb", "a+b"} <= found
 

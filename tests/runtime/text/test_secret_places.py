@@ -1,4 +1,4 @@
-"""Every place in which a value can hold a secret x everything that writes the value down or prints it."""
+"""Every position of a secret in a value, times every function that writes or prints the value."""
 
 import json
 import shlex
@@ -34,7 +34,7 @@ NAMES = ("password", "hub-token", "api_key", "DB_PASS")
 
 
 def in_shell(command: str) -> str:
-    """Return the command as a word of another shell."""
+    """Return the command quoted as a word for another shell."""
     return f"sh -c {shlex.quote(command)}"
 
 
@@ -70,7 +70,7 @@ PLACES = {**_WORDS, **_VALUES}
 
 
 def leaks(text: str, secret: str) -> bool:
-    """Return whether any word of the secret is left in the text, however it is quoted."""
+    """Return whether any word of the secret remains in the text, in any quoting."""
     return any(word in text for word in (secret.split(" ")[0], secret.split(" ")[-1]) if word)
 
 
@@ -94,7 +94,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoadedConfig
 
 
 def written_of(loaded: LoadedConfig) -> dict[str, str]:
-    """Return what a run writes of its job."""
+    """Return the texts that a run writes about its job."""
     return {
         "resolved.yaml": resolved_yaml(loaded),
         "config.yaml": config_copy(loaded.text),
@@ -105,7 +105,7 @@ def written_of(loaded: LoadedConfig) -> dict[str, str]:
 
 
 def written_of_override(override: str, value: object) -> dict[str, str]:
-    """Return what is written and printed of what was typed as `--set`, and of its value."""
+    """Return the texts that are written and printed for an override by `--set`."""
     key = override.partition("=")[0]
     return {
         "message": override_label(override),
@@ -205,7 +205,7 @@ def test_a_mistake_in_an_override_does_not_repeat_its_secret(load, override, sec
         "tokens/s 1,234 | loss 2.1 | keys=4 | tokens_per_second=12.5",
     ],
 )
-def test_texts_that_hold_no_secret_stay(text):
+def test_texts_without_secrets_are_unchanged(text):
     assert redacted_text(text) == text
 
 

@@ -16,7 +16,7 @@ from finetune.runtime.text.terminal import (
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports being a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -56,7 +56,7 @@ def test_printable_text_is_unchanged(text):
     assert escape_controls(text) == text
 
 
-def test_windows_line_ends_are_line_ends():
+def test_windows_line_ends_are_normalized():
     assert escape_controls("a\r\nb\r\n") == "a\nb\n"
 
 
@@ -64,7 +64,7 @@ def test_secrets_are_redacted_before_control_characters_are_escaped():
     assert printable("https://me:wo\x1brd@h/x") == "https://[redacted]@h/x"
 
 
-def test_json_is_the_same_value_and_acts_on_nothing():
+def test_json_keeps_its_value_and_has_no_control_characters():
     value = {"a\x9b": ["\u202e\x1b\x7f", "ü 👨\u200d👩", "\udc9b", "\U000e0041"]}
     text = format_json(value, indent=2)
     assert json.loads(text) == value
@@ -73,7 +73,7 @@ def test_json_is_the_same_value_and_acts_on_nothing():
     text.encode()
 
 
-def test_a_sequence_that_is_cut_in_two_is_seen():
+def test_an_escape_split_over_two_writes_is_escaped():
     screen = io.StringIO()
     stream = GuardedStream(screen)
     for piece in ("a\x1b", "[31", "mred\x1b[0m"):
@@ -120,7 +120,7 @@ def test_carriage_returns_of_an_answer_do_not_overwrite_the_terminal():
     assert screen.getvalue() == "\\x0d\\x1b[A\\x0dEVIL"
 
 
-def test_streams_are_guarded_once_and_given_back(capsys):
+def test_streams_are_guarded_once_and_restored(capsys):
     before = sys.stdout, sys.stderr, threading.excepthook
     with guarded_output():
         inside = sys.stdout

@@ -1,4 +1,4 @@
-"""Averages of the weights: their formulas by hand, what stands for the weights meanwhile, and a resume to the bit."""
+"""Averages of the weights: their formulas by hand, their use in evaluations, and a bitwise identical resume."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ RATE = 0.1
 
 
 class Net(nn.Module):
-    """Two layers under a head."""
+    """Two layers and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Job:
         return {record.stored_name: self.access.read(record).clone() for record in self.access.records()}
 
     def continue_from(self, other: "Job") -> "Job":
-        """Take over the other's state as a checkpoint would: tensor by tensor and number by number."""
+        """Copy the other job's state as a checkpoint would, tensor by tensor and number by number."""
         self.access.begin_writing()
         for record in other.access.records():
             self.access.write(record, other.access.read(record).clone())
@@ -79,7 +79,7 @@ class Job:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
-def test_the_average_is_the_weights_at_first_and_then_follows_them(optimizer):
+def test_the_average_equals_the_weights_at_first_and_then_follows_them(optimizer):
     job = Job({"name": optimizer}, AverageSection(decay=0.8, after_steps=2))
     average = job.weight()
     for step in range(5):
@@ -89,7 +89,7 @@ def test_the_average_is_the_weights_at_first_and_then_follows_them(optimizer):
     assert not torch.equal(job.swapped_in(), job.weight())
 
 
-def test_the_average_may_begin_with_the_very_first_weights():
+def test_the_average_can_start_with_the_initial_weights():
     job = Job({}, AverageSection(decay=0.8))
     first = job.weight()
     torch.testing.assert_close(job.swapped_in(), first)
@@ -97,7 +97,7 @@ def test_the_average_may_begin_with_the_very_first_weights():
     torch.testing.assert_close(job.swapped_in(), 0.8 * first + 0.2 * job.weight())
 
 
-def test_an_update_that_overflow_prevents_leaves_the_average_alone():
+def test_an_update_skipped_by_overflow_does_not_change_the_average():
     job = Job({}, AverageSection(decay=0.5)).take(range(2))
     before = job.everything()
     job.optimizer.optimizer.found_inf = torch.tensor(1.0)  # as torch's GradScaler tells a fused optimizer
@@ -119,7 +119,7 @@ def test_weights_in_16_bits_have_an_average_in_32():
 
 
 def schedule_free_by_hand(gradient, *, start: float, steps: int, betas=(0.9, 0.999), eps=1e-8) -> tuple[float, float]:
-    """Return y and x after Algorithm 1 of the paper, a single number long."""
+    """Return y and x after Algorithm 1 of the paper, for a single number."""
     x = z = start
     y, second, weight_sum = start, 0.0, 0.0
     for step in range(1, steps + 1):
@@ -187,7 +187,7 @@ def test_a_resumed_average_is_bitwise_identical(section, average):
 @pytest.mark.parametrize(
     ("section", "average"), [({}, AverageSection(decay=0.7)), ({"name": "schedule_free_adamw"}, None)]
 )
-def test_the_weights_come_back_bit_for_bit_after_an_evaluation(section, average):
+def test_the_weights_are_bitwise_restored_after_an_evaluation(section, average):
     job = Job(section, average).take(range(2))
     before, weights = job.everything(), job.weights()
     seen = EvaluationWithWeights(weights, lambda step: {"first": job.net.head.weight[0, 0].item()})(2)

@@ -1,4 +1,4 @@
-"""Rounding by chance: right on average, the same for the same place, whatever is around it."""
+"""Stochastic rounding is unbiased, and depends only on an element's index."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_the_random_bits_of_an_element_do_not_depend_on_the_drawn_range():
     assert random_bits(2**32 + 5, 2**32 + 6, key=7, device=CPU).dtype == torch.int32
 
 
-def test_chances_are_spread_evenly_and_do_not_follow_each_other():
+def test_random_bits_are_uniform_and_uncorrelated():
     share = (drawn(7, 1 << 16).to(torch.int64) & 0xFFFFFFFF).double() / 2**32
     assert share.mean().item() == pytest.approx(0.5, abs=0.005)
     assert share.var().item() == pytest.approx(1 / 12, rel=0.02)
@@ -46,7 +46,7 @@ def test_values_exact_in_bfloat16_are_not_changed_by_stochastic_rounding():
 
 
 @pytest.mark.parametrize(("coding", "values"), [(SIGNED_8BIT, torch.randn), (UNSIGNED_8BIT, torch.rand)])
-def test_8_bits_are_near_and_right_on_average(coding, values):
+def test_8_bit_codes_are_close_and_unbiased(coding, values):
     torch.manual_seed(0)
     wanted = values(16, 256)
     scales = wanted.abs().amax(dim=1, keepdim=True)
@@ -67,7 +67,7 @@ def test_a_small_value_next_to_a_large_one_is_kept_by_8_bit_codes():
     assert codes.dtype == torch.uint8
 
 
-def test_a_block_of_zeros_is_zeros():
+def test_a_block_of_zeros_is_decoded_as_zeros():
     zeros = torch.zeros(1, 256)
     assert not SIGNED_8BIT.decode(SIGNED_8BIT.encode(zeros, zeros[:, :1], torch.rand(1, 256)), zeros[:, :1]).any()
 
@@ -99,7 +99,7 @@ def trained(model, optimizer, *, steps=60, first=0):
 
 
 def low_bit_of(model, *, state_dtype, **section):
-    """Return ours also where the plain one would do."""
+    """Return LowBitAdamW even where plain AdamW would be used."""
     built = optimizer_of(model, state_dtype="int8", **section)
     built._state_dtype = state_dtype
     return built
@@ -137,7 +137,7 @@ def test_8_bit_moments_take_a_byte_and_vectors_stay_exact():
 
 
 def test_a_quantized_second_moment_decays_with_the_gradients():
-    """Rounded to the nearest, 0.999 of it would be itself."""
+    """With rounding to nearest, 0.999 of the moment would be the moment itself."""
     model = nn.Linear(256, 4, bias=False)
     for state_dtype in ("bfloat16", "int8"):
         built = optimizer_of(model, state_dtype=state_dtype)
@@ -149,7 +149,7 @@ def test_a_quantized_second_moment_decays_with_the_gradients():
         assert first.mean().item() == pytest.approx(1e-3, rel=0.02), state_dtype
 
 
-def test_bfloat16_weights_take_in_updates_smaller_than_their_last_place():
+def test_bfloat16_weights_accumulate_updates_smaller_than_their_last_place():
     def moved(**section):
         model = nn.Linear(256, 16, bias=False).to(torch.bfloat16)
         torch.nn.init.ones_(model.weight)
@@ -186,7 +186,7 @@ def test_low_bit_adamw_keeps_a_float32_average():
     assert built.state[model[0].weight]["average"].dtype == torch.float32
 
 
-def test_weights_whose_memory_is_in_another_order_learn_alike():
+def test_weights_with_another_memory_order_are_updated_equally():
     plain, ours = net(), net()
     ours[0].weight.data = ours[0].weight.data.t().contiguous().t()
     expected = trained(plain, optimizer_of(plain, state_dtype="int8"), steps=3)
@@ -194,7 +194,7 @@ def test_weights_whose_memory_is_in_another_order_learn_alike():
     assert trained(ours, optimizer_of(ours, state_dtype="int8"), steps=3) == pytest.approx(expected, rel=1e-6)
 
 
-def test_ours_is_taken_only_where_something_is_rounded():
+def test_low_bit_adamw_is_used_only_if_values_are_rounded():
     assert not uses_low_bit_adamw(OptimizerSection(), dtype="bfloat16")
     assert not uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="float32")
     assert uses_low_bit_adamw(OptimizerSection(state_dtype="float32"), dtype="bfloat16")
@@ -216,7 +216,7 @@ FLAGGED = [
 
 @pytest.mark.parametrize("section", FLAGGED, ids=str)
 def test_step_counts_on_device_and_host_give_equal_updates(section):
-    """Where `found_inf` is set, the host does not know how many updates there were."""
+    """With `found_inf`, the host does not know the number of updates."""
     plain, flagged = net(torch.bfloat16), net(torch.bfloat16)
     one, other = optimizer_of(plain, **section), optimizer_of(flagged, **section)
     other.found_inf = torch.zeros(())
@@ -247,7 +247,7 @@ def test_a_gradient_that_a_scaler_has_not_divided_is_divided():
     assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
 
 
-def test_a_count_that_was_saved_as_a_plain_number_is_continued():
+def test_a_step_count_saved_as_a_plain_number_is_resumed():
     model, other = net(), net()
     built, resumed = optimizer_of(model, state_dtype="int8"), optimizer_of(other, state_dtype="int8")
     trained(model, built, steps=2)

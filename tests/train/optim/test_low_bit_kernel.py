@@ -1,4 +1,4 @@
-"""On a GPU an update with rounded states is one kernel per parameter: the CPU's numbers, at the speed of memory."""
+"""On a GPU an update with rounded states is one kernel per parameter, with the CPU's results at memory speed."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ SHAPES = ((9, 512), (5, 48), (7, 250), (37,), (3, 4, 32))
 
 
 class Parameters(nn.Module):
-    """Parameters, and gradients for each step that are equal on every device."""
+    """Parameters, with gradients per step that are equal on every device."""
 
     def __init__(self, shapes, dtype, device):
         super().__init__()
@@ -42,7 +42,7 @@ class Parameters(nn.Module):
 
 
 def after_steps(device, settings, *, skipped=(), num_steps=4):
-    """Return weights and state after these steps, each flagged as the loop flags it on a GPU."""
+    """Return weights and state after these steps, with `found_inf` set as by the loop on a GPU."""
     dtype, section = SETTINGS[settings]
     model = Parameters(SHAPES, dtype, device)
     section = OptimizerSection(weight_decay=0.1, **section)
@@ -57,7 +57,7 @@ def after_steps(device, settings, *, skipped=(), num_steps=4):
 
 
 def share_that_differs(ours, expected):
-    """Return the largest share of elements of a tensor that differ by more than the last place."""
+    """Return the largest fraction of a tensor's elements that differ by more than a unit in the last place."""
 
     def differs(one, other):
         return ~torch.isclose(one.float(), other.float(), rtol=2e-6, atol=1e-6)
@@ -72,8 +72,8 @@ def share_that_differs(ours, expected):
 @pytest.mark.parametrize("skipped", [(), (0,), (2,)])
 @pytest.mark.parametrize("settings", SETTINGS)
 @EVERY_DEVICE
-def test_the_numbers_are_the_cpus(device, settings, skipped, figure):
-    """A last place that differs in float32 may round the other way, for one element in thousands."""
+def test_the_gpu_kernel_equals_the_cpu(device, settings, skipped, figure):
+    """A difference in the last place in float32 may change the rounding of one element in thousands."""
     ours = after_steps(device, settings, skipped=skipped)
     assert (low_bit.has_kernel(torch.device(device))) == (device == "cuda")
     assert [each["step"].item() for each in ours] == [4.0 - len(skipped)] * len(SHAPES)
@@ -164,7 +164,7 @@ def test_rounding_stochastically_at_three_billion_takes_60_ms(device, state_dtyp
 
 
 def timed(optimizer):
-    """Return the milliseconds of an update, median of five, and how many kernels one launches."""
+    """Return the median milliseconds of five updates, and the number of kernels that one launches."""
     found = []
     for step in range(1, 8):
         begin_step(optimizer, step=step, learning_rate=1e-4)

@@ -1,4 +1,4 @@
-"""The update rule covers what learns."""
+"""Optimizers update all trained parameters."""
 
 import pytest
 import torch

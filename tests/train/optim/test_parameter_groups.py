@@ -1,4 +1,4 @@
-"""Parameters that learn alike are one group; names decide how fast, and when they begin."""
+"""Parameters with equal settings are one group; names determine their rate and the step at which they are unfrozen."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def named(*names: str) -> list[NamedParameter]:
         ("model.embed_tokens.weight", None),
     ],
 )
-def test_a_layers_number_is_read_from_the_name(name, number):
+def test_the_layer_number_is_read_from_the_parameter_name(name, number):
     place = layer_of(name)
     assert (place.number if place else None) == number
 
@@ -99,7 +99,7 @@ def test_a_partitioned_matrix_is_still_a_matrix():
         ({}, [("*", 2)], "nothing would be trained at the start"),
     ],
 )
-def test_a_pattern_must_fit(section, unfreeze, text):
+def test_a_pattern_without_a_match_is_rejected(section, unfreeze, text):
     begins = [UnfreezeSection(patterns=(pattern,), after_steps=steps) for pattern, steps in unfreeze]
     with pytest.raises(ModelError, match=text):
         parameter_groups(named(*NAMES), OptimizerSection(**section), begins)

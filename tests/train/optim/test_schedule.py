@@ -1,4 +1,4 @@
-"""The learning rate is a function of the steps done."""
+"""The learning rate is a function of the number of steps taken."""
 
 import math
 
@@ -13,11 +13,11 @@ def rates(section, num_steps):
     return [round(schedule.learning_rate(step), 4) for step in range(num_steps)]
 
 
-def test_linear_climbs_and_falls_in_straight_lines():
+def test_the_linear_schedule_rises_and_falls_in_straight_lines():
     assert rates(ScheduleSection(name="linear", warmup_steps=2), 6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
 
 
-def test_cosine_is_half_way_down_in_the_middle():
+def test_the_cosine_schedule_is_at_half_in_the_middle():
     falling = rates(ScheduleSection(name="cosine"), 8)
     assert falling[0] == 1.0
     assert falling[4] == 0.5
@@ -33,7 +33,7 @@ def test_constant_stays_after_its_warmup():
     assert rates(ScheduleSection(name="constant", warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_the_final_fraction_is_where_the_rate_ends():
+def test_the_schedule_ends_at_its_final_fraction():
     schedule = build_schedule(ScheduleSection(name="linear", final_fraction=0.1), peak=2.0, num_steps=10)
     assert schedule.learning_rate(10) == pytest.approx(0.2)
 

@@ -1,4 +1,4 @@
-"""How a run has ended, from what it announced, what it wrote down, or that it is gone; and when the command is due."""
+"""The outcome of a run, from its announcement, its status file or its disappearance; and when the command is due."""
 
 import json
 from dataclasses import asdict, replace
@@ -34,7 +34,7 @@ HOOK = EndHook(
 )
 
 
-def test_the_outcomes_are_those_of_the_key():
+def test_the_outcomes_equal_the_choices_of_the_key():
     assert get_args(section.Outcome) == OUTCOMES
 
 
@@ -82,7 +82,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("announced", "facts", "wanted"), ENDS)
-def test_the_end_of_a_run(announced, facts, wanted):
+def test_the_end_of_a_run_is_read_from_its_announcement_or_status(announced, facts, wanted):
     end = end_of_run(announced, facts, hook=HOOK)
     assert (end.outcome, end.exit_code) == (wanted[0], wanted[2])
     assert end.reason.startswith(wanted[1])
@@ -109,7 +109,7 @@ def test_the_reason_passed_to_the_on_end_command_contains_only_plain_text():
 
 
 def test_no_on_end_action_is_due_while_the_run_is_alive_and_progressing():
-    """Over the whole space: alive and not quiet is always waiting."""
+    """For every combination: a run that is alive and not quiet is waited for."""
     ends = [RunEnd(outcome, "", 1) for outcome in OUTCOMES]
     quiet = (0.0, 3600.0)
     actions = {
@@ -126,7 +126,7 @@ def test_a_run_without_progress_is_idle_even_if_a_process_is_alive():
     assert next_action(end, replace(HOOK, when=("failed",)), is_alive=True, quiet_seconds=1e9) == WAIT
 
 
-def test_only_a_finished_run_is_not_waited_for():
+def test_only_a_finished_run_is_not_given_time_to_restart():
     for outcome in ("failed", "stopped", "failed_start", "interrupted"):
         hook, end = replace(HOOK, when=(outcome,)), RunEnd(outcome, "", 1)
         assert next_action(end, hook, is_alive=False, quiet_seconds=0.0, ended_seconds=59.0) == WAIT
@@ -135,6 +135,6 @@ def test_only_a_finished_run_is_not_waited_for():
     assert next_action(finished, HOOK, is_alive=False, quiet_seconds=0.0) == finished
 
 
-def test_an_outcome_that_is_not_listed_does_nothing():
+def test_an_on_end_outcome_that_is_not_listed_runs_no_command():
     interrupted = RunEnd("interrupted", "", 130)
     assert next_action(interrupted, HOOK, is_alive=False, quiet_seconds=0.0) == LEAVE

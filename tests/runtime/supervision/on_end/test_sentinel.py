@@ -1,4 +1,4 @@
-"""Real sentinels beside processes that stand for a run, all at once: each waits for its own."""
+"""Real sentinels of processes that represent runs, all at once; each waits for its own run."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def run(command: str, *, seconds: float = 30.0) -> tuple[int, str]:
     return run_command(command, environment=PATH, log=lines.append, timeout_seconds=seconds), "\n".join(lines)
 
 
-def test_output_and_exit_code_of_a_command():
+def test_an_on_end_command_returns_its_output_and_exit_code():
     assert run("echo out; echo err >&2; exit 3") == (3, "out\nerr")
     assert run("printf 'no end of line'") == (0, "no end of line")
     assert run("not-a-command-at-all")[0] == 127
@@ -47,11 +47,11 @@ def test_processes_left_in_the_background_are_not_waited_for():
     assert time.monotonic() - started < 4
 
 
-def test_a_command_that_closes_its_output_is_waited_for():
+def test_an_on_end_command_that_closes_its_output_is_awaited():
     assert run("exec >&- 2>&-; sleep 0.3; exit 5")[0] == 5
 
 
-def test_output_without_end_is_cut():
+def test_endless_output_of_an_on_end_command_is_truncated():
     code, text = run("head -c 5000000 /dev/zero | tr '\\0' x")
     assert code == 0
     assert len(text) < 1.2e6
@@ -101,7 +101,7 @@ exec(sys.argv[2])
 
 @dataclass
 class FakeRun:
-    """A process with its sentinel."""
+    """A process that represents a run, with its sentinel."""
 
     folder: Path
     process: "subprocess.Popen[bytes]"
@@ -113,7 +113,7 @@ class FakeRun:
         return path.read_text() if path.exists() else ""
 
     def until_over(self) -> str:
-        """Wait until the sentinel has ended; return what the command has said."""
+        """Wait until the sentinel has ended; return the output of the command."""
         deadline = time.monotonic() + WAIT_SECONDS
         while psutil.pid_exists(self.sentinel) and psutil.Process(self.sentinel).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline, self.log
@@ -167,7 +167,7 @@ FINISHED = "sentinel.end_training('finished', reason='finished'); sentinel.exit(
 KILL = "sentinel.begin_training(); os.kill(os.getpid(), 9)"
 
 
-def test_runs_that_end_in_every_way(begin):
+def test_the_on_end_command_runs_for_every_outcome(begin):
     finished = begin("finished", FINISHED)
     killed = begin("killed", KILL)
     typo = begin("typo", "sys.exit(2)")  # before training
@@ -199,7 +199,7 @@ def test_a_launcher_that_lives_may_start_the_run_again(begin):
     attempt.until_over()
 
 
-def test_a_new_start_takes_the_place_of_the_old_sentinel_and_knows_that_the_run_has_trained(begin):
+def test_a_restart_replaces_the_old_sentinel_and_knows_that_the_run_has_trained(begin):
     first = begin("again", KILL, restart_seconds=600.0)
     begin.all_started()
     first.process.wait()
