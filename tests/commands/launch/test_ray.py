@@ -19,7 +19,7 @@ from tests.launch.cluster import until
 from tests.small_job import JOB, write_job
 
 ROOT = Path(__file__).parents[3]
-STEPS, LONG_STEPS, PACE_SECONDS = 24, 80, 1.0
+STEPS, LONG_STEPS, PACE_SECONDS = 16, 60, 1.0
 PACED_JOB = JOB.replace("steps: 8", f"steps: {STEPS}").replace(
     "checkpoint: {every_steps: 4}", "checkpoint: {every_steps: 2}"
 )
