@@ -64,6 +64,10 @@ def sweep(
     max_runs: MaxRuns = 100,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Start runs that failed again.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every run and print the commands.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: the host of its head, `auto`, or `local`."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON; progress goes to stderr.")] = False,
 ) -> int:
     """Train a job once for each combination of values, and compare the runs.
@@ -85,5 +89,6 @@ def sweep(
         retries_failed=retry_failed,
         is_dry_run=dry_run,
         as_json=json,
+        ray=ray,
     )
     return sweep_command.sweep(request)

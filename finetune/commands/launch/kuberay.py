@@ -9,10 +9,11 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.commands.launch.ray import HEAD_SETTINGS, RayArguments
+from finetune.commands.launch.ray import RayArguments
 from finetune.commands.launch.ray_submit import STOP_MARGIN_SECONDS, STOP_WAIT, ray_words
 from finetune.errors import UserError
 from finetune.launch.jobs.request import JobRequest
+from finetune.launch.ray import HEAD_SETTINGS
 
 Object = dict[str, Any]
 
@@ -22,13 +23,15 @@ _IDLE_SECONDS = 300
 _LOG_SECONDS = 60  # the pods live on after the job, for its log
 
 _SAVE = """\
-import psutil
+import psutil, subprocess
 ranks = [p for p in psutil.process_iter(["cmdline"]) if {{"finetune", "train"}} <= set(p.info["cmdline"] or [])]
 for rank in ranks:
     rank.terminate()
 psutil.wait_procs(ranks, timeout={seconds})
+subprocess.run(["ray", "stop", "--force"])
 """
-"""Run in a worker's pod before it is ended: `ray stop` would end Ray, and with it the container, while ranks save."""
+"""Run in a worker's pod before it is ended. Ray, and with it the container, ends after the ranks: Ray alone would start
+ranks here again."""
 
 
 @dataclass(frozen=True)

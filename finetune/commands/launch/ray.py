@@ -4,7 +4,6 @@
 one next to that of the ranks, with GPU memory of its own, and its destruction waits 30 s for the peers of a lost host.
 """
 
-import os
 import re
 import signal
 import sys
@@ -32,34 +31,8 @@ from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_acce
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url, local_run_folder
 from finetune.errors import UserError
+from finetune.launch.ray import LOCAL, connect_to_ray
 from finetune.runtime.optional import require
-
-WORKER_SETTINGS = {
-    # How long Ray waits for the hosts of a new group of workers. When a host is lost it first asks for as many workers
-    # as before, and waits for them; its default of 60 s is most of what a lost host costs.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
-    # A worker that does not answer, on a host that is suspended or cut off; the default is 10 minutes.
-    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "30",
-    # Ranks of a host see all its GPUs and take that of LOCAL_RANK, as under torchrun.
-    "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "1",
-    # A worker that ends would kill its rank at once; without it the kernel sends the rank SIGTERM, and it saves.
-    "RAY_kill_child_processes_on_worker_exit": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints each line twice
-    "RAY_DEDUP_LOGS": "0",  # would leave out lines of ranks that look alike
-    "RAY_COLOR_PREFIX": "0",  # would write an escape sequence before each line
-}
-"""Variables of Ray Train; those that the user has set count."""
-
-HEAD_SETTINGS = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
-"""Settings of Ray's head: after how long a host counts as lost, here 3 to 9 s, by default 15 to 50 s.
-
-`--local` sets them. A cluster is given them when its head is started: `RAY_health_check_period_ms=1000 ... ray start`.
-"""
-
-LOCAL = "local"
-"""The address that starts Ray on this machine."""
 
 RESIZE_SECONDS = 30.0
 """How often Ray looks for hosts that have come."""
@@ -139,13 +112,13 @@ def launch_ray(arguments: RayArguments) -> int:
     job = check_ray_job(arguments)
     least, most = (nodes * arguments.gpus_per_node for nodes in read_limits(arguments.nodes))
     address = LOCAL if arguments.local else arguments.address
-    connect_to_ray(address, num_cpus=most, num_gpus=None if arguments.cpu else most)
+    ray = connect_to_ray(address, num_cpus=most, num_gpus=None if arguments.cpu else most, purpose=PURPOSE)
     if len(job.worlds) < most - least + 1:
         _log(f"the batch can be shared by {', '.join(map(str, job.worlds))} processes; other numbers are left out")
     try:
         code = _run(arguments, job)
     finally:
-        require("ray", extra="ray", purpose=PURPOSE).shutdown()
+        ray.shutdown()
     _log("; ".join([f"exit code {code}", *(f"{name} {value}" for name, value in read_metrics(job.run_folder).items())]))
     return code
 
@@ -164,37 +137,6 @@ def check_ray_job(arguments: RayArguments, *, elsewhere: Sequence[Path] = ()) ->
     words += [word for override in arguments.override for word in ("--set", override)]
     words += ["--accelerate", str(arguments.accelerate.absolute())]
     return RankJob(tuple(words), Path.cwd(), run_folder, worlds, arguments.stop)
-
-
-def connect_to_ray(address: str | None, *, num_cpus: int, num_gpus: int | None) -> None:
-    """Join the cluster, or start Ray here with these resources if the address is LOCAL. Raises UserError."""
-    settings = {name: os.environ.get(name, value) for name, value in WORKER_SETTINGS.items()}
-    os.environ.update(settings)  # Ray reads some when it is imported here
-    ray = require("ray", extra="ray", purpose=PURPOSE)
-    require("ray.train", extra="ray", purpose=PURPOSE)
-    options: dict[str, Any] = {"runtime_env": {"env_vars": settings}, "log_to_driver": True}
-    try:
-        if address == LOCAL:
-            ray.init(LOCAL, num_cpus=num_cpus, num_gpus=num_gpus, _system_config=HEAD_SETTINGS, **options)
-        else:
-            ray.init(_with_port(address), **options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        where = "the cluster of this machine" if address is None else address
-        raise UserError(
-            f"{where}: Ray cannot be reached: {str(error).splitlines()[0]} Start it with `ray start --head`, or "
-            "name the host of the cluster's head."
-        ) from error
-
-
-def _with_port(address: str | None) -> str:
-    """Return the address as Ray takes it; without one, that of RAY_ADDRESS or of this machine's cluster.
-
-    >>> _with_port("head"), _with_port("10.0.0.1:6380"), _with_port(None)
-    ('head:6379', '10.0.0.1:6380', 'auto')
-    """
-    if address is None:
-        return "auto"
-    return address if ":" in address else f"{address}:6379"
 
 
 def _run(arguments: RayArguments, job: RankJob) -> int:

@@ -5,16 +5,18 @@ Their progress is a live table on a terminal, plain lines otherwise.
 Each process has its own session, so that Ctrl-C reaches only the sweep, and ends with the sweep.
 """
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.live import Live
@@ -45,8 +47,22 @@ _SHUTDOWN_SECONDS = "600"
 
 _COUNT_DEVICES = "import torch; print(torch.cuda.device_count())"
 
-Start = Callable[..., "subprocess.Popen[bytes]"]
-"""Starts a command, with the signature of `start_child`."""
+Start = Callable[..., Any]
+"""Starts a command, with the signature of `start_child`, and returns a process that is polled and sent signals."""
+
+LOST_HOST = -1000
+"""Exit code of a process whose host is lost: the run is started again."""
+
+MAX_LOST = 5
+"""Hosts that a run may lose, one after the other: it may be what brings them down."""
+
+
+@dataclass(frozen=True)
+class HostResources:
+    """What a host of a Ray cluster has for runs."""
+
+    num_cores: int
+    num_gpus: int
 
 
 @dataclass(frozen=True)
@@ -89,11 +105,17 @@ class LaunchPlan:
 
 
 def plan_launch(
-    job: Path, *, num_processes: int | None, accelerate_config: Path | None, at_once: int | None
+    job: Path,
+    *,
+    num_processes: int | None,
+    accelerate_config: Path | None,
+    at_once: int | None,
+    hosts: Sequence[HostResources] | None = None,
 ) -> LaunchPlan:
-    """Return the plan for launching the runs; raises UserError if this machine cannot run them.
+    """Return the plan for launching the runs; raises UserError if this machine, or no host, can run them.
 
-    The default number at once is devices / processes, or one on a machine without devices.
+    The default number at once is devices / processes, or one on a machine without devices. On hosts of a Ray cluster
+    it is the number for which there are GPUs, or on a cluster without GPUs cores; Ray gives them to each run.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("sweep: start it without a launcher. It launches each run itself; see --accelerate.")
@@ -102,10 +124,21 @@ def plan_launch(
         file = read_accelerate_file(accelerate_config)
         if file.num_machines > 1:
             raise UserError(
-                f"--accelerate {accelerate_config}: num_machines is {file.num_machines}. A sweep starts runs on this "
-                "machine only."
+                f"--accelerate {accelerate_config}: num_machines is {file.num_machines}. A sweep starts each run on "
+                "one machine."
             )
         processes, sequence_size = num_processes or file.num_processes, file.num_processes // file.data_parallel_size
+    if hosts is not None:
+        has_gpus = any(host.num_gpus for host in hosts)
+        free = [host.num_gpus if has_gpus else host.num_cores for host in hosts]
+        if processes > max(free):
+            raise UserError(
+                f"--processes-per-run {processes}: the largest host of the Ray cluster has {max(free)} "
+                f"{'GPUs' if has_gpus else 'cores'}. Lower the number."
+            )
+        slots = at_once or sum(count // processes for count in free)
+        num_cores = sum(host.num_cores for host in hosts)
+        return LaunchPlan(job, processes, accelerate_config, slots, (), num_cores, sequence_size)
     devices = visible_devices(os.environ)
     if devices and processes > len(devices):
         raise UserError(
@@ -152,7 +185,7 @@ class SweepScreen:
 
     def start_run(self, run: SweepRun) -> None:
         """Show that a run was started, and its log file; it appears in the table by itself."""
-        self._num_started += 1
+        self._num_started += run.name not in self._shown_at  # a run of a lost host is started again
         self._shown_at[run.name] = time.monotonic()
         if self._live is None:
             self.log(f"[{self._num_started}/{self._num_runs}] {run.name}: started, log in {run.log}")
@@ -251,7 +284,7 @@ class ActiveRun:
     """A run whose launcher is alive, or has ended while other processes of the run still write."""
 
     run: SweepRun
-    process: "subprocess.Popen[bytes]"
+    process: Any
     slot: int
     reader: HistoryReader
     exit_code: int | None = None
@@ -271,8 +304,10 @@ class Scheduler:
     after_run: Callable[[], None]
     prunes: bool = False
     start: Start = start_child
+    kill: Callable[[Any], None] = kill_child
     active: list[ActiveRun] = field(default_factory=list)
     _watched_at: float = 0.0
+    _num_lost: Counter[str] = field(default_factory=Counter)
 
     def run_all(self) -> None:
         """Return when all runs have ended, or, after a signal, when the active ones have saved."""
@@ -328,7 +363,7 @@ class Scheduler:
             active.process.send_signal(signal.SIGTERM)
         if self.stop.is_urgent:
             for active in self.active:
-                kill_child(active.process)
+                self.kill(active.process)
 
     def _collect_ended(self) -> None:
         for active in list(self.active):
@@ -337,6 +372,13 @@ class Scheduler:
             if active.exit_code is None or (is_locked(active.run.folder) and not self.stop.is_urgent):
                 continue  # a rank may outlive its launcher while it saves
             self.active.remove(active)
+            if active.exit_code == LOST_HOST:
+                active.exit_code = -signal.SIGKILL
+                self._num_lost[active.run.name] += 1
+                if not active.is_stopping and self._num_lost[active.run.name] <= MAX_LOST:
+                    self.screen.log(f"{active.run.name}: its host is lost; it is started again, and resumes")
+                    self.runs = itertools.chain([active.run], self.runs)
+                    continue
             message = printable(end_of_log(active.run.log)) if active.exit_code not in (0, -signal.SIGTERM) else None
             self._end(active.run, active.reader, exit_code=active.exit_code, message=message)
 

@@ -1,4 +1,4 @@
-"""`finetune sweep`: a run for every combination of values, on all devices of this machine.
+"""`finetune sweep`: a run for every combination of values, on all devices of this machine or of a Ray cluster.
 
 The phases: parse, check every run, prepare the data, run, compare. A killed sweep can be continued.
 """
@@ -7,14 +7,15 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from finetune.commands.printing import print_json, print_table
-from finetune.commands.sweep.axes import Axis, parse_axes, value_text
+from finetune.commands.sweep.axes import Axis, Values, parse_axes, value_text
 from finetune.commands.sweep.results import (
     Objective,
     RunResult,
@@ -51,14 +52,18 @@ from finetune.commands.sweep.schedule import (
     plan_launch,
     prepare_data,
 )
-from finetune.commands.sweep.space import bounds_of, choices_of, is_inside, parse_space
+from finetune.commands.sweep.space import Space, bounds_of, choices_of, is_inside, parse_space
 from finetune.commands.sweep.study import SweepStudy, lock_sweep
 from finetune.config.load import LoadedConfig
 from finetune.config.paths import is_url
 from finetune.errors import UserError
-from finetune.launch.child import start_child
+from finetune.launch.child import kill_child, start_child
+from finetune.runtime.optional import lazily
 from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.redact import redacted_command
+
+with lazily():  # Ray's commands
+    from finetune.commands.sweep import ray_runs
 
 MAX_RUNS = 100
 """More have to be confirmed with `--max-runs`."""
@@ -83,6 +88,7 @@ class SweepRequest:
     retries_failed: bool = False
     is_dry_run: bool = False
     as_json: bool = False
+    ray: str | None = None  # the head of a Ray cluster, `auto` or `local`
 
     @property
     def output(self) -> TextIO:
@@ -97,6 +103,7 @@ class SweepRequest:
             "--accelerate": self.accelerate,
             "--folder": self.folder,
             "--at-once": self.at_once,
+            "--ray": self.ray,
             "--metric": self.metric,
             "--search": self.search,
             "--seed": self.seed or None,
@@ -127,12 +134,30 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
                 f"confirm with --max-runs {count}."
             )
         points = grid_points(axes)
+    with nullcontext() if request.ray is None else ray_runs.ray_cluster(request.ray) as cluster:
+        return _sweep(request, axes, space, points, cluster=cluster, start=start)
+
+
+def _sweep(
+    request: SweepRequest,
+    axes: Sequence[Axis],
+    space: Space,
+    points: Sequence[Values],
+    *,
+    cluster: "ray_runs.RayCluster | None",
+    start: Start,
+) -> int:
+    """Run the sweep here, or on the cluster, and return the exit code."""
     plan = plan_launch(
         request.job.absolute(),
         num_processes=request.processes_per_run,
         accelerate_config=request.accelerate,
         at_once=request.at_once,
+        hosts=None if cluster is None else cluster.hosts,
     )
+    kill = kill_child
+    if cluster is not None:
+        start, kill = partial(cluster.start, num_processes=plan.num_processes), ray_runs.RayProcess.kill
     swept = list(space)
     planned = name_runs(points, axes, swept=swept, folder=Path(), names={})
     configs = check_runs(request.job, planned, num_processes=plan.data_parallel_size)
@@ -151,7 +176,7 @@ def sweep(request: SweepRequest, *, start: Start = start_child) -> int:
             study.require_same_objective(objective)
         runs = name_runs(points, axes, swept=study.facts.swept, folder=folder, names=study.names)
         by_name = {run.name: configs[unnamed.name] for run, unnamed in zip(runs, planned, strict=True)}
-        return SweepSession(request, plan, axes, objective, study, runs, by_name, stop, start)
+        return SweepSession(request, plan, axes, objective, study, runs, by_name, stop, start, kill)
 
     with StopSignals() as stop:
         if request.is_dry_run:
@@ -181,6 +206,7 @@ class SweepSession:
     configs: Mapping[str, LoadedConfig]
     stop: StopSignals
     start: Start
+    kill: Callable[[Any], None]
     _drawn_at: float = field(default=-_SECONDS_BETWEEN_PAGES)
 
     def print_plan(self) -> None:
@@ -273,6 +299,7 @@ class SweepSession:
                 after_run=self._draw_page,
                 prunes=self.request.search is not None,
                 start=self.start,
+                kill=self.kill,
             ).run_all()
 
     def _draw_page(self) -> None:

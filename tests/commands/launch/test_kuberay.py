@@ -144,11 +144,13 @@ def test_ranks_save_before_their_pod_is_ended(words, tmp_path):
             assert each.stdout is not None and each.stdout.readline() == b"ready\n"
         pids = [each.pid for each in ranks]
         only_these = (
-            "import psutil\n"
+            "import psutil, subprocess\nsubprocess.run = print\n"
             "def describe(process, names):\n    process.info = process.as_dict(names)\n    return process\n"
             f"psutil.process_iter = lambda names: [describe(psutil.Process(pid), names) for pid in {pids}]\n"
         )
-        subprocess.run([sys.executable, "-c", only_these + code], check=True, timeout=120)
+        hook = [sys.executable, "-c", only_these + code]
+        shown = subprocess.run(hook, check=True, timeout=120, capture_output=True, text=True, env={"PATH": ""})
+        assert shown.stdout == "['ray', 'stop', '--force']\n"  # printed, not run
         assert mark.exists() and ranks[1].poll() is None
     finally:
         for each in ranks:

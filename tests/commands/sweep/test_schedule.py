@@ -1,6 +1,7 @@
 """Devices and threads of each run; slots, signals and failures of the scheduler, with fake processes."""
 
 import io
+import itertools
 import json
 import signal
 import time
@@ -14,6 +15,9 @@ from finetune.commands.sweep.axes import value_text
 from finetune.commands.sweep.results import Objective
 from finetune.commands.sweep.runs import SweepRun
 from finetune.commands.sweep.schedule import (
+    LOST_HOST,
+    MAX_LOST,
+    HostResources,
     LaunchPlan,
     Scheduler,
     StopSignals,
@@ -62,13 +66,15 @@ def scheduling(job, folder, monkeypatch):
     monkeypatch.setattr(schedule, "POLL_SECONDS", 0.0)
     started, num_alive = [], []
 
-    def run(names, *, at_once=1, stop=None, load=None, on_start=None, **settings):
+    def run(names, *, at_once=1, stop=None, load=None, on_start=None, codes=None, **settings):
         runs = [SweepRun(name, {"run.seed": name}, (f"run.seed={name}",), folder) for name in names]
         processes = []
 
         def start(command, log, environment):
-            process = FakeProcess(runs[len(started)].folder, polls=3, **settings)
-            started.append((runs[len(started)].name, environment.get("CUDA_VISIBLE_DEVICES")))
+            run = next(run for run in runs if run.log == log)
+            code = {} if codes is None else {"code": next(codes)}
+            process = FakeProcess(run.folder, polls=3, **settings, **code)
+            started.append((run.name, environment.get("CUDA_VISIBLE_DEVICES")))
             processes.append(process)
             num_alive.append(sum(process.polls > 0 and not process.signals for process in processes))
             if on_start:
@@ -137,6 +143,19 @@ def test_a_killed_run_does_not_end_the_others(scheduling):
     assert "killed by signal 9" in shown
 
 
+def test_a_run_whose_host_is_lost_is_started_again_before_the_others(scheduling):
+    lost = iter([LOST_HOST, 0, 0])
+    states, shown = scheduling("12", codes=lost)
+    assert states == ["finished", "finished"] and "1: its host is lost; it is started again, and resumes" in shown
+    assert len(scheduling.started) == 3
+
+
+def test_a_run_that_loses_every_host_is_given_up(scheduling):
+    states, shown = scheduling("1", state="running", codes=itertools.repeat(LOST_HOST))
+    assert states == ["interrupted"] and "killed by signal 9" in shown
+    assert len(scheduling.started) == MAX_LOST + 1
+
+
 def test_a_full_disk_does_not_end_the_sweep_and_its_records_are_written_later(scheduling, folder, monkeypatch, capsys):
     write, num_failures = SweepJournal._write, []
 
@@ -175,6 +194,17 @@ def test_more_runs_than_devices_share_the_devices(without_devices):
     assert plan.environment(0)["OMP_NUM_THREADS"] == "1"
 
 
+def test_runs_on_a_cluster_have_as_many_slots_as_its_hosts_have_gpus_for():
+    hosts = [HostResources(96, 8), HostResources(96, 8), HostResources(4, 0)]
+    arguments = {"num_processes": 3, "accelerate_config": None, "at_once": None}
+    plan = plan_launch(Path("job.yaml"), **arguments, hosts=hosts)
+    assert (plan.at_once, plan.devices, plan.num_cores) == (4, (), 196)
+    with pytest.raises(UserError, match="the largest host of the Ray cluster has 8 GPUs"):
+        plan_launch(Path("job.yaml"), **{**arguments, "num_processes": 9}, hosts=hosts)
+    without_gpus = [HostResources(4, 0), HostResources(2, 0)]
+    assert plan_launch(Path("job.yaml"), **{**arguments, "num_processes": 2}, hosts=without_gpus).at_once == 3
+
+
 def test_visible_devices_are_read_from_the_environment():
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, GPU-1a2b"}) == ("3", "GPU-1a2b")
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == visible_devices({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
@@ -188,7 +218,7 @@ def test_without_devices_one_run_is_active_at_once_by_default(without_devices):
 def test_the_number_of_processes_is_read_from_the_accelerate_config(without_devices, tmp_path):
     plan = plan_launch(Path("job.yaml"), num_processes=None, accelerate_config=CONFIGS / "ddp.yaml", at_once=None)
     assert plan.num_processes == 2
-    with pytest.raises(UserError, match="on this machine only"):
+    with pytest.raises(UserError, match="starts each run on one machine"):
         plan_launch(
             Path("job.yaml"), num_processes=None, accelerate_config=CONFIGS / "multi_node_ddp.yaml", at_once=None
         )
