@@ -158,9 +158,7 @@ def kubernetes(
     max_restarts: MaxRestarts = 3,
     stop: Stop = 180,
     cpu: Cpu = False,
-    kind: Annotated[
-        Literal["jobset", "trainjob"] | None, typer.Option(help="A JobSet, or Kubeflow's TrainJob. Default: jobset.")
-    ] = None,
+    kind: Annotated[Literal["jobset", "trainjob"], typer.Option(help="A JobSet, or Kubeflow's TrainJob.")] = "jobset",
     ray: Annotated[bool, typer.Option("--ray", help="A RayJob of KubeRay: `finetune launch ray` on its pods.")] = False,
     redis: Annotated[
         Text, typer.Option(metavar="HOST:PORT", help="With --ray: the Redis that keeps the state of Ray's head.")
@@ -184,11 +182,8 @@ def kubernetes(
     With --ray it is a RayJob: the run continues on the other pods, and one that comes takes part.
     """
     given = locals()
-    if ray and kind is not None:
-        raise UserError(f"--kind {kind}: --ray prints a RayJob. Leave one of them out.")
     least, most = ray_command.read_limits(nodes)
-    given["nodes"], given["kind"] = most, "rayjob" if ray else kind
-    given["min_nodes"] = least if least < most else None
+    given["nodes"], given["min_nodes"] = most, least if least < most else None
     words = _chosen(kubernetes_command.KubernetesArguments, given)
     return kubernetes_command.launch_kubernetes(
         _chosen(job_files.JobFileArguments, given), words, _chosen(job_files.Destination, given)

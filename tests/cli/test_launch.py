@@ -25,7 +25,7 @@ def test_every_option_is_taken_by_one_record_and_none_is_ignored(command):
     shared = {field.name for record in (JobFileArguments, Destination) for field in fields(record)}
     own = {field.name for field in fields(COMMANDS[command])}
     options = inspect.signature(command).parameters
-    assert not shared & own and own <= options.keys() <= shared | own
+    assert not shared & own and own - {"min_nodes"} <= options.keys() <= shared | own  # of `--nodes MIN:MAX`
     assert shared - options.keys() == {"elsewhere", "suffix", "command", "advice"}
 
 
@@ -40,6 +40,21 @@ def test_command_line_options_are_written_into_the_job_file(typed, words):
     code, out, _ = typed("launch", "slurm", *words, *url, "--partition", "gpu", "--time", "1:00:00", "--env", "A=b c")
     assert code == 0 and "#SBATCH --partition=gpu\n" in out and "export A='b c'\n" in out
     assert "--local-folder /shared/x" in out and "logs=/shared/logs\n" in out
+
+
+def test_a_ray_job_takes_a_range_of_hosts(typed, words):
+    kubernetes = ("kubernetes", *words, "--image", "i", "--nodes", "1:2", "--claim", "c:/data")
+    kubernetes += ("--set", "run.folder=/data/r")
+    code, out, _ = typed("launch", *kubernetes, "--in-image", Path(words[1]).parent, "--ray")
+    assert code == 0 and "kind: RayJob" in out and "--nodes 1:2" in out
+    code, _, err = typed("launch", *kubernetes, "--in-image", Path(words[1]).parent)
+    assert code == 2 and "--nodes MIN:MAX, --redis and --redis-secret are for a RayJob" in err
+
+
+def test_options_of_a_ray_job_need_submit(typed, words):
+    for option in (("--detach",), ("--working-dir", "/")):
+        code, out, err = typed("launch", "ray", *words, *option)
+        assert (code, out) == (2, "") and "--detach and --working-dir are for a Ray job: add --submit" in err
 
 
 def test_mistakes_end_with_2_and_one_message(typed, words):

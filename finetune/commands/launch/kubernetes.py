@@ -25,7 +25,7 @@ from finetune.launch.jobs.request import PORT, JobRequest, host_script
 from finetune.launch.jobs.yaml_text import yaml_text
 from finetune.runtime.text.redact import redacted_yaml
 
-JOBSET, TRAINJOB, RAYJOB = "jobset", "trainjob", "rayjob"
+JOBSET, TRAINJOB = "jobset", "trainjob"
 
 _NODE = "node"
 """Name of the replicated job and of its container, as in Kubeflow's own runtimes."""
@@ -84,7 +84,8 @@ class KubernetesArguments:
     service_account: str | None = None
     runtime: str | None = None  # a ClusterTrainingRuntime of the cluster, in place of our own
     max_starts: int = 100  # for any reason, preemptions included
-    min_nodes: int | None = None  # RayJob: it continues on this number of hosts
+    ray: bool = False  # a RayJob, in place of the kind
+    min_nodes: int | None = None  # of `--nodes MIN:MAX`: a RayJob continues on this number of hosts
     redis: str | None = None  # HOST:PORT of the state of Ray's head
     redis_secret: str | None = None  # NAME:KEY
 
@@ -100,7 +101,7 @@ class KubernetesOptions:
     secret_keys: Mapping[str, tuple[str, str]]  # variable -> secret and key
     resources: Mapping[str, str]  # cpu, memory, rdma/hca ...
     node_selector: Mapping[str, str]
-    ray: RayArguments  # of a RayJob's entrypoint
+    entrypoint: RayArguments  # of a RayJob
     redis: Redis | None
 
 
@@ -134,7 +135,7 @@ def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArgumen
         secret_keys=_read_secret_keys(kubernetes.secret),
         resources=_read_resources(kubernetes.resource),
         node_selector=read_pairs(kubernetes.node_selector, option="--node-selector", noun="label", name=_RESOURCE),
-        ray=RayArguments(
+        entrypoint=RayArguments(
             arguments.config,
             arguments.accelerate,
             nodes=f"{kubernetes.min_nodes or arguments.nodes}:{arguments.nodes}",
@@ -146,8 +147,8 @@ def launch_kubernetes(arguments: JobFileArguments, kubernetes: KubernetesArgumen
         ),
         redis=read_redis(kubernetes.redis, kubernetes.redis_secret),
     )
-    if kubernetes.kind == RAYJOB:
-        check_ray_job(options.ray, elsewhere=folders)
+    if kubernetes.ray:
+        check_ray_job(options.entrypoint, elsewhere=folders)
     text = yaml_text(_objects(replace(request, deepspeed_file=deepspeed), options), comment=_COMMENT)
     return deliver(text, destination, name=request.name)
 
@@ -218,9 +219,11 @@ def _read_resources(texts: Sequence[str]) -> dict[str, str]:
 
 def _require_names(words: KubernetesArguments) -> None:
     """Raise UserError for names that Kubernetes would refuse or misread."""
-    if words.kind not in (JOBSET, TRAINJOB, RAYJOB):
-        raise UserError(f"--kind {words.kind}: write {JOBSET}, {TRAINJOB} or {RAYJOB}.")
-    if words.kind != RAYJOB and (words.min_nodes, words.redis, words.redis_secret) != (None, None, None):
+    if words.kind not in (JOBSET, TRAINJOB):
+        raise UserError(f"--kind {words.kind}: write {JOBSET} or {TRAINJOB}.")
+    if words.ray and words.kind != JOBSET:
+        raise UserError(f"--kind {words.kind}: --ray prints a RayJob. Leave one of them out.")
+    if not words.ray and (words.min_nodes, words.redis, words.redis_secret) != (None, None, None):
         raise UserError("--nodes MIN:MAX, --redis and --redis-secret are for a RayJob: add --ray, or leave them out.")
     if not words.image or not words.image.isprintable() or " " in words.image:
         raise UserError(f"--image {words.image!r}: write the name of an image, such as registry/finetune:cuda.")
@@ -244,6 +247,15 @@ def _objects(request: JobRequest, options: KubernetesOptions) -> list[Object]:
         "metadata": _metadata(request, options),
         "data": {file.name: file.content for file in options.files},
     }
+    if options.typed.ray:
+        pod = _pod(request, options, container=_run_of(request, options))
+        ray_job = {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob",
+            "metadata": _metadata(request, options),
+            "spec": ray_job_spec(request, options.entrypoint, pod=pod, redis=options.redis),
+        }
+        return [files, ray_job]
     if options.typed.kind == JOBSET:
         address = f"{request.name}-{_NODE}-0-0.{request.name}"
         command = _command(request, rank='"$JOB_COMPLETION_INDEX"', address=address, port=str(PORT))
@@ -254,15 +266,6 @@ def _objects(request: JobRequest, options: KubernetesOptions) -> list[Object]:
             "spec": _job_set_spec(request, options, container={"command": command, **_run_of(request, options)}),
         }
         return [files, job_set]
-    if options.typed.kind == RAYJOB:
-        pod = _pod(request, options, container=_run_of(request, options))
-        ray_job = {
-            "apiVersion": "ray.io/v1",
-            "kind": "RayJob",
-            "metadata": _metadata(request, options),
-            "spec": ray_job_spec(request, options.ray, pod=pod, redis=options.redis),
-        }
-        return [files, ray_job]
     if options.typed.runtime is not None:
         return [files, _train_job(request, options)]
     return [files, _training_runtime(request, options), _train_job(request, options)]

@@ -25,7 +25,7 @@ from tests.launch.jobs.hostile import HIDDEN, NAMES
 def ray_job(words: JobFileArguments, **kubernetes: Any) -> dict[str, Any]:
     """Return the RayJob of the file, checked."""
     file = Path("job.yaml.out")
-    options = {"kind": "rayjob", "in_image": (Path.cwd(),), "claim": ("data:/data",), **kubernetes}
+    options = {"ray": True, "in_image": (Path.cwd(),), "claim": ("data:/data",), **kubernetes}
     at_data = replace(words, override=(*words.override, "run.folder=/data/run"))
     assert launch_kubernetes(at_data, KubernetesArguments("registry/image:1", **options), Destination(output=file)) == 0
     config_map, found = YAML(typ="safe").load_all(file.read_bytes())
@@ -106,7 +106,9 @@ def test_the_state_of_the_head_is_kept_in_the_redis_that_is_named(words):
         with pytest.raises(UserError, match="--redis"):
             read_redis(address, secret)
     with pytest.raises(UserError, match="--redis and --redis-secret are for a RayJob"):
-        ray_job(words("ddp"), kind="jobset", redis="redis:6379")
+        ray_job(words("ddp"), ray=False, redis="redis:6379")
+    with pytest.raises(UserError, match="--kind trainjob: --ray prints a RayJob"):
+        ray_job(words("ddp"), kind="trainjob")
 
 
 @pytest.mark.parametrize("hostile", NAMES)
