@@ -155,7 +155,7 @@ def _sweep(
         at_once=request.at_once,
         hosts=None if cluster is None else cluster.hosts,
     )
-    kill = kill_child
+    kill: Callable[[Any], None] = kill_child
     if cluster is not None:
         start, kill = partial(cluster.start, num_processes=plan.num_processes), ray_runs.RayProcess.kill
     swept = list(space)
