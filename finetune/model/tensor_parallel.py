@@ -1,28 +1,55 @@
 """The matrices of every layer split over the ranks of a group, by the plan that transformers has for the model.
 
 Weights become DTensors: column-wise ones are split by output features, row-wise ones by input features, whose partial
-products are summed. Embeddings, head and norms stay whole on every rank.
+products are summed. Embedding and head are split by tokens of the vocabulary; norms stay whole on every rank.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional
 
 from finetune.errors import StrategyError
-from finetune.runtime.parallel.tensor import TensorGroup
+from finetune.runtime.parallel.tensor import SplitHead, TensorGroup, gathered, shared_input
 
 SETTING = "parallelism_config_tp_size"
 
-TENSOR_PARALLEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+TENSOR_PARALLEL_TYPES = frozenset(
+    {
+        *("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mixtral", "olmo2", "olmoe"),
+        *("phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+    }
+)
 """Values of `model_type` whose losses are those of one process."""
 
-_STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-_WHOLE = ("colwise_gather_output", "embedding_rowwise")
-"""Styles of the head and the embedding, which stay whole."""
+_BIASED_COLUMNS = ("glm4", "seed_oss")
+"""Model types of whose layers `attention_bias` concerns only column-wise ones."""
+
+_PACKED_TYPES = ("glm4", "mixtral", "olmoe", "phi3", "qwen3_moe")
+"""Model types with gate and up in one tensor, of which a rank has a part of both (`_StridedShard`)."""
+
+_PACKED_MLP = {"mlp.gate_up_proj": "packed_colwise", "mlp.down_proj": "rowwise"}
+_NORMS_OVER_HEADS = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
+    **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "split_norm"),
+    "self_attn.o_proj": "rowwise",
+}
+_PLANS: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("glm4", "phi3"), _PACKED_MLP),
+    **dict.fromkeys(("olmo2", "olmoe"), _NORMS_OVER_HEADS),
+}
+"""By model type, the styles of a layer's modules where transformers' plan gathers their outputs."""
+
+_VOCABULARY = ("lm_head", "embed_tokens")
+"""The head and the embedding, which are split together (`_split_vocabulary`)."""
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a norm over each head: every rank has the gradient of its own heads.
@@ -32,36 +59,187 @@ twice (`ReplicatedWithGradAllReduce`).
 """
 
 
-def splitting_problem(config: Any, size: int) -> str | None:
-    """Return why `size` ranks cannot share the layers of a model with this config; None if they can."""
+class _SplitNorm(ParallelStyle):
+    """A norm over features that are split: ranks sum their mean squares, and each has the weights of its features."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def split(_: str, norm: nn.Module, mesh: DeviceMesh) -> None:
+            _split_parameter(norm, "weight", mesh, Shard(0))
+
+        def wrap(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return (DTensor.from_local(inputs[0], mesh, [Shard(-1)], run_check=False),)
+
+        return distribute_module(module, device_mesh, split, wrap, lambda _, output, __: output.to_local())
+
+
+class _PackedColumns(ParallelStyle):
+    """A layer with the outputs of two, gate and up: every rank has its part of both."""
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        _split_parameter(module, "weight", device_mesh, _StridedShard(0, split_factor=2))
+        module.forward = lambda inputs: functional.linear(shared_input(inputs, device_mesh), module.weight.to_local())
+        return module  # type: ignore[no-any-return]
+
+
+class _SplitExperts(ParallelStyle):
+    """Routed experts whose inner features are split, and of their adapters the factors next to these."""
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module).__name__ == "ParamWrapper":
+            raise StrategyError(f"{SETTING}: peft's own adapters of experts are not split. Write `experts: false`.")
+        inner, local_modules = module, []
+        while hasattr(inner, "parameter_name"):  # peft's wrapper of one matrix
+            (down,), (up,) = inner.lora_A.values(), inner.lora_B.values()
+            if inner.parameter_name == "down_proj":
+                _split_parameter(down, "weight", device_mesh, Shard(1))
+            else:
+                _split_parameter(up, "weight", device_mesh, _StridedShard(0, split_factor=2))
+            _mark_partial(up if inner.parameter_name == "down_proj" else down)
+            local_modules += [down, up]
+            inner = inner.base_layer
+        _split_parameter(inner, "gate_up_proj", device_mesh, _StridedShard(1, split_factor=2))
+        _split_parameter(inner, "down_proj", device_mesh, Shard(2))
+        whole_forward = module.forward
+
+        def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            hidden, top_k_weights = shared_input(hidden, device_mesh), shared_input(top_k_weights, device_mesh)
+            with _local_parameters([inner, *local_modules]):
+                output = whole_forward(hidden, top_k_index, top_k_weights)
+            return gathered(output, device_mesh, Partial())
+
+        module.forward = forward
+        return module  # type: ignore[no-any-return]
+
+
+def _split_vocabulary(model: Any, mesh: DeviceMesh) -> str | None:
+    """Split embedding and head by tokens, also where they are one tensor; return why they stay whole, or None."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    size, num_ranks = model.config.get_text_config().vocab_size, mesh.size()
+    has_adapters = type(head) is not nn.Linear or hasattr(embedding, "base_layer")
+    if has_adapters:
+        return "adapters are on embedding or head"
+    if size % num_ranks or {len(embedding.weight), len(head.weight)} != {size}:
+        return f"{num_ranks} ranks cannot share {size:,} tokens evenly"
+    is_tied = head.weight is embedding.weight
+    for module in (embedding, head):
+        for name in dict(module.named_parameters()):
+            _split_parameter(module, name, mesh, Shard(0))
+    if is_tied:
+        head.weight = embedding.weight
+    head.__class__, head.mesh = SplitHead, mesh
+    num_rows = size // num_ranks
+    first = num_rows * mesh.get_local_rank()
+    if embedding.padding_idx is not None:
+        embedding.padding_idx = embedding.padding_idx - first if 0 <= embedding.padding_idx - first < num_rows else None
+    whole_forward = embedding.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        rows = ids - first
+        is_elsewhere = (rows < 0) | (rows >= num_rows)
+        with _local_parameters([embedding]):
+            vectors = whole_forward(rows.masked_fill(is_elsewhere, 0))
+        return gathered(vectors.masked_fill(is_elsewhere[..., None], 0.0), mesh, Partial())
+
+    embedding.forward = forward
+    return None
+
+
+def _split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    whole = module.get_parameter(name)
+    split = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
+
+
+@contextmanager
+def _local_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Replace the split parameters of these modules by this rank's parts."""
+    whole = [dict(module._parameters) for module in modules]
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = parameter.to_local()
+    try:
+        yield
+    finally:
+        for module, parameters in zip(modules, whole, strict=True):
+            module._parameters.update(parameters)
+
+
+_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    "split_norm": _SplitNorm,
+    "packed_colwise": _PackedColumns,
+    "moe_tp_experts": _SplitExperts,
+}
+
+_SPLIT_OUTPUT = ("colwise", "colwise_gather_output", "packed_colwise")
+_SPLIT_INPUT = ("rowwise", "rowwise_split_input")
+
+
+def splitting_problem(config: Any, size: int, *, is_sharded: bool = False) -> str | None:
+    """Return why `size` ranks cannot share the layers of a model with this config; None if they can.
+
+    `is_sharded`: FSDP2 shards what they share.
+    """
     if config.model_type not in TENSOR_PARALLEL_TYPES:
         return (
             f"`{config.model_type}` was not compared with one process; {', '.join(sorted(TENSOR_PARALLEL_TYPES))} were"
         )
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        return "the biases of row-wise layers (`attention_bias`, `mlp_bias`) would be added by every rank"
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (number := getattr(config, name)) % size:
+    if is_sharded and config.model_type in _PACKED_TYPES:
+        return f"FSDP2 cannot shard gate and up in one tensor, as `{config.model_type}` has them, that is split in two"
+    names = ("attention_out_bias", "mlp_bias", *(() if config.model_type in _BIASED_COLUMNS else ("attention_bias",)))
+    if biased := [name for name in names if getattr(config, name, False)]:
+        return f"the biases of row-wise layers (`{biased[0]}`) would be added by every rank"
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
+        if (number := getattr(config, name, 0)) % size:
             return f"{name} is {number}, which {size} ranks cannot share evenly"
     return None
 
 
-def split_layers(model: Any, group: TensorGroup) -> None:
-    """Split the layers of a transformers model over the group, in place; every rank has the same whole weights."""
+def split_layers(model: Any, group: TensorGroup) -> str:
+    """Split a transformers model over the group, in place, and return what was split; ranks have the same weights."""
+    assert group.mesh is not None, "a group of several ranks is open"
     styles: dict[str, ParallelStyle] = {}
-    for name, module in model.named_modules():
-        style = _style_of(name, module, model.tp_plan)
-        if style is not None and style in _STYLES:
+    for name, module, style in list(_styles_of(model)):
+        if "lora_" in name:
+            module.__class__ = nn.Linear  # peft calls it; ours would read its weight (`adapters/single_pass.py`)
+        if style in _STYLES:
             styles[name] = _STYLES[style]()
-            if "lora_" in name:
-                module.__class__ = nn.Linear  # peft calls it; ours would read its weight (`adapters/single_pass.py`)
         elif style == _PARTIAL:
             _mark_partial(module)
-        elif style is not None and style not in _WHOLE:
+        else:
             raise StrategyError(f"{SETTING}: {group.size}: the plan of `{name}` is `{style}`, which is not supported.")
     parallelize_module(model, group.mesh, styles, src_data_rank=None)
-    split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    assert split and all(isinstance(parameter.placements[0], Shard) for parameter in split), "weights are split"
+    reason = _split_vocabulary(model, group.mesh)
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters()), "weights are split"
+    vocabulary = "embedding and head" if reason is None else f"embedding and head are whole, since {reason}"
+    return f"{group.size} ranks share the matrices of every layer" + (
+        f", and {vocabulary}" if reason is None else f"; {vocabulary}"
+    )
+
+
+def _styles_of(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield every module that does not stay as it is: name, module, style.
+
+    Of a LoRA layer on a split one, the base has its style, and the factor next to the split features is split, too.
+    """
+    own_plan = _PLANS.get(model.config.model_type, {})
+    for name, module in model.named_modules():
+        layer, _, factor = name.partition(".lora_")
+        generic = re.sub(r"\.\d+(?=\.|$)", ".*", layer.removesuffix(".base_layer"))
+        style = own_plan.get(".".join(generic.split(".")[-2:]), model.tp_plan.get(generic))
+        if factor:
+            is_split = style in {"B.default": _SPLIT_OUTPUT, "A.default": _SPLIT_INPUT}.get(factor, ())
+        elif hasattr(module, "parameter_name"):  # peft's wrapper of one matrix of experts
+            is_split = not name.endswith(".base_layer")
+        else:
+            is_split = not hasattr(module, "base_layer") and not name.endswith(_VOCABULARY)
+        if style is not None and is_split:
+            yield name, module, style
 
 
 def _mark_partial(module: Any) -> None:
@@ -76,15 +254,3 @@ def partial_gradient_parameters(model: nn.Module) -> list[nn.Parameter]:
     """
     modules = [module for module in model.modules() if getattr(module, "has_partial_gradient", False)]
     return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _style_of(name: str, module: nn.Module, plan: Mapping[str, str]) -> str | None:
-    """Return the style of a module in the model's plan; None if it stays as it is.
-
-    Of a LoRA layer on a split one, the base has its style, and the factor next to the split features is split, too.
-    """
-    layer, _, factor = name.partition(".lora_")
-    style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", layer.removesuffix(".base_layer")))
-    if factor:
-        return style if (style, factor) in (("colwise", "B.default"), ("rowwise", "A.default")) else None
-    return None if hasattr(module, "base_layer") else style

@@ -65,7 +65,9 @@ def validate_model(loaded: LoadedConfig, strategy: Strategy, *, log: RunLog, on_
     require_adaptable(loaded, strategy=strategy.name)
     require_routers(loaded)
     require_sliceable_model(loaded.config, size=strategy.expected().sequence_size)
-    require_splittable_model(loaded.config, size=strategy.expected().tensor_size)
+    require_splittable_model(
+        loaded.config, size=strategy.expected().tensor_size, is_sharded=strategy.expected().data_parallel_size > 1
+    )
     warning = require_positions(loaded)
     if warning is not None:
         log(warning)

@@ -5,15 +5,23 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from finetune.checkpoint.sharding.access import state_layout
 from finetune.checkpoint.sharding.state_layout import ShardRange
 from finetune.model.size import measure_model
-from finetune.model.tensor_parallel import partial_gradient_parameters, split_layers, splitting_problem
+from finetune.model.tensor_parallel import _split_vocabulary, split_layers, splitting_problem
 from finetune.runtime.parallel.tensor import TensorGroup
 from finetune.runtime.processes import free_port
 
@@ -48,6 +56,9 @@ def group():
         (LlamaConfig(**{**SIZES, "intermediate_size": 33}), 2, "intermediate_size is 33, which 2 ranks"),
         (LlamaConfig(**SIZES, attention_bias=True), 2, "`attention_bias`"),
         (LlamaConfig(**SIZES, mlp_bias=True), 2, "`mlp_bias`"),
+        (Glm4Config(**SIZES, attention_bias=True), 2, None),
+        (Qwen3MoeConfig(**SIZES, moe_intermediate_size=15), 2, "moe_intermediate_size is 15"),
+        (GPT2Config(), 2, "`gpt2` was not compared with one process"),
     ],
 )
 def test_sizes_that_the_ranks_cannot_share_are_named(config, size, problem):
@@ -55,23 +66,44 @@ def test_sizes_that_the_ranks_cannot_share_are_named(config, size, problem):
     assert found is None if problem is None else problem in found
 
 
-def test_matrices_of_layers_are_split_and_everything_else_is_whole(group):
+def test_matrices_and_vocabulary_are_split_and_norms_are_whole(group):
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES))
-    split_layers(model, group)
-    norms = model.model.layers[0].self_attn
-    assert partial_gradient_parameters(model) == [norms.q_norm.weight, norms.k_norm.weight]
+    assert split_layers(model, group) == "1 ranks share the matrices of every layer, and embedding and head"
     placements = {name: str(p.placements[0]) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     by_columns = {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
     by_rows = {f"self_attn.{n}_proj.weight" for n in "qkv"} | {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
-    assert placements == {f"model.layers.0.{name}": "S(0)" for name in by_rows} | {
-        f"model.layers.0.{name}": "S(1)" for name in by_columns
-    }
+    layers = dict.fromkeys(by_rows, "S(0)") | dict.fromkeys(by_columns, "S(1)")
+    vocabulary = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), "S(0)")
+    assert placements == {f"model.layers.0.{name}": placement for name, placement in layers.items()} | vocabulary
     whole = sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor))
     assert measure_model(model).whole_share == whole / sum(p.numel() for p in model.parameters())
     layout = state_layout(model)
     assert layout.shards["model.layers.0.mlp.down_proj.weight"].range == ShardRange(0, 16, 32, 0, 32)
-    assert layout.shards["model.embed_tokens.weight"].is_replicated
+    assert layout.shards["model.norm.weight"].is_replicated
     assert not layout.shards["model.layers.0.mlp.up_proj.weight"].is_replicated
+
+
+def test_a_vocabulary_that_the_ranks_cannot_share_stays_whole_and_tied_weights_stay_tied(group, monkeypatch):
+    tied = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    split_layers(tied, group)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert isinstance(tied.lm_head.weight, DTensor)
+    odd = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": 33}))
+    monkeypatch.setattr(DeviceMesh, "size", lambda *_: 2)
+    assert _split_vocabulary(odd, group.mesh) == "2 ranks cannot share 33 tokens evenly"
+    assert not any(isinstance(parameter, DTensor) for parameter in odd.parameters())
+
+
+def test_experts_and_packed_layers_are_split_within_each_of_their_matrices(group):
+    model = AutoModelForCausalLM.from_config(
+        MixtralConfig(**{**SIZES, "num_hidden_layers": 1}, num_local_experts=4, pad_token_id=None)
+    )
+    split_layers(model, group)
+    shards = state_layout(model).shards
+    experts = "model.layers.0.mlp.experts"
+    assert shards[f"{experts}.gate_up_proj"].range == ShardRange(0, 8, 32 * 16, 0, 32 * 16)  # 4 gates, 4 ups
+    assert shards[f"{experts}.down_proj"].range == ShardRange(0, 4 * 16, 32, 0, 32)
+    assert shards["model.layers.0.mlp.gate.weight"].is_replicated
 
 
 def test_a_range_of_columns_is_cut_from_whole_rows():

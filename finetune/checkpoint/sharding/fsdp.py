@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from finetune.checkpoint.sharding.state_layout import (
     ShardView,
@@ -55,30 +56,50 @@ def fsdp1_layout(model: nn.Module) -> StateLayout:
 def _dtensor_view(name: str, parameter: nn.Parameter) -> ShardView:
     if not isinstance(parameter, DTensor):
         return replicated_view(parameter)
-    placements = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
-    by_columns = [placement for placement in placements if divides(placement, 1) and parameter.dim() == 2]
-    if not all(divides(placement, 0) or placement in by_columns for placement in placements):
+    placements: list[Any] = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
+    inner = next((placement for placement in placements if placement.dim or _is_packed(parameter)), None)
+    if not all(divides(placement, 0) for placement in placements if placement is not inner):
         raise CheckpointError(
-            f"{name}: has the placements {parameter.placements}; only sharding by rows, and of matrices by columns, "
-            "can be saved"
+            f"{name}: has the placements {parameter.placements}; only sharding by rows, and by columns, can be saved"
         )
-    first, num_rows = local_part(parameter, dimension=0)
-    columns, row = None, math.prod(parameter.shape[1:])
-    if by_columns:
-        left, width = local_part(parameter, dimension=1)
-        columns, row = (left, left + width), 1
-    assert num_rows == parameter.to_local().shape[0], f"{name}: {parameter.placements} is not sharded as expected"
+    (first, num_rows), columns = local_part(parameter, dimension=0), None
+    row = math.prod(parameter.shape[1:])  # elements
+    if inner is not None:
+        first, num_rows, row, columns = _split_rows(parameter, inner)
+    own_elements = num_rows * (row if columns is None else columns[2] - columns[1])
+    assert own_elements == parameter.to_local().numel(), f"{name}: {parameter.placements} is not sharded as expected"
     return ShardView(
         tensor=parameter,
         local_view=_local,
         shape=tuple(parameter.shape),
-        start=first * row,
-        stop=(first + num_rows) * row,
+        start=first * (row if columns is None else 1),
+        stop=(first + num_rows) * (row if columns is None else 1),
         is_trained=parameter.requires_grad,
         is_replicated=False,
         is_copy=_is_copy(parameter),
         columns=columns,
     )
+
+
+def _is_packed(parameter: DTensor) -> bool:
+    """Return whether several matrices that are stacked in the rows are each split by rows; FSDP2 has a mesh of more."""
+    return parameter.device_mesh.ndim == 1 and isinstance(parameter.placements[0], _StridedShard)
+
+
+def _split_rows(parameter: DTensor, inner: Any) -> tuple[int, int, int, tuple[int, int, int]]:
+    """Return what this rank has of a tensor that a tensor-parallel group splits evenly within its rows.
+
+    First row, number of rows, their width in elements, and width, first and last column. The columns are all
+    dimensions from the split one on; where several matrices are packed in that (gate and up), each is a row.
+    """
+    packed = getattr(inner, "split_factor", 1)
+    blocks = math.prod(parameter.shape[1 : inner.dim]) * packed  # rows for each index of the first dimension
+    first, num_rows = local_part(parameter, dimension=0) if inner.dim else (0, 1)
+    width = parameter.numel() // (blocks * (parameter.shape[0] if inner.dim else 1))
+    axis = parameter.placements.index(inner)
+    own = width // parameter.device_mesh.size(axis)
+    left = own * parameter.device_mesh.get_local_rank(axis)
+    return first * blocks, num_rows * blocks, width, (width, left, left + own)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -84,14 +84,14 @@ class ShardView:
     is_trained: bool
     is_replicated: bool  # every rank holds all of it
     is_copy: bool = False  # another rank holds the same elements (HSDP, whole parameters next to split ones)
-    columns: tuple[int, int] | None = None  # of all rows: then start and stop are rows
+    columns: tuple[int, int, int] | None = None  # width of a row, first, last: then start and stop are rows
 
     @property
     def range(self) -> ShardRange:
         """Return its elements."""
         if self.columns is None:
             return ShardRange(self.start, self.stop)
-        return ShardRange(self.start, self.stop, self.shape[-1], *self.columns)
+        return ShardRange(self.start, self.stop, *self.columns)
 
 
 @dataclass(frozen=True)

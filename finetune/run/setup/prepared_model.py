@@ -112,7 +112,7 @@ def prepare_model(
     check_image_shape(unwrapped.config, training_data.processing.processor)
     require_tied_weights_supported(unwrapped, strategy.name)
     if strategy.expected().tensor_size > 1:
-        split_layers(unwrap_model(unwrapped), tensor_group())
+        log(split_layers(unwrap_model(unwrapped), tensor_group()))
     accumulation, memory = _log_size(
         config, strategy, unwrapped, accelerator=accelerator, plan=plan, process_bytes=process_bytes, log=log
     )

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from finetune.runtime.parallel.tensor import VocabularyPart
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.token_loss import TokenLoss
 
@@ -47,6 +49,7 @@ class LossSpec:
     transform: LogitTransform
     dtype: torch.dtype  # of the matrix products; sums and probabilities are float32
     rows: int  # per chunk
+    part: VocabularyPart | None = None  # of the weights; None: they are those of the whole vocabulary
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device, *, logit_bytes: int) -> int:
@@ -92,6 +95,7 @@ class Chunk:
     logits_buffer: Tensor | None = None  # [at least chunk, vocabulary], in the dtype of the products
     fp32_buffer: Tensor | None = None  # the same shape in float32, for probabilities
     transformed_buffer: Tensor | None = None  # the same in float32, for logits; None: transform them in place
+    part: VocabularyPart | None = None  # of the weights
 
     @classmethod
     def without_buffers(cls, rows: Tensor, weight: Tensor, spec: LossSpec) -> "Chunk":
@@ -110,10 +114,17 @@ class Chunk:
         return self.transform.apply_(output if buffer is None else buffer[: len(output)].copy_(output))
 
     def softmax(self, logits: Tensor, *, highest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the probabilities in float32 and each row's log-sum-exp, [chunk].
+        """Return the probabilities in float32 and each row's log-sum-exp, [chunk], of which ranks may have parts.
 
         The probabilities are in a buffer that may be overwritten. `highest` is the highest logit of each row.
         """
+        probabilities, own = self._own_softmax(logits, highest=highest)
+        if self.part is None:
+            return probabilities, own
+        denominators = self.part.log_sum_exp(own)
+        return probabilities.mul_((own - denominators).exp_()[:, None]), denominators
+
+    def _own_softmax(self, logits: Tensor, *, highest: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.fp32_buffer is not None
         top = (logits.amax(dim=1) if highest is None else highest).float()
         buffer = self.fp32_buffer[: len(logits)]
@@ -141,7 +152,7 @@ def iterate_chunks(rows: Tensor, weight: Tensor, bias: Tensor | None, spec: Loss
     cast_weight, cast_bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
     for start in range(0, len(rows), max(1, size)):
         part = slice(start, min(start + size, len(rows)))
-        yield part, Chunk(rows[part].to(spec.dtype), cast_weight, cast_bias, spec.transform, *buffers)
+        yield part, Chunk(rows[part].to(spec.dtype), cast_weight, cast_bias, spec.transform, *buffers, spec.part)
 
 
 class LinearGradients:
@@ -226,7 +237,11 @@ def loss_and_num_correct(rows: Tensor, weight: Tensor, bias: Tensor | None, labe
             logits = chunk.logits()
             highest, likeliest = logits.max(dim=1)
             _, denominators = chunk.softmax(logits, highest=highest)
-            _, plain = _losses(logits, denominators, labels[part], TokenLoss())
+            _, plain = _losses(logits, denominators, labels[part], spec)
+            if spec.part is not None:  # the first token of all parts with the highest logit
+                of_all = spec.part.reduce_(highest.clone(), dist.ReduceOp.MAX)
+                likeliest = (likeliest + spec.part.first).where(highest == of_all, spec.part.total)
+                likeliest = spec.part.reduce_(likeliest, dist.ReduceOp.MIN)
             sums += torch.stack([plain.sum(), (likeliest == labels[part]).sum()])
     return sums
 
@@ -259,7 +274,7 @@ def _add_chunks(
         for part, chunk in iterate_chunks(*inputs, spec):
             logits = chunk.logits()
             softmax, denominators = chunk.softmax(logits)
-            losses, plain = _losses(logits, denominators, labels[part], spec.loss)
+            losses, plain = _losses(logits, denominators, labels[part], spec)
             sums += torch.stack([losses.sum(), plain.sum()])
             if gradients:
                 gradients.add(_gradient_(softmax, logits, labels[part], denominators, spec), chunk, part)
@@ -279,7 +294,7 @@ class _RowLosses(torch.autograd.Function):
             for part, chunk in iterate_chunks(rows, weight, bias, spec):
                 logits = chunk.logits()
                 softmax, denominators = chunk.softmax(logits)
-                losses, plain = _losses(logits, denominators, labels[part], spec.loss)
+                losses, plain = _losses(logits, denominators, labels[part], spec)
                 parts.append((losses, plain))
                 if needs_gradient and len(rows) <= spec.rows:
                     saved = _gradient_(softmax, logits, labels[part], denominators, spec)
@@ -307,12 +322,18 @@ class _RowLosses(torch.autograd.Function):
         return gradients.values
 
 
-def _losses(logits: Tensor, denominators: Tensor, labels: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+def _losses(logits: Tensor, denominators: Tensor, labels: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """Return the loss and the cross-entropy of each row, [chunk] each; `denominators` are the rows' log-sum-exps."""
-    plain = denominators - logits.gather(1, labels[:, None]).squeeze(1).float()
-    losses = plain
+    loss, part = spec.loss, spec.part
+    if part is None:
+        at_labels = logits.gather(1, labels[:, None]).squeeze(1).float()
+    else:
+        columns, is_own = part.locate(labels)
+        at_labels = part.reduce_(logits.gather(1, columns[:, None]).squeeze(1).float().where(is_own, 0.0))
+    losses = plain = denominators - at_labels
     if loss.label_smoothing:
-        uniform = denominators - logits.mean(dim=1, dtype=torch.float32)
+        mean = logits.mean(dim=1, dtype=torch.float32)
+        uniform = denominators - (mean if part is None else part.reduce_(mean * (part.size / part.total)))
         losses = losses + loss.label_smoothing * (uniform - plain)
     if loss.z_loss:
         losses = losses + loss.z_loss * denominators.square()
@@ -321,10 +342,16 @@ def _losses(logits: Tensor, denominators: Tensor, labels: Tensor, loss: TokenLos
 
 def _gradient_(softmax: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor, spec: LossSpec) -> Tensor:
     """Return the gradient of the rows' losses at the head's output; overwrites the softmax, and possibly the logits."""
-    loss, chosen = spec.loss, labels[:, None]
+    loss, part = spec.loss, spec.part
+    columns: Tensor = labels
+    subtracted: Any = 1 - loss.label_smoothing
+    if part is not None:
+        columns, is_own = part.locate(labels)
+        subtracted = subtracted * is_own[:, None]
     if loss.z_loss:
         softmax.mul_(1 + 2 * loss.z_loss * denominators[:, None])
-    softmax.scatter_(1, chosen, softmax.gather(1, chosen) - (1 - loss.label_smoothing))
+    chosen = columns[:, None]
+    softmax.scatter_(1, chosen, softmax.gather(1, chosen) - subtracted)
     if loss.label_smoothing:
-        softmax.sub_(loss.label_smoothing / logits.shape[1])
+        softmax.sub_(loss.label_smoothing / (logits.shape[1] if part is None else part.total))
     return spec.transform.backward_(softmax, logits)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
+from finetune.runtime.parallel.tensor import SplitHead, VocabularyPart
 from finetune.task.lm_loss.chunked_loss import AUTOGRAD_LOGIT_BYTES, rows_per_chunk
 from finetune.task.lm_loss.logit_transform import LogitTransform, find_logit_transform, is_rowwise
 from finetune.task.model_inputs import unwrap_model
@@ -42,15 +43,32 @@ class LmHead:
     def linear_weights(self, rows: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Return weight and bias if the head is a plain linear layer for such rows, else None.
 
-        A layer with LoRA, quantized weights or sharded weights is not plain.
+        A layer with LoRA, quantized weights or sharded weights is not plain. Of a split vocabulary, they are this
+        rank's part.
         """
         weight: Any = getattr(self.module, "weight", None)
         is_plain = getattr(self._own_forward, "__func__", None) is nn.Linear.forward
-        if not is_plain or type(weight) not in (Tensor, nn.Parameter, FakeTensor):
+        is_plain = is_plain and type(weight) in (Tensor, nn.Parameter, FakeTensor)
+        if not is_plain and self.part is None:
             return None
         if weight.dtype != rows.dtype and self.compute_dtype(rows) == rows.dtype:
             return None
-        return weight, cast(Any, self.module.bias)
+        bias = cast(Any, self.module.bias)
+        if self.part is not None:
+            return weight.to_local(), None if bias is None else bias.to_local()
+        return weight, bias
+
+    @property
+    def part(self) -> VocabularyPart | None:
+        """Return this rank's part of the vocabulary; None if the weights are those of all of it."""
+        if not isinstance(self.module, SplitHead):
+            return None
+        mesh, size = self.module.mesh, self.vocabulary // self.module.mesh.size()
+        return VocabularyPart(mesh.get_group(), size * mesh.get_local_rank(), size=size, total=self.vocabulary)
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Return the hidden states for the rank's own weights; with a split vocabulary, ranks sum their gradient."""
+        return self.module.share(rows) if isinstance(self.module, SplitHead) else rows
 
     @property
     def is_partitioned(self) -> bool:
@@ -61,7 +79,7 @@ class LmHead:
     @property
     def is_linear(self) -> bool:
         """Return whether the module is a single linear layer; layers with LoRA and quantized layers are not."""
-        return getattr(self.module.forward, "__func__", None) is nn.Linear.forward
+        return getattr(self.module.forward, "__func__", None) in (nn.Linear.forward, SplitHead.forward)
 
     @staticmethod
     def compute_dtype(rows: Tensor) -> torch.dtype:

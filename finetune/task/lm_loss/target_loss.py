@@ -129,7 +129,8 @@ class TargetLoss:
         if self.kernel != "auto":
             return self.kernel == "plain"
         head = find_lm_head(model)
-        return head is not None and batch.labels.numel() * head.vocabulary <= MAX_FULL_LOGITS
+        is_small = head is not None and batch.labels.numel() * head.vocabulary <= MAX_FULL_LOGITS
+        return is_small and head is not None and head.part is None
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,10 @@ def _training_loss(rows: Tensor, head: LmHead, *, labels: Tensor, loss: TokenLos
     """Return the loss and the cross-entropy, summed: [2]."""
     linear = head.linear_weights(rows)
     if linear is not None:
-        spec, fused_kernel = _loss_spec(rows, head, linear[0], loss), fused_kernel_for(kernel, rows, linear[1])
+        spec = _loss_spec(rows, head, linear[0], loss)
+        fused_kernel = None if spec.part is not None else fused_kernel_for(kernel, rows, linear[1])
         if fused_kernel is None:
-            return chunked_loss.loss_sums(rows, *linear, labels, spec)
+            return chunked_loss.loss_sums(head.share(rows), *linear, labels, spec)
         weight, bias = (None if each is None else each.to(spec.dtype) for each in linear)
         assert weight is not None
         return fused_kernel(rows.to(spec.dtype), weight, bias, labels, spec.transform).expand(2)
@@ -202,7 +204,8 @@ def _loss_of_each(rows: Tensor, head: LmHead, *, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each target, [targets]."""
     linear = head.linear_weights(rows)
     if linear is not None:
-        return chunked_loss.row_losses(rows, *linear, labels, _loss_spec(rows, head, linear[0], TokenLoss()))[0]
+        spec = _loss_spec(rows, head, linear[0], TokenLoss())
+        return chunked_loss.row_losses(head.share(rows), *linear, labels, spec)[0]
     return torch.cat(map_chunks(partial(_logits_losses, head), head, rows, labels))
 
 
@@ -233,7 +236,7 @@ def _loss_spec(rows: Tensor, head: LmHead, weight: Tensor, loss: TokenLoss) -> L
     assert head.transform is not None
     dtype = head.compute_dtype(rows)
     size = rows_per_chunk(len(weight), rows.device, logit_bytes=bytes_per_logit(dtype, head.transform, rows.device))
-    return LossSpec(loss, head.transform, dtype, size)
+    return LossSpec(loss, head.transform, dtype, size, head.part)
 
 
 HEADS_OVER_VOCABULARY: tuple[ModelHead, ...] = ("causal_lm", "seq2seq_lm", "masked_lm", "image_text_to_text")
@@ -279,5 +282,7 @@ def _kernel_problem(head: LmHead, kernel: LossKernel) -> str | None:
         return None
     if not head.is_linear:
         return "a head that is not a single linear layer (adapters, quantization)"
+    if head.part is not None:
+        return "a vocabulary that ranks share"
     has_bias = getattr(head.module, "bias", None) is not None
     return "a head with a bias" if has_bias and not LOSS_KERNELS[kernel].takes_bias else None

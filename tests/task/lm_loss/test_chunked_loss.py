@@ -15,6 +15,7 @@ from finetune.task.lm_loss.head import LmHead
 from finetune.task.lm_loss.logit_transform import LogitTransform
 from finetune.task.lm_loss.target_loss import _training_loss
 from finetune.task.lm_loss.token_loss import TokenLoss
+from tests import launching
 from tests.devices import EVERY_DEVICE
 from tests.live_bytes import peak_memory
 
@@ -186,3 +187,10 @@ def _exact(rows, weight, labels):
 def _error(found, wanted):
     wanted = wanted.double()
     return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_a_vocabulary_have_the_loss_and_the_gradients_of_the_whole():
+    ended = launching.capture(launching.torchrun_command("-m", "tests.task.lm_loss.split_vocabulary"))
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["rank 0: equal", "rank 1: equal"]
