@@ -59,9 +59,9 @@ def find_stacks(model: nn.Module, *, with_sizes: bool) -> tuple[LayerStack, ...]
             continue
         kinds = [_kind(layer, with_sizes=with_sizes) for layer in module]
         if with_sizes:
-            values = vars(getattr(_owner(model, name), "config", object)).values()
-            lists = [value for value in values if isinstance(value, list | tuple) and len(value) == len(module)]
-            kinds = [(kind, *(repr(entries[index]) for entries in lists)) for index, kind in enumerate(kinds)]
+            settings = vars(getattr(_owner(model, name), "config", object)).values()
+            lists = [value for value in settings if isinstance(value, list | tuple) and len(value) == len(module)]
+            kinds = [(kind, *(repr(values[index]) for values in lists)) for index, kind in enumerate(kinds)]
         stacks.append(LayerStack(name, tuple(kinds)))
     return tuple(stacks)
 
@@ -109,12 +109,9 @@ def shorten_config(values: MutableMapping[str, Any], layers: Sequence[int], *, l
         ]
 
 
-MAX_KINDS = 6
-
-
 def can_be_extrapolated(stacks: Sequence[LayerStack]) -> bool:
-    """Return whether the model has few enough kinds of layers to extrapolate from one layer of each."""
-    return 0 < sum(len(set(stack.kinds)) for stack in stacks) <= MAX_KINDS
+    """Return whether the model has few enough kinds of layers, at most 6, to extrapolate from one layer of each."""
+    return 0 < sum(len(set(stack.kinds)) for stack in stacks) <= 6
 
 
 def fewest_layers(stacks: Sequence[LayerStack]) -> KeptLayers:

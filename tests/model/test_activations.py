@@ -43,7 +43,7 @@ def gradients(model, *, seed=3):
     torch.manual_seed(seed)
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
-    return loss.detach(), [each.grad for each in model.parameters()]
+    return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
 
 SMALLEST = 512
@@ -80,10 +80,10 @@ def offloaded(model):
 def test_offloaded_activations_return_bitwise_identical(from_config, build, mode):
     plain, offloading = build(from_config()), build(from_config(gradient_checkpointing=mode))
     copies = offloaded(offloading)
-    loss, wanted = gradients(plain)
+    loss, expected = gradients(plain)
     again, found = gradients(offloading)
     assert torch.equal(again, loss)
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, found, expected))
     assert copies.num_to_host == copies.num_to_device > 2
 
 
@@ -111,8 +111,8 @@ def test_no_activation_is_offloaded_twice_and_no_weight_at_all(
 ):
     model = build(from_config(name)).train()
     with torch.no_grad():
-        for each in model.parameters():
-            each.add_(torch.rand_like(each) / 10)  # a norm's factor of one would return what it is given
+        for parameter in model.parameters():
+            parameter.add_(torch.rand_like(parameter) / 10)  # a norm's factor of one would return what it is given
     if lora:
         model = add_adapter(model, LoraSection(rank=16), AdapterContext(seed=1))
         use_single_pass(model, in_place=True)  # casts the common input of queries, keys and values once
@@ -125,7 +125,7 @@ def test_no_activation_is_offloaded_twice_and_no_weight_at_all(
     with torch.autocast("cpu", torch.bfloat16) if casts else nullcontext():
         loss = model(input_ids=ids, labels=ids.roll(1)).loss
     loss.backward()
-    weights = {form for each in model.parameters() for form in forms(each)}
+    weights = {form for parameter in model.parameters() for form in forms(parameter)}
     assert copies.num_to_host == copies.num_to_device > 10
     assert not weights.intersection(copies.moved)
     if not is_compiled:
@@ -164,7 +164,7 @@ def group_of_one():
 def test_gathered_parameters_are_not_offloaded_as_activations(from_config, build):
     """FSDP2 frees them after a layer and gathers them again, so a copy on the host would be useless."""
     model = build(from_config()).train()
-    weights = {form for each in model.parameters() for form in forms(each)}
+    weights = {form for parameter in model.parameters() for form in forms(parameter)}
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -174,7 +174,7 @@ def test_gathered_parameters_are_not_offloaded_as_activations(from_config, build
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert copies.num_to_host == copies.num_to_device > 5
     assert not weights.intersection(copies.moved)
-    assert all(each.grad is not None for each in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Streams:
@@ -234,9 +234,9 @@ def test_few_copies_are_under_way_and_none_is_used_or_freed_before_its_end(from_
 
     copies.to_host, copies.wait = noted_to_host, noted_wait
     offload_activations(offloading, copies=lambda: copies, smallest_bytes=SMALLEST)
-    (loss, wanted), (again, found) = gradients(plain), gradients(offloading)
+    (loss, expected), (again, found) = gradients(plain), gradients(offloading)
     assert torch.equal(again, loss)
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, found, expected))
     assert max(most_leaving) == MAX_LEAVING
     assert 1 <= max(most_arriving) <= 2 * NUM_PREFETCHED + 1
     assert len(used) > 10
@@ -290,14 +290,14 @@ def steps(device, *, offloads):
 
 @EVERY_DEVICE
 def test_the_third_step_takes_six_tenths_of_the_memory(device, figure):
-    (plain, wanted), (offloading, found) = (steps(device, offloads=each) for each in (False, True))
+    (plain, expected), (offloading, found) = (steps(device, offloads=each) for each in (False, True))
     figure(f"peak of the third step, activations offloaded over not ({device})", offloading / plain, at_most=0.6)
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def saved_bytes(model):
     """Return the bytes that the forward pass saves for the backward pass, without the weights."""
-    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found = {}
 
     def pack(tensor):
@@ -318,10 +318,10 @@ def test_recomputation_does_not_change_loss_or_gradients_with_dropout(from_confi
     for model in (plain, recomputing):
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.3
-    loss, wanted = gradients(plain)
+    loss, expected = gradients(plain)
     again, found = gradients(recomputing)
     assert torch.equal(again, loss)
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, found, expected))
     assert not torch.equal(gradients(plain, seed=4)[0], loss)  # there is chance in it
 
 
@@ -385,16 +385,16 @@ def attention_calls(implementation, mode, *, kind="llama"):
                 loss = model(**given).logits.float().square().mean()
             with Attention() as backward:
                 loss.backward()
-    return forward.count, backward.count, [each.grad for each in model.parameters()]
+    return forward.count, backward.count, [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_selective_computes_attention_once_per_layer(implementation):
     forward, again, found = attention_calls(implementation, "selective")
-    _, whole, wanted = attention_calls(implementation, True)
+    _, whole, expected = attention_calls(implementation, True)
     assert forward == whole > 0
     assert again == (2 if implementation == "eager" else 0)  # its softmax is cheap; its products are saved
-    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.gpu

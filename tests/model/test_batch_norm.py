@@ -29,9 +29,9 @@ def test_frozen_norms_stay_in_evaluation_and_learn_scale_and_shift():
     model = small_model()
     set_batch_norm(model, None, is_new=False)
     before = copy.deepcopy(model.state_dict())
-    wanted = model.eval()(SAMPLES)
+    expected = model.eval()(SAMPLES)
     found = model.train()(SAMPLES)
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
     found.sum().backward()
     assert model[1].weight.grad is not None
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -55,8 +55,8 @@ def gradients_of(model: nn.Module, cuts: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("cuts", [[8, 8], [4, 4, 4, 4], [12, 4]])
 def test_the_split_of_a_step_changes_neither_gradients_nor_statistics(cuts):
     one, other = grouped(), grouped()
-    for wanted, found in zip(gradients_of(one, [16]), gradients_of(other, cuts), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for expected, found in zip(gradients_of(one, [16]), gradients_of(other, cuts), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for model in (one, other):
         sync_batch_norm(model)
     for name, value in one.state_dict().items():

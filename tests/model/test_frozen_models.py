@@ -85,16 +85,16 @@ def test_a_hub_model_that_hides_its_commit_is_looked_up_in_the_cache(tmp_path):
 
 
 def test_an_unknown_hub_commit_is_logged(tmp_path):
-    said = []
-    assert digest("org/model", cache_folder=str(tmp_path), log=said.append) == "commit unknown"
-    assert "a resume would not notice a change" in said[0]
+    messages = []
+    assert digest("org/model", cache_folder=str(tmp_path), log=messages.append) == "commit unknown"
+    assert "a resume would not notice a change" in messages[0]
 
 
 def test_hashing_weights_is_logged_if_it_takes_long(folder, monkeypatch):
-    said = []
+    messages = []
     monkeypatch.setattr(frozen_models, "_LOG_AFTER_SECONDS", -1.0)
-    digest(folder, log=said.append)
-    assert said[0].endswith(f"in {folder} in 0 s")
+    digest(folder, log=messages.append)
+    assert messages[0].endswith(f"in {folder} in 0 s")
 
 
 def test_a_file_that_cannot_be_read_is_named(folder):
@@ -126,7 +126,9 @@ def test_a_teacher_is_frozen_and_has_no_dropout(teacher_folder):
     section = DistillationSection(teacher=str(teacher_folder), teacher_dtype="bfloat16")
     teacher = load_teacher(section, model=MODEL, vocabulary_size=3, device=torch.device("cpu"))
     assert not teacher.training
-    assert {(each.dtype, each.requires_grad) for each in teacher.parameters()} == {(torch.bfloat16, False)}
+    assert {(parameter.dtype, parameter.requires_grad) for parameter in teacher.parameters()} == {
+        (torch.bfloat16, False)
+    }
 
 
 def test_a_teacher_with_another_vocabulary_is_rejected_with_one_sentence(teacher_folder):

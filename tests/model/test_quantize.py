@@ -25,10 +25,10 @@ from tests.model.stored_weights import WRITERS, write_config
 BATCH = torch.arange(24).reshape(2, 12)
 NF4 = QuantizationSection(compute_dtype="float32")
 needs_bitsandbytes = pytest.mark.skipif(
-    not find_spec("bitsandbytes"), reason="bitsandbytes (extra `quantization`) is not installed"
+    find_spec("bitsandbytes") is None, reason="bitsandbytes (extra `quantization`) is not installed"
 )
 needs_torchao = pytest.mark.skipif(
-    not find_spec("torchao"), reason="torchao is not installed: it prints to stderr in every run"
+    find_spec("torchao") is None, reason="torchao is not installed: it prints to stderr in every run"
 )
 
 
@@ -68,15 +68,15 @@ def test_adapters_on_a_quantized_base_get_gradients(load, keys):
     expected = plain(input_ids=BATCH).logits
     assert (output.logits - expected).std() < 0.3 * expected.std()
     output.loss.backward()
-    learning = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
-    assert len(learning) == 28
-    assert all(".lora_" in name and each.grad is not None for name, each in learning.items())
+    trained = {name: each for name, each in adapted.named_parameters() if each.requires_grad}
+    assert len(trained) == 28
+    assert all(".lora_" in name and each.grad is not None for name, each in trained.items())
 
 
 @needs_bitsandbytes
 def test_an_evaluation_leaves_packed_weights_as_they_are_stored(load):
     model = load(quantization=NF4, dtype="bfloat16").eval()
-    held = [each for each in model.parameters() if type(each).__name__ == "Params4bit"]
+    held = [parameter for parameter in model.parameters() if type(parameter).__name__ == "Params4bit"]
     before = [bytes_of(each).clone() for each in held]
     with torch.no_grad():
         model(input_ids=BATCH)
@@ -119,7 +119,7 @@ def test_adapters_on_torchao_weights_get_gradients(load):
     model = load(quantization=QuantizationSection(method="torchao", bits=8))
     adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
-    assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
+    assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
 
 
 @needs_bitsandbytes
@@ -128,10 +128,10 @@ def test_weights_stored_in_4_bits_are_loaded_as_they_are_and_get_adapters(load, 
     section = ModelSection(name=str(tmp_path), dtype="bfloat16", quantization=QuantizationSection())
     assert not list(stored_problems(load_pretrained_config(section), section))
     model = build(section)
-    assert len([each for each in model.parameters() if type(each).__name__ == "Params4bit"]) == 14
+    assert len([parameter for parameter in model.parameters() if type(parameter).__name__ == "Params4bit"]) == 14
     adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
-    assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
+    assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize("method", WRITERS)
@@ -151,7 +151,7 @@ def test_stored_quantized_weights_are_loaded_as_plain_ones_and_trained(build, tm
     assert all(each.grad is not None for each in weights.values())
     adapted = add_adapter(model, LoraSection(rank=2), AdapterContext(seed=1))
     adapted(input_ids=BATCH, labels=BATCH).loss.backward()
-    assert all(each.grad is not None for each in adapted.parameters() if each.requires_grad)
+    assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize("method", WRITERS)

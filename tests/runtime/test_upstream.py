@@ -62,17 +62,17 @@ def owner_of():
 
 
 def test_a_lock_is_held_while_its_owner_lives_and_removed_once_it_was_killed(lock, owner_of):
-    owner, said = owner_of(lock), []
+    owner, messages = owner_of(lock), []
     assert inspect_lock(lock).state == BUILDING and f"process {owner.pid} (" in inspect_lock(lock).owner
-    clear_build_locks(log=said.append)
-    assert lock.exists() and said == [f"note: {inspect_lock(lock)}"]
+    clear_build_locks(log=messages.append)
+    assert lock.exists() and messages == [f"note: {inspect_lock(lock)}"]
     assert not remove_abandoned(lock, pause=lambda seconds: None)
     owner.kill()
     owner.wait()
     assert inspect_lock(lock).state == ABANDONED
-    clear_build_locks(log=said.append)
+    clear_build_locks(log=messages.append)
     assert not lock.exists()
-    assert said[1] == f"removed {lock} was left by a build that was killed: every later run would wait for it."
+    assert messages[1] == f"removed {lock} was left by a build that was killed: every later run would wait for it."
 
 
 def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
@@ -92,12 +92,12 @@ def test_a_compiler_that_outlives_its_parent_still_compiles(lock):
 def test_a_lock_on_a_shared_file_system_is_reported_and_kept(lock, monkeypatch, kind):
     lock.touch()
     monkeypatch.setattr(upstream, "_mount", lambda path: (lock.parents[1], kind))
-    said = []
-    clear_build_locks(log=said.append)
+    messages = []
+    clear_build_locks(log=messages.append)
     assert inspect_lock(lock).state == UNKNOWN and lock.exists()
     assert (
-        said[0].startswith(f"warning: the owner of {lock} is unknown: it is on a {kind} file system")
-        and "delete it" in said[0]
+        messages[0].startswith(f"warning: the owner of {lock} is unknown: it is on a {kind} file system")
+        and "delete it" in messages[0]
     )
 
 
@@ -120,17 +120,17 @@ def test_a_build_lock_acquired_again_between_two_checks_is_kept(lock):
 
 
 def test_a_thread_waiting_for_a_dead_build_is_released_and_waiting_for_a_running_build_is_logged(lock, owner_of):
-    owner, said, now = owner_of(lock), [], [0.0]
+    owner, messages, now = owner_of(lock), [], [0.0]
     waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
-    watch = BuildLockWatcher(log=said.append, clock=lambda: now[0])
+    watch = BuildLockWatcher(log=messages.append, clock=lambda: now[0])
     watch.look()
-    assert said == []  # the main thread waits for nothing
+    assert messages == []  # the main thread waits for nothing
     waiting.start()
     watch._main = waiting.ident
     until(lambda: upstream.awaited_lock(upstream.innermost_frame(waiting.ident)) == lock)
     for now[0] in (10.0, 20.0, 45.0):
         watch.look()
-    assert said == [
+    assert messages == [
         f"waiting for an extension to be compiled, for {seconds} s so far: {inspect_lock(lock)}" for seconds in (0, 35)
     ]
     owner.kill()
@@ -138,7 +138,7 @@ def test_a_thread_waiting_for_a_dead_build_is_released_and_waiting_for_a_running
     watch.look()
     waiting.join(timeout=10)
     assert not waiting.is_alive() and not lock.exists()
-    assert said[-1].startswith(f"removed {lock}")
+    assert messages[-1].startswith(f"removed {lock}")
 
 
 def until(is_so):

@@ -13,11 +13,11 @@ from tests.devices import EVERY_DEVICE
 def warnings(steps):
     """Return the warnings after each step of (waited, total) seconds."""
     wait = DataWaitMonitor()
-    said = []
+    messages = []
     for waited, seconds in steps:
         wait.add(waited, of_seconds=seconds)
-        said.append(wait.warning())
-    return [each for each in said if each]
+        messages.append(wait.warning())
+    return [each for each in messages if each]
 
 
 def test_a_run_that_waits_for_data_is_warned_once_with_a_remedy():

@@ -31,13 +31,13 @@ class Embedder(nn.Module):
 
 
 def padded(*samples: int, seed: int = 7) -> Batch:
-    lengths = tuple(LENGTHS[each] for each in samples)
+    lengths = tuple(LENGTHS[sample] for sample in samples)
     ids = torch.ones((len(samples), max(lengths)), dtype=torch.int64)
     return Batch({"input_ids": ids}, ids, 1, sum(lengths), samples, seed=seed, lengths=lengths)
 
 
 def end_to_end(*samples: int) -> Batch:
-    lengths = tuple(LENGTHS[each] for each in samples)
+    lengths = tuple(LENGTHS[sample] for sample in samples)
     ids = torch.ones((1, sum(lengths)), dtype=torch.int64)
     ends = torch.tensor([0, *lengths]).cumsum(0)
     return Batch({"input_ids": ids}, ids, 1, sum(lengths), samples, ends, max(lengths), seed=7, lengths=lengths)

@@ -84,14 +84,16 @@ def test_updates_in_the_backward_pass_are_bitwise_identical(settings):
 def test_at_most_one_gradient_exists_at_a_time():
     model, optimizer, one = made(in_backward=True)
     seen = []
-    optimizer.register_step_post_hook(lambda *_: seen.append(sum(each.grad is not None for each in model.parameters())))
+    optimizer.register_step_post_hook(
+        lambda *_: seen.append(sum(parameter.grad is not None for parameter in model.parameters()))
+    )
     step(model, optimizer, one, 0)
     assert seen == [1] * 5
 
 
 def test_a_nonfinite_loss_changes_no_weight():
     model, optimizer, one = made(in_backward=True)
-    before = [each.detach().clone() for each in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     _, norm, is_taken = step(model, optimizer, one, 0, factor=float("nan"))
     assert norm != norm
     assert is_taken is False
@@ -131,7 +133,7 @@ def test_an_injected_nan_leaves_weights_and_state_bit_for_bit(
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     one.mark_all_read()
     step(model, optimizer, one, 2)
-    assert all(torch.isfinite(each).all() for each in model.parameters())
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert not torch.equal(model.embedding.weight, before["embedding.weight"])
 
 

@@ -49,7 +49,7 @@ def test_a_loaded_adapter_keeps_its_weights_and_gets_gradients(from_config, buil
     expected = saved(kind)
     made = adapted(build(from_config()), tmp_path / "first")
     assert torch.allclose(logits_of(made), expected, atol=1e-6)
-    learning = [each for each in made.parameters() if each.requires_grad]
+    learning = [parameter for parameter in made.parameters() if parameter.requires_grad]
     made(input_ids=BATCH, attention_mask=torch.ones_like(BATCH), labels=BATCH).loss.backward()
     assert learning
     assert all(each.grad is not None for each in learning)

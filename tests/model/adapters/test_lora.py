@@ -152,7 +152,7 @@ def alone(tmp_path):
 def test_ddp_reduces_the_adapters_alone(from_config, build):
     model = add_adapter(build(from_config()), LoraSection(rank=2), AdapterContext(seed=1))
     reduced = DistributedDataParallel(model)._get_ddp_logging_data()["total_parameter_size_bytes"]
-    assert reduced == sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
+    assert reduced == sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.usefixtures("alone")

@@ -271,7 +271,7 @@ def test_recomputation_and_compilation_change_no_number(from_config, build, adap
         assert counters["stats"]["unique_graphs"] >= 1 and not counters["graph_break"]
 
 
-@pytest.mark.skipif(not find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("keys", [{"kind": "nf4"}, {"bits": 8}])
 def test_a_quantized_base_has_the_loss_and_gradients_it_has_with_peft(from_config, build, adapted, tmp_path, keys):
     build(from_config()).save_pretrained(tmp_path)

@@ -183,7 +183,7 @@ def test_every_layer_s_experts_and_router_are_found(model_type):
     model = meta_model(section_of(model_type), head="causal_lm")
     experts = find_experts(model)
     assert len(experts) == (1 if model_type in ("deepseek_v3", "glm4_moe", "lfm2_moe") else 2)
-    assert {(each.num_experts, each.parameters) for each in experts} == {(4, ("gate_up_proj", "down_proj"))}
+    assert {(expert.num_experts, expert.parameters) for expert in experts} == {(4, ("gate_up_proj", "down_proj"))}
     assert len(find_routers(model, experts)) == len(experts)
 
 

@@ -38,8 +38,8 @@ def _scores(
     q, k, v = (each.transpose(0, 1).float() for each in (query, key, value))
     k, v = (each.repeat_interleave(q.shape[0] // k.shape[0], dim=0) for each in (k, v))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    places = torch.arange(q.shape[1], device=q.device)
-    back = places[:, None] - places[None]
+    positions = torch.arange(q.shape[1], device=q.device)
+    back = positions[:, None] - positions[None]
     is_seen = (back >= 0) & (back < (window or q.shape[1] + 1))
     return (q @ k.transpose(1, 2) * factor).masked_fill(~is_seen, -torch.inf), factor, (q, k, v)
 

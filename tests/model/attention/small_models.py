@@ -111,7 +111,7 @@ def tokens(length, salt):
 
 def row_of(samples):
     """Return the inputs of a model with our attention for these samples in one row."""
-    lengths = [each.shape[1] for each in samples]
+    lengths = [sample.shape[1] for sample in samples]
     edges = torch.tensor([0, *lengths]).cumsum(0).int()
     return {
         **{"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": max(lengths), "max_length_k": max(lengths)},

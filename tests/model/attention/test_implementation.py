@@ -35,7 +35,7 @@ from tests.model.attention.small_models import LENGTHS, row_of, tiny_config, tin
 def test_a_sample_in_a_row_is_the_sample_alone_under_eager_attention(kind):
     alone, together = tiny_model(kind, "eager"), tiny_model(kind)
     samples = [tokens(length, salt) for salt, length in enumerate(LENGTHS)]
-    expected = torch.cat([alone(input_ids=each, use_cache=False).logits for each in samples], dim=1)
+    expected = torch.cat([alone(input_ids=sample, use_cache=False).logits for sample in samples], dim=1)
     logits = together(**row_of(samples)).logits
     assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-5
     assert supports_packed_samples(together.config)
@@ -84,9 +84,9 @@ def learnt(model, given):
     model.zero_grad()
     logits = model(**given).logits
     logits.log_softmax(dim=-1)[..., 5].sum().backward()
-    learning = [each for each in model.parameters() if each.requires_grad]
-    assert learning
-    return logits.detach(), torch.cat([each.grad.flatten() for each in learning])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert trained
+    return logits.detach(), torch.cat([each.grad.flatten() for each in trained])
 
 
 def assert_equal(one, other):

@@ -102,7 +102,7 @@ def loss_and_gradient(model, logits):
     model.zero_grad()
     loss = sum(each.log_softmax(dim=-1)[..., 0].sum() for each in logits)
     loss.backward()
-    found = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+    found = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     assert sum(len(each) for each in found) > 1000
     return torch.stack([loss.detach()]), torch.cat(found)
 
@@ -196,8 +196,8 @@ def test_a_bidirectional_window_reaches_to_both_sides(length, window, softcap):
     qkv = QueryKeyValue(*(torch.randn(2, heads, length, 8) for heads in (4, 2, 2)))
     found = bidirectional_attention(qkv, AttentionSettings(softcap=softcap, window=window, is_causal=False))
     sees = sliding_window_bidirectional_mask_function((window or length) - 1)
-    places = torch.arange(length)
-    mask = sees(0, 0, places[:, None], places[None])
+    positions = torch.arange(length)
+    mask = sees(0, 0, positions[:, None], positions[None])
     scores = qkv.query @ qkv.repeated.key.transpose(2, 3) / 8**0.5
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     expected = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ qkv.repeated.value

@@ -79,7 +79,7 @@ def test_queries_in_a_wider_dtype_are_exchanged_on_their_own(monkeypatch):
     parts = [QueryKeyValue(*(each.chunk(2, dim=2)[place] for each in whole)) for place in range(2)]
 
     def attend(qkv, settings):
-        assert [each.dtype for each in qkv] == [torch.float64, torch.float64, torch.float32]
+        assert [tensor.dtype for tensor in qkv] == [torch.float64, torch.float64, torch.float32]
         return attention(qkv._replace(value=qkv.value.double()), settings)
 
     found = Ranks(monkeypatch, 2).run(lambda place: attend_slices(parts[place], AttentionSettings(), attend))

@@ -36,9 +36,9 @@ def samples_of(lengths):
 
 def padded(samples):
     """Return the samples as a padded batch, and the mask of its tokens."""
-    longest = max(each.shape[1] for each in samples)
-    mask = torch.stack([(torch.arange(longest) < each.shape[1]).long() for each in samples])
-    ids = torch.cat([torch.nn.functional.pad(each, (0, longest - each.shape[1])) for each in samples])
+    longest = max(sample.shape[1] for sample in samples)
+    mask = torch.stack([(torch.arange(longest) < sample.shape[1]).long() for sample in samples])
+    ids = torch.cat([torch.nn.functional.pad(sample, (0, longest - sample.shape[1])) for sample in samples])
     return {"input_ids": ids, "attention_mask": mask, "use_cache": False}, mask.bool()
 
 
@@ -63,7 +63,7 @@ def test_logits_are_those_of_a_sample_alone_and_gradients_those_of_a_padded_batc
     model, samples = tiny_model(kind), samples_of(lengths)
     logits = model(**row_of(samples)).logits
     with torch.no_grad():
-        alone = torch.cat([model(input_ids=each, use_cache=False).logits for each in samples], dim=1)
+        alone = torch.cat([model(input_ids=sample, use_cache=False).logits for sample in samples], dim=1)
     assert ((logits - alone).abs().max() / alone.abs().max()).item() < 1e-5
     of_row = gradients(model, logits)
     inputs, is_token = padded(samples)
@@ -163,7 +163,7 @@ def check(model_type, auto=AutoModel, output="last_hidden_state", **values):
     model = auto.from_config(config).eval()
 
     def outputs_of(samples):
-        rows = [torch.tensor(each) for each in samples]
+        rows = [torch.tensor(sample) for sample in samples]
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         given = {"input_ids": ids} if model_type == "fnet" else {"input_ids": ids, "attention_mask": mask}

@@ -37,7 +37,7 @@ def inputs(lengths, *, heads, key_heads, width, dtype, device, seed=0):
     draw, tokens = torch.Generator(device).manual_seed(seed), sum(lengths)
     shapes = [(1, tokens, number, width) for number in (heads, key_heads, key_heads)]
     rows = (torch.randn(shape, generator=draw, device=device) for shape in shapes)
-    return [each.to(dtype).transpose(1, 2).detach().requires_grad_() for each in rows]
+    return [row.to(dtype).transpose(1, 2).detach().requires_grad_() for row in rows]
 
 
 def ours(qkv, lengths, *, window=None, scale=None, softcap=None, gradient=None):
@@ -62,7 +62,7 @@ def ours(qkv, lengths, *, window=None, scale=None, softcap=None, gradient=None):
 
 def reference(qkv, lengths, *, window=None, scale=None, gradient):
     """Return output and gradients in float32, computed sample by sample."""
-    exact = [each.detach().float().requires_grad_() for each in qkv]
+    exact = [tensor.detach().float().requires_grad_() for tensor in qkv]
     rows = [each[0].transpose(0, 1) for each in exact]
     output = reference_attention(*rows, [0, *accumulate(lengths)], scale=scale, window=window)
     return output, torch.autograd.grad(output, exact, gradient.float())
@@ -159,7 +159,7 @@ def test_without_a_kernel_each_samples_attention_is_the_same(device, window, sof
 
 
 def capped(qkv, lengths, *, window, softcap, gradient):
-    exact = [each.detach().double().requires_grad_() for each in qkv]
+    exact = [tensor.detach().double().requires_grad_() for tensor in qkv]
     outputs = []
     edges = [0, *accumulate(lengths)]
     for start, length in zip(edges, lengths, strict=False):

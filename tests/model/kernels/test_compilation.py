@@ -157,10 +157,10 @@ def test_training_continues_uncompiled_after_a_compiler_failure(model, monkeypat
         raise OSError("no room for kernels")
 
     monkeypatch.setattr(compilation, "BACKEND", broken)
-    plain, quick, said = model(), model(), []
-    compile_model(quick, "regional", log=said.append)
+    plain, quick, messages = model(), model(), []
+    compile_model(quick, "regional", log=messages.append)
     assert_alike(learnt(quick, shapes=SHAPES[:2]), learnt(plain, shapes=SHAPES[:2]))
-    warnings = [line for line in said if line.startswith("warning")]
+    warnings = [line for line in messages if line.startswith("warning")]
     assert len(warnings) == 1
     assert "no room for kernels" in warnings[0]
 
@@ -168,17 +168,19 @@ def test_training_continues_uncompiled_after_a_compiler_failure(model, monkeypat
 def test_too_many_compiled_variants_are_warned_about_and_compilation_stops(model, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "eager")
     monkeypatch.setattr(compilation, "RECOMPILE_LIMIT", 1)
-    plain, quick, said = model(), model(), []
-    compile_model(quick, "regional", log=said.append)
+    plain, quick, messages = model(), model(), []
+    compile_model(quick, "regional", log=messages.append)
     assert_alike(learnt(quick), learnt(plain))
-    assert any("FailOnRecompileLimitHit" in line for line in said)
+    assert any("FailOnRecompileLimitHit" in line for line in messages)
 
 
 def test_a_missing_compiler_is_warned_about_and_nothing_is_compiled(model, monkeypatch):
     monkeypatch.setattr(compilation, "why_not_compilable", lambda: "there is no compiler")
-    quick, said = model(), []
-    compile_model(quick, "regional", log=said.append)
-    assert said == ["warning: model.compile: regional was requested, but nothing is compiled: there is no compiler."]
+    quick, messages = model(), []
+    compile_model(quick, "regional", log=messages.append)
+    assert messages == [
+        "warning: model.compile: regional was requested, but nothing is compiled: there is no compiler."
+    ]
     assert all("forward" not in vars(module) for module in quick.modules())
 
 

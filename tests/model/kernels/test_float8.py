@@ -119,8 +119,8 @@ def test_fsdp2_gathers_8_bits_with_the_scales_of_the_last_update(mesh, monkeypat
 
     def halve(model):
         with torch.no_grad():
-            for each in model.parameters():
-                each.mul_(0.5)
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
 
     whole, sharded = small_llama().train(), small_llama().train()
     for model in (whole, sharded):

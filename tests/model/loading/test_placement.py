@@ -53,7 +53,7 @@ def anonymous_bytes() -> int:
 def test_weights_and_buffers_are_bitwise_those_that_the_cpu_loads(tmp_path, device, dtype):
     folder = saved(tmp_path, "small")
     direct, plain = loaded(folder, device, dtype=dtype), loaded(folder, None, dtype=dtype)
-    assert {each.device.type for each in direct.parameters()} == {device}
+    assert {parameter.device.type for parameter in direct.parameters()} == {device}
     for kind in ("named_parameters", "named_buffers"):
         for (name, tensor), (_, expected) in zip(getattr(direct, kind)(), getattr(plain, kind)(), strict=True):
             assert tensor.dtype == expected.dtype
@@ -69,11 +69,11 @@ def test_loading_to_a_device_leaves_nothing_in_host_memory(tmp_path, device, fig
     torch.zeros(1, device=place)  # makes CUDA's context, which takes host memory of its own
     before = anonymous_bytes()
     model = loaded(folder, place)
-    assert {each.device.type for each in model.parameters()} == {place}
+    assert {parameter.device.type for parameter in model.parameters()} == {place}
     taken = (anonymous_bytes() - before) / size
     figure("loading straight to a device: host memory, share of the model", taken, at_most=0.3)
 
 
 def test_a_model_is_loaded_to_the_cpu_by_default(tmp_path):
     model = loaded(saved(tmp_path, "small"), None)
-    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

@@ -91,10 +91,10 @@ def test_embedding_rows_that_the_base_lacks_are_loaded_from_the_adapter(tmp_path
     ids[0, -2:] = torch.tensor([40, 41])
     loaded = load_saved_model(inspect_model_folder(tmp_path / "adapter", key="k"), key="k")
     assert loaded.get_input_embeddings().weight.shape[0] == 42
-    wanted, got = logits_of(made, ids), logits_of(loaded, ids)
+    expected, got = logits_of(made, ids), logits_of(loaded, ids)
     if "trainable_token_indices" in keys:  # what the head says of tokens that nobody has trained is left to chance
-        wanted, got = wanted[..., :40], got[..., :40]
-    assert torch.allclose(got, wanted, atol=1e-6)
+        expected, got = expected[..., :40], got[..., :40]
+    assert torch.allclose(got, expected, atol=1e-6)
 
 
 def test_classes_that_the_base_lacks_are_counted_in_the_adapter(tmp_path):

@@ -100,8 +100,8 @@ def test_a_file_with_a_long_name_is_written(tmp_path):
 
 
 def make(folder, build, **named):
-    said = []
-    return build_once(folder, build, log=said.append, **named), said
+    messages = []
+    return build_once(folder, build, log=messages.append, **named), messages
 
 
 def test_an_existing_folder_is_not_built_again(tmp_path):

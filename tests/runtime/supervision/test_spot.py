@@ -44,8 +44,8 @@ def service(monkeypatch) -> Iterator[Service]:
 
 
 def test_aws_answers_404_until_the_machine_is_to_be_taken(service):
-    said: list[str] = []
-    notice = SpotNotice("aws", log=said.append)
+    messages: list[str] = []
+    notice = SpotNotice("aws", log=messages.append)
     service.answers["PUT", "/latest/api/token"] = "a token"
     assert not notice.poll()
     service.answers["GET", "/latest/meta-data/spot/instance-action"] = '{"action": "terminate", "time": "..."}'
@@ -53,7 +53,7 @@ def test_aws_answers_404_until_the_machine_is_to_be_taken(service):
     assert notice()
     assert service.headers[0]["x-aws-ec2-metadata-token-ttl-seconds"] == "300"
     assert service.headers[-1]["x-aws-ec2-metadata-token"] == "a token"
-    assert said == []
+    assert messages == []
 
 
 def test_a_gcp_preemption_is_recognized_by_its_answer(service):
@@ -81,8 +81,8 @@ def test_azure_names_the_machines_of_an_event_and_only_ours_counts(service):
 
 def test_a_metadata_service_that_does_not_respond_causes_one_warning(monkeypatch):
     monkeypatch.setenv(BASE_VARIABLE, "http://127.0.0.1:9")
-    said: list[str] = []
-    notice = SpotNotice("gcp", log=said.append)
+    messages: list[str] = []
+    notice = SpotNotice("gcp", log=messages.append)
     assert [notice.poll(), notice.poll()] == [False, False]
-    assert len(said) == 1
-    assert "the metadata service of gcp does not respond" in said[0]
+    assert len(messages) == 1
+    assert "the metadata service of gcp does not respond" in messages[0]

@@ -170,7 +170,7 @@ def test_rounding_depends_on_seed_and_not_on_chunks(monkeypatch):
     def weights(seed):
         model = net(torch.bfloat16)
         trained(model, optimizer_of(model, stochastic_rounding=True, state_dtype="int8", seed=seed), steps=3)
-        return torch.cat([each.detach().flatten() for each in model.parameters()])
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     once = weights(1)
     monkeypatch.setitem(low_bit._CHUNK, "cpu", 100)
@@ -202,8 +202,8 @@ def test_low_bit_adamw_is_used_only_if_values_are_rounded():
 
 
 def tensors_of(model, built):
-    return [each.detach().clone() for each in model.parameters()] + [
-        value.clone() for each in model.parameters() for value in built.state[each].values()
+    return [parameter.detach().clone() for parameter in model.parameters()] + [
+        value.clone() for parameter in model.parameters() for value in built.state[parameter].values()
     ]
 
 
