@@ -48,7 +48,7 @@ def test_lora_on_hosts_that_come_and_go(folder: Path, hosts: list[Host]) -> None
 
 def test_hsdp_has_a_copy_of_the_model_on_each_host(folder: Path, hosts: list[Host]) -> None:
     head, *others = hosts
-    run = RayRun(folder, "second-host-multi_node_hsdp", others, head, "multi_node_hsdp", ranks_per_host=2)
+    run = RayRun(folder, "second-host-hsdp", others, head, "hsdp", ranks_per_host=2)
     run.start(*others)
     run.lose_and_take_back(others[1])
     run.finish()

@@ -27,7 +27,7 @@ from finetune.commands.launch.ray_worker import (
     run_worker,
 )
 from finetune.commands.launch.torchrun import require_shared_batch
-from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file
+from finetune.commands.rehearse.accelerate_file import AccelerateFile, read_accelerate_file, with_copies_for
 from finetune.config.load import LoadedConfig, load_config
 from finetune.config.paths import is_url, local_run_folder
 from finetune.errors import UserError
@@ -73,12 +73,15 @@ def read_limits(nodes: str) -> tuple[int, int]:
 
 
 def fitting_worlds(loaded: LoadedConfig, file: AccelerateFile, *, least: int, most: int) -> tuple[int, ...]:
-    """Return the numbers of ranks that can share the batch. Raises ConfigError or StrategyError if there is none."""
+    """Return the numbers of ranks that can share the batch. Raises ConfigError or StrategyError if there is none.
+
+    With HSDP the number of copies follows from that of the ranks.
+    """
     worlds: list[int] = []
     for world in range(most, least - 1, -1):
         try:
             require_shared_batch(loaded, file, world=world)
-            check_processes(file, num_nodes=1, world=world)
+            check_processes(with_copies_for(file, world), num_nodes=1, world=world)
         except UserError:
             if world == least and not worlds:
                 raise
@@ -135,8 +138,8 @@ def check_ray_job(arguments: RayArguments, *, elsewhere: Sequence[Path] = ()) ->
     run_folder = local_run_folder(run.folder, run.local_folder).absolute()
     words = ["-m", "finetune", "train", "--config", str(arguments.config.absolute())]
     words += [word for override in arguments.override for word in ("--set", override)]
-    words += ["--accelerate", str(arguments.accelerate.absolute())]
-    return RankJob(tuple(words), Path.cwd(), run_folder, worlds, arguments.stop)
+    accelerate = arguments.accelerate.absolute()
+    return RankJob(tuple(words), accelerate, Path.cwd(), run_folder, worlds, arguments.stop)
 
 
 def _run(arguments: RayArguments, job: RankJob) -> int:

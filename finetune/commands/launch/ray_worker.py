@@ -22,13 +22,16 @@ from typing import Any
 import psutil
 
 from finetune.commands.launch.attempt_end import INTERRUPTED, USER_MISTAKE, RunEnd, read_end
+from finetune.commands.rehearse.accelerate_file import read_accelerate_file, with_copies_for
 from finetune.errors import TrainingError
 from finetune.launch.child import kill_child, start_child
 from finetune.launch.ranks import TORCHRUN_DEFAULTS, Ranks, free_port
+from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
 from finetune.runtime.supervision.attempt import mark_attempt, mark_of
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.supervision.writer_lock import is_locked
+from finetune.runtime.text.terminal import format_json
 
 RAY_FOLDER = "ray"
 """Folder of the marks of attempts and of Ray's own files, in the run folder."""
@@ -52,6 +55,7 @@ class RankJob:
     """What each worker starts."""
 
     words: tuple[str, ...]  # arguments of Python: -m finetune train --config JOB.yaml ...
+    accelerate_file: Path
     working_folder: Path  # of the ranks, on each host
     run_folder: Path
     worlds: tuple[int, ...]  # numbers of ranks that can share the batch
@@ -166,6 +170,10 @@ def _begin_attempt(job: RankJob, control: "_Control", *, address: str, num_worke
     if not control.wait_while(lambda: is_locked(job.run_folder), locked):
         return _STOPPED
     world = largest_world(num_workers, job.worlds)
+    file = read_accelerate_file(job.accelerate_file)
+    if file.num_copies > 1:
+        resized = with_copies_for(file, world).values
+        atomic.write_bytes(_file_of_copies(marks, number), format_json(resized).encode())
     spares = "" if world == num_workers else f": {num_workers} cannot share the batch, {num_workers - world} wait"
     print(f"finetune: attempt {number}, world size {world}{spares}", flush=True)
     return Attempt(number, world, address, free_port(), time.time())
@@ -187,7 +195,9 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
         **ranks.variables(),
         **mark_attempt(marks, attempt.number),
     }
-    process = start_child([sys.executable, *job.words], environment=environment)
+    file = _file_of_copies(marks, attempt.number)
+    file = file if file.exists() else job.accelerate_file
+    process = start_child([sys.executable, *job.words, "--accelerate", str(file)], environment=environment)
     try:
         code, was_stopped = _wait(process, control, stop_seconds=job.stop_seconds)
     finally:
@@ -201,6 +211,11 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
     failure = RankFailed(f"rank {ranks.rank} ended with exit code {code}: {end.reason or 'it was killed'}")
     print(f"finetune: {failure}", flush=True)
     raise failure
+
+
+def _file_of_copies(marks: Path, number: int) -> Path:
+    """Return the path of the accelerate file of an attempt of HSDP, whose number of copies is its own."""
+    return marks / f"accelerate-{number:06d}.yaml"
 
 
 def _wait(process: "subprocess.Popen[bytes]", control: "_Control", *, stop_seconds: float) -> tuple[int, bool]:

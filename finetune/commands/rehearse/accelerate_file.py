@@ -1,6 +1,7 @@
 """The accelerate file, and its counterpart for processes on the CPU of this machine."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,6 +121,17 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
     for key, message in _problems(file):
         raise failure(key, message)
     return file
+
+
+def with_copies_for(file: AccelerateFile, world: int) -> AccelerateFile:
+    """Return the file with as many copies of a sharded model (HSDP) as these processes have; others as they are."""
+    if file.num_copies == 1:
+        return file
+    sizes = _parallelism(file.values)
+    copies = max(1, world * sizes[_COPIES] // math.prod(sizes.values()))
+    parallelism = {**file.values["parallelism_config"], _COPIES: copies}
+    values = {**file.values, "parallelism_config": parallelism, "num_processes": world, "num_machines": 1}
+    return replace(file, values=values, num_processes=world, num_machines=1)
 
 
 def data_parallel_size(path: Path, *, num_processes: int | None = None) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from finetune.commands.launch.ray import RayArguments, failure_limit, fitting_worlds, launch_ray, read_limits
 from finetune.commands.launch.ray_worker import RankFailed
-from finetune.commands.rehearse.accelerate_file import read_accelerate_file
+from finetune.commands.rehearse.accelerate_file import read_accelerate_file, with_copies_for
 from finetune.config.load import load_config
 from finetune.errors import MissingPackage, UserError
 from tests import launching
@@ -43,10 +43,11 @@ def test_a_batch_that_no_number_of_processes_can_share_is_refused(tmp_path: Path
         fitting_worlds(loaded, read_accelerate_file(DDP), least=5, most=7)
 
 
-def test_hsdp_keeps_the_number_of_processes_that_its_file_names(tmp_path: Path) -> None:
+def test_hsdp_has_a_copy_for_each_group_that_shards_one(tmp_path: Path) -> None:
     loaded = load_config(write_job(tmp_path), ["train.microbatch_size=1"])
     file = read_accelerate_file(ROOT / "accelerate_configs" / "hsdp.yaml")
-    assert fitting_worlds(loaded, file, least=1, most=8) == (4,)
+    assert fitting_worlds(loaded, file, least=1, most=8) == (2, 4, 8)  # 2 shards in each copy, 8 samples
+    assert with_copies_for(file, 8).num_copies == 4 and with_copies_for(file, 2).num_copies == 1
 
 
 @pytest.mark.parametrize("nodes", ["", "0", "3:2", "1:2:3", "two", "1:"])
