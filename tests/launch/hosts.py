@@ -30,10 +30,6 @@ _PACE = "; ".join(f"data step={step} do=sleep seconds=0.5" for step in range(1, 
 """A host that returns finds the run still going: Ray looks for new hosts every 30 s."""
 
 _PORT = 6379
-_AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
-_AGENT_PORTS = [word for number, name in enumerate(_AGENTS) for word in (f"--{name}-port", str(_PORT + 1 + number))]
-"""Without ports a raylet waits for those that its agents choose, and ends after 15 s on a busy machine."""
-
 _TIMEOUT_SECONDS = 400.0
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -127,7 +123,6 @@ class RayRun:
             *("-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words),
             *("--node-ip-address", host.address, "--num-cpus", str(num_cpus), "--num-gpus", "0"),
             *("--temp-dir", str(self.temporary / host.name), "--object-store-memory", "100000000"),
-            *_AGENT_PORTS,
             log=self.log(host),
             **_raylet_settings(),
             **{faults.VARIABLE: text},
@@ -198,6 +193,10 @@ class RayRun:
 
         def has_ended_or_is_so() -> bool:
             assert self.command.poll() is None, self.text()[-3000:]
+            for host in self.hosts:  # a raylet that has ended starts again, as an init system would have it
+                if host.programs and all(program.poll() is not None for program in host.programs):
+                    host.programs.clear()
+                    self.join(host)
             return is_so()
 
         until(has_ended_or_is_so, seconds=_TIMEOUT_SECONDS)

@@ -21,13 +21,6 @@ pytestmark = [
 ]
 
 
-def rejoin(run: RayRun, host: Host) -> None:
-    """Start the host's raylet again once the old one has ended: its head has declared it dead."""
-    until(lambda: not host.pids(), seconds=120)
-    run.events.append(f"its raylet starts again at step {run.step()}")
-    run.join(host)
-
-
 def test_the_partition_with_the_head_continues_and_the_rest_rejoins_after_healing(folder: Path) -> None:
     with cluster(3, has_head=True) as (head, *hosts):
         run = RayRun(folder, "partition", hosts, head, "multi_node_fsdp2")
@@ -38,7 +31,6 @@ def test_the_partition_with_the_head_continues_and_the_rest_rejoins_after_healin
         run.until_hosts("h2", "h3")
         run.events.append("healed")
         partition([head, *hosts])
-        rejoin(run, hosts[0])
         run.until_hosts("h1", "h2", "h3")
         run.finish()
 
@@ -62,7 +54,6 @@ def test_a_suspended_host_writes_nothing_when_it_wakes_up(folder: Path, hosts: l
     until(lambda: not rank.is_running() or rank.status() == "zombie", seconds=30)
     run.events.append("its raylet does")
     others[0].send(signal.SIGCONT)
-    rejoin(run, others[0])
     run.until_hosts("h1", "h2")
     run.finish()
 
@@ -82,7 +73,6 @@ def test_an_attempt_waits_for_a_suspended_host_that_holds_the_run_folder(folder:
     run.events.append("wakes up")
     first.send(signal.SIGCONT)
     run.until_hosts(*(host.name for host in others if host is not first))
-    rejoin(run, first)
     run.until_hosts("h1", "h2")
     run.finish()
 
