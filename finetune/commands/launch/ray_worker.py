@@ -28,7 +28,7 @@ from finetune.launch.child import kill_child, start_child
 from finetune.launch.ranks import TORCHRUN_DEFAULTS, Ranks, free_port
 from finetune.runtime.files import atomic
 from finetune.runtime.optional import require
-from finetune.runtime.supervision.attempt import mark_attempt, mark_of
+from finetune.runtime.supervision.attempt import is_replaced, mark_attempt, mark_of
 from finetune.runtime.supervision.status import read_status
 from finetune.runtime.supervision.writer_lock import is_locked
 from finetune.runtime.text.terminal import format_json
@@ -197,6 +197,7 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
     }
     file = _file_of_copies(marks, attempt.number)
     file = file if file.exists() else job.accelerate_file
+    end_replaced_ranks(marks, attempt.number)
     process = start_child([sys.executable, *job.words, "--accelerate", str(file)], environment=environment)
     try:
         code, was_stopped = _wait(process, control, stop_seconds=job.stop_seconds)
@@ -211,6 +212,20 @@ def _run_rank(job: RankJob, ranks: Ranks, attempt: Attempt, control: "_Control",
     failure = RankFailed(f"rank {ranks.rank} ended with exit code {code}: {end.reason or 'it was killed'}")
     print(f"finetune: {failure}", flush=True)
     raise failure
+
+
+def end_replaced_ranks(marks: Path, number: int, *, patience_seconds: float = 10.0) -> None:
+    """Wait for the ranks of earlier attempts on this host, and kill those that are stopped or stuck in their device."""
+    replaced: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            is_here = Path(f"/proc/{process.pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink()
+            is_rank = process.cmdline()[1:4] == ["-m", "finetune", "train"]
+            if is_here and is_rank and is_replaced(process.environ(), marks, number):
+                replaced.append(process)
+    for process in psutil.wait_procs(replaced, timeout=patience_seconds)[1]:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def _file_of_copies(marks: Path, number: int) -> Path:

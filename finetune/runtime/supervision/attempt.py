@@ -40,6 +40,11 @@ def newer_attempt(environment: Mapping[str, str] = os.environ) -> int | None:
     return newest if newest > own_attempt(environment) else None
 
 
+def is_replaced(environment: Mapping[str, str], folder: Path, number: int) -> bool:
+    """Return whether a process with this environment belongs to an attempt of the folder before this one."""
+    return environment.get(_FOLDER) == str(folder) and own_attempt(environment) < number
+
+
 def require_newest_attempt() -> None:
     """Raise LostContact if a newer attempt has begun on other hosts, so that this process writes no more."""
     if (newer := newer_attempt()) is not None:

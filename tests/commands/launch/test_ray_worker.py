@@ -1,11 +1,16 @@
 """What a worker of Ray Train gives to its rank, and what it reports of the run."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from finetune.commands.launch.ray_worker import Attempt, largest_world, place_rank, read_metrics
+from finetune.commands.launch.ray_worker import Attempt, end_replaced_ranks, largest_world, place_rank, read_metrics
+from finetune.runtime.supervision.attempt import mark_attempt
 
 ATTEMPT = Attempt(3, 6, "10.0.0.1", 29500, since=0.0)
 
@@ -25,6 +30,20 @@ def test_ranks_have_the_variables_of_torchrun(rank: int, local_rank: int, local_
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
     }
+
+
+def test_a_stopped_rank_of_an_earlier_attempt_is_killed_and_no_other(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "finetune", "train", "--config", "job.yaml"]
+    ranks = {}
+    for number in (1, 2):
+        environment = {**os.environ, **mark_attempt(tmp_path, number)}
+        ranks[number] = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        ranks[number].send_signal(signal.SIGSTOP)
+    end_replaced_ranks(tmp_path, 2, patience_seconds=0.1)
+    assert ranks[1].wait(timeout=30) == -signal.SIGKILL
+    assert ranks[2].poll() is None
+    ranks[2].kill()
+    ranks[2].wait()
 
 
 def test_metrics_are_those_of_the_newest_whole_event(tmp_path: Path) -> None:
